@@ -34,7 +34,7 @@ from fxpar.fusion.schedule_attempts import LEAST, Attempts, with_room
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
-from fxpar.fusion.verbs.ring_attention import rings_of
+from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes import collective_nodes
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -204,12 +204,13 @@ def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
 
 def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
     """The cases, and the best so far with a ring for each attention that reads gathered
-    keys, and with queries that change places."""
+    keys, with queries that change places, and with both."""
     graph, best = state.graph(state.schedule), state.schedule
-    ways = {
-        "rings of keys and values": rings_of(graph),
-        "attentions balanced": balances_of(graph, state.mesh),
-    }
+    rings, balances = rings_of(graph), balances_of(graph, state.mesh)
+    ways = {"rings of keys and values": rings, "attentions balanced": balances}
+    if rings.lines and balances.lines:
+        both = balances + rings_of(state.graph(best + balances))
+        ways["lines of balanced rings"] = both
     for said, lines in ways.items():
         if lines.lines:
             then = state.attempt(best + lines, f"{len(lines.lines)} {said}")

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import balance
-from fxpar.passes.attention import causal_attention
+from fxpar.fusion.verbs import balance, balanced_ring
+from fxpar.fusion.verbs.ring import Ring
+from fxpar.passes.attention import balanced_attention, causal_attention
 from fxpar.sharding.cost.op import flops_of
 
 HEADS, WIDTH = 4, 8
@@ -150,6 +151,91 @@ def test_refused(kind: str, rows: int, mesh: str, why: str) -> None:
     (name,) = (n.name for n in plan.result.local.nodes if "attention" in str(n.target))
     with pytest.raises(ScheduleError, match=why):
         fxpar.plan(fn, *args, **options, schedule=f"balance({name})")
+
+
+RING = """
+overlap([all_gather, all_gather_1], balanced_causal_attention_default, ring=1)
+overlap([all_gather, all_gather_1], balanced_causal_attention_backward_default, ring=1)
+"""
+
+
+@pytest.mark.parametrize("heads", [HEADS, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh",
+    ["cp=4", *(pytest.param(m, marks=pytest.mark.slow) for m in ("dp=2,cp=2", "cp=3"))],
+)
+def test_a_balanced_ring(mesh: str, heads: int) -> None:
+    """Keys travel in halves that changed places as queries did."""
+    args = tensors(12 if mesh == "cp=3" else 16, heads)
+    plan = planned(args, BOTH + RING, mesh)
+    assert {c.kind for c in plan.collectives if "cp" in c.axes} == {"permute"}
+    matches(plan, *args)
+
+
+def test_a_balanced_ring_of_the_forward_alone() -> None:
+    args = tensors()
+    matches(planned(args, FORWARD + RING.rsplit("overlap", 1)[0]), *args)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_hop_of_a_balanced_ring_is_as_much_work(ranks: int) -> None:
+    """In each hop two of the four pairs of halves see one another; in the first one
+    more, of which as of another nothing above the diagonal."""
+    half = 4
+    for hop in range(ranks):
+        work = set()
+        for rank in range(ranks):
+            start = (rank + hop) % ranks * 2 * half
+            gap = (2 * ranks - 1) * half - 2 * start
+            places = (2 * rank * half, (2 * ranks - 1 - 2 * rank) * half)
+            work.add(
+                sum(
+                    pairs(half, half, before)
+                    for place in places
+                    for _, before in balanced_attention._seen(
+                        2 * half, place - start, gap
+                    )
+                )
+            )
+        assert work == {(2 if hop else 3) * half * half}
+
+
+def turned(q: Any, k: Any, v: Any, table: Any) -> Any:
+    """Attention of keys that know their places once they are gathered."""
+    k = fxpar.constrain(k, None, None, None, None) * table
+    return attend(q, fxpar.constrain(k, None, None, None, None), v)
+
+
+def turned_plan(args: Any) -> Any:
+    return fxpar.plan(
+        turned,
+        *args,
+        mesh="cp=4",
+        in_specs=[*[SEQUENCE] * 3, None],
+        mode="propagate",
+        schedule=FORWARD + RING.rsplit("overlap", 1)[0],
+    )
+
+
+def test_a_balanced_ring_of_keys_that_know_their_places() -> None:
+    args = [*tensors(), torch.randn(16, WIDTH, dtype=torch.float64)]
+    matches(turned_plan(args), *args)
+
+
+def test_places_of_keys_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*tensors(), torch.randn(16, WIDTH, dtype=torch.float64)]
+    monkeypatch.setattr(balanced_ring._HalvesRing, "cut", Ring.cut)
+    plan = turned_plan(args)
+    with pytest.raises(AssertionError):
+        matches(plan, *args)
+
+
+def test_a_ring_of_halves_that_stay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balanced_ring, "mirrored", lambda build, x, axes: x)
+    args = tensors()
+    plan = planned(args, BOTH + RING)
+    with pytest.raises(AssertionError):
+        matches(plan, *args)
 
 
 def test_a_ring_is_not_balanced_twice() -> None:

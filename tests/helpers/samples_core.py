@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.rules import pointwise
-from fxpar.sharding.rules.row_builders import keys
+from fxpar.sharding.rules.table import keys
 
 _generator = torch.Generator().manual_seed(3)
 
@@ -338,6 +338,22 @@ _tokens, _wide = _f(32, 8), _f(32, 2, 4)
 _add("expert_mm", _s(_tokens, _f(4, 8, 2, 6), _IDS, 2, 0.0), namespace="fxpar")
 _add("expert_mm", _s(_wide, _f(4, 2, 4, 6), _IDS, 2, 0.0), namespace="fxpar")
 _add("expert_outer", _s(_tokens, _wide, _IDS, 4, 2, 0.0), namespace="fxpar")
+# Of a rank that has the first three experts.
+_add(
+    "own_expert_mm",
+    _s(_tokens, _f(3, 8, 12), _IDS.repeat(2), 1.0, 0.0, ""),
+    namespace="fxpar",
+)
+_add(
+    "own_expert_mm",
+    _s(_wide, _f(3, 2, 4, 6), _IDS.repeat(2), 2.0, 0.0, ""),
+    namespace="fxpar",
+)
+_add(
+    "own_expert_outer",
+    _s(_tokens, _wide, _IDS.repeat(2), 3, 2.0, 0.0, ""),
+    namespace="fxpar",
+)
 
 # Rows of two or four parts in slots of two groups: not all of them hold a row.
 for _parts in (2, 4):
@@ -367,6 +383,7 @@ for _parts in (2, 4):
         namespace="fxpar",
     )
     _add("within", _s(_taken, torch.tensor(3), 4, ""), namespace="fxpar")
+    _add("within", _s(_taken, torch.full((_parts,), 3), 4, ""), namespace="fxpar")
 
 # Reductions
 

@@ -7,6 +7,7 @@ Face those of its own loop over experts.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import fxpar
 from fxpar.errors import OptionError, RoomError
 from fxpar.passes.builder import PART
 from fxpar.passes.experts import expert_ops, local_experts
+from fxpar.passes.stages import rows_of_parts
 from fxpar.planning import TracedPlan
+from fxpar.sharding.rules.op_facts import op_facts_of
 from tests.helpers.models import MIXTURES, build_double, double
 
 pytest.importorskip("transformers.integrations.moe")
@@ -145,6 +148,14 @@ def test_rows_go_to_their_experts(program: Any, mesh: str) -> None:
     if "ep" in mesh:
         assert plan.inputs[2].dims[0] == plan.inputs[3].dims[0] == ("ep",)
         assert plan.inputs[0].dims[0][-1] == "ep"
+
+
+@pytest.mark.parametrize("program", [added, *slow(mixture)])
+def test_tokens_that_the_axis_does_not_divide(program: Any) -> None:
+    args = arguments(tokens=15)
+    plan = planned(program, args, "dp=2")
+    compare(plan, args, PROGRAMS[program])
+    assert plan.inputs[0].dims[0] == ("dp",)
 
 
 def blocks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -458,14 +469,14 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a rank that takes the first experts' rows for its own."""
-    args, sorted_by = arguments(), local_experts._sorted
+    args, own_ids = arguments(), local_experts._own_ids
 
     def unshifted(call: Any, *rest: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(type(call.build), "own_start", lambda *_: 0)
-            return sorted_by(call, *rest)
+            return own_ids(call, *rest)
 
-    monkeypatch.setattr(local_experts, "_sorted", unshifted)
+    monkeypatch.setattr(local_experts, "_own_ids", unshifted)
     with pytest.raises(AssertionError, match="not close"):
         compare(planned(mixture, args, "ep=2"), args, torch.nn.functional.silu)
 
@@ -474,7 +485,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.passes.experts.group_copies import GroupCopies
+    from fxpar.passes.experts.group_rows import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]
@@ -513,10 +524,70 @@ def test_microbatches_run_apart(mesh: str) -> None:
     assert "2 microbatches" in str(plan.notes) and "wait" not in str(plan.notes)
 
 
-def test_microbatches_wait_where_ranks_have_groups_of_experts() -> None:
-    plan = in_parts("ep=2")
-    assert products_in_order(plan) == [None] * 6
+def squared(*args: torch.Tensor) -> torch.Tensor:
+    """A loss of what a mixture gives."""
+    return mixture(*args).square().sum()
+
+
+def numbered(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """A loss in which rows know their numbers while they are with their experts."""
+    ids, weights = chosen(scores)
+    key, order = torch.sort(ids)
+    ends = ends_of(key, up.shape[0])
+    rows = torch.relu(grouped(x[order // 2], up, ends)) + order[:, None]
+    rows = grouped(rows, down, ends) * weights[order][:, None]
+    return rows[torch.argsort(order)].view(-1, 2, x.shape[1]).sum(1).square().sum()
+
+
+def loss_in_parts(program: Any, mesh: str, **options: Any) -> TracedPlan:
+    """A loss of a batch that is cut in two; its numbers are those of the graph."""
+    args = arguments()
+    plan = exchanged(program, args, mesh, microbatches=2, **options)
+    got, want = plan.simulate(*args), plan.reference(*args)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+    return plan
+
+
+WAYS = [("gather", ""), ("gather", "1.75"), ("all_to_all", "1.75")]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", *slow("ep=2", "ep=2,tp=2")])
+@pytest.mark.parametrize(("exchange", "room"), WAYS)
+def test_microbatches_run_apart_between_ranks(
+    mesh: str, exchange: str, room: str
+) -> None:
+    """Rows that other ranks have come part by part, as no place among them counts."""
+    options = {"expert_exchange": exchange, "expert_room": room}
+    plan = loss_in_parts(squared, mesh, **options)
+    assert products_in_order(plan) == [0] * 6 + [1] * 6
+    assert "2 microbatches" in str(plan.notes) and "wait" not in str(plan.notes)
+    sent = Counter(c.kind for c in plan.collectives if c.axes == ("ep",))
+    assert sent[exchange if exchange == "all_to_all" else "all_gather"] % 2 == 0
+
+
+def test_microbatches_wait_where_rows_know_their_numbers() -> None:
+    plan = loss_in_parts(numbered, "ep=2", expert_exchange="gather")
     assert "wait for one another" in str(plan.notes)
+
+
+def test_microbatches_wait_where_all_ranks_keep_the_rows() -> None:
+    plan = in_parts("ep=2")
+    assert "wait for one another" in str(plan.notes)
+
+
+def test_rows_in_the_order_of_parts_are_noticed_where_they_have_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If what counts rows were taken for something that does not."""
+    iota = torch.ops.prims.iota.default
+    facts = {iota: replace(op_facts_of(iota), constant="filled")}
+    monkeypatch.setattr(
+        rows_of_parts, "op_facts_of", lambda op: facts.get(op, op_facts_of(op))
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        loss_in_parts(numbered, "ep=2", expert_exchange="gather")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import ring_attention
+from fxpar.fusion.verbs import attention_form, ring_attention
 from fxpar.passes.attention import merge_attention
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 16, 8
@@ -75,7 +75,7 @@ def ring(plan: Any) -> str:
     """Its lines for a plan that gathers keys."""
     gathers = "[all_gather, all_gather_1]"
     nodes = plan.result.local.nodes
-    names = [n.name for n in nodes if ring_attention.form_of(n.target)]
+    names = [n.name for n in nodes if attention_form.form_of(n.target)]
     return "\n".join(f"overlap({gathers}, {name}, ring=1)" for name in names)
 
 

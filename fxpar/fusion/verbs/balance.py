@@ -12,6 +12,7 @@ back. Keys are whole, and stay in order. This is the head-tail order of Llama 3 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ def _ahead(node: fx.Node) -> Any:
     return node.args[-2]
 
 
+def mirrored(build: Builder, x: fx.Node, axes: Sequence[str]) -> fx.Node:
+    """``x`` of the rank that stands as far from the other end of those along axes."""
+    mesh, count = build.mesh, build.mesh.count(axes)
+    index = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
+    sources = tuple(index.index(count - 1 - i) for i in index)
+    permute, along = collective_nodes.permute, mesh.ordered(axes)
+    return collective_nodes.step(build, permute, x, sources, along)
+
+
 class _Halves:
     """Queries, or what comes of them: what a rank keeps and what it swaps."""
 
@@ -108,12 +118,7 @@ class _Halves:
 
     def swapped(self, x: fx.Node) -> fx.Node:
         """``x`` of the rank that stands as far from the other end."""
-        mesh, count = self.build.mesh, self.build.mesh.count(self.axes)
-        index = [mesh.index(rank, self.axes) for rank in mesh.group(0, self.axes)]
-        sources = tuple(index.index(count - 1 - i) for i in index)
-        axes = mesh.ordered(self.axes)
-        permute = collective_nodes.permute
-        return collective_nodes.step(self.build, permute, x, sources, axes)
+        return mirrored(self.build, x, self.axes)
 
     def apart(self, x: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Of rows as they lie those that a rank attends, near and far."""

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch
 from fxpar.fusion.node_legality import arrange
-from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import SlicePart
 from fxpar.fusion.verbs import overlap as chunked
+from fxpar.fusion.verbs.attention_form import AttentionForm
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.passes import collective_nodes
 from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
@@ -40,99 +39,15 @@ from fxpar.passes.attention.merge_attention import (
     weighted,
 )
 from fxpar.passes.builder import Builder
-from fxpar.sharding.cost.op import contracts
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar
 
 # [batch, heads, sequence, features]
-_SEQUENCE = 2
+SEQUENCE = 2
 
 
-@dataclass(frozen=True)
-class AttentionForm:
-    """Where an attention has its arguments. Its first results are the output and a
-    log-sum-exp of each query, or the gradients of queries, keys and values."""
-
-    # Of the keys; the queries stand before them, the values behind.
-    keys: int
-    # Of a causal mask by places: where queries begin.
-    ahead: int | None
-    backward: bool
-    # Of all, in order; those by keyword too.
-    names: tuple[str, ...]
-
-    def argument(self, node: fx.Node, *names: str) -> Any:
-        """What a call gives for the argument that has one of these names."""
-        for name in names:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            place = self.names.index(name) if name in self.names else len(node.args)
-            if place < len(node.args):
-                return node.args[place]
-        return None
-
-
-def form_of(target: Any) -> AttentionForm | None:
-    """The form of an attention on [batch, heads, sequence, features], read off its
-    schema; None of any other op."""
-    name, schema = str(target), _torch.objects.schema_of(target)
-    if schema is None or not contracts(target) or "attention" not in name:
-        return None
-    names = tuple(argument.name for argument in schema.arguments)
-    if "_scaled_dot" not in name and "ahead" not in names:
-        return None
-    return AttentionForm(
-        keys=names.index("k" if "k" in names else "key"),
-        ahead=names.index("ahead") if "ahead" in names else None,
-        backward="backward" in name,
-        names=names,
-    )
-
-
-def rings_of(graph: fx.Graph) -> Schedule:
-    """A line for each attention of a local graph with steps whose keys and values are
-    gathered for it."""
-    lines = []
-    for node in graph.nodes:
-        form = form_of(node.target)
-        if form is None:
-            continue
-        sources = [_gather_of(node.args[form.keys + i]) for i in range(2)]
-        gathers = [gather for gather in sources if gather is not None]
-        names = tuple(dict.fromkeys(gather.name for gather in gathers))
-        if len(gathers) == 2 and len({gather.args[1:] for gather in gathers}) == 1:
-            lines.append(Line("overlap", (names, node.name), (("ring", 1),)))
-    return Schedule(tuple(lines))
-
-
-def _gather_of(x: Any) -> fx.Node | None:
-    """The gather from which alone a value is made."""
-    while x.target is not collective_nodes.all_gather:
-        if len(x.all_input_nodes) != 1:
-            return None
-        (x,) = x.all_input_nodes
-    return x
-
-
-def overlap(
-    edit: Edit,
-    starts: tuple[fx.Node, ...],
-    ends: tuple[fx.Node, ...],
-    chunks: int | None = None,
-    dim: int | None = None,
-    ring: int | None = None,
-    fused: int = 0,
-) -> list[fx.Node]:
-    """``overlap([ag, ag_1], attention, ring=1)``: gives its output, or the gradients of
-    keys and values; anything else is ``overlap.overlap``."""
-    form = form_of(ends[0].target) if len(ends) == 1 else None
-    if form is not None and ring is not None and not fused:
-        return _RingAttention(edit, form, starts, ends[0], chunks, dim, ring).run()
-    return chunked.overlap(edit, starts, ends, chunks, dim, ring, fused)
-
-
-class _RingAttention:
+class RingAttention:
     """An attention, the gathers it reads, and what is between."""
 
     def __init__(
@@ -156,9 +71,9 @@ class _RingAttention:
         self.read: Any = node.args[self.form.keys : self.form.keys + 2]
         paths = chunked.between(gathers, tuple(dict.fromkeys(self.read)))
         self.path = [n for n in paths if n not in gathers]
-        self.size = self.read[0].meta["val"].shape[_SEQUENCE]
+        self.size = self.read[0].meta["val"].shape[SEQUENCE]
 
-    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
+    def _check_ring(self, chunks: int | None, dim: int | None, ring: int) -> None:
         node, mesh = self.node, self.edit.mesh
         if any(collective_nodes.axes_of(g) != self.axes for g in self.gathers):
             raise refuse("overlap", node, "reads gathers along several sets of axes")
@@ -167,6 +82,10 @@ class _RingAttention:
         if chunks is not None or dim is not None or ring != 1:
             why = "goes in parts of the ranks, in one direction"
             raise refuse("overlap", node, why, fix="leave out chunks and dim, ring=1")
+
+    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
+        self._check_ring(chunks, dim, ring)
+        node = self.node
         queries = node.args[self.form.keys - 1]
         if self.form.argument(node, "is_causal"):
             raise refuse("overlap", node, "counts places from its first key")
@@ -197,23 +116,13 @@ class _RingAttention:
 
     def _ring(self) -> Ring:
         of = Ring.far_first if self.form.backward else Ring.near_first
-        return of(self.edit.mesh, self.axes, _SEQUENCE, 1)
+        return of(self.edit.mesh, self.axes, SEQUENCE, 1)
 
     def _on_part(
         self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
     ) -> fx.Node:
         """The attention on the i-th part of keys and values."""
-        sliced = {
-            gather: SlicePart(part, int(gather.args[1]))
-            for gather, part in zip(self.gathers, parts, strict=True)
-        }
-        slices = {gather: (part.node, part.dim) for gather, part in sliced.items()}
-        slices |= chunked.on_part(self.edit, self.path, sliced, ring, i)
-        args = list(self.node.args)
-        for position, whole in enumerate(self.read, self.form.keys):
-            if slices.get(whole, (whole, None))[1] != _SEQUENCE:
-                raise refuse("overlap", self.node, "reads no parts of the sequence")
-            args[position] = slices[whole][0]
+        args = self._arguments(ring, i, parts)
         if self.form.ahead is not None:
             ahead, size = args[self.form.ahead], self.size // ring.chunks
             first = ring.parts[i] * size
@@ -226,6 +135,21 @@ class _RingAttention:
         elif self.mask is not None:
             args[self.form.names.index(self.mask)] = mask
         return build.call(self.node.target, *args, **kwargs)
+
+    def _arguments(self, ring: Ring, i: int, parts: Sequence[fx.Node]) -> list[Any]:
+        """The arguments of the attention with the i-th part of keys and values."""
+        sliced = {
+            gather: SlicePart(part, int(gather.args[1]))
+            for gather, part in zip(self.gathers, parts, strict=True)
+        }
+        slices = {gather: (part.node, part.dim) for gather, part in sliced.items()}
+        slices |= chunked.on_part(self.edit, self.path, sliced, ring, i)
+        args = list(self.node.args)
+        for position, whole in enumerate(self.read, self.form.keys):
+            if slices.get(whole, (whole, None))[1] != SEQUENCE:
+                raise refuse("overlap", self.node, "reads no parts of the sequence")
+            args[position] = slices[whole][0]
+        return args
 
     def _mask_of_part(self, build: Builder, ring: Ring, i: int) -> fx.Node | None:
         """Of the i-th part of the keys."""
@@ -241,29 +165,40 @@ class _RingAttention:
     def _forward(self) -> dict[int, fx.Node]:
         """Output and log-sum-exp over all keys, and what else is read."""
         whole = self.node.meta["val"]
+        results = {}
         with self.edit.before(self.node) as build:
-            ring, shards = self._ring(), [gather.args[0] for gather in self.gathers]
+            ring, shards = self._ring(), self._shards(build)
             attentions = [
                 self._on_part(build, ring, i, parts)
                 for i, parts in enumerate(_near_first(build, ring, shards))
             ]
             merge = _merged if self.mask is None else self._merged_under_mask
-            out, lse = merge(build, attentions)
-            out = laid_out(build, build.cast(out, whole[0].dtype), whole[0])
+            for at in range(0, 2 * self.form.sets, 2):
+                out, results[at + 1] = merge(build, attentions, at)
+                out = build.cast(out, whole[at].dtype)
+                results[at] = laid_out(build, out, whole[at])
             further = {
                 i: build.call(operator.getitem, attentions[0], i)
-                for i, value in enumerate(whole[2:], 2)
-                if isinstance(value, torch.Tensor)
+                for i, value in enumerate(whole)
+                if i not in results and isinstance(value, torch.Tensor)
             }
-        return {0: out, 1: lse, **further}
+        return {**results, **further}
+
+    def _shards(self, build: Builder) -> list[fx.Node]:
+        """A rank's own keys and values, as they travel."""
+        return [gather.args[0] for gather in self.gathers]
+
+    def _home(self, build: Builder, gradient: fx.Node, dim: int) -> fx.Node:
+        """The gradient of a rank's own keys or values, of that of what travels."""
+        return gradient
 
     def _merged_under_mask(
-        self, build: Builder, attentions: Sequence[fx.Node]
+        self, build: Builder, attentions: Sequence[fx.Node], at: int
     ) -> tuple[fx.Node, fx.Node]:
         """Output and log-sum-exp of attentions over parts of the keys."""
         parts = []
         for node in attentions:
-            out, lse = (build.call(operator.getitem, node, k) for k in range(2))
+            out, lse = (build.call(operator.getitem, node, at + k) for k in range(2))
             mask = self.form.argument(node, *BIASES)
             parts.append((out, of_visible(build, lse, mask)))
         running = RunningAttention(*parts[0])
@@ -274,39 +209,48 @@ class _RingAttention:
     def _backward(self) -> tuple[dict[int, fx.Node], list[fx.Node], list[fx.Node]]:
         """Gradients of queries; those of keys and values, in the place of what reduced
         them; and that."""
-        ends = [self._reduced(i) for i in (1, 2)]
+        sets, whole = range(self.form.sets), self.node.meta["val"]
+        ends = [self._reduced(len(sets) + i) for i in range(2)]
         scatters = [end.scatter for end in ends]
-        whole = self.node.meta["val"]
         with self.edit.before(max([self.node, *scatters])) as build:
-            ring, shards = self._ring(), [gather.args[0] for gather in self.gathers]
-            coming, sums = (
-                _far_first(build, ring, shards, self.node.args[0]),
-                list[fx.Node](),
-            )
+            ring, shards = self._ring(), self._shards(build)
+            coming = _far_first(build, ring, shards, self.node.args[0])
+            sums = dict[int, fx.Node]()
             shapes = [list(scatter.meta["val"].shape) for scatter in scatters]
 
             def summands(i: int) -> fx.Node:
                 attention = self._on_part(build, ring, i, next(coming))
-                item = build.call(operator.getitem, attention, 0)
-                item = build.cast(item, _exact(whole[0].dtype))
-                sums.append(
-                    build.call(aten.add.Tensor, sums.pop(), item) if sums else item
-                )
+                for k in sets:
+                    item = build.call(operator.getitem, attention, k)
+                    item = build.cast(item, _exact(whole[k].dtype))
+                    sums[k] = (
+                        build.call(aten.add.Tensor, sums[k], item)
+                        if k in sums
+                        else item
+                    )
                 parts = [
                     self._part(build, attention, k, end, ring, i)
-                    for k, end in enumerate(ends, 1)
+                    for k, end in enumerate(ends, len(sets))
                 ]
                 return _packed(build, parts)
 
             message = ring.reduced(build, summands, "sum")
-            total = laid_out(build, build.cast(sums[0], whole[0].dtype), whole[0])
-            gradients = _unpacked(build, message, shapes)
+            results = {
+                k: laid_out(build, build.cast(sums[k], whole[k].dtype), whole[k])
+                for k in sets
+            }
+            gradients = [
+                self._home(build, part, int(scatter.args[1]))
+                for part, scatter in zip(
+                    _unpacked(build, message, shapes), scatters, strict=True
+                )
+            ]
         for scatter, part in zip(scatters, gradients, strict=True):
             scatter.replace_all_uses_with(part)
-        return {0: total}, gradients, scatters
+        return results, gradients, scatters
 
     def _reduced(self, i: int) -> _Reduced:
-        """What becomes of the gradient of the keys (1) or values (2)."""
+        """What becomes of the gradient of the keys or values, the i-th result."""
         items = [user for user in self.node.users if user.args[1] == i]
         at, path = items[0] if len(items) == 1 else self.node, list[fx.Node]()
         while len(at.users) == 1:
@@ -331,9 +275,9 @@ class _RingAttention:
     ) -> fx.Node:
         """The summand that a reduce-scatter would take of the i-th part."""
         item = build.call(operator.getitem, attention, k)
-        slices = {end.item: SlicePart(item, _SEQUENCE)}
+        slices = {end.item: SlicePart(item, SEQUENCE)}
         results = chunked.on_part(self.edit, end.path, slices, ring, i)
-        node, dim = results[end.path[-1]] if end.path else (item, _SEQUENCE)
+        node, dim = results[end.path[-1]] if end.path else (item, SEQUENCE)
         if dim != end.scatter.args[1]:
             raise refuse("overlap", end.scatter, "takes no parts of the sequence")
         return node
@@ -348,12 +292,14 @@ class _Reduced:
     scatter: fx.Node
 
 
-def _merged(build: Builder, attentions: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Output and log-sum-exp of attentions over parts of the keys, in the precision of
-    the latter."""
-    out, lse = (build.call(operator.getitem, attentions[0], k) for k in range(2))
+def _merged(
+    build: Builder, attentions: Sequence[fx.Node], at: int
+) -> tuple[fx.Node, fx.Node]:
+    """Output and log-sum-exp, results ``at`` and the next one, of attentions over parts
+    of the keys, in the precision of the latter."""
+    out, lse = (build.call(operator.getitem, attentions[0], at + k) for k in range(2))
     for node in attentions[1:]:
-        part, weight = (build.call(operator.getitem, node, k) for k in range(2))
+        part, weight = (build.call(operator.getitem, node, at + k) for k in range(2))
         both = [build.call(aten.unsqueeze.default, x, 0) for x in (lse, weight)]
         total = log_of_sum(build, build.call(aten.cat.default, both))
         pairs = ((out, lse), (part, weight))

@@ -52,7 +52,7 @@ def blocks(rows: int, keys: int, ahead: int) -> list[VisibleBlock]:
     return [b for b in candidates if b.rows.start < b.rows.stop and b.keys.stop]
 
 
-def _laid_out(x: torch.Tensor, width: int) -> torch.Tensor:
+def rows_like(x: torch.Tensor, width: int) -> torch.Tensor:
     """An empty tensor of the rows of ``x``: in memory heads are inside of rows."""
     shape = (*x.shape[:3], width)
     return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
@@ -74,19 +74,19 @@ torch.library.define(
 @torch.library.register_fake("fxpar::causal_attention")
 def _(q, k, v, ahead, scale):
     lse = q.new_empty(q.shape[:3], dtype=_computed_in(q))
-    return _laid_out(q, v.shape[3]), lse
+    return rows_like(q, v.shape[3]), lse
 
 
 @torch.library.register_fake("fxpar::causal_attention_backward")
 def _(grad, q, k, v, out, logsumexp, ahead, scale):
-    return tuple(_laid_out(x, x.shape[3]) for x in (q, k, v))
+    return tuple(rows_like(x, x.shape[3]) for x in (q, k, v))
 
 
 @torch.library.impl("fxpar::causal_attention", "CompositeExplicitAutograd")
 def _forward(q, k, v, ahead, scale) -> Result:
     dtype = _computed_in(q)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    out = _laid_out(q, v.shape[3]).zero_()
+    out = rows_like(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
     attend = _kernel(q, k, v).forward
     covered = 0
@@ -110,7 +110,7 @@ def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
     differentiate = _kernel(q, k, v).backward
     all_blocks = blocks(q.shape[2], k.shape[2], ahead)
     # Two blocks have queries in common, or keys: what is added up keeps its digits.
-    sums = tuple(_laid_out(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
+    sums = tuple(rows_like(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
     for block in all_blocks:
         rows, keys = block.rows, block.keys
         results = (x[:, :, rows] for x in (out, logsumexp))

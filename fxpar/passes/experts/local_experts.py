@@ -1,12 +1,10 @@
 """Local forms of products by expert: rows are sorted by expert, then multiplied.
 
-A rank has some rows and some experts. Its key of a row is the expert counted from its
-own first; of a row whose expert another rank has, one more than it has experts: such
-rows come last, where products give zero. ``keep_sorted`` then leaves rows in that order
+A rank has some rows and some experts, which are counted from its own first. Its rows
+may still be cut in parts of a batch: products take them as they lie until that is done,
+and ``sort_by_expert`` then sorts each part's rows. A row whose expert another rank has
+comes last, where products give zero. ``keep_sorted`` then leaves rows in that order
 between one product and the next.
-
-Where a rank has all experts, its rows may still be cut in parts of a batch: products
-stay as they are until that is done, and ``sort_by_expert`` then sorts each part's rows.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of, value_of
 from fxpar.passes.collective_nodes import all_reduce, step
-from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes.experts.expert_ops import NONE
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.program import user_line
@@ -33,6 +31,9 @@ aten = torch.ops.aten
 
 # Which tensor of a product says the expert of each row.
 _IDS = 2
+OWN_MM = torch.ops.fxpar.own_expert_mm.default
+WITHIN = torch.ops.fxpar.within.default
+OWN_OUTER = torch.ops.fxpar.own_expert_outer.default
 
 
 @dataclass(frozen=True)
@@ -69,52 +70,38 @@ class _Sorted:
 def _sorted(
     call: LocalCall,
     ids: fx.Node,
-    of_rows: int,
-    of_experts: int,
-    groups: int,
+    experts: int,
+    spread: float,
     room: float,
+    axes: str,
 ) -> _Sorted:
-    """``of_rows``, ``of_experts``: the tensors of the call, operands first, whose dim 0
-    is rows, and experts."""
-    build = call.build
-    specs, device = (*call.operands, *call.results), ids.meta["val"].device
-    experts, axes = call.shapes[of_experts][0], specs[of_experts].dims[0]
-    per = experts // groups
-    own_groups = groups // build.mesh.count(axes)
-    rows = build.own_size(call.shapes[of_rows][0], specs[of_rows].dims[0])
-    own = build.call(aten.sub.Tensor, ids, build.own_start(experts, axes))
-    group = build.call(aten.div.Tensor_mode, own, per, rounding_mode="floor")
-    group_numbers = build.call(
-        aten.unsqueeze.default, build.iota(own_groups, device), 1
+    """``experts``: how many a rank has; what follows: as ``fxpar::own_expert_mm``."""
+    build, device = call.build, ids.meta["val"].device
+    rows = call.operand_shape(0)[0]
+    is_own = build.call(
+        aten.bitwise_and.Tensor,
+        build.call(aten.ge.Scalar, ids, 0),
+        build.call(aten.lt.Scalar, ids, experts),
     )
-    by_row = groups > 1 and call.shapes[_IDS][0] == call.shapes[of_rows][0]
-    if by_row:
-        own, group = (
-            build.call(aten.reshape.default, x, [own_groups, rows // own_groups])
-            for x in (own, group)
-        )
-    is_own = build.call(aten.eq.Tensor, group, group_numbers)
-    key = build.call(
-        aten.reshape.default, call.where(is_own, own, per * own_groups), [rows]
+    sort = build.call(
+        aten.sort.stable,
+        call.where(is_own, ids, experts),
+        stable=True,
+        dim=0,
+        descending=False,
     )
-    sort = build.call(aten.sort.stable, key, stable=True, dim=0, descending=False)
     ordered, order = (build.call(operator.getitem, sort, i) for i in (0, 1))
-    row_numbers = build.iota(rows, device)
-    place = build.call(aten.index_put.default, order, [order], row_numbers)
-    expert_numbers = build.iota(per * own_groups, device)
+    place = build.call(aten.index_put.default, order, [order], build.iota(rows, device))
+    expert_numbers = build.iota(experts, device)
     ends = build.call(
         aten.searchsorted.Tensor, ordered, expert_numbers, right=True, out_int32=True
     )
-    if by_row:
-        share = int(value_of(rows) / room) if room else value_of(rows)
-        return _Sorted(call, order, place, ends, share, None)
-    share = value_of(rows) // own_groups * per * own_groups // experts
-    most = math.ceil(room * share) if room and own_groups == 1 < groups else 0
+    share = value_of(rows) if spread == 1 else int(value_of(rows) / spread)
+    most = math.ceil(room * share) if room else 0
     if not 0 < most < value_of(rows):
         return _Sorted(call, order, place, ends, share, None)
     order = build.call(aten.slice.Tensor, order, 0, 0, most)
-    axes = call.operands[_IDS].dims[0]
-    ends = _within(call, ends, ids, groups, per, most, axes)
+    ends = _within(call, ends, ids, int(spread), experts, most, axes)
     return _Sorted(call, order, place, ends, share, most)
 
 
@@ -125,39 +112,47 @@ def _within(
     groups: int,
     per: int,
     room: int,
-    axes: Axes,
+    axes: str,
 ) -> fx.Node:
-    """The ends, if no group of experts has more rows than there is room for. ``axes``
-    split rows: their ranks tell each other how many there are, so that all of them find
-    the same, and none waits for one that has raised."""
+    """The ends, if no group of experts has more rows than there is room for; ``axes``
+    split rows. Groups are counted from a rank's own, around."""
     build = call.build
     group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
+    group = build.call(aten.remainder.Scalar, group, groups)
     group_numbers = build.iota(groups, ids.meta["val"].device)
     group_numbers = build.call(aten.unsqueeze.default, group_numbers, 1)
     chosen = build.call(aten.eq.Tensor, group, group_numbers)
     most = build.call(aten.amax.default, build.call(aten.sum.dim_IntList, chosen, [1]))
-    if build.mesh.count(axes) > 1:
-        most = step(build, all_reduce, most, "max", axes)
     where = user_line(call.node) or ""
-    return build.call(torch.ops.fxpar.within.default, ends, most, room, where)
+    return _told(build, ends, most, room, where, axes)
 
 
-def _expert_mm(
+def _told(
+    build: Builder, x: fx.Node, most: fx.Node, room: int, where: str, axes: str
+) -> fx.Node:
+    """``fxpar::within``, the ranks along ``axes`` told of one another's rows."""
+    if axes:
+        most = step(build, all_reduce, most, "max", tuple(axes.split("+")))
+    return build.call(WITHIN, x, most, room, where)
+
+
+def _sort_mm(
     call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *options: Any
 ) -> fx.Node:
     """Each product sorts its rows."""
-    sort, mm = _sorted(call, ids, 0, 1, *options), torch.ops.fxpar.grouped_mm.default
-    inner = len(call.shapes[0])
+    mm = torch.ops.fxpar.grouped_mm.default
+    sort = _sorted(call, ids, shape_of(weight)[0], *options)
+    inner = len(shape_of(x))
     x, weight = _merged(call, x, 0, [1]), _merged(call, weight, 1, [1, inner])
     product = call.build.call(mm, sort.take(x), weight, sort.ends, sort.share)
     return _apart(call, sort.put_back(product))
 
 
-def _expert_outer(
-    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, _: int, *options: Any
+def _sort_outer(
+    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, experts: int, *options: Any
 ) -> fx.Node:
     outer = torch.ops.fxpar.grouped_outer.default
-    sort = _sorted(call, ids, 0, 3, *options)
+    sort = _sorted(call, ids, experts, *options)
     x, y = _merged(call, x, 0, [1]), _merged(call, y, 1, [1])
     product = call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
     return _apart(call, product)
@@ -183,25 +178,109 @@ def _apart(call: LocalCall, product: fx.Node) -> fx.Node:
     return call.build.call(aten.reshape.default, product, [*call.local_shape()])
 
 
-_SORTED: dict[Any, Localizer] = {
-    torch.ops.fxpar.expert_mm.default: _expert_mm,
-    torch.ops.fxpar.expert_outer.default: _expert_outer,
-}
+_SORTED: dict[Any, Localizer] = {OWN_MM: _sort_mm, OWN_OUTER: _sort_outer}
 
 
-def _later(call: LocalCall, *args: Any) -> fx.Node:
-    """The product itself, where a rank has all experts and so many rows; else one that
-    sorts them."""
-    rows = call.build.own_size(call.shapes[0][0], call.operands[0].dims[0])
-    *_, groups, _ = args
-    if groups == 1 and isinstance(rows, int):
-        return call.same(*args)
-    return _SORTED[call.node.target](call, *args)
+def _mm(
+    call: LocalCall,
+    x: fx.Node,
+    weight: fx.Node,
+    ids: fx.Node,
+    groups: int,
+    room: float,
+) -> fx.Node:
+    experts, axes = call.shapes[1][0], call.operands[1].dims[0]
+    own, *options = _own_ids(call, ids, experts, axes, groups, room)
+    return _later(call, OWN_MM, x, weight, own, *options)
+
+
+def _outer(
+    call: LocalCall,
+    x: fx.Node,
+    y: fx.Node,
+    ids: fx.Node,
+    experts: int,
+    groups: int,
+    room: float,
+) -> fx.Node:
+    axes = call.results[0].dims[0]
+    own, *options = _own_ids(call, ids, experts, axes, groups, room)
+    per_rank = experts // call.build.mesh.count(axes)
+    return _later(call, OWN_OUTER, x, y, own, per_rank, *options)
+
+
+def _own_ids(
+    call: LocalCall, ids: fx.Node, experts: int, axes: Axes, groups: int, room: float
+) -> tuple[fx.Node, float, float, str]:
+    """(of each row which of this rank's own experts it belongs to, the options of a
+    product of such rows). ``axes`` split experts."""
+    build, by_row = call.build, call.shapes[_IDS][0] == call.shapes[0][0]
+    own_groups = groups // build.mesh.count(axes)
+    start = build.own_start(experts, axes)
+    if start != 0:
+        ids = build.call(aten.sub.Tensor, ids, start)
+    if own_groups > 1:
+        ids = _once(call, ids, experts // groups, own_groups)
+    if groups > 1 and by_row:
+        return ids, room or 1.0, 0.0, ""
+    if own_groups > 1 or groups == 1:
+        return ids, float(groups), 0.0, ""
+    return ids, float(groups), room, _telling(call, _IDS)
+
+
+def _telling(call: LocalCall, operand: int) -> str:
+    """The axes that split an operand, whose ranks tell one another."""
+    spec = call.operands[operand]
+    axes = [
+        axis for dim in spec.dims for axis in dim if call.build.mesh.count((axis,)) > 1
+    ]
+    return "+".join(axes)
+
+
+def _within_parts(
+    call: LocalCall,
+    x: fx.Node,
+    most: fx.Node,
+    room: int,
+    where: str,
+    axes: str | None = None,
+) -> fx.Node:
+    return call.same(x, most, room, where, _telling(call, 1) if axes is None else axes)
+
+
+def _once(call: LocalCall, ids: fx.Node, per: int, groups: int) -> fx.Node:
+    """The experts of rows that come once for each of a rank's ``groups`` of ``per``
+    experts: none where a row is another group's."""
+    build, rows = call.build, call.operand_shape(0)[0]
+    group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
+    group_numbers = build.iota(groups, ids.meta["val"].device)
+    group_numbers = build.call(aten.unsqueeze.default, group_numbers, 1)
+    if call.shapes[_IDS][0] == call.shapes[0][0]:
+        ids, group = (
+            build.call(aten.reshape.default, x, [groups, rows // groups])
+            for x in (ids, group)
+        )
+    is_own = build.call(aten.eq.Tensor, group, group_numbers)
+    return build.call(aten.reshape.default, call.where(is_own, ids, NONE), [rows])
+
+
+def _later(call: LocalCall, target: Any, *args: Any) -> fx.Node:
+    """A product of a rank's own rows by its own experts, which sorts them once it is
+    known which of them are multiplied at a time; at once if their number is not known.
+    """
+    if isinstance(call.operand_shape(0)[0], int):
+        return call.build.call(target, *args)
+    return _SORTED[target](call, *args)
 
 
 def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
-    """Let the products that are left sort their rows, in place."""
+    """Let products of a rank's own rows sort them, in place; and ranks tell one another
+    how many there are."""
     for node in list(graph.nodes):
+        if node.target is WITHIN and len(node.args) == 5:
+            with build.before(node):
+                told = _told(build, *node.args)
+            build.replace(node, told)
         if node.target not in _SORTED:
             continue
         tensors = [*node.args[:3], node]
@@ -217,6 +296,7 @@ def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
 
 
 LOCAL: dict[Any, Localizer] = {
-    "fxpar::expert_mm": _later,
-    "fxpar::expert_outer": _later,
+    "fxpar::expert_mm": _mm,
+    "fxpar::expert_outer": _outer,
+    "fxpar::within": _within_parts,
 }

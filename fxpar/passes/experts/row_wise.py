@@ -73,7 +73,7 @@ class RowCall:
 def row_call(node: fx.Node, row_dims: Mapping[fx.Node, int]) -> RowCall | None:
     """The call as one that makes rows one by one. ``row_dims``: operand -> the dim of
     its rows. None if it does not treat these dims so."""
-    rule = _rule(node)
+    rule = by_row_rule(node)
     if rule is None:
         return None
     pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
@@ -106,7 +106,7 @@ def row_call(node: fx.Node, row_dims: Mapping[fx.Node, int]) -> RowCall | None:
 def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | None:
     """The operands of a call that the rows along a dim of a result are made of, and the
     dims that theirs lie along. None if it does not make them one by one."""
-    rule = _rule(node)
+    rule = by_row_rule(node)
     if rule is None:
         return None
     factor = rule.results[result][dim]
@@ -121,7 +121,7 @@ def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | 
     return row_dims if row_dims and row_call(node, row_dims) is not None else None
 
 
-def _rule(node: fx.Node) -> Rule | None:
+def by_row_rule(node: fx.Node) -> Rule | None:
     """The rule of a call whose free factors are treated one by one; None of others."""
     facts = op_facts_of(node.target)
     if not facts.by_row or facts.random or facts.mutates:

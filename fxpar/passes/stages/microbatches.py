@@ -28,30 +28,25 @@ from fxpar.passes import collective_nodes as steps
 from fxpar.passes import custom_ops
 from fxpar.passes.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
-from fxpar.passes.local.local_call import LocalCall
-from fxpar.passes.local.local_ops import LOCAL
 from fxpar.passes.local.localize import partition
 from fxpar.passes.lower import contiguous
+from fxpar.passes.moved_rows import exchanged
+from fxpar.passes.stages.rows_of_parts import rows_of_parts
 from fxpar.passes.stages.stage_kinds import shown
+from fxpar.passes.stages.steps_over_parts import NOTED
 from fxpar.sharding.cut_in_time import MEMORY, TIME
 from fxpar.sharding.decide import Decision, decide
-from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Program, Signature, user_line
 from fxpar.sharding.propagate.conventions import batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
-from fxpar.sharding.rules import add_rows
-from fxpar.sharding.rules.row_builders import make, words_of
-from fxpar.sharding.rules.table import Row
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
 _UNLIKE = "the batch is not cut, since shards of some dim are not alike"
-
-# What steps keep of the reshard that they stand for.
-_NOTED = "fxpar_noted"
 
 # Sums of these are accumulated in float32.
 _NARROW = (torch.bfloat16, torch.float16)
@@ -96,9 +91,12 @@ def cut_microbatches(
         ]
     if count == 1:
         return graph, tuple(notes)
-    mesh = Mesh(((TIME, count),), (MEMORY,))
-    seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
-    time_decision = decide(program, mesh, {}, seeds, batch=())
+    gathered_rows = rows_of_parts(graph, decision.mesh, count)
+    gathered_rows.mark(decision.mesh)
+    time_decision = _decide_parts(graph, decision, count)
+    if not gathered_rows.are_cut(time_decision, TIME):
+        gathered_rows.unmark()
+        time_decision = _decide_parts(graph, decision, count)
     if not time_decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
     in_time = partition(insert_reshards(graph, time_decision), time_decision, fake_mode)
@@ -107,6 +105,14 @@ def cut_microbatches(
     unrolled.run(in_time)
     notes += unrolled.notes()
     return _ordered(unrolled), tuple(notes)
+
+
+def _decide_parts(graph: fx.Graph, decision: Decision, count: int) -> Decision:
+    """The graph planned over ``count`` places in time."""
+    program = read(graph, _whole_signature(graph, decision.program.signature))
+    batch = _batch_values(program, decision.program)
+    seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
+    return decide(program, Mesh(((TIME, count),), (MEMORY,)), {}, seeds, batch=())
 
 
 def _accumulate_by_stage(graph: fx.Graph) -> None:
@@ -150,7 +156,7 @@ def _without_reshards(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         step_meta = {key: node.meta.pop(key) for key in OURS if key in node.meta}
         if steps.is_step(node):
-            node.meta[_NOTED] = step_meta
+            node.meta[NOTED] = step_meta
         for key in ("fxpar_op", "fxpar_value"):
             node.meta.pop(key, None)
     return graph
@@ -197,49 +203,6 @@ def _batch_values(program: Program, planned: Program) -> list[int]:
 
 def _cuts_rows(node: fx.Node) -> bool:
     return node.target is steps.slice_ and node.args[1] == 0
-
-
-# Steps over axes of the mesh, as the ops that they are here
-
-
-def _same_dims_rule(x: torch.Tensor, *_: Any) -> Rule:
-    """All dims of the result are those of the operand."""
-    words = words_of(x)
-    return make([words], [words])
-
-
-def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
-    """The dims that a step names have other sizes in the result: they stay whole."""
-    changed = [d for d in settings if isinstance(d, int)]
-    before, after = words_of(x), words_of(x)
-    for d in changed:
-        before[d], after[d] = f"before{d}!", f"after{d}!"
-    return make([before], [after])
-
-
-add_rows(
-    dict.fromkeys(
-        (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_same_dims_rule)
-    )
-    | dict.fromkeys(
-        (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
-        Row(_resized_dims_rule),
-    )
-)
-
-
-def _step(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
-    """A step over axes of the mesh on a part."""
-    node = call.build.graph.call_function(call.node.target, (x, *args))
-    value = call.node.meta["val"]
-    with call.build.fake_mode:
-        node.meta["val"] = value.new_empty(call.local_shape())
-    call.build.stamp(node)
-    node.meta[_NOTED] = call.node.meta[_NOTED]
-    return node
-
-
-LOCAL.update(dict.fromkeys(steps.NODES.values(), _step))
 
 
 # Unrolling
@@ -318,7 +281,7 @@ class _Unroller:
             node, lambda n: x[part] if isinstance(x := self.values[n], list) else x
         )
         copy.meta = dict(node.meta)
-        copy.meta.update(copy.meta.pop(_NOTED, {}))
+        copy.meta.update(copy.meta.pop(NOTED, {}))
         return copy
 
     def _offset(self, node: fx.Node, part: int) -> Any:
@@ -366,6 +329,11 @@ class _Unroller:
     def joined(self, values: Sequence[fx.Node], dim: int) -> fx.Node:
         """All parts in one value."""
         return self.build.call(aten.cat.default, list(values), dim)
+
+    def moved(self, values: Sequence[fx.Node], text: str) -> list[fx.Node]:
+        """What each part has of rows that are moved."""
+        time = Mesh(((TIME, self.parts),))
+        return exchanged(self.build.call, values, Exchange.parse(text), time)
 
     def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
         """The value in the first part, the reduction's identity in the others."""
@@ -430,6 +398,7 @@ _JOINS: dict[Any, Callable[..., Any]] = {
         un.joined(xs, source), target
     ),
     steps.permute: lambda un, xs, _, sources, axes: [xs[i] for i in sources],
+    steps.move_rows: lambda un, xs, _, text, axes: un.moved(xs, text),
 }
 
 

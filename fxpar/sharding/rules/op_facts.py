@@ -141,7 +141,8 @@ _ROWS: tuple[dict[str, dict], ...] = (
         by_row=True,
     ),
     _each("view.dtype", by_row=False),
-    _each("sum.dim_IntList", by_row=True),
+    _each("own_expert_mm own_expert_outer", "fxpar", by_row=True),
+    _each("sum.dim_IntList sum.default", by_row=True),
     _each("argmax argmin", places=0),
     _each("topk kthvalue sort max.dim min.dim", places=1),
     # Constants.
@@ -194,6 +195,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     # Products.
     _each("mm bmm _scaled_mm", product=0),
     _each("expert_mm expert_outer grouped_mm grouped_outer", "fxpar", product=0),
+    _each("own_expert_mm own_expert_outer", "fxpar", product=0),
     _each("addmm baddbmm", product=1),
     _each("mm.default addmm.default", equation="m k, k n -> m n"),
     _each("bmm.default baddbmm.default", equation="b m k, b k n -> b m n"),

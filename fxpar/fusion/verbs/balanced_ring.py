@@ -1,0 +1,85 @@
+"""Keys and values of balanced causal attention on their way from rank to rank.
+
+After ``balance(attention)`` the verb ``overlap([ag, ag_1], attention, ring=1)`` has
+keys change places as queries did: a rank keeps the first half of its own and swaps the
+second with the rank that stands as far from the other end of the sequence. Whatever
+part comes along the ring, of the two halves of its keys and a rank's two sets of
+queries two pairs see one another, on every rank in every hop. Gradients of keys and
+values come home in the same order, and are swapped back.
+
+The order is zigzag ring attention's (Zhu, github.com/zhuzilin/ring-flash-attention).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxpar.fusion.verbs.balance import mirrored
+from fxpar.fusion.verbs.ring import Ring
+from fxpar.fusion.verbs.ring_attention import SEQUENCE, RingAttention
+from fxpar.passes.builder import Builder
+
+aten = torch.ops.aten
+ours = torch.ops.fxpar
+
+_OF_HALVES = {
+    False: ours.mirrored_causal_attention.default,
+    True: ours.mirrored_causal_attention_backward.default,
+}
+
+
+class _HalvesRing(Ring):
+    """Parts of the first half that a rank has and, in its second half's place, that of
+    the rank that stands as far from the other end."""
+
+    def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
+        shape, halves = list(x.meta["val"].shape), 2 * self.chunks
+        apart = [*shape[:dim], halves, shape[dim] // halves, *shape[dim + 1 :]]
+        x = build.call(aten.reshape.default, x, apart)
+        near = build.offset(self.axes, 2, 2 * self.parts[i], around=halves)
+        far = build.compute(operator.sub, halves - 1, near)
+        parts = [build.call(aten.select.int, x, dim, place) for place in (near, far)]
+        return build.call(aten.cat.default, parts, dim)
+
+
+class BalancedRing(RingAttention):
+    """A balanced attention, the gathers it reads, and what is between."""
+
+    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
+        self._check_ring(chunks, dim, ring)
+
+    def _ring(self) -> Ring:
+        order = _HalvesRing.far_first if self.form.backward else _HalvesRing.near_first
+        return order(self.edit.mesh, self.axes, SEQUENCE, 1)
+
+    def _shards(self, build: Builder) -> list[fx.Node]:
+        return [self._home(build, g.args[0], int(g.args[1])) for g in self.gathers]
+
+    def _home(self, build: Builder, x: fx.Node, dim: int) -> fx.Node:
+        rows = x.meta["val"].shape[dim]
+        half = rows // 2
+        near = build.call(aten.slice.Tensor, x, dim, 0, half)
+        far = build.call(aten.slice.Tensor, x, dim, half, rows)
+        parts = [near, mirrored(build, far, self.axes)]
+        return build.call(aten.cat.default, parts, dim)
+
+    def _on_part(
+        self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
+    ) -> fx.Node:
+        """The first half of a part stands where it stood; the second as far from the
+        end as the first from the begin."""
+        args = self._arguments(ring, i, parts)
+        rows = self.size // ring.chunks
+        start = build.offset(self.axes, rows, ring.parts[i] * rows, around=self.size)
+        *args, near_ahead, far_ahead, scale = args
+        aheads = [
+            build.compute(operator.sub, ahead, start)
+            for ahead in (near_ahead, far_ahead)
+        ]
+        back = build.compute(operator.mul, start, 2)
+        gap = build.compute(operator.sub, self.size - rows // 2, back)
+        return build.call(_OF_HALVES[self.form.backward], *args, *aheads, gap, scale)

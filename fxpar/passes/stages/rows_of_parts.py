@@ -1,0 +1,209 @@
+"""Steps over rows whose order nobody sees, part of the batch by part of the batch.
+
+Of rows that ranks gather, one part of the batch has pieces in what each rank gave, so
+that no part can be gathered by itself as long as rows keep their order. Between the
+gather of tokens and the sum that returns their results nothing but products by expert
+and ops that make rows one by one reads them: there rows may lie part after part. In: a
+local graph with its steps, before it is planned over parts. Out: ``RowsOfParts``, the
+values whose rows lie so, and the steps around them, which ``mark`` makes those of
+``steps_over_parts``.
+
+What it never does: mark a step where some reader or source of the rows knows places,
+or is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import collective_nodes as steps
+from fxpar.passes.experts.local_experts import OWN_MM, OWN_OUTER
+from fxpar.passes.experts.row_wise import by_row_rule, call_of
+from fxpar.passes.stages.steps_over_parts import (
+    STEP_OF,
+    exchange_rows,
+    gather_rows,
+    return_rows,
+    scatter_rows,
+)
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+# Steps that may leave a dim as it is.
+_ALONG = (steps.all_reduce, steps.all_gather, steps.reduce_scatter, steps.all_to_all)
+# Of products by expert, how many of their first operands have rows.
+_PRODUCTS = {OWN_MM: 1, OWN_OUTER: 2}
+
+
+@dataclass
+class RowsOfParts:
+    """Rows that lie part after part, and the steps around them."""
+
+    # Value -> the dim that its rows lie along.
+    dims: dict[fx.Node, int] = field(default_factory=dict)
+    # Step -> what it is of such rows.
+    steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
+
+    def mark(self, mesh: Mesh) -> None:
+        """Let the steps be those over rows of parts, in place."""
+        for node, function in self.steps.items():
+            node.target = function
+            node.args = (*node.args, mesh.count(steps.axes_of(node)))
+
+    def unmark(self) -> None:
+        """Let them be steps again."""
+        for node in self.steps:
+            node.target = STEP_OF[node.target]
+            node.args = node.args[:-1]
+
+    def are_cut(self, decision: Decision, axis: str) -> bool:
+        """Whether all of the rows are cut along ``axis``, as they lie and as they are
+        read; else they would lie in two orders."""
+        value_of, edges = decision.program.value_of, decision.edges
+        values = {value_of[call_of(node)]: d for node, d in self.dims.items()}
+        moved = any(reshard.value in values for reshard in edges.reshards)
+        cuts = (edges.specs[v].dims[d][:1] for v, d in values.items())
+        return not moved and all(axes == (axis,) for axes in cuts)
+
+
+def rows_of_parts(graph: fx.Graph, mesh: Mesh, parts: int) -> RowsOfParts:
+    """The rows that products by expert read of other ranks, where no place counts."""
+    out = RowsOfParts()
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        for operand in node.args[: _PRODUCTS.get(node.target, 0)]:
+            if operand in seen:
+                continue
+            region = _OneOrder()
+            if region.grow(operand, 0) and region.fits(mesh, parts):
+                out.steps.update(region.steps)
+                cut = region.dims.keys() - region.constants
+                out.dims.update((x, region.dims[x]) for x in cut)
+            seen.update(region.dims)
+    return out
+
+
+@dataclass
+class _OneOrder:
+    """Values whose rows lie in one order."""
+
+    dims: dict[fx.Node, int] = field(default_factory=dict)
+    steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
+    # Values that are the same in all rows.
+    constants: set[fx.Node] = field(default_factory=set)
+    # Sizes of what is cut in parts.
+    sizes: set[int] = field(default_factory=set)
+    _queue: list[fx.Node] = field(default_factory=list)
+
+    def grow(self, node: fx.Node, dim: int) -> bool:
+        """Take in a value and all that has to lie in the same order. Whether no reader
+        and no source of them knows places."""
+        self._add(node, dim)
+        while self._queue:
+            node = self._queue.pop()
+            readers = all(self._reader(user, node) for user in node.users)
+            if not readers or not self._source(*call_of(node), node):
+                return False
+        return True
+
+    def fits(self, mesh: Mesh, parts: int) -> bool:
+        """Whether the steps are over the same axes, and a rank's rows cut in parts
+        are seen as rows."""
+        axes = {steps.axes_of(node) for node in self.steps}
+        return len(axes) == 1 and not any(
+            size % (mesh.count(*axes) * parts) for size in self.sizes
+        )
+
+    def _add(self, node: fx.Node, dim: int) -> bool:
+        if node not in self.dims:
+            self.dims[node] = dim
+            self._queue.append(node)
+        return self.dims[node] == dim
+
+    def _mark(self, node: fx.Node, function: Callable[..., Any]) -> bool:
+        self.steps[node] = function
+        return True
+
+    def _source(self, source: fx.Node, result: int, node: fx.Node) -> bool:
+        """Whether what makes a value knows no places along its rows."""
+        dim = self.dims[node]
+        if steps.is_step(source):
+            if source.target is steps.all_gather and source.args[1] == dim:
+                return self._mark(source, gather_rows)
+            if source.target is steps.all_to_all and source.args[1] == dim:
+                return self._mark(source, exchange_rows)
+            operand: Any = source.args[0]
+            return _is_along(source, dim) and self._add(operand, dim)
+        if op_facts_of(source.target).constant == "filled":
+            self.constants.add(node)
+            return True
+        rule = by_row_rule(source)
+        if rule is None or not self._call(source, rule, rule.results[result][dim]):
+            return False
+        rows = set(rule.results[result][dim])
+        if not any(rows.intersection(d) for dims in rule.operands for d in dims):
+            self.constants.add(node)
+        return True
+
+    def _reader(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether a reader of a value knows no places along its rows."""
+        dim = self.dims[node]
+        if steps.is_step(user):
+            if user.target is steps.reduce_scatter and user.args[1] == dim:
+                return self._mark(user, scatter_rows)
+            if user.target is steps.all_to_all and user.args[2] == dim:
+                return self._mark(user, return_rows)
+            return _is_along(user, dim) and self._add(user, dim)
+        rule = by_row_rule(user)
+        if rule is None:
+            return False
+        operands = zip(tensor_nodes(user), rule.operands, strict=True)
+        return all(
+            self._call(user, rule, dims[dim]) for x, dims in operands if x is node
+        )
+
+    def _call(self, node: fx.Node, rule: Rule, word: tuple[str, ...]) -> bool:
+        """Take in all tensors of a call that have the rows of one dim. Whether it makes
+        rows one by one, or adds them up in any order."""
+        rows = _first(rule, word)
+        if rows is None or rows in rule.whole or any(f == rows for _, f in rule.alike):
+            return False
+        self.sizes.add(rule.size[rows])
+        values = [
+            ([x], d) for x, d in zip(tensor_nodes(node), rule.operands, strict=True)
+        ]
+        values += zip(_results(node, len(rule.results)), rule.results, strict=True)
+        for nodes, dims in values:
+            for d, factors in enumerate(dims):
+                if rows not in factors:
+                    continue
+                if _first(rule, factors) != rows or not all(
+                    self._add(x, d) for x in nodes
+                ):
+                    return False
+        return True
+
+
+def _first(rule: Rule, word: tuple[str, ...]) -> str | None:
+    """The factor of a dim that its major places count."""
+    return next((f for f in word if rule.size[f] > 1), None)
+
+
+def _results(node: fx.Node, count: int) -> list[list[fx.Node]]:
+    """The nodes that stand for each of so many results of a call."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [[node]]
+    return [[user for user in node.users if user.args[1] == i] for i in range(count)]
+
+
+def _is_along(step: fx.Node, dim: int) -> bool:
+    """Whether a step leaves rows along a dim where they lie."""
+    return step.target in _ALONG and dim not in step.args[1:-1]
