@@ -5,6 +5,7 @@ Once as few ranks do, each reading the words of all, and once as many, through r
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,17 @@ def test_a_box_holds_the_word_of_one_call(tmp_path: Path) -> None:
     at = second._box(0, 5) + mailboxes._HEAD.size
     second._memory[at : at + 1] = b"x"
     assert second.read(5) is None, "half written"
+
+
+def test_no_room_for_boxes_is_no_error(tmp_path: Path) -> None:
+    """Words go through the store then."""
+    names: list[str] = []
+    full = mock.patch.object(os, "posix_fallocate", side_effect=OSError("no room"))
+    with mock.patch.object(mailboxes, "FOLDER", str(tmp_path)), full:
+        boxes = Mailboxes(0, 2, names.append)
+    boxes.write(1, "a")
+    assert boxes.read(1) is None
+    assert not names and not list(tmp_path.iterdir())
 
 
 def one_fails(direct: int, which: int) -> tuple[str, list[str]]:

@@ -96,9 +96,13 @@ class Mailboxes:
             handle, name = tempfile.mkstemp(prefix="fxpar-", dir=FOLDER)
         except OSError:
             return
+        size, self._path = self.size + 2 * self.size * _BOX, Path(name)
         try:
-            os.truncate(handle, self.size + 2 * self.size * _BOX)
-            self._path, self._memory = Path(name), mmap.mmap(handle, 0)
+            os.posix_fallocate(handle, 0, size)  # a write where no room is would kill
+            self._memory = mmap.mmap(handle, size)
+        except OSError:
+            self.close()
+            return
         finally:
             os.close(handle)
         self._memory[0] = 1
