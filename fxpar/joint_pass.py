@@ -55,6 +55,7 @@ from fxpar.sharding.plan_request import (
     known_machine,
     named_machine,
     plan_mode,
+    staged_choices,
 )
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -126,11 +127,12 @@ class JointPass:
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         options = job.options
-        mesh, stages = split_off(job.ranks.mesh, options.pipeline)
-        if stages is not None and not job.writes:
-            if stages.schedule not in ("auto", AUTO_APART):
-                self.job = replace(job, notes=(*job.notes, _apart(stages.schedule)))
-            stages = replace(stages, schedule=AUTO_APART)
+        asked = "auto" if job.ranks.open else options.pipeline
+        mesh, stages = split_off(job.ranks.mesh, asked)
+        # Elsewhere than in a training step forward and backward are two calls.
+        schedule = options.pipeline if job.writes else AUTO_APART
+        if stages is not None:
+            stages = replace(stages, schedule=schedule)
         self.request = Request(
             mesh,
             Signature((), ()),
@@ -141,6 +143,7 @@ class JointPass:
             keep_gathered=not options.reshard_after_forward,
             microbatches=options.microbatches,
             pipeline=stages,
+            pipeline_schedule=schedule,
             expert_room=options.expert_room,
             expert_exchange=options.expert_exchange,
             schedule=options.schedule,
@@ -169,7 +172,10 @@ class JointPass:
     @property
     def compiled_plan(self) -> Any:
         """With what is known once forward and backward are compiled."""
-        notes = self.job.notes
+        notes, asked = self.job.notes, self.job.options.pipeline
+        is_apart = self.plan and self.plan.stages and not self.job.writes
+        if is_apart and asked not in ("auto", AUTO_APART):
+            notes = (*notes, _apart(asked))
         if self.sizes is not None:
             notes = (*notes, f"holds for {self.sizes.text}")
         return self.plan and replace(
@@ -213,6 +219,7 @@ class JointPass:
             self.result = self.result.noted(*result_notes)
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
+            request = self.request = request.on(self.plan.mesh)
         inductor = options.codegen == "inductor"
         if options.tune:
             self.result = pipeline.tuned(
@@ -266,6 +273,7 @@ class JointPass:
         known_plan = self.entry.plan if self.entry else self.job.recalled
         mode = known_plan or plan_mode(options.plan, options, self.request.name)
         local = options.inputs == "local"
+        staged = ranks.open and not local
         if self.request.pipeline is not None:
             signature = of_one_stage(signature, self.request.pipeline.axis)
         return replace(
@@ -274,6 +282,7 @@ class JointPass:
             hints=load(options.hints),
             mode=mode,
             meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
+            staged=staged_choices(ranks.mesh, mode) if staged else (),
             hardware=known_machine(options),
             named_hardware=named_machine(options),
         )

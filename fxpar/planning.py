@@ -65,19 +65,21 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step is predicted to cost each rank, in seconds and bytes.
+    """What a step is predicted to cost each rank."""
 
-    ``exposed``: how long communication keeps kernels waiting; ``hidden``: what of it
-    runs beside them. ``sent``: bytes by axes ("dp", "dp+tp"). ``peak_bytes``: of
-    memory; the optimizer's state is not in a step's graph, and not in this.
-    """
-
+    # Whose figures it is predicted with.
     hardware: str
+    # Of a step.
     seconds: float
+    # Seconds in which kernels run.
     compute: float
+    # Seconds that communication keeps kernels waiting.
     exposed: float
+    # Seconds of it that run beside them.
     hidden: float
+    # Bytes by axes ("dp", "dp+tp").
     sent: tuple[tuple[str, int], ...]
+    # Of memory; the optimizer's state is not in a step's graph, and not in this.
     peak_bytes: int
 
     def __str__(self) -> str:

@@ -59,13 +59,6 @@ def expression(x: Any) -> Any:
     return x.node.expr if isinstance(x, SYMBOLIC) else x
 
 
-def symbols_of(x: Any) -> tuple[str, ...]:
-    """Names of the symbols in a number, sorted."""
-    if not isinstance(x, SYMBOLIC):
-        return ()
-    return tuple(sorted(str(s) for s in x.node.expr.free_symbols))
-
-
 def is_symbol(x: Any) -> bool:
     """Whether a number is one symbol alone."""
     return isinstance(x, torch.SymInt) and x.node.expr.is_symbol
@@ -135,23 +128,6 @@ def computed(
     if found is not None:
         return found
     return _computed(x.node.expr, known.__getitem__, apply)
-
-
-def divisor_of(x: Any, multiples: Mapping[str, int]) -> int:
-    """The largest number known to divide ``x`` if each symbol is a multiple of what
-    ``multiples`` says."""
-    import sympy
-
-    if not isinstance(x, torch.SymInt):
-        return int(x)
-    expr = x.node.expr
-    parts = {s: multiples.get(str(s), 1) * s for s in expr.free_symbols}
-    try:
-        terms = sympy.Poly(expr.xreplace(parts), *expr.free_symbols).coeffs()
-    except sympy.PolynomialError:
-        return 1
-    whole = all(term.is_Integer for term in terms)
-    return math.gcd(*map(int, terms)) if whole else 1
 
 
 def hinted(x: Any, mode: Any) -> Any:

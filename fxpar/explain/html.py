@@ -134,14 +134,19 @@ class _Row:
 
 @dataclass
 class _Edge:
-    """A reshard, shown at ``row``: before it, or behind it if ``early``. ``value`` is
-    -1 and the specs are None where only its collectives are known."""
+    """A reshard of the page."""
 
+    # Where it is shown.
     row: int
+    # Behind the row, else before it.
     early: bool
+    # (text, axes, bytes) of its collectives.
     steps: list[tuple[str, str, int]]
+    # -1 where only its collectives are known.
     value: int = -1
+    # None where only its collectives are known.
     source: Spec | None = None
+    # As ``source``.
     target: Spec | None = None
 
     def plain(self, text: _Texts) -> list[Any]:

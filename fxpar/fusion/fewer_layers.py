@@ -24,8 +24,7 @@ from torch import fx
 
 from fxpar.passes.alike_nodes import labels_of, with_reads
 from fxpar.passes.builder import copy_node
-from fxpar.passes.order.bucket_collectives import phase_of
-from fxpar.sharding.program import depending_on_tangents
+from fxpar.sharding.program import depending_on_tangents, phase_of
 from fxpar.sharding.search.layers import rows_of_layers
 
 # So many layers stay of the row that is cut, and are left out at least.

@@ -68,11 +68,13 @@ class SliceCut:
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds. ``work(op, share)``: of a share of an op, 1 or ``share``, which is that
-    of a slice. ``collective(kind, value)``: of a value as it is whole."""
+    """Seconds of what runs whole and in slices."""
 
+    # (op, share) -> of a share of an op, 1 or ``share``.
     work: Callable[[fx.Node, float], float]
+    # (kind, value) -> of a value as it is whole.
     collective: Callable[[str, fx.Node], float]
+    # That of a slice.
     share: float
 
 

@@ -104,6 +104,15 @@ RESHARDS = {
     if kind in KINDS and not KINDS[kind].local
 }
 COLLECTIVE = RESHARDS | MESSAGES | {move_rows}
+# How two summands of a reduction become one.
+COMBINE: dict[str, Any] = {
+    "sum": torch.ops.aten.add.Tensor,
+    "avg": torch.ops.aten.add.Tensor,
+    "product": torch.ops.aten.mul.Tensor,
+    "max": torch.ops.aten.maximum.default,
+    "min": torch.ops.aten.minimum.default,
+    "or": torch.ops.aten.bitwise_or.Tensor,
+}
 _KIND = {function: kind for kind, function in NODES.items()}
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.order.bucket_collectives import PHASE
 from fxpar.sharding.cost.op import is_view
+from fxpar.sharding.program import PHASE
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default

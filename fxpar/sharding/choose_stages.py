@@ -18,7 +18,9 @@ from fxpar.sharding.choose_mesh import decide_on, fastest, ms, search_of
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_schedule import stage_places
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine
@@ -93,10 +95,41 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     decision = decide_on(
         program, request, parts=_one_part(program, request, cut, count)
     )
-    order = request.pipeline_order
-    step = price_stages(search_of(decision), pipeline, order, options.hardware)
-    notes = () if step is None else (f"stages: predicted {step}",)
-    return replace(decision, notes=(*decision.notes, *notes))
+    step = _priced(decision, request, options)
+    if step is None:
+        return decision
+    notes = [f"stages: predicted {step}"]
+    if max(step.memory) > options.budget:
+        notes.append(_too_large(step, options.budget))
+    return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)
+
+
+def _priced(
+    decision: Decision, request: Request, options: SearchOptions
+) -> StagedStep | None:
+    """What a searched plan takes in the stages that a request asks for."""
+    pipeline, signature = request.pipeline, decision.program.signature
+    assert pipeline is not None, "of a mesh with stages"
+    schedule = request.pipeline_order
+    count = len(stage_places(schedule, pipeline.places))
+    names = [x.name for x in signature.inputs if x.kind in ("parameter", "input")]
+    pinned = pinned_stages(request.hints, names, pipeline.axis, count)
+    return price_stages(
+        search_of(decision),
+        pipeline,
+        schedule,
+        options.hardware,
+        options.budget,
+        pinned,
+    )
+
+
+def _too_large(step: StagedStep, budget: float) -> str:
+    held, room = max(step.memory) / 2**30, budget / 2**30
+    return (
+        f"a rank needs {held:.3g} GiB in the largest of {len(step.forward)} stages, "
+        f"and has {room:.3g} GiB: take more microbatches, or more stages"
+    )
 
 
 def _one_part(
@@ -105,7 +138,8 @@ def _one_part(
     assert request.pipeline is not None, "of a mesh with stages"
     places = request.pipeline.places
     flying = parts if request.pipeline_order == "gpipe" else min(places, parts)
-    return PartProgram(program, cut, parts, places, flying)
+    free = request.free_along_stages
+    return PartProgram(program, cut, parts, places, flying, free)
 
 
 def fastest_staged(
@@ -226,7 +260,7 @@ def _attempt(
     """
     pipeline = request.pipeline
     assert pipeline is not None, "of a mesh with stages"
-    places, schedule = pipeline.places, request.pipeline_order
+    places = pipeline.places
     enough = bar / least_staged(1.0, places, parts)
     request = replace(request, mode=replace(options, enough=enough), microbatches=parts)
     try:
@@ -238,7 +272,7 @@ def _attempt(
         if search.bound >= enough:
             least = least_staged(search.bound, places, parts)
             return None, f"takes {ms(least)} at least"
-        step = price_stages(search, pipeline, schedule, options.hardware)
+        step = _priced(decision, request, options)
     except PlanError as error:
         if error.what.startswith("no plan fits"):
             raise _TooLarge(error.what) from None
@@ -253,6 +287,7 @@ def _attempt(
         return None, "has shards that are not alike"
     if step.seconds >= bar:
         return None, ms(step.seconds)
+    decision = replace(decision, stages_begin=step.begins)
     return StagedChoice(request, decision, step), ms(step.seconds)
 
 

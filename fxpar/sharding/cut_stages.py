@@ -1,9 +1,11 @@
-"""Where a chain of ops is cut into stages: dynamic programming on seconds. No graphs.
+"""Where a chain of ops is cut into stages: dynamic programming on seconds and bytes.
+No graphs.
 
 A pipeline of ``m`` microbatches takes the sum of its stages' seconds and ``m - 1``
 times the slowest (Alpa, arXiv 2201.12023, equation 2); what is sent runs beside, and is
 what is slowest where it takes longer. The slowest stage is made as fast as can be
-first; then, for some slower ones, the cuts across which least is sent are tried.
+first; then, for some slower ones, the cuts across which least is sent are tried. A
+stage that needs more memory than its place has is none.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,35 +23,95 @@ MOST = 192
 _SLACK = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 
+# Bytes, and the ops of the chain that need them in memory.
+Held = tuple[float, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What stages hold on a rank, by the ops of the chain that they have."""
+
+    # Of each stage: bytes that its place has for it.
+    room: tuple[float, ...]
+    # Of each stage: microbatches whose activations it holds at a time.
+    in_flight: tuple[float, ...]
+    # Throughout a step.
+    throughout: Sequence[Held]
+    # Of one microbatch, until its backward.
+    saved: Sequence[Held]
+    # Of each op, bytes that live while it runs, or what differentiates it.
+    passing: Sequence[float]
+    # What every place holds besides, which ``room`` is without.
+    every: float = 0.0
+
+    def bytes_of(self, ends: np.ndarray) -> list[np.ndarray]:
+        """Of each stage the bytes that it holds if it is from place i to place j."""
+        throughout, saved = (_held(x, ends) for x in (self.throughout, self.saved))
+        peak = np.zeros((len(ends), len(ends)))
+        for i, begin in enumerate(ends[:-1].tolist()):
+            runs = np.maximum.accumulate(self.passing[begin : ends[-1]])
+            peak[i, i + 1 :] = runs[ends[i + 1 :] - begin - 1]
+        return [throughout + flying * saved + peak for flying in self.in_flight]
+
+
+def of_places(
+    memory: StageMemory, cuts: Sequence[int], places: Sequence[int]
+) -> tuple[float, ...]:
+    """Bytes that each place holds. ``places``: of each stage; ``cuts``: as
+    ``cut_chain`` gives them."""
+    held = memory.bytes_of(np.array([0, *cuts, len(memory.passing)]))
+    sums = [memory.every] * (max(places) + 1)
+    for stage, place in enumerate(places):
+        sums[place] += float(held[stage][stage, stage + 1])
+    return tuple(sums)
+
+
+def _held(items: Sequence[Held], ends: np.ndarray) -> np.ndarray:
+    """Bytes of what stages from place i to place j need: of each item once, where one
+    of its ops is in the stage."""
+    changes = np.zeros((len(ends) + 1, len(ends) + 1))
+    for nbytes, ops in items:
+        at = np.searchsorted(ends, sorted(set(ops)), side="right")
+        for begin, end in itertools.pairwise([0, *at.tolist()]):
+            changes[begin, end] += nbytes
+            changes[end, end] -= nbytes
+    return changes.cumsum(0).cumsum(1)[:-1, :-1]
+
+
 def cut_chain(
     seconds: Sequence[float],
     crossing: Sequence[float],
     stages: int,
     microbatches: int,
     pins: Mapping[int, int] | None = None,
+    memory: StageMemory | None = None,
 ) -> tuple[int, ...]:
     """Where each stage but the first begins: ``stages - 1`` growing positions; none,
     if there is no way to cut.
 
     ``seconds``: of each op, of one microbatch; ``crossing``: that sending takes if a
     stage begins at an op, infinite where none may. At ``stages - 1`` one may. ``pins``:
-    op -> the stage that it is of.
+    op -> the stage that it is of. ``memory``: what stages hold (Alpa, section 5.2).
     """
     assert 1 <= stages <= len(seconds), "a stage has an op"
     places = np.array(_candidates(crossing, stages, bool(pins)))
-    shut = [_shut(places, stage, pins or {}) for stage in range(1, stages)]
+    begins = [_may_begin(places, stage, pins or {}) for stage in range(stages)]
     before = np.concatenate(([0.0], np.cumsum(seconds)))
     sent = np.array([0.0, *(crossing[p] for p in places[1:-1].tolist()), 0.0])
     # Of a stage from place i to place j.
     work = before[places][None, :] - before[places][:, None]
     work[np.tril_indices(len(places))] = np.inf
-    least = _slowest(work, shut)
+    works = [np.where(begin[:, None], work, np.inf) for begin in begins]
+    if memory is not None:
+        pairs = zip(works, memory.bytes_of(places), memory.room, strict=True)
+        works = [np.where(held <= room, x, np.inf) for x, held, room in pairs]
+    least = _slowest(works)
     if not math.isfinite(least):
         return ()
     best, chosen = np.inf, list[int]()
     for slack in _SLACK:
-        fit = work <= least * slack * (1 + 1e-9)
-        ends = _cheapest(np.where(fit, sent[None, :], np.inf), shut)
+        bound = least * slack * (1 + 1e-9)
+        ends = _cheapest([np.where(x <= bound, sent, np.inf) for x in works])
         slowest = max(work[i, j] for i, j in itertools.pairwise(ends))
         crossed = [sent[i] for i in ends]
         total = sum(crossed) + (microbatches - 1) * max(slowest, *crossed) + slowest
@@ -57,11 +120,13 @@ def cut_chain(
     return tuple(int(places[i]) for i in chosen[1:-1])
 
 
-def _shut(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.ndarray:
-    """What it takes more to let a stage begin at each place: nothing, or for ever."""
+def _may_begin(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.ndarray:
+    """Whether a stage may begin at each place."""
+    if stage == 0:
+        return places == 0
     first = 1 + max((i for i, at in pins.items() if at < stage), default=-1)
     last = min((i for i, at in pins.items() if at >= stage), default=places[-1])
-    return np.where((places >= first) & (places <= last), 0.0, np.inf)
+    return (places >= first) & (places <= last)
 
 
 def _candidates(crossing: Sequence[float], stages: int, every: bool) -> list[int]:
@@ -81,19 +146,19 @@ def _candidates(crossing: Sequence[float], stages: int, every: bool) -> list[int
     return [0, *sorted(order), len(crossing)]
 
 
-def _slowest(work: np.ndarray, shut: Sequence[np.ndarray]) -> float:
+def _slowest(works: Sequence[np.ndarray]) -> float:
     """The least that the slowest stage can take."""
-    reach = work[0]
-    for closed in shut:
-        reach = np.maximum((reach + closed)[:, None], work).min(axis=0)
+    reach = works[0][0]
+    for work in works[1:]:
+        reach = np.maximum(reach[:, None], work).min(axis=0)
     return float(reach[-1])
 
 
-def _cheapest(costs: np.ndarray, shut: Sequence[np.ndarray]) -> list[int]:
+def _cheapest(costs: Sequence[np.ndarray]) -> list[int]:
     """Places where stages begin and end, the sum of whose costs is least."""
-    reach, came = costs[0], []
-    for closed in shut:
-        sums = (reach + closed)[:, None] + costs
+    reach, came = costs[0][0], []
+    for cost in costs[1:]:
+        sums = reach[:, None] + cost
         came.append(sums.argmin(axis=0))
         reach = sums.min(axis=0)
     ends = [len(reach) - 1]

@@ -69,6 +69,8 @@ class Decision:
     search: SearchResult | None = None
     # Those of a saved plan, which has no origins.
     reasons: tuple[tuple[str, str], ...] = ()
+    # Names of the ops that stages but the first begin at, if a search cut it.
+    stages_begin: tuple[str, ...] = ()
 
     @property
     def is_even(self) -> bool:

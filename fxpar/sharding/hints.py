@@ -98,6 +98,16 @@ def pinned_stages(
     return pins
 
 
+def pins_unfit(pinned: Mapping[str, int], ops: int, stages: int) -> HintError:
+    """No cut of a chain of ops into stages has what is pinned where it is pinned."""
+    names = ", ".join(f"{name} to {stage}" for name, stage in list(pinned.items())[:6])
+    return HintError(
+        f"parameters are pinned to stages, but no cut of {ops} ops into {stages} "
+        f"stages in a row has them there: {names}",
+        fix="pin them in the order in which the forward reads them",
+    )
+
+
 def _pin(hint: Entries) -> tuple[str, int] | None:
     """(axis, stage) of a line that pins to a stage."""
     match_ = _PIN.fullmatch(hint) if isinstance(hint, str) else None

@@ -12,9 +12,7 @@ any other.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,7 +20,16 @@ from functools import cached_property
 
 from fxpar.errors import MeshError
 from fxpar.sharding.axis_parts import axis_of, cut, part_name, split_name
-from fxpar.sharding.mesh_text import FORM, SHARES, SPEEDS, read_axes, written
+from fxpar.sharding.mesh_text import (
+    SHARES,
+    SPEEDS,
+    axes_of_parts,
+    check_axes,
+    check_numbers,
+    read_axes,
+    uncut,
+    written,
+)
 
 
 @dataclass(frozen=True)
@@ -68,62 +75,15 @@ class Mesh:
     shares: tuple[tuple[float, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [name for name, _ in self.axes]
-        for name in names:
-            if names.count(name) > 1:
-                raise MeshError(f"mesh axis {name!r} appears twice", fix=FORM)
-        for name, size in self.axes:
-            if size < 1:
-                raise MeshError(f"mesh axis {name!r} has size {size}", fix=FORM)
+        check_axes(self.axes)
         if not self.links:
             object.__setattr__(self, "links", (Link(),) * len(self.axes))
         if len(self.links) != len(self.axes):
             raise MeshError(f"{len(self.links)} links for {len(self.axes)} axes")
-        self._check_parts()
         for what, fix in (("speeds", SPEEDS), ("shares", SHARES)):
-            self._check_numbers(what, fix)
-
-    def _check_parts(self) -> None:
-        """Raise MeshError unless the parts of an axis follow each other."""
-        before, end = "", 1
-        axes_so_far: list[str] = []
-        for name, size in self.axes:
-            axis, above, part = split_name(name) or (name, 1, size)
-            end = end if axis == before else 1
-            follows = above == end and (axis == before or axis not in axes_so_far)
-            if part != size or ":" in axis or not follows:
-                raise MeshError(
-                    f"mesh axis {name!r} of size {size} is no part that follows",
-                    fix='write axes of parts as "tp=2*2"',
-                )
-            axes_so_far.append(axis)
-            before, end = axis, end * size
-
-    def _check_numbers(self, what: str, fix: str) -> None:
-        """Raise MeshError unless ``speeds`` or ``shares`` are positive numbers, one for
-        each rank of an axis."""
-        if not getattr(self, what):
-            object.__setattr__(self, what, (None,) * len(self.axes))
-        numbers_by_axis = getattr(self, what)
-        if len(numbers_by_axis) != len(self.axes):
-            raise MeshError(
-                f"{what} of {len(numbers_by_axis)} axes for {len(self.axes)} axes",
-                fix="give a tuple or None for each axis",
-            )
-        for (name, size), numbers in zip(self.axes, numbers_by_axis, strict=True):
-            if numbers is None:
-                continue
-            if len(numbers) != size:
-                raise MeshError(
-                    f"mesh axis {name!r} has {len(numbers)} {what} for {size} ranks",
-                    fix=fix,
-                )
-            for number in numbers:
-                if not 0 < number < math.inf:
-                    raise MeshError(
-                        f"mesh axis {name!r} has a rank of {what[:-1]} {number}",
-                        fix=fix,
-                    )
+            if not getattr(self, what):
+                object.__setattr__(self, what, (None,) * len(self.axes))
+            check_numbers(self.axes, getattr(self, what), what, fix)
 
     def __hash__(self) -> int:
         # Specs are priced per mesh very often, and hashing every link is slow.
@@ -141,12 +101,12 @@ class Mesh:
         speeds: list[tuple[float, ...] | None] = []
         shares: list[tuple[float, ...] | None] = []
         for axis in read_axes(text):
-            parts = _axes(axis.name, axis.sizes)
+            parts = axes_of_parts(axis.name, axis.sizes)
             axes += parts
             for numbers, given in ((speeds, axis.speeds), (shares, axis.shares)):
                 numbers += [given] if len(parts) == 1 else [None] * len(parts)
                 if given is not None and len(parts) > 1:
-                    raise _uncut(axis.name)
+                    raise uncut(axis.name)
         return cls(tuple(axes), speeds=tuple(speeds), shares=tuple(shares))
 
     @classmethod
@@ -234,8 +194,8 @@ class Mesh:
             sizes = cut(n, names_by_axis[axis])
             i = self._find(axis)[0]
             if len(sizes) > 1 and (self.speeds[i] or self.shares[i]):
-                raise _uncut(axis)
-            axes += _axes(axis, sizes)
+                raise uncut(axis)
+            axes += axes_of_parts(axis, sizes)
         if tuple(axes) == self.axes:
             return self
         links = tuple(self.link(axis_of(name)) for name, _ in axes)
@@ -394,13 +354,6 @@ class Mesh:
         """Number of shards that the given axes make together."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a rank on each axis."""
-        out = {}
-        for name, size in reversed(self.axes):
-            rank, out[name] = divmod(rank, size)
-        return out
-
     def rank(self, coordinates: dict[str, int]) -> int:
         """Rank at a position; axes left out count as 0."""
         out = 0
@@ -444,18 +397,3 @@ class Mesh:
             axis = axis_of(name)
             parts[axis] = f"{parts[axis]}*{text}" if axis in parts else text
         return ",".join(f"{axis}={text}" for axis, text in parts.items())
-
-
-def _axes(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
-    """(name, size) of an axis, or of the parts it is cut into, major to minor."""
-    if len(sizes) == 1:
-        return [(axis, sizes[0])]
-    above = [1, *itertools.accumulate(sizes, operator.mul)]
-    return [(part_name(axis, m, k), k) for m, k in zip(above, sizes, strict=False)]
-
-
-def _uncut(axis: str) -> MeshError:
-    return MeshError(
-        f"mesh axis {axis!r} has unlike devices: it has no parts",
-        fix="leave out its speeds and shares, or the parts",
-    )

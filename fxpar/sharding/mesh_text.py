@@ -1,16 +1,21 @@
-"""The text of a mesh: ``"dp=2{1.0,0.5}[2,1],tp=2*2"``.
+"""The text of a mesh, ``"dp=2{1.0,0.5}[2,1],tp=2*2"``, and what its axes must satisfy.
 
 Of each axis its name and size, or the sizes of its parts; in braces the speeds of its
-ranks, in brackets their shares. ``mesh`` checks that numbers and sizes fit.
+ranks, in brackets their shares. Whatever a ``Mesh`` is made of is checked here: each
+error names the axis.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MeshError
+from fxpar.sharding.axis_parts import part_name, split_name
 
 _AXIS = re.compile(
     r"^\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:\*\d+)*)\s*"
@@ -66,3 +71,73 @@ def _numbers(name: str, text: str, fix: str) -> tuple[float, ...]:
             what = f"mesh axis {name!r}: {word.strip()!r} is not a number"
             raise MeshError(what, fix=fix) from None
     return tuple(out)
+
+
+def axes_of_parts(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """(name, size) of an axis, or of the parts it is cut into, major to minor."""
+    if len(sizes) == 1:
+        return [(axis, sizes[0])]
+    above = [1, *itertools.accumulate(sizes, operator.mul)]
+    return [(part_name(axis, m, k), k) for m, k in zip(above, sizes, strict=False)]
+
+
+def uncut(axis: str) -> MeshError:
+    """The error of parts of an axis that has speeds or shares."""
+    return MeshError(
+        f"mesh axis {axis!r} has unlike devices: it has no parts",
+        fix="leave out its speeds and shares, or the parts",
+    )
+
+
+def check_axes(axes: Sequence[tuple[str, int]]) -> None:
+    """Raise MeshError unless names are unique, sizes positive, and the parts of an axis
+    follow each other."""
+    names = [name for name, _ in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise MeshError(f"mesh axis {name!r} appears twice", fix=FORM)
+    for name, size in axes:
+        if size < 1:
+            raise MeshError(f"mesh axis {name!r} has size {size}", fix=FORM)
+    before, end = "", 1
+    axes_so_far: list[str] = []
+    for name, size in axes:
+        axis, above, part = split_name(name) or (name, 1, size)
+        end = end if axis == before else 1
+        follows = above == end and (axis == before or axis not in axes_so_far)
+        if part != size or ":" in axis or not follows:
+            raise MeshError(
+                f"mesh axis {name!r} of size {size} is no part that follows",
+                fix='write axes of parts as "tp=2*2"',
+            )
+        axes_so_far.append(axis)
+        before, end = axis, end * size
+
+
+def check_numbers(
+    axes: Sequence[tuple[str, int]],
+    numbers_by_axis: Sequence[tuple[float, ...] | None],
+    what: str,
+    fix: str,
+) -> None:
+    """Raise MeshError unless speeds or shares, ``what``, are positive numbers, one for
+    each rank of an axis."""
+    if len(numbers_by_axis) != len(axes):
+        raise MeshError(
+            f"{what} of {len(numbers_by_axis)} axes for {len(axes)} axes",
+            fix="give a tuple or None for each axis",
+        )
+    for (name, size), numbers in zip(axes, numbers_by_axis, strict=True):
+        if numbers is None:
+            continue
+        if len(numbers) != size:
+            raise MeshError(
+                f"mesh axis {name!r} has {len(numbers)} {what} for {size} ranks",
+                fix=fix,
+            )
+        for number in numbers:
+            if not 0 < number < math.inf:
+                raise MeshError(
+                    f"mesh axis {name!r} has a rank of {what[:-1]} {number}",
+                    fix=fix,
+                )

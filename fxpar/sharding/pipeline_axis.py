@@ -7,7 +7,6 @@ cut into stages, each of which runs on the ranks at one place along it. Data: a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import MeshError, OptionError
@@ -55,6 +54,8 @@ class PipelineStage:
     bytes: int
     # That it sends to other stages for one microbatch.
     sent_bytes: int
+    # Name of the op of the one-device program that it begins at.
+    begin: str = ""
 
     @property
     def seconds(self) -> float:
@@ -144,8 +145,3 @@ def homes(stages: int, places: int, style: str = "loop") -> tuple[int, ...]:
         back = style == "v" and turn % 2
         way += reversed(range(places)) if back else range(places)
     return tuple(way[:stages])
-
-
-def stages_at(stages: Sequence[PipelineStage], place: int) -> tuple[PipelineStage, ...]:
-    """Those that run at a place."""
-    return tuple(stage for stage in stages if stage.place == place)

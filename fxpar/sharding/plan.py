@@ -25,37 +25,49 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective a rank takes part in. ``kind``: all_reduce, all_gather,
-    reduce_scatter, all_to_all or permute; between stages, of all of them, send,
-    broadcast or scatter. ``bytes``: of the tensor it completes on one
-    rank, or, for a reduce_scatter, of what goes in. ``source``: node and user line."""
+    """One collective that a rank takes part in."""
 
+    # all_reduce, all_gather, reduce_scatter, all_to_all or permute; between stages, of
+    # all of them, send, broadcast or scatter.
     kind: str
+    # That it goes over.
     axes: tuple[str, ...]
+    # Of the tensor that it completes on one rank, or, for a reduce_scatter, of what
+    # goes in.
     bytes: int
+    # Node, and the user's line.
     source: str
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One op: its strategy, the specs it reads, makes, and its results settle in.
+    """One op: its strategy, the specs it reads, makes, and its results settle in."""
 
-    ``module``: as ``plan_facts`` writes it, ``forward/layers.0.mlp``; None if unknown.
-    ``reads``: the value each operand is, as its place in ``Plan.values``; empty if
-    unknown."""
-
+    # Of its node.
     name: str
+    # As the graph calls it.
     op: str
+    # Axes by factor of the rule.
     factors: tuple[tuple[str, tuple[str, ...]], ...]
+    # (axis, reduction, number of the passage) of partial operands it lets through.
     passes: tuple[tuple[str, str, int], ...]
+    # Specs it reads.
     operands: tuple[Spec, ...]
+    # Specs it makes.
     results: tuple[Spec, ...]
+    # Specs its results settle in.
     settled: tuple[Spec, ...]
+    # Global, of operands and results.
     shapes: tuple[tuple[int, ...], ...]
+    # Of operands and results, as text.
     dtypes: tuple[str, ...]
+    # As text.
     rule: str
+    # The user's; None if unknown.
     line: str | None = None
+    # ``forward/layers.0.mlp``, as ``plan_facts`` writes it; None if unknown.
     module: str | None = None
+    # The value that each operand is, as its place in ``Plan.values``; empty if unknown.
     reads: tuple[int, ...] = ()
 
 
@@ -74,57 +86,73 @@ _ASIDE = ("line", "module", "reads")
 
 @dataclass(frozen=True)
 class Moved:
-    """Reshards that one line of the user's causes, alike: from one spec to another, by
-    the same steps. ``steps``: such as ("all_gather dp",). ``bytes``: of all ``calls``,
-    each as in ``Collective``. ``seconds``: None if no hardware is known."""
+    """Reshards that one line of the user's causes, alike: from one spec to another,
+    by the same steps."""
 
+    # The spec before.
     source: Spec
+    # The spec after.
     target: Spec
+    # Such as ("all_gather dp",).
     steps: tuple[str, ...]
+    # How many there are.
     calls: int
+    # Of all of them, each as in ``Collective``.
     bytes: int
+    # Of all of them; None if no hardware is known.
     seconds: float | None
+    # The user's.
     line: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec for every value of one graph on one mesh.
+    """A spec for every value of one graph on one mesh."""
 
-    ``inputs``/``outputs``: specs of the user's tensor arguments and results.
-    ``parameters``/``gradients``: specs by name. ``values``: spec of every named value.
-    ``unknown``: ops without a rule, whose operands were made whole. ``memory``: (kind,
-    bytes of a rank) when it holds most, as simulated, with the optimizer's state.
-    ``collectives``: of one step in the order they run, before small ones are joined;
-    what forward and backward both do stands twice. ``dearest``: what
-    resharding costs most. ``schedule``: the lines of ``fusion.schedule`` that were done
-    to the local graph; ``experts``: axes that experts are split over, where the
-    search chose them; ``bodies``: of manual regions, where it chose others than the
-    first; ``near``: what came near to be, and why it is not. ``regions``:
-    of a compiled graph, what runs as generated kernels, how, and why so.
-    """
-
+    # With its links.
     mesh: Mesh
+    # Specs of the user's tensor arguments.
     inputs: tuple[Spec, ...]
+    # Specs of its results.
     outputs: tuple[Spec, ...]
+    # Specs by name.
     parameters: tuple[tuple[str, Spec], ...]
+    # Specs by name of the parameter.
     gradients: tuple[tuple[str, Spec], ...]
+    # Spec of every named value.
     values: tuple[tuple[str, Spec], ...]
+    # In order of the graph.
     nodes: tuple[NodePlan, ...]
+    # Of one step in the order they run, before small ones are joined; what forward and
+    # backward both do stands twice.
     collectives: tuple[Collective, ...]
+    # Ops without a rule, whose operands were made whole.
     unknown: tuple[str, ...] = ()
+    # (value, why it has its spec).
     reasons: tuple[tuple[str, str], ...] = ()
+    # What planning noticed, as text.
     notes: tuple[str, ...] = ()
+    # Seconds by step of the pipeline.
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+    # (kind, bytes of a rank) when it holds most, as simulated, with the optimizer's
+    # state.
     memory: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    # What resharding costs most.
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
+    # The lines of ``fusion.schedule`` that were done to the local graph.
     schedule: str = ""
+    # Axes that experts are split over, where the search chose them.
     experts: tuple[str, ...] = ()
+    # Of manual regions, where the search chose others than the first.
     bodies: tuple[int, ...] = ()
+    # What came near to be, and why it is not.
     near: tuple[str, ...] = field(default=(), compare=False)
+    # Of a compiled graph, what runs as generated kernels, how, and why so.
     regions: tuple[str, ...] = field(default=(), compare=False)
-    # Of a mesh with an axis of stages, in the order of the forward.
+    # Of a mesh with an axis of stages, in the order of the forward, and parts that the
+    # batch goes through them in.
     stages: tuple[PipelineStage, ...] = ()
+    microbatches: int = 1
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
@@ -134,7 +162,7 @@ class Plan:
         bare = tuple((name, spec.without({axis})) for name, spec in self.values)
         nodes = tuple(replace(x, factors=_without(x.factors, axis)) for x in self.nodes)
         mesh = without_stages(self.mesh)
-        return replace(self, mesh=mesh, stages=(), values=bare, nodes=nodes)
+        return replace(self, mesh=mesh, values=bare, nodes=nodes)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -175,6 +203,7 @@ class Plan:
         data |= {"experts": list(self.experts)} if self.experts else {}
         data |= {"bodies": list(self.bodies)} if self.bodies else {}
         if self.stages:
+            data["microbatches"] = self.microbatches
             stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
             data["stages"] = [
                 {k: v for k, v in stage.items() if not k.endswith("_seconds")}

@@ -54,6 +54,8 @@ class Request:
     # schedule they are asked for.
     staged: tuple[Mesh, ...] = ()
     pipeline_schedule: str = "auto"
+    # How parameters whose rest is open lie along these stages (``Input.along_stages``).
+    free_along_stages: str = "own"
     # Names of the inputs of which each rank feeds its own part of the batch; None:
     # every input is global.
     local: tuple[str, ...] | None = None

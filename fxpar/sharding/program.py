@@ -2,7 +2,8 @@
 
 ``read_program`` makes one of an ATen graph. A value is one tensor: the result of a
 node, or one element of a tuple result (``getitem`` nodes are names for those, not ops).
-Also what nodes say of themselves: the user's line, whether they are of the backward.
+Also what nodes say of themselves: the user's line, whether they are of the backward,
+or of the update of a training step.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ from fxpar.sharding.spec import Spec
 # sizes that it stands for.
 OPEN = "fxpar_open"
 
+# Where in a training step a node is, in ``meta["custom"]``, which all passes keep.
+PHASE = "fxpar_phase"
+
 
 @dataclass(frozen=True)
 class Input:
-    """One graph input. ``rest``: the spec it lies in; None lets the plan choose.
+    """One graph input."""
 
-    ``kind``: "input", "summand", "parameter", "buffer", "tangent" or "state".
-    ``use``: how the program should use the value, as a hint (entries per dim, or a
-    Spec); where it lies is no hint.
-    """
-
+    # Of the argument or parameter.
     name: str
+    # "input", "summand", "parameter", "buffer", "tangent" or "state".
     kind: str = "input"
+    # The spec it lies in; None lets the plan choose.
     rest: Spec | None = None
+    # How the program should use the value, as a hint (entries per dim, or a Spec);
+    # where it lies is no hint.
     use: Spec | Sequence[str] | None = None
     # The dim that an axis of stages splits too where it rests, as the minor axis.
     stage_dim: int | None = None
@@ -48,20 +52,31 @@ class Input:
         """Whether each rank holds a part of it only."""
         return self.rest is not None and not self.rest.is_whole
 
+    @property
+    def along_stages(self) -> str:
+        """How it lies along an axis of stages: "split" by it, "whole" at every place,
+        or, where the plan says how it lies, "own": at the places that read it."""
+        if self.stage_dim is not None:
+            return "split"
+        return "own" if self.rest is None else "whole"
+
 
 @dataclass(frozen=True)
 class Output:
-    """One graph output. ``kind``: "output", "gradient" or "mutation"; ``of``: the input
-    that the latter two belong to. ``rest``: the spec it must have; without one ``lie``
-    says: "open" as the plan has it, "even" the same but for dims whose shards are not
-    alike, "whole", "batch", split over the batch axes of the Signature on dim 0 if the
-    plan has it so, else whole, or "summand", a sum over them if the plan makes it so,
-    else whole."""
+    """One graph output."""
 
+    # Of the result, or of what it is the gradient or new value of.
     name: str
+    # "output", "gradient" or "mutation".
     kind: str = "output"
+    # The input that the latter two belong to.
     of: int | None = None
+    # The spec it must have; None: as ``lie`` says.
     rest: Spec | None = None
+    # "open" as the plan has it, "even" the same but for dims whose shards are not
+    # alike, "whole", "batch", split over the batch axes of the Signature on dim 0 if
+    # the plan has it so, else whole, or "summand", a sum over them if the plan makes it
+    # so, else whole.
     lie: str = "open"
     # As of an Input.
     stage_dim: int | None = None
@@ -83,16 +98,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the inputs and outputs of a graph are, in graph order.
+    """What the inputs and outputs of a graph are."""
 
-    ``tangents``: for each "tangent" input its index and the output it belongs to.
-    ``batch``: in local mode the axes over which ranks feed parts of the batch; what
-    crosses the border on them is scaled so that gradients are of the global mean.
-    """
-
+    # In graph order.
     inputs: tuple[Input, ...]
+    # In graph order.
     outputs: tuple[Output, ...]
+    # Of each "tangent" input its index and the output it belongs to.
     tangents: tuple[tuple[int, int], ...] = ()
+    # In local mode the axes over which ranks feed parts of the batch; what crosses the
+    # border on them is scaled so that gradients are of the global mean.
     batch: Axes = ()
 
 
@@ -123,18 +138,23 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One call. ``operands``/``results``: indices of values, in order of the rule.
+    """One call."""
 
-    Without ``has_rule`` the table has none: ``rule`` then keeps all dims whole.
-    """
-
+    # In ``Program.ops``.
     index: int
+    # Of its node.
     name: str
+    # What it calls.
     target: Any
+    # Sized for this call.
     rule: Rule
+    # Values it reads, in order of the rule.
     operands: tuple[int, ...]
+    # Values it makes, in order of the rule.
     results: tuple[int, ...]
+    # Of the graph.
     node: fx.Node = field(repr=False)
+    # Without, the table has none: ``rule`` keeps all dims whole.
     has_rule: bool = True
 
     @property
@@ -152,22 +172,26 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All values and ops in topological order, and where each value is used.
+    """All values and ops in topological order, and where each value is used."""
 
-    ``inputs``: value index per tensor input (None: not a tensor). ``outputs``: value
-    index per output (None: not a tensor). ``uses[v]``: (op index, operand position).
-    ``reduce_here``: values whose dtype is the one to reduce in: what they are computed
-    from, one operand an op, is not reduced before.
-    """
-
+    # By index.
     values: list[Value]
+    # In order of the graph.
     ops: list[Op]
+    # Value of each input; None: not a tensor.
     inputs: list[int | None]
+    # Value of each output; None: not a tensor.
     outputs: list[int | None]
+    # Of the graph.
     signature: Signature
+    # By value (op index, position among its results).
     producers: dict[int, tuple[int, int]]
+    # By value (op index, operand position) of each reader.
     uses: list[list[tuple[int, int]]]
+    # By node and position among its results.
     value_of: dict[tuple[fx.Node, int], int]
+    # Values whose dtype is the one to reduce in: what they are computed from, one
+    # operand an op, is not reduced before.
     reduce_here: frozenset[int] = frozenset()
 
     def named(self, name: str) -> int | None:
@@ -250,6 +274,11 @@ def backward_of(graph: fx.Graph) -> set[fx.Node]:
     late_nodes = depending_on_tangents(graph)
     tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
     return late_nodes.union(n for n in tagged if n.op == "call_function")
+
+
+def phase_of(node: fx.Node) -> str | None:
+    """In the graph of a training step: "forward", "backward" or "update"."""
+    return (node.meta.get("custom") or {}).get(PHASE)
 
 
 def values_by_node(program: Program) -> dict[fx.Node, int]:

@@ -167,6 +167,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         near=texts("near"),
         regions=texts("regions"),
         stages=saved.get("stages", ()).each(_stage),
+        microbatches=saved.get("microbatches", 1).count(),
     )
 
 
@@ -286,6 +287,7 @@ def _stage(saved: Saved) -> PipelineStage:
         saved.get("backward_seconds", 0.0).number(),
         saved["bytes"].count(),
         saved["sent_bytes"].count(),
+        saved["begin"].text(),
     )
 
 

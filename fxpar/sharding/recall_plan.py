@@ -53,6 +53,7 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
         tuple({} for _ in program.values),
         plan.notes,
         reasons=plan.reasons,
+        stages_begin=tuple(stage.begin for stage in plan.stages[1:]),
     )
 
 

@@ -4,6 +4,7 @@ the numbers of one device; the plan of a first run is what the second takes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.errors import InputMismatchError, MeshError
 from fxpar.runtime.ranks.groups import join
+from fxpar.sharding.cost.hardware_table import Level
 from tests.helpers.machines import machine
 from tests.helpers.spawn import shared_pool
 
@@ -154,6 +156,61 @@ def test_every_rank_may_feed_its_own_part(env: dict[str, str], tmp_path: Path) -
     for _, grads, mesh in results:
         same((mean, grads), want)
         assert mesh == "dp=2,fsdp=2"
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)]
+    return nn.Sequential(*blocks).double()
+
+
+def staged(how: str) -> tuple[list[float], list[tuple[str, int, int]], list[str]]:
+    """Losses of a deep model; of its plans the mesh, stages and microbatches; hashes.
+    ``how``: "alone", compiled "whole", or as a whole "step"."""
+    torch._dynamo.reset()
+    before, model = len(fxpar.plans()), deep()
+    torch.manual_seed(4)
+    x = torch.randn(64, 128, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(run: Any, x: torch.Tensor) -> torch.Tensor:
+        return run(x).square().mean()
+
+    if how == "step":
+        step = fxpar.train_step(model, loss_of, optimizer, options=LONG)
+        losses = [step(x).item() for _ in range(STEPS)]
+    else:
+        run: Any = model
+        if how == "whole":
+            run = torch.compile(model, backend="fxpar", options=LONG)
+        losses = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(run, x)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    plans = fxpar.plans()[before:]
+    facts = [(str(p.mesh), len(p.stages), p.microbatches) for p in plans]
+    return losses, facts, [p.hash for p in plans]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["whole", "step"])
+def test_stages_are_chosen_where_they_pay(
+    how: str, env: dict[str, str], tmp_path: Path
+) -> None:
+    """Gradients take as long to reduce as the step to compute. The second start finds
+    the plan on disk, its stages and microbatches too."""
+    slow = replace(machine(), bandwidth=1e11, levels=(Level(0, 5e6, 0.0, 0.0),))
+    slow.save(tmp_path / "slow.json")
+    pool, (want, _, _) = shared_pool(2), staged("alone")
+    for _ in range(2):
+        pool.renew()
+        results = pool.run(staged, how, env=env, timeout=200.0)
+        for losses, facts, hashes in results:
+            assert losses == pytest.approx(want, rel=1e-9)
+            assert facts == [("pp=2,dp=1", 2, 16)] and hashes == results[0][2]
 
 
 def compiled_after(given: str) -> list[str]:

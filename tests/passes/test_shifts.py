@@ -3,6 +3,9 @@ positions that every rank computes itself are never sent."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,3 +199,60 @@ def test_positions_that_come_as_an_argument_are_data(x) -> None:
     )
     assert [c.kind for c in plan.collectives] == ["all_gather"]
     matches(plan, x, torch.arange(N))
+
+
+# Stages alike, as GSPMD has them (arXiv 2105.04663, 3.3): layers are stacked on a
+# dim that a mesh axis splits; each tick all of them compute, then rows move on by one.
+STAGES, TICKED, ROW = 4, 6, (2, 8)
+
+
+def _padded(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    first = F.pad(row[None], (0, 0, 0, 0, 0, STAGES - 1))
+    return F.pad(state, (0, 0, 0, 0, 1, 0))[:-1] + first
+
+
+def _rolled(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    is_first = torch.arange(STAGES)[:, None, None] == 0
+    return torch.where(is_first, row[None], torch.roll(state, 1, 0))
+
+
+def stacked(
+    shift: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Microbatches ``x`` through layers ``w``, all stages at work each tick."""
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        state, results = x.new_zeros(STAGES, *ROW), []
+        for tick in range(TICKED + STAGES - 1):
+            row = x[tick] if tick < TICKED else x.new_zeros(ROW)
+            state = torch.tanh(torch.einsum("sbd,sde->sbe", shift(state, row), w))
+            if tick >= STAGES - 1:
+                results.append(state[-1])
+        return torch.stack(results)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("shift", "mesh"),
+    [(_padded, "st=4"), pytest.param(_rolled, "st=2,dp=2", marks=pytest.mark.slow)],
+)
+def test_stacked_stages_send_one_row_a_tick(shift: Any, mesh: str) -> None:
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(TICKED, *ROW, generator=made, dtype=torch.double)
+    w = torch.randn(STAGES, 8, 8, generator=made, dtype=torch.double).requires_grad_()
+    split = ("st", None, None)
+    specs = [None, split]
+    plan = fxpar.plan(
+        stacked(shift), x, w, mesh=mesh, in_specs=specs, mode="propagate", grad=True
+    )
+    torch.testing.assert_close(plan.simulate(x, w), plan.reference(x, w))
+    want = x
+    for layer in w:
+        want = torch.tanh(want @ layer)
+    torch.testing.assert_close(plan.reference(x, w)[0], want)
+    along = [c for c in plan.collectives if "st" in c.axes]
+    moved = [c.bytes for c in along if c.kind == "permute"]
+    # The first state is zeros; what comes of the last stage is collected once.
+    assert len(moved) == 2 * (TICKED + STAGES - 2) and len(along) == len(moved) + 1
+    assert max(moved) <= x[0].nbytes

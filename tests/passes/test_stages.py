@@ -4,6 +4,7 @@ stages are contiguous, one message a value and microbatch crosses a border."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import home_of
+from fxpar.sharding.cost.hardware_table import Level
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
+from tests.helpers.machines import machine
 from tests.helpers.models import build_double, double
 
 WIDTH, ROWS = 16, 8
@@ -292,6 +295,18 @@ def test_a_plan_is_saved_and_applied_again(
     assert "stages, each of one microbatch" in str(plan)
 
 
+@pytest.mark.slow
+def test_a_plan_of_more_stages_is_cut_again(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2", 2, "interleaved")
+    plan.save(tmp_path / "plan.json")
+    mode = str(tmp_path / "plan.json")
+    again = planned(monkeypatch, "blocks", "pp=2", 2, "1f1b", mode=mode)
+    assert len(plan.stages) == 4 and len(again.stages) == 2
+    assert error_of(again, rows()) < 1e-11
+
+
 def test_a_message_with_another_tag_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -363,6 +378,19 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert plan.predicted.sent[0][0] == "pp"
     plan.to_trace(tmp_path / "trace.json")
     assert "place 3" in (tmp_path / "trace.json").read_text()
+
+
+def test_messages_of_a_place_leave_one_after_the_other(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What crosses takes as long in parts as at once; a step waits for its results."""
+    speed = 1e4
+    slow = replace(machine(), levels=(Level(0, speed, 0.0, 0.0),))
+    slow.save(tmp_path / "slow.json")
+    monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
+    plan = planned(monkeypatch, "blocks", "pp=2", 4, grad=False)
+    crossing = ROWS * WIDTH * 8 / speed
+    assert plan.predicted.seconds == pytest.approx(2 * crossing, rel=0.1)
 
 
 def test_a_split_into_one_part_is_cut_where_it_is_read() -> None:

@@ -50,7 +50,7 @@ def test_links_are_per_axis() -> None:
 def test_ranks_are_row_major() -> None:
     mesh = Mesh.parse("a=2,b=3,c=2")
     for rank in range(mesh.size):
-        position = mesh.coordinates(rank)
+        position = {axis: mesh.index(rank, (axis,)) for axis in mesh.names}
         assert rank == (position["a"] * 3 + position["b"]) * 2 + position["c"]
         assert mesh.rank(position) == rank
         assert mesh.index(rank, ("c", "a")) == position["c"] * 2 + position["a"]
@@ -72,7 +72,7 @@ def test_sub_axes_are_parts_of_an_axis() -> None:
     major, middle, minor = "x:(1)2", "x:(2)3", "x:(6)2"
     assert [mesh.axis_size(axis) for axis in (major, middle, minor)] == [2, 3, 2]
     for rank in range(mesh.size):
-        position = mesh.coordinates(rank)["x"]
+        position = mesh.index(rank, ["x"])
         assert mesh.index(rank, [major]) == position // 6
         assert mesh.index(rank, [middle]) == position // 2 % 3
         assert mesh.index(rank, [minor]) == position % 2

@@ -42,7 +42,6 @@ FORMS = {
     "passes/local/own_shard.py",  # how ops take an offset that is known when they run
     "fusion/kernels/expressions.py",  # how ops are written in Triton
     "fusion/kernels/index_arithmetic.py",
-    "fusion/kernels/interpret.py",
     "fusion/kernels/placement.py",
     "passes/simulate/loop_steps.py",  # calls that read a loop's steps and spell no size
 }

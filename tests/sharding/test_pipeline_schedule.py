@@ -4,13 +4,15 @@ formulas in closed form, and chains are cut where that is best."""
 from __future__ import annotations
 
 import itertools
+import operator
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from fxpar.errors import MeshError, OptionError, PlanError
 from fxpar.sharding import pipeline_schedule as schedules
-from fxpar.sharding.cut_stages import cut_chain
+from fxpar.sharding.cut_stages import Held, StageMemory, cut_chain, of_places
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off, with_stages
 from fxpar.sharding.pipeline_schedule import Action, bubble, picture, rows_of, timed
@@ -211,6 +213,54 @@ def test_a_chain_is_cut_where_less_is_sent() -> None:
     crossing = [0.0] * 8
     crossing[4] = float("inf")  # inside of one op
     assert cut_chain(seconds, crossing, 2, 4) in ((3,), (5,))
+
+
+def test_chains_are_cut_where_stages_fit_as_by_trying_all_cuts() -> None:
+    kinds = set()
+    for seed in range(60):
+        rng = random.Random(seed)
+        count, stages = rng.randint(4, 8), rng.randint(2, 3)
+        seconds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(count)]
+        some = [rng.sample(range(count), rng.randint(1, 2)) for _ in range(count)]
+        weights = [(rng.choice([1.0, 4.0]), tuple(ops)) for ops in some]
+        memory = StageMemory(
+            room=tuple(rng.uniform(8, 24) for _ in range(stages)),
+            in_flight=tuple(range(stages, 0, -1)),
+            throughout=weights,
+            saved=[(rng.choice([0.5, 1.0]), (i,)) for i in range(count)],
+            passing=[rng.choice([0.0, 3.0]) for _ in range(count)],
+        )
+
+        def held(stage: int, i: int, j: int, memory: StageMemory = memory) -> float:
+            def own(items: Sequence[Held]) -> float:
+                return sum(n for n, ops in items if any(i <= op < j for op in ops))
+
+            flying = memory.in_flight[stage] * own(memory.saved)
+            return own(memory.throughout) + flying + max(memory.passing[i:j])
+
+        def bytes_of(cuts: tuple[int, ...], count: int = count) -> list[float]:
+            pairs = itertools.pairwise([0, *cuts, count])
+            return [held(stage, i, j) for stage, (i, j) in enumerate(pairs)]
+
+        def slowest(cuts: tuple[int, ...], seconds: list[float] = seconds) -> float:
+            ends = [0, *cuts, len(seconds)]
+            return max(sum(seconds[i:j]) for i, j in itertools.pairwise(ends))
+
+        fit = [
+            cuts
+            for cuts in itertools.combinations(range(1, count), stages - 1)
+            if all(map(operator.le, bytes_of(cuts), memory.room))
+        ]
+        cuts = cut_chain(seconds, [0.0] * count, stages, 8, memory=memory)
+        free = cut_chain(seconds, [0.0] * count, stages, 8)
+        assert of_places(memory, free, range(stages)) == pytest.approx(bytes_of(free))
+        kinds.add((bool(fit), free in fit))
+        if fit:
+            assert cuts in fit
+            assert slowest(cuts) == pytest.approx(min(map(slowest, fit)))
+        else:
+            assert cuts == ()
+    assert kinds == {(True, True), (True, False), (False, False)}
 
 
 def test_long_chains_are_cut_in_no_time() -> None:

@@ -63,21 +63,27 @@ from fxpar.fusion.kernels.region_program import (
 
 @dataclass(frozen=True)
 class Source:
-    """How an input is read. ``read(offset, mask)``: lines, and the expression of what
-    lies at ``offset`` in elements, of the input's own dtype; ``mask`` is "" or the name
-    of what says which offsets there are."""
+    """How an input is read."""
 
+    # Names of the kernel's parameters that it takes.
     parameters: tuple[str, ...]
+    # (offset, mask) -> lines, and the expression of what lies at the offset in
+    # elements, of the input's own dtype; the mask is "" or the name of what says which
+    # offsets there are.
     read: Callable[[str, str], tuple[Sequence[str], str]]
+    # Lines before the loop.
     before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sink:
-    """How an output is written. ``write(offset, value, mask)``: lines."""
+    """How an output is written."""
 
+    # Names of the kernel's parameters that it takes.
     parameters: tuple[str, ...]
+    # (offset, value, mask) -> lines.
     write: Callable[[str, str, str], Sequence[str]]
+    # Lines before the loop.
     before: tuple[str, ...] = ()
 
 

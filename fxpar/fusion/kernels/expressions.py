@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fxpar.fusion.kernels.region_program import Statement, dtype_of
+from fxpar.sharding.rules.op_facts import stated_facts
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int64", "int32", "int16", "int8", "uint8")
@@ -243,7 +244,7 @@ OPS: dict[str, ElementOp] = {
     "aten.gelu_backward.default": ElementOp(_gelu_backward),
 }
 
-CASTS = frozenset({"prims.convert_element_type.default", "aten._to_copy.default"})
+CASTS = frozenset(op for op in OPS if stated_facts(op).get("casts"))
 
 # What a row becomes: of what (a block with ``fill`` beyond the row's end), by what.
 SUMS = {

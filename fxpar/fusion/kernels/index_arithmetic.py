@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpar.fusion.kernels.region_program import Statement, contiguous
+from fxpar.sharding.rules.op_facts import stated_facts
 
 Shape = Sequence[int]
 
@@ -100,8 +101,8 @@ def selected(source: Shape, dim: int, index: int) -> Map:
     return strided([n for i, n in enumerate(source) if i != dim], strides, offset)
 
 
-# Views that keep the order of elements.
-SAME_ORDER = frozenset(
+# Views that kernels read through.
+VIEWS = frozenset(
     {
         "aten.view.default",
         "aten.reshape.default",
@@ -114,18 +115,19 @@ SAME_ORDER = frozenset(
         "aten.detach.default",
         "aten.clone.default",
         "aten.lift_fresh_copy.default",
+        "aten.expand.default",
+        "aten.permute.default",
+        "aten.transpose.int",
+        "aten.t.default",
+        "aten.slice.Tensor",
+        "aten.select.int",
         "getitem",
     }
 )
-
-VIEWS = SAME_ORDER | {
-    "aten.expand.default",
-    "aten.permute.default",
-    "aten.transpose.int",
-    "aten.t.default",
-    "aten.slice.Tensor",
-    "aten.select.int",
-}
+# Those of them whose elements stand in the order of the operand's.
+SAME_ORDER = frozenset(
+    op for op in VIEWS if op == "getitem" or stated_facts(op).get("keeps_order")
+)
 
 
 def view_map(line: Statement, source: Shape) -> Map:

@@ -25,11 +25,7 @@ from fxpar.fusion.kernels.region_program import (
 )
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes.normalize import random as _random  # noqa: F401
-
-# Made of no operand: they need to be told where.
-FACTORIES = frozenset(
-    f"{op}.default" for op in ("aten.full", "aten.scalar_tensor", "prims.iota")
-)
+from fxpar.sharding.rules.op_facts import stated_facts
 
 
 def run(
@@ -52,7 +48,7 @@ def run(
 
     for line, unread in zip(program.lines, last_read(program), strict=True):
         kwargs = {k: replaced(v, operand) for k, v in line.kwargs}
-        if line.op in FACTORIES:
+        if stated_facts(line.op).get("constant"):  # made of no operand
             kwargs["device"] = device
         values[line.name] = op_of(line.op)(*replaced(line.args, operand), **kwargs)
         for name in unread:

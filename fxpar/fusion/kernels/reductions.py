@@ -30,11 +30,13 @@ class CannotEmit(Exception):
 
 @dataclass(frozen=True)
 class Space:
-    """``count`` elements in flat blocks, or, if ``columns``, in rows of so many, each a
-    block."""
+    """What a kernel runs over, in blocks."""
 
+    # Elements.
     count: int
+    # Of a row, which is a block; 0: blocks are flat.
     columns: int = 0
+    # Elements of a flat block.
     flat_block: int = FLAT_BLOCK
 
     @property
@@ -62,11 +64,13 @@ class Space:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Of ``rows`` times ``columns`` elements each row is reduced ("row"), each column
-    ("column"), or everything ("all"; then there is one row)."""
+    """What of rows times columns of elements is reduced."""
 
+    # "row": each row; "column": each column; "all": everything, and there is one row.
     kind: str
+    # Before it.
     rows: int
+    # Before it.
     columns: int
 
 

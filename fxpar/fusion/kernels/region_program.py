@@ -44,12 +44,15 @@ class GroupName:
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or an output: ``shape`` and ``stride`` in elements, ``dtype`` as text
-    ("float32"). Where it is an output, ``name`` is that of a line."""
+    """An input or an output."""
 
+    # Of an output, that of a line.
     name: str
+    # In elements.
     shape: tuple[int, ...]
+    # In elements.
     stride: tuple[int, ...]
+    # As text ("float32").
     dtype: str
 
     @property

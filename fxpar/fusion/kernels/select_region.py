@@ -57,20 +57,27 @@ _ATTEMPTS = 40
 
 @dataclass(frozen=True)
 class Miss:
-    """``node`` is not in the region of ``collective``, because of ``why``."""
+    """A node that is not in a region."""
 
+    # Whose region.
     collective: fx.Node
+    # That is not in it.
     node: fx.Node
+    # As text.
     why: str
 
 
 @dataclass(frozen=True)
 class SelectedRegion:
-    """``members`` and ``outputs``, those that others read, in graph order."""
+    """What of a graph becomes one op."""
 
+    # Around which it grew.
     collective: fx.Node
+    # In graph order.
     members: tuple[fx.Node, ...]
+    # Members that others read, in graph order.
     outputs: tuple[fx.Node, ...]
+    # Its program, and what it is given.
     outline: Outline
 
 

@@ -27,15 +27,6 @@ aten = torch.ops.aten
 
 Axes = tuple[str, ...]
 
-# How two summands of a reduction become one.
-_COMBINE = {
-    "sum": aten.add.Tensor,
-    "avg": aten.add.Tensor,
-    "product": aten.mul.Tensor,
-    "max": aten.maximum.default,
-    "min": aten.minimum.default,
-}
-
 
 @dataclass(frozen=True)
 class Ring:
@@ -126,7 +117,8 @@ class Ring:
             summand = build.call(aten.reshape.default, summand, [-1])
             for way in (1, -1):
                 if way in coming and part * way >= 0:
-                    summand = build.call(_COMBINE[op], summand, coming.pop(way))
+                    combine = collective_nodes.COMBINE[op]
+                    summand = build.call(combine, summand, coming.pop(way))
             if part:
                 way = 1 if part > 0 else -1
                 coming[way] = self.passed(build, summand, way)

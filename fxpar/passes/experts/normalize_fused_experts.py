@@ -21,11 +21,11 @@ from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 MM = torch.ops.fxpar.expert_mm.default
 OUTER = torch.ops.fxpar.expert_outer.default
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _split_last(x: Any, columns: Sequence[int], build: Builder) -> fx.Node:
 def _blocks(rows: fx.Node) -> _Parts | None:
     """The parts of a value [rows, columns] that is split into blocks of columns."""
     users, n = list(rows.users), shape_of(rows)[1]
-    if len(users) != 1 or users[0].target not in _SPLITS:
+    if len(users) != 1 or not op_facts_of(users[0].target).splits:
         return None
     split = users[0]
     pieces = split.meta["val"]

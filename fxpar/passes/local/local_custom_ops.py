@@ -31,11 +31,6 @@ from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (regis
 aten = torch.ops.aten
 
 
-def local_dot(call: Any, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
-    """Emit ``equation`` on local operands."""
-    return emit_dot(call.build, lhs, rhs, equation)
-
-
 def emit_dot(
     build: Builder,
     lhs: fx.Node,

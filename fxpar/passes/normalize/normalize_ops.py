@@ -48,7 +48,7 @@ def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
     would straddle ranks. With the parts as a dim of their own each is split alike.
     """
     for node in list(graph.nodes):
-        if node.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        if not op_facts_of(node.target).splits:
             continue
         x, sizes = node.args[0], node.args[1]
         shape = shape_of(x)

@@ -23,6 +23,7 @@ from torch import fx
 from fxpar.passes.builder import Builder
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import nbytes_of
+from fxpar.sharding.program import phase_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -32,9 +33,8 @@ c10d = torch.ops._c10d_functional
 # there the bandwidth of the link counts and not its latency.
 FULL = 1 << 20
 
-# What a node says of itself, in ``meta["custom"]``, which all passes keep: where in a
-# training step it is, and which region a schedule made of it.
-PHASE = "fxpar_phase"
+# What a node says of itself, in ``meta["custom"]``, which all passes keep: which region
+# a schedule made of it.
 REGION = "fxpar_region"
 
 _GATHER = c10d.all_gather_into_tensor.default
@@ -157,11 +157,6 @@ def _near_output(graph: fx.Graph) -> set[fx.Node]:
         if node.users and read:
             ends.add(node)
     return ends
-
-
-def phase_of(node: fx.Node) -> str | None:
-    """In the graph of a training step: "forward", "backward" or "update"."""
-    return (node.meta.get("custom") or {}).get(PHASE)
 
 
 def region_of(node: fx.Node) -> str | None:

@@ -28,11 +28,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.builder import copy_node
-from fxpar.passes.order.bucket_collectives import phase_of
 from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
 from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.recompute import given_of, phases
-from fxpar.sharding.program import depending_on_tangents
+from fxpar.sharding.program import depending_on_tangents, phase_of
 
 transfer = torch.ops.fxpar.transfer.default
 

@@ -41,9 +41,6 @@ LEAST_CALLS, LEAST_OPS = 3, 5
 # Where steps of bodies were measured, and are as fast.
 DEVICES = {"cpu"}
 
-# Inductor chooses their strides with what is around them.
-_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
-
 
 @dataclass(frozen=True)
 class LayerSegment:
@@ -158,19 +155,13 @@ def _fits(node: fx.Node) -> bool:
 @cache
 def _computes(target: Any) -> bool:
     """Whether an op is a function of its operands alone, and its strides are too."""
-    if not isinstance(target, _torch.inductor.OpOverload) or target in _CONVOLUTIONS:
+    if not isinstance(target, _torch.inductor.OpOverload):
         return False
-    if op_facts_of(target).mutates or _torch.objects.is_mutable(target):
+    facts = op_facts_of(target)
+    if facts.chosen_strides or facts.mutates or facts.draws:
         return False
-    draws = {
-        *(ours.random.default, ours.randint.default),
-        *(_torch.inductor.inductor_random(), _torch.inductor.inductor_randint()),
-    }
-    if target in draws:
-        return True  # from a seed that is an operand
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return target.namespace in ("aten", "prims")
+    # What is random and draws nothing has a seed that is an operand.
+    return facts.random or target.namespace in ("aten", "prims")
 
 
 def _border(

@@ -24,6 +24,7 @@ from fxpar.passes.regions.region_bodies import keep_bodies
 from fxpar.passes.regions.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -242,20 +243,17 @@ def _readers(x: fx.Node) -> set[fx.Node]:
     """What reads a value, or pieces of it."""
     out: set[fx.Node] = set()
     for user in x.users:
-        pieces = (user.users if user.target in _SPLITS else {user: None}).keys()
-        for piece in pieces:
+        splits = op_facts_of(user.target).splits
+        for piece in user.users if splits else (user,):
             out.update(piece.users if _piece(piece) else {piece: None})
     return out
-
-
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
     """(value, dim, start, size) of a part of a value."""
     if not isinstance(node, fx.Node):
         return None
-    if node.target is operator.getitem and node.args[0].target in _SPLITS:
+    if node.target is operator.getitem and op_facts_of(node.args[0].target).splits:
         split, i = node.args
         dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
         before = [int(split.meta["val"][j].shape[dim]) for j in range(i)]

@@ -20,6 +20,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
+from fxpar.passes.collective_nodes import COMBINE
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.spec import Spec
@@ -131,17 +132,9 @@ def _matmul_scatter(args: Ranks) -> Ranks:
     return [part.contiguous() for part in total.chunk(len(args), dim)]
 
 
-def _combined(a: Any, b: Any, op: str) -> Any:
-    if op in ("sum", "avg"):
-        return a + b
-    if op == "product":
-        return a * b
-    return torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
-
-
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of values, the first ones first."""
-    total = functools.reduce(lambda a, b: _combined(a, b, op), values)
+    total = functools.reduce(COMBINE[op], values)
     return total / len(values) if op == "avg" else total
 
 

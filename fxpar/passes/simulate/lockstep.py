@@ -38,17 +38,11 @@ from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis
+from fxpar.sharding.rules.custom_op_rules import REGION_OPS
 from fxpar.sharding.spec import Spec
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
-
-REGION_OPS = {
-    ours.enter_region.default,
-    ours.leave_region.default,
-    ours.collective.default,
-    ours.axis_index.default,
-}
 
 
 def run_lockstep(
@@ -91,7 +85,7 @@ def run_global(
     """What the one-device graph gives, on one device; what manual regions in it do on
     the ranks of ``mesh`` included."""
     nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
-    if not any(node.target in REGION_OPS for node in nodes):
+    if not any(str(node.target) in REGION_OPS for node in nodes):
         mesh = Mesh((("all", 1),))
     return run_lockstep(graph, mesh, [inputs] * mesh.size)[0]
 
@@ -210,7 +204,7 @@ def _run_steps(
             env[node] = post.drawn(
                 node.name, functools.partial(_compute, node, env, count)
             )
-        elif node.target in REGION_OPS:
+        elif str(node.target) in REGION_OPS:
             env[node] = _in_region(node, env, mesh, ranks)
         elif node.target in PRODUCTS:
             env[node] = _products(node, env, groups(node.args[-1]), count)

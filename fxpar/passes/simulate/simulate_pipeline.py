@@ -3,8 +3,9 @@
 In: the graph of all stages (``lay_out_stages``), lowered. Out: a ``Timeline`` whose
 streams are the places along the pipeline axis, an event for each action. Each place
 takes what ``simulate_step`` says its launches take, one after the other, and waits for
-what arrives; messages run beside. Since all places follow the order of one graph, one
-pass over it gives all times. Never runs and never changes the graph.
+what arrives; messages run beside, at each end one after the other. Since all places
+follow the order of one graph, one pass over it gives all times. Never runs and never
+changes the graph.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch
 from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
+from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Link, Mesh
@@ -83,29 +85,44 @@ class _Clocks:
     def __post_init__(self) -> None:
         self.now = [0.0] * len(self.launch_seconds)
         self.busy = [0.0] * len(self.launch_seconds)
+        # When the link of each place can send again, and receive.
+        self.free_out, self.free_in = list(self.now), list(self.now)
         self.runs = [[] for _ in self.launch_seconds]
 
     def step(self, node: fx.Node) -> None:
-        """The next node, where it runs."""
+        """The next node, where it runs. The step ends when its results are there."""
+        if node.op == "output":
+            arrived = [self.arrivals.get(read, 0.0) for read in node.all_input_nodes]
+            self.now = [max([now, *arrived]) for now in self.now]
         if node.op != "call_function":
             return
         if node.target is ours.transfer.default:
-            source: Any = node.args[1]
-            self.arrivals[node] = self.now[source] + self._message(node)
+            source, target = node.args[1:3]
+            self._send(node, source, [target])
         elif node.target in (ours.spread.default, ours.scatter.default):
             source = node.args[1]
-            self.arrivals[node] = self.now[source] + self._message(node)
+            self._send(node, source, [x for x in self._places() if x != source])
         else:
             place = node.meta.get(PLACE, EVERY)
-            for at in range(len(self.now)) if place == EVERY else (place,):
+            for at in self._places() if place == EVERY else (place,):
                 self._compute(node, at)
 
-    def _message(self, node: fx.Node) -> float:
-        size = bytes_of(node)
-        seconds = self.link.latency + self.link.overhead + size / self.link.bandwidth
-        self.sent, self.calls = self.sent + size, self.calls + 1
-        self.sending += seconds
-        return seconds
+    def _places(self) -> range:
+        return range(len(self.now))
+
+    def _send(self, node: fx.Node, source: Any, targets: Sequence[Any]) -> None:
+        """A message leaves once its source has it, and those before it have left there
+        and arrived. Of parts each target gets one, of a value all get the same."""
+        size, link = bytes_of(node), self.link
+        leaving = size * (len(targets) if node.target is ours.scatter.default else 1)
+        free = [self.free_out[source], *(self.free_in[target] for target in targets)]
+        start = max(self.now[source], *free)
+        self.free_out[source] = start + leaving / link.bandwidth
+        for target in targets:
+            self.free_in[target] = start + size / link.bandwidth
+        self.arrivals[node] = start + collectives.message(link, leaving)
+        self.sent, self.calls = self.sent + leaving, self.calls + 1
+        self.sending += self.arrivals[node] - start
 
     def _compute(self, node: fx.Node, place: int) -> None:
         arrived = [self.arrivals.get(read, 0.0) for read in node.all_input_nodes]

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.errors import HintError, PlanError
+from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes.builder import STAGE
 from fxpar.passes.stages.stage_kinds import (
@@ -37,6 +37,7 @@ from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
 from fxpar.sharding.cut_stages import cut_chain
+from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.program import Program
@@ -70,8 +71,7 @@ class StageCosts:
     def crossing(self, nbytes: float) -> float:
         """To send so many bytes of a batch to the next stage, a part at a time."""
         link = self.mesh.link(self.pipeline.axis)
-        parts = nbytes / self.microbatches
-        return link.latency + link.overhead + parts / link.bandwidth
+        return collectives.message(link, nbytes / self.microbatches)
 
 
 def assign_stages(
@@ -80,9 +80,11 @@ def assign_stages(
     priced: StageCosts,
     places: Sequence[int],
     pinned: Mapping[str, int] | None = None,
+    begins_at: Sequence[str] = (),
 ) -> tuple[PipelineStage, ...]:
     """Give nodes their homes, in place; what each stage has. ``places``: along the
-    pipeline axis, of each stage; ``pinned``: parameters whose readers are of a stage.
+    pipeline axis, of each stage; ``pinned``: parameters whose readers are of a stage;
+    ``begins_at``: the ops that stages but the first begin at, if that was decided.
 
     Raises PlanError if there is nothing to cut, HintError if it cannot be cut so.
     """
@@ -107,14 +109,12 @@ def assign_stages(
     trains = 2 if backward else 1
     crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
     crossing = _between_ops(chain, crossing, count)
-    pins = _pins(chain, kinds, pinned or {})
-    begins = cut_chain(seconds, crossing, count, priced.microbatches, pins)
+    begins = _places_of(chain, program, begins_at)
+    if len(begins) != count - 1:
+        pins = _pins(chain, kinds, pinned or {})
+        begins = cut_chain(seconds, crossing, count, priced.microbatches, pins)
     if len(begins) < count - 1:
-        raise HintError(
-            f"parameters are pinned to stages, but no cut of {len(chain)} ops into "
-            f"{count} stages in a row has them there: {_text_of(pinned or {})}",
-            fix="pin them in the order in which the forward reads them",
-        )
+        raise pins_unfit(pinned or {}, len(chain), count)
     cuts = (*begins, len(chain))
     stage = 0
     for i, node in enumerate(chain):
@@ -127,7 +127,27 @@ def assign_stages(
         elif node in kinds.forward and node.target is operator.getitem:
             node.meta[STAGE] = shown(node.args[0]).meta[STAGE]
     _assign_backward(graph, kinds, count)
-    return _stages(graph, program, priced, places, kinds)
+    begin_names = [_origin(chain[i]) for i in (0, *begins)]
+    return _stages(graph, program, priced, places, kinds, begin_names)
+
+
+def _places_of(
+    chain: Sequence[fx.Node], program: Program, begins_at: Sequence[str]
+) -> tuple[int, ...]:
+    """Where in the chain ops of the program begin, by their names: at the op, or the
+    first behind it that a rank has something of. None, if that is not a cut."""
+    order = {op.name: op.index for op in program.ops}
+    indices = [order.get(_origin(node), -1) for node in chain]
+    begins = []
+    for name in begins_at:
+        behind = (i for i, index in enumerate(indices) if index >= order.get(name, 0))
+        begins.append(next(behind, 0))
+    return tuple(begins) if begins and begins == sorted({*begins} - {0}) else ()
+
+
+def _origin(node: fx.Node) -> str:
+    """Name of the op of the program that a rank's node is of."""
+    return str(node.meta.get("fxpar_origin", node.name))
 
 
 def _pins(
@@ -142,10 +162,6 @@ def _pins(
         if stages:
             pins[i] = max(stages)
     return pins
-
-
-def _text_of(pinned: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} to {stage}" for name, stage in list(pinned.items())[:6])
 
 
 def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
@@ -279,6 +295,7 @@ def _stages(
     priced: StageCosts,
     places: Sequence[int],
     kinds: Kinds,
+    begin_names: Sequence[str],
 ) -> tuple[PipelineStage, ...]:
     ops: list[list[str]] = [[] for _ in places]
     seconds: list[dict[str, float]] = [{FORWARD: 0.0, BACKWARD: 0.0} for _ in places]
@@ -306,6 +323,7 @@ def _stages(
             seconds[i][BACKWARD],
             sum(map(bytes_of, read[i])),
             sent[i],
+            begin_names[i],
         )
         for i, place in enumerate(places)
     )

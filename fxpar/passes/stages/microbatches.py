@@ -375,14 +375,7 @@ class _Unroller:
 
 _ADD = torch.ops.fxpar.accumulate.default
 
-_REDUCTIONS: dict[str, Any] = {
-    "sum": _ADD,
-    "avg": _ADD,
-    "product": aten.mul.Tensor,
-    "max": aten.maximum.default,
-    "min": aten.minimum.default,
-    "or": aten.bitwise_or.Tensor,
-}
+_REDUCTIONS = steps.COMBINE | {"sum": _ADD, "avg": _ADD}
 
 # Of each step: (unroller, its operand in each part, its own arguments) -> its value in
 # each part, or the one of all.

@@ -19,9 +19,8 @@ from torch import fx
 
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes.builder import STAGE
-from fxpar.passes.order.bucket_collectives import phase_of
 from fxpar.sharding.cost.op import flops_of, is_view, tensors_in
-from fxpar.sharding.program import Program, backward_of
+from fxpar.sharding.program import Program, backward_of, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
 from fxpar.sharding.rules.op_facts import op_facts_of
 

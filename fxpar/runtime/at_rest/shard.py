@@ -2,18 +2,17 @@
 
 In: a module with plain parameters (on any device, or on meta), before an optimizer is
 made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
-say (``propagate.at_rest``), its classes swapped (``sharded_modules``) so that its code
+say (``parameter_layouts``), its classes swapped (``swap_parameters``) so that its code
 still sees global tensors. Buffers stay as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,45 +21,36 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.choose_plan import planned
-from fxpar.config import PREFIX, Options, nearest
+from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes.boundaries import read_signature
-from fxpar.runtime.at_rest.crossings import part_of
-from fxpar.runtime.at_rest.dtensor_ops import (
-    complete_partials,
-    draw_as_one_device,
-    orthogonalize_whole,
-)
-from fxpar.runtime.at_rest.sharded_modules import HOME, Home, ParameterAtRest, adopt
+from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
+from fxpar.runtime.at_rest.sharded_modules import HOME, Home
+from fxpar.runtime.at_rest.swap_parameters import swap_parameters
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
-from fxpar.runtime.ranks.groups import Ranks, device_mesh_of, join, settle
+from fxpar.runtime.ranks.groups import Ranks, join, settle
 from fxpar.runtime.tracing import TracedCall
-from fxpar.sharding.axis_parts import parts_among
-from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import (
     Entries,
-    axes_of,
-    check,
-    check_chunks,
-    entries,
     load,
     spec_hints,
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
+from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    named_machine,
+    plan_mode,
+    staged_choices,
+)
 from fxpar.sharding.program import Input
-from fxpar.sharding.propagate.at_rest import at_rest, is_worth_chunks
-from fxpar.sharding.propagate.conventions import batch_axes
-from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
-
-# A sample plan: parameter name -> the spec it is used in.
-Uses = Mapping[str, Spec]
 
 
 def shard(
@@ -112,9 +102,9 @@ def shard(
             "kwargs)), or name the axes of the mesh",
         )
     settle(ranks, ranks.mesh)
-    mesh = _with_parts(ranks.mesh, table, uses)
+    mesh = with_parts(ranks.mesh, table, uses)
     ranks = replace(ranks, mesh=mesh)
-    layout = _layout(model, mesh, table, uses, strict=hints is not None)
+    layouts = layouts_of(model, mesh, table, uses, strict=hints is not None)
     check_same(
         [
             (name, "parameter", p.detach())
@@ -123,22 +113,8 @@ def shard(
         ],
         ranks.mesh,
     )
-    _swap(model, ranks, layout)
+    swap_parameters(model, ranks, layouts)
     return model
-
-
-def _with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:
-    """The mesh of all parameters: of the axes, and those parts of axes, that hints and
-    the sample's plan name. Raises HintError for parts that the mesh does not have."""
-    for spec in uses.values():
-        mesh = mesh.refined(spec.axes)
-    for pattern, hint in table.items():
-        what = f"hint {pattern!r}"
-        try:
-            mesh = mesh.refined(parts_among(axes_of(hint, what)))
-        except MeshError as error:
-            raise HintError(f"{what}: {error.what}", fix=error.fix) from error
-    return mesh
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -261,88 +237,6 @@ def _same_mesh(mesh: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    spec: Spec
-    hint: str
-
-
-def _layout(
-    model: nn.Module,
-    mesh: Mesh,
-    table: Mapping[str, Entries],
-    uses: Uses,
-    *,
-    strict: bool,
-) -> dict[int, _Layout]:
-    """Where each parameter rests, by its id. Raises HintError."""
-    names_of: dict[int, list[str]] = {}
-    parameters = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(p), []).append(name)
-        parameters[id(p)] = p
-    matched: set[str] = set()
-    stages = pipeline_axis(mesh)
-    of_stage = without_stages(mesh)
-    decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
-    decided = {*mesh.parts(filter(mesh.has, decided))}
-    wanted: dict[int, tuple[Any, ...]] = {}  # what ``at_rest`` takes
-    hints: dict[int, str] = {}
-    for key, names in names_of.items():
-        shape = tuple(parameters[key].shape)
-        hit = [
-            (pattern, hint)
-            for pattern, hint in table.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names)
-        ]
-        matched.update(pattern for pattern, _ in hit)
-        dims: Sequence[Axes] = ()
-        closed: Sequence[bool] = ()
-        if hit:
-            what = f"hint {hit[-1][0]!r} on {names[0]}"
-            dims, closed = entries(hit[-1][1], len(shape), what)
-            check(dims, of_stage, what)
-            dims = tuple(map(mesh.parts, dims))
-            check_chunks(dims, shape, mesh, what)
-        else:
-            use = next((uses[name] for name in names if name in uses), None)
-            dims = use.refined(mesh).dims if use is not None else ()
-        words = [
-            ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
-            for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
-        ]
-        wanted[key] = shape, of_stage, dims, closed, decided
-        hints[key] = ",".join(words)
-    alike = stages is not None or not is_worth_chunks(wanted.values())
-    layouts = {}
-    for key, (shape, *lies) in wanted.items():
-        spec = at_rest(shape, *lies, alike=alike)
-        if stages is not None:
-            spec = split_over_stages(spec, shape, mesh, stages)
-        layouts[key] = _Layout(spec, hints[key])
-    unmatched = [pattern for pattern in table if pattern not in matched]
-    if strict and unmatched:
-        first_names = [names[0] for names in names_of.values()]
-        hint = (
-            nearest(unmatched[0], first_names)
-            or f"names are such as {', '.join(first_names[:4])}"
-        )
-        raise HintError(f"hint {unmatched[0]!r} matches no parameter", fix=hint)
-    return layouts
-
-
-def _axes_in_use(
-    table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
-) -> set[str]:
-    """Axes that hints or a sample's plan use for some parameter: where they are not
-    used the parameter is whole, as in tensor parallelism, and not split for memory."""
-    axes = {axis for spec in uses.values() for axis in spec.sharded_axes}
-    for pattern, hint in table.items():
-        if fnmatch.filter(names, pattern):
-            axes |= {*axes_of(hint, f"hint {pattern!r}")}
-    return axes
-
-
 def _uses(
     model: nn.Module,
     ranks: Ranks,
@@ -368,14 +262,16 @@ def _uses(
     mode: str | SearchOptions | Plan = "propagate"
     if options.plan == "search":
         mode = plan_mode(options.plan, options)
+    local = options.inputs == "local"
     request = Request(
         without_stages(ranks.mesh),
         read_signature(module.graph, declare),
         table,
         mode,
-        meshes=choices(ranks.mesh, mode, local=options.inputs == "local")
-        if ranks.open
-        else (),
+        meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
+        staged=staged_choices(ranks.mesh, mode) if ranks.open and not local else (),
+        pipeline_schedule=AUTO_APART,
+        free_along_stages="split",
         cached=True,
         name="the sample's call",
         rank=ranks.rank,
@@ -398,102 +294,3 @@ def _uses(
         if v is not None and declared.kind == "parameter"
     }
     return ranks, uses
-
-
-def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None:
-    """Replace parameters by their parts and classes by those that gather them."""
-    home = Home(str(ranks.mesh), _batch(ranks.mesh))
-    parts: dict[int, nn.Parameter] = {}
-    originals = list(model.parameters())  # ids stay taken while parameters change
-    modules = list(model.named_modules())
-    for name, module in modules:
-        _refuse_hidden(module, name, layout)
-    for _, module in modules:
-        rests = {}
-        for key, p in list(_torch.objects.own_parameters(module).items()):
-            if p is None:
-                continue
-            lies = layout[id(p)]
-            if id(p) not in parts:
-                parts[id(p)] = _resting(p, lies.spec, ranks)
-            _torch.objects.own_parameters(module)[key] = parts[id(p)]
-            rests[key] = ParameterAtRest(tuple(p.shape), str(lies.spec), lies.hint)
-        if rests or module is model:
-            adopt(module, home, rests, root=module is model)
-            module.register_load_state_dict_pre_hook(_take_parts)
-        if isinstance(module, nn.RNNBase):
-            _torch.dynamo.list_recurrent_weights(module)
-    del originals
-
-
-def _batch(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
-
-
-def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
-    """The DTensor parameter that holds this rank's part of a plain one."""
-    part = part_of(p.detach(), spec, ranks.mesh, ranks.rank)
-    part = part.clone(memory_format=torch.contiguous_format)
-    device = p.device.type
-    if p.is_meta:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    complete_partials()
-    orthogonalize_whole()
-    if device == "cpu":
-        draw_as_one_device()
-    shape = torch.Size(p.shape)
-    lies = DTensor.from_local(
-        part,
-        device_mesh_of(ranks.mesh, device),
-        spec.to_placements(ranks.mesh),
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    parameter = nn.Parameter(lies, requires_grad=p.requires_grad)
-    parameter.__dict__.update(p.__dict__)
-    return parameter
-
-
-def _refuse_hidden(module: nn.Module, name: str, layout: Mapping[int, _Layout]) -> None:
-    """Raise ShardError if a module keeps parameters elsewhere too."""
-    for key, value in module.__dict__.items():
-        if _torch.dynamo.lists_recurrent_weights(module, key):
-            continue
-        if key.startswith("_parameters") or key in ("_modules", "_buffers"):
-            continue
-        inside = value if isinstance(value, (list, tuple)) else [value]
-        if isinstance(value, dict):
-            inside = list(value.values())
-        if any(isinstance(x, nn.Parameter) and id(x) in layout for x in inside):
-            raise ShardError(
-                f"{type(module).__name__} {name or 'model'} keeps a parameter in its "
-                f"attribute {key!r} too, where it cannot be sharded",
-                fix="read parameters as self.<name> where they are used",
-            )
-
-
-def _take_parts(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Let ``load_state_dict`` take whole tensors, each rank its part."""
-    for key in module.__dict__.get("_fxpar_rests", {}):
-        name, resting = prefix + key, _torch.objects.own_parameters(module)[key]
-        whole = state_dict.get(name)
-        if (
-            isinstance(whole, torch.Tensor)
-            and isinstance(resting, DTensor)
-            and not isinstance(whole, DTensor)
-            and whole.shape == resting.shape
-        ):
-            mesh = Mesh.from_device_mesh(resting.device_mesh)
-            spec = Spec.from_placements(resting.placements, mesh, resting.dim())
-            part = part_of(whole, spec, mesh, resting.device_mesh.get_rank())
-            state_dict[name] = DTensor.from_local(
-                part.contiguous(),
-                resting.device_mesh,
-                resting.placements,
-                run_check=False,
-                shape=resting.shape,
-                stride=resting.stride(),
-            )

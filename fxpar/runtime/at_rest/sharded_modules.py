@@ -4,7 +4,7 @@
 property: inside a forward, and in what Dynamo traces, it is the global tensor, made by
 ``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
 ``state_dict``) it is the DTensor parameter itself. Nothing here decides how a parameter
-lies; ``runtime.shard`` does.
+lies; ``parameter_layouts`` does.
 """
 
 from __future__ import annotations

@@ -76,11 +76,13 @@ def next_graph() -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank in the mesh, and the process groups of its axes. ``open``:
-    the mesh is to be chosen; until then it is one axis over all ranks."""
+    """This process's rank in the mesh, and the process groups of its axes."""
 
+    # Of all ranks.
     mesh: Mesh
+    # Of this process.
     rank: int
+    # The mesh is to be chosen; until then it is one axis over all ranks.
     open: bool = False
 
     def group(self, axes: Sequence[str]) -> str:

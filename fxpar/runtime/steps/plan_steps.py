@@ -41,6 +41,7 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program
@@ -174,35 +175,42 @@ def drop_dead(state: JointState) -> None:
 def look_up_plan(state: JointState) -> None:
     """The plan of the request, or of the disk, if there is one."""
     request = state.request = _searchable(state.request)
-    mode = request.mode
+    mode, whole = request.mode, None
     state.program = _program(state)
     if not isinstance(mode, Plan) and not request.meshes:
         request = _on(state, refine(state.program, request))
         mode = request.mode
     if isinstance(mode, Plan):
+        whole = mode
         state.recalled = state.plan_with_schedule = mode.of_one_stage()
     elif _is_kept(state):
         assert isinstance(mode, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
         stored = plan_store.load(state.key, mode.seconds)
         if stored is not None:
-            state.recalled, schedule_chosen = stored[0].of_one_stage(), stored[1]
+            whole, schedule_chosen = stored
+            state.recalled = whole.of_one_stage()
             state.plan_with_schedule = (
                 state.recalled if schedule_chosen and not request.tune else None
             )
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
-    plan, meshes = state.recalled, request.meshes or (request.mesh,)
-    mesh_axes = [mesh.unrefined.axes for mesh in meshes]
-    if plan and not (request.meshes or plan.mesh.is_refined):
-        return
-    if (
-        isinstance(mode, Plan)
-        and request.meshes
-        and mode.mesh.unrefined.axes in mesh_axes
-    ):
-        _on(state, mode.mesh)  # with its stages
-    elif plan and plan.mesh.unrefined.axes in mesh_axes:
+    if whole is not None:
+        _follow(state, whole)
+
+
+def _follow(state: JointState, whole: Plan) -> None:
+    """The request for the mesh of a plan, with its stages and microbatches."""
+    request, plan = state.request, whole.of_one_stage()
+    if whole.stages and request.microbatches is None:
+        request = replace(request, microbatches=whole.microbatches)
+        state.request = request
+    staged = map(with_planned_axis, request.staged)
+    open_axes = [mesh.unrefined.axes for mesh in (*request.meshes, *staged)]
+    own_axes = request.mesh.unrefined.axes
+    if whole.mesh.unrefined.axes in open_axes:
+        _on(state, whole.mesh)
+    elif plan.mesh.is_refined and plan.mesh.unrefined.axes == own_axes:
         _on(state, plan.mesh)
 
 
@@ -312,8 +320,6 @@ def make_plan(state: JointState) -> None:
                 state.decision = balanced(state.decision, request, open_, state.rows)
         if state.open_shares:
             state.request = request.on(state.decision.mesh)
-        if request.meshes and state.request.pipeline is not None:
-            state.key = ""  # whoever looks for it asks for any mesh but these
     mesh = state.decision.mesh
     report_unknown(state.decision.program, mesh, request.strict)
     state.decision = on_whole_mesh(state.decision, state.request.pipeline)
@@ -330,6 +336,7 @@ def describe(state: JointState) -> None:
     state.plan = replace(
         plan,
         stages=state.stages,
+        microbatches=state.microbatches,
         schedule=str(state.schedule),
         experts=state.request.experts_over or (),
         bodies=state.request.bodies,

@@ -15,7 +15,6 @@ from torch import fx
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.passes.builder import PART
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
-from fxpar.passes.order.bucket_collectives import phase_of
 from fxpar.passes.stages.assign_stages import StageCosts, assign_stages
 from fxpar.passes.stages.lay_out_stages import is_laid_out, lay_out_stages
 from fxpar.passes.stages.program_at_place import program_at
@@ -26,7 +25,7 @@ from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import backward_of, user_line
+from fxpar.sharding.program import backward_of, phase_of, user_line
 from fxpar.sharding.rest_over_stages import over_stages
 from fxpar.sharding.rules.op_facts import op_facts_of
 
@@ -75,7 +74,12 @@ def find_stages(state: JointState) -> None:
     pinned = pinned_stages(request.hints, names, axis, len(places))
     try:
         state.stages = assign_stages(
-            state.graph, decision.program, priced, places, pinned
+            state.graph,
+            decision.program,
+            priced,
+            places,
+            pinned,
+            decision.stages_begin,
         )
     except PlanError as error:
         if request.rank is None or request.step:
@@ -99,6 +103,7 @@ def order_stages(state: JointState) -> None:
         return
     name = request.pipeline_order
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
+    state.microbatches = parts
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
     forward = [stage.forward_seconds for stage in state.stages]

@@ -20,7 +20,6 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes.order.bucket_collectives import PHASE
 from fxpar.runtime.tracing import raised_at
 from fxpar.runtime.train_step.forward import (
     Forward,
@@ -48,6 +47,7 @@ from fxpar.runtime.train_step.optimizer import (
     stand_in,
     step_of,
 )
+from fxpar.sharding.program import PHASE
 
 # Of a node, among what is kept of it: the number that autograd gave it.
 _NUMBER = "fxpar_number"
@@ -55,20 +55,26 @@ _NUMBER = "fxpar_number"
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced step. Its inputs are those of the forward, then ``read``: slots of the
-    optimizer, then gradients of earlier calls and the scale as ``StepCall`` says. Its
-    results are ``count`` of the forward, the first of them the loss, then new values of
-    ``result_slots``, of global ``shapes``, then, where the loss is scaled, a number
-    that is positive if a gradient is not finite."""
+    """A traced step."""
 
+    # Its inputs: those of the forward, ``read``, gradients of earlier calls and the
+    # scale as ``StepCall`` says. Its results: ``count`` of the forward, new values of
+    # ``result_slots``, and, where the loss is scaled, a number that is positive if a
+    # gradient is not finite.
     module: fx.GraphModule
+    # Slots of the optimizer that it reads.
     read: tuple[Slot, ...]
+    # What its inputs are.
     ends: tuple[StepInput, ...]
+    # Of its inputs.
     fakes: tuple[Any, ...]
     # Positions of inputs that it writes.
     written: frozenset[int]
+    # Results of the forward, the first of them the loss.
     count: int
+    # Slots that it gives new values.
     result_slots: tuple[Slot, ...]
+    # Global, of these.
     shapes: tuple[tuple[int, ...], ...]
     # What the optimizer asked of numbers.
     answers: tuple[TracedComparison, ...]

@@ -1,7 +1,8 @@
 """How long one collective takes on given links: alpha-beta, by algorithm.
 
 In: the kind of a collective, the axes it runs over, bytes. Out: seconds, as a
-``Curve``: the least of a few straight lines, one for each algorithm a library may take.
+``Curve``: the least of a few straight lines, one for each algorithm a library may take;
+of a ``message`` between two ranks, one line.
 Bytes are always those a rank holds before the collective, as in ``steps``. Never runs
 anything and never chooses a plan.
 
@@ -94,6 +95,11 @@ def bound(mesh: Mesh) -> tuple[float, float]:
         min(link.overhead + link.latency for link in links),
         max(link.bandwidth for link in links),
     )
+
+
+def message(link: Link, nbytes: float) -> float:
+    """Seconds of one message from a rank to another along a link."""
+    return link.latency + link.overhead + nbytes / link.bandwidth
 
 
 def _levels(size: int, link: Link) -> Iterator[Stage]:

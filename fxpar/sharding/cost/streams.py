@@ -28,13 +28,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """What takes time, in the order it is launched. Without ``axes`` and ``of`` a
-    kernel; with ``axes`` a collective along them, which, if it has any duration, first
-    waits for the collective ``of``; with ``of`` alone a wait for that collective."""
+    """What takes time, in the order it is launched."""
 
+    # As it is shown.
     name: str
+    # That it takes.
     seconds: float = 0.0
+    # That a collective goes along; a kernel and a wait have none.
     axes: tuple[str, ...] = ()
+    # The collective that a wait is for; a collective of any duration first waits for
+    # it.
     of: int | None = None
 
 

@@ -14,140 +14,22 @@ stays whole; so do calls with ragged sequences and those that return a debug mas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Merge, Rule, parse_rule
-from fxpar.sharding.rules.table import make, row, text
+from fxpar.sharding.rules.attention_heads import (
+    FURTHER,
+    Heads,
+    Maybe,
+    given_tensors,
+    heads_of,
+    is_ragged,
+    whole_dims,
+)
+from fxpar.sharding.rules.table import make, row
 
 aten = torch.ops.aten
-
-Maybe = torch.Tensor | None
-
-_FURTHER = ["~"]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Words per tensor of one call."""
-
-    query: list[str]
-    key: list[str]
-    value: list[str]
-    out: list[str]
-    scores: list[str]
-    # Of the scores.
-    sizes: list[int]
-    # Query heads per key head.
-    groups: int
-    # Under a mask, which may leave weights of parts that count keys alone: parts of the
-    # keys are as large as one another.
-    masked: bool
-
-    @property
-    def inputs(self) -> tuple[list[str], list[str], list[str]]:
-        return self.query, self.key, self.value
-
-    @property
-    def splits_keys(self) -> bool:
-        return not self.scores[3].endswith("!")
-
-    @property
-    def logsumexp(self) -> list[str]:
-        return self.scores[:3]
-
-    @property
-    def merged(self) -> list[str]:
-        """The log-sum-exp that a forward gives: that of all keys on each rank."""
-        return [*self.logsumexp, "~t"]
-
-    @property
-    def padded(self) -> list[str]:
-        """A log-sum-exp whose last dim is not the queries'."""
-        return [*self.scores[:2], "_"]
-
-    def bias(self, x: Maybe) -> list[list[str]]:
-        """A mask or bias that broadcasts to the scores, if there is one."""
-        if not isinstance(x, torch.Tensor):
-            return []
-        if x.dim() < 2:
-            return [_loose(x)]
-        skip = 4 - x.dim()
-        return [
-            [
-                word if n == size else "_"
-                for word, n, size in zip(
-                    self.scores[skip:], x.shape, self.sizes[skip:], strict=True
-                )
-            ]
-        ]
-
-    def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
-        rule = parse_rule(text(*operands, results=results))
-        sizes = (("g", self.groups),) if self.groups > 1 else ()
-        evenly = frozenset("t") if self.masked and self.splits_keys else frozenset()
-        return replace(rule, sizes=sizes, evenly=evenly)
-
-    def forward(
-        self, *operands: Sequence[str], logsumexp: Sequence[str] | None = None
-    ) -> Rule:
-        """The rule of a forward that gives output, log-sum-exp and what goes with
-        them."""
-        results = [self.out, logsumexp or self.merged, _FURTHER]
-        rule = self.rule(*operands, results=results)
-        if not self.splits_keys:
-            return rule
-        return replace(rule, merges=(Merge("t", len(operands) + 1),))
-
-
-def _loose(x: torch.Tensor) -> list[str]:
-    return ["_"] * x.dim()
-
-
-def heads_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    seq_first: bool = False,
-    queries: bool = False,
-    keys: bool = False,
-    masked: bool = False,
-) -> Heads | None:
-    """``seq_first``: tensors are [batch, sequence, heads, dim]; whether ``queries``,
-    and ``keys``, may be split along the sequence; whether there is a mask."""
-    h, s = (2, 1) if seq_first else (1, 2)
-    if q.dim() != 4 or q.shape[h] % k.shape[h]:
-        return None
-    groups = int(q.shape[h] // k.shape[h])
-    heads = "(h g)" if groups > 1 else "h"
-    places, seen = "s" if queries else "s!", "t" if keys else "t!"
-
-    def words(head: str, place: str, last: str) -> list[str]:
-        return ["b", place, head, last] if seq_first else ["b", head, place, last]
-
-    return Heads(
-        query=words(heads, places, "d!"),
-        key=words("h", seen, "d!"),
-        value=words("h", seen, "e!"),
-        out=words(heads, places, "e!"),
-        scores=["b", heads, places, seen],
-        sizes=[q.shape[0], q.shape[h], q.shape[s], k.shape[s]],
-        groups=groups,
-        masked=masked,
-    )
-
-
-def _ragged(*starts: Maybe) -> bool:
-    """Whether sequences are packed, their starts given."""
-    return any(isinstance(x, torch.Tensor) and x.numel() for x in starts)
-
-
-def _given(*tensors: Maybe) -> list[list[str]]:
-    return [_loose(x) for x in tensors if isinstance(x, torch.Tensor)]
-
 
 # Flash
 
@@ -164,9 +46,9 @@ def _flash_backward(
     seed, offset, *, scale=None,
 ):  # fmt: skip
     words = heads_of(q, k, queries=True, keys=True)
-    if dropout_p or words is None or _ragged(starts_q, starts_k):
+    if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
-    given = _given(starts_q, starts_k, seed, offset)
+    given = given_tensors(starts_q, starts_k, seed, offset)
     return words.rule(
         words.out, *words.inputs, words.out, words.logsumexp, *given,
         results=words.inputs,
@@ -179,10 +61,10 @@ def _flash_forward(
     split = not is_causal and not _windowed(rest)
     words = heads_of(q, k, seq_first=True, queries=split)
     extra = any(isinstance(x, torch.Tensor) for x in rest.values())
-    if dropout_p or debug or extra or words is None or _ragged(starts_q, starts_k):
+    if dropout_p or debug or extra or words is None or is_ragged(starts_q, starts_k):
         return None
-    given = _given(starts_q, starts_k)
-    results = [words.out, words.logsumexp, _FURTHER]
+    given = given_tensors(starts_q, starts_k)
+    results = [words.out, words.logsumexp, FURTHER]
     return words.rule(*words.inputs, *given, results=results)
 
 
@@ -192,9 +74,9 @@ def _flash_forward_backward(
 ):  # fmt: skip
     split = not is_causal and not _windowed(rest)
     words = heads_of(q, k, seq_first=True, queries=split)
-    if dropout_p or words is None or _ragged(starts_q, starts_k):
+    if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
-    given = _given(starts_q, starts_k, seed, unused)
+    given = given_tensors(starts_q, starts_k, seed, unused)
     return words.rule(
         words.out, *words.inputs, words.out, words.logsumexp, *given,
         results=words.inputs,
@@ -276,7 +158,7 @@ def _efficient_backward(
     # The mask tells only of the bias: the other gradients are always made.
     results = [*words.inputs, *(biases if mask[3] else [])]
     return words.rule(
-        words.out, *words.inputs, *biases, words.out, lse, *_given(seed, offset),
+        words.out, *words.inputs, *biases, words.out, lse, *given_tensors(seed, offset),
         results=results,
     )  # fmt: skip
 
@@ -286,10 +168,10 @@ def _efficient_forward(
     compute_lse=False, *, scale=None, seqlen_k=None, window_size=None,
 ):  # fmt: skip
     words = heads_of(q, k, seq_first=True)
-    if dropout_p or words is None or _given(starts_q, starts_k, seqlen_k):
+    if dropout_p or words is None or given_tensors(starts_q, starts_k, seqlen_k):
         return None
     return words.rule(
-        *words.inputs, *words.bias(bias), results=[words.out, words.padded, _FURTHER]
+        *words.inputs, *words.bias(bias), results=[words.out, words.padded, FURTHER]
     )
 
 
@@ -298,13 +180,13 @@ def _efficient_forward_backward(
     offset, mask_type, bias_requires_grad, **rest: Any,
 ):  # fmt: skip
     words = heads_of(q, k, seq_first=True)
-    if dropout_p or words is None or _given(starts_q, starts_k):
+    if dropout_p or words is None or given_tensors(starts_q, starts_k):
         return None
     biases = words.bias(bias)
-    grads = biases if bias_requires_grad and biases else [_FURTHER]
+    grads = biases if bias_requires_grad and biases else [FURTHER]
     return words.rule(
         words.out, *words.inputs, *biases, words.out, words.padded,
-        *_given(seed, offset), results=[*words.inputs, *grads],
+        *given_tensors(seed, offset), results=[*words.inputs, *grads],
     )  # fmt: skip
 
 
@@ -329,12 +211,12 @@ def _cudnn_backward(
 ):  # fmt: skip
     split = not (is_causal and bias is not None)
     words = heads_of(q, k, queries=split, keys=split and bias is None)
-    if dropout_p or words is None or _ragged(starts_q, starts_k):
+    if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
     return words.rule(
         words.out, *words.inputs, words.out, [*words.logsumexp, "_"],
-        *_given(seed, offset), *words.bias(bias), *_given(starts_q, starts_k),
-        results=words.inputs,
+        *given_tensors(seed, offset), *words.bias(bias),
+        *given_tensors(starts_q, starts_k), results=words.inputs,
     )  # fmt: skip
 
 
@@ -344,7 +226,7 @@ def _overrideable(
     words = heads_of(q, k)
     if dropout_p or debug or words is None:
         return None
-    results = [words.out, words.padded, _FURTHER]
+    results = [words.out, words.padded, FURTHER]
     return words.rule(*words.inputs, *words.bias(bias), results=results)
 
 
@@ -353,12 +235,13 @@ def _overrideable_backward(
     is_causal, seed, offset, *, scale=None,
 ):  # fmt: skip
     words = heads_of(q, k)
-    if dropout_p or words is None or _ragged(starts_q, starts_k):
+    if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
     biases = words.bias(bias)
     return words.rule(
         words.out, *words.inputs, *biases, words.out, words.padded,
-        *_given(starts_q, starts_k, seed, offset), results=[*words.inputs, *biases],
+        *given_tensors(starts_q, starts_k, seed, offset),
+        results=[*words.inputs, *biases],
     )  # fmt: skip
 
 
@@ -395,7 +278,7 @@ def _encoder_layer(
 ):  # fmt: skip
     if src.dim() != 3:
         return None
-    given = _given(
+    given = given_tensors(
         qkv_weight, qkv_bias, proj_weight, proj_bias, norm_weight_1, norm_bias_1,
         norm_weight_2, norm_bias_2, up_weight, up_bias, down_weight, down_bias,
     )  # fmt: skip
@@ -408,7 +291,7 @@ def _multi_head(
 ):  # fmt: skip
     if q.dim() != 3:
         return None
-    given = _given(qkv_weight, qkv_bias, proj_weight, proj_bias)
+    given = given_tensors(qkv_weight, qkv_bias, proj_weight, proj_bias)
     scores = _BATCHED if average_weights else [*_BATCHED, "_"]
     operands = [*[_BATCHED] * 3, *given, *_mask_of_layer(mask, mask_type)]
     return make(operands, [_BATCHED, scores if need_weights else ["_"]])
@@ -421,7 +304,7 @@ def _mask_of_layer(mask: Maybe, mask_type: int | None) -> list[list[str]]:
     """A mask of queries by keys, of type 0, or of the batch by more."""
     if not isinstance(mask, torch.Tensor):
         return []
-    return [_loose(mask) if mask_type == 0 else ["b", *_loose(mask)[1:]]]
+    return [whole_dims(mask) if mask_type == 0 else ["b", *whole_dims(mask)[1:]]]
 
 
 _FORMS = {

@@ -76,7 +76,7 @@ def _in_order(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Rule |
 # By name: the ops are registered by ``passes``.
 ENTER, LEAVE = "fxpar.enter_region.default", "fxpar.leave_region.default"
 COLLECTIVE, INDEX = "fxpar.collective.default", "fxpar.axis_index.default"
-OPS = frozenset((ENTER, LEAVE, COLLECTIVE, INDEX))
+REGION_OPS = frozenset((ENTER, LEAVE, COLLECTIVE, INDEX))
 
 # Which dims a collective names, of its argument ``dims``, need to be whole.
 _NAMED = ("all_gather", "reduce_scatter", "all_to_all")
@@ -193,7 +193,7 @@ ROWS: dict[Any, Row] = {
 def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
     """The nodes inside manual regions and at their edges, with the axes of the regions
     and their sizes: what is computed from what entered, until it leaves."""
-    if not any(str(node.target) in OPS for node in graph.nodes):
+    if not any(str(node.target) in REGION_OPS for node in graph.nodes):
         return {}
     region_axes: dict[fx.Node, dict[str, int]] = {}
     axes_of: dict[fx.Node, Sizes] = {}

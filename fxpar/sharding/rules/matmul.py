@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Passage, Rule, parse_rule
+from fxpar.sharding.factors import Passage, Rule
 from fxpar.sharding.rules.table import Word, aligned, make, row, rows, words_of
 
 aten = torch.ops.aten
@@ -133,12 +133,6 @@ def _trilinear(
         for words, inserted_dims in zip(words_by_operand, inserted, strict=True)
     ]
     return make(operands, [[w for d, w in enumerate(words) if d not in summed]])
-
-
-def dot_rule(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> Rule:
-    """``fxpar::dot``: the equation is the rule."""
-    rule = parse_rule(equation)
-    return replace(rule, results=rule.results or ((),))
 
 
 def _scaled_mm(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.rules.attention import Heads, heads_of
+from fxpar.sharding.rules.attention_heads import Heads, heads_of
 from fxpar.sharding.rules.table import Word, make, row, rows, tensors_of
 
 # Of several tensors, and of one.

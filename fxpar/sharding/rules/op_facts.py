@@ -27,6 +27,10 @@ class OpFacts:
     # It takes the shape of its result and keeps the elements in order: a view where
     # strides allow.
     reshapes: bool = False
+    # It gives the elements of its operand, all of them in the same order.
+    keeps_order: bool = False
+    # It gives parts of its operand along a dim.
+    splits: bool = False
     # It gives elements of its operands as they are, at other places, and constants.
     moves: bool = False
     # It moves down with the wait whose result it rearranges: what lowering puts behind
@@ -57,6 +61,8 @@ class OpFacts:
     rows: int | None = None
     # Inductor has a kernel of its own for it, which nothing is fused with.
     alone: bool = False
+    # Inductor chooses the strides of what it gives, with what is around it.
+    chosen_strides: bool = False
     # It makes random numbers; and takes them from a generator, in order.
     random: bool = False
     draws: bool = False
@@ -86,7 +92,12 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("view _unsafe_view reshape", reshapes=True),
     _each("reshape", view=False),  # torch calls it one
     _each("reshape", "prims", reshapes=True),
-    _each("view.dtype", reshapes=False),
+    _each(
+        "view _unsafe_view reshape unsqueeze squeeze alias detach clone "
+        "lift_fresh_copy",
+        keeps_order=True,
+    ),
+    _each("view.dtype", reshapes=False, keeps_order=False),
     _each("view.default alias detach", renames=True),
     _each("clone", copies=True, moves=True),
     _each("cat constant_pad_nd repeat", copies=True, moves=True),
@@ -116,6 +127,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
         "prims",
         moves=True,
     ),
+    _each("split split_with_sizes", splits=True),
     _each("mul div", scales=True),
     _each(
         "view.default reshape permute clone slice unsqueeze squeeze.dims", sinks=True
@@ -167,6 +179,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
         "unique_dim_consecutive median",
         alone=True,
     ),
+    _each("convolution convolution_backward", chosen_strides=True),
     # Random numbers by global index, and Inductor's own.
     _each("accumulate", "fxpar", alone=True),
     _each("random randint seeds", "fxpar", random=True),
@@ -240,9 +253,12 @@ def op_facts_of(target: Any) -> OpFacts:
     }
     if FACTS.get(name_of(target), {}).get("reshapes"):
         derived["moves"] = True
-    return OpFacts(
-        **derived | FACTS.get(name_of(target), {}) | FACTS.get(str(target), {})
-    )
+    return OpFacts(**derived | stated_facts(str(target)))
+
+
+def stated_facts(name: str) -> dict[str, Any]:
+    """What ``FACTS`` says of an overload, ``"aten.view.dtype"``."""
+    return FACTS.get(name.rpartition(".")[0], {}) | FACTS.get(name, {})
 
 
 def name_of(target: Any) -> str:

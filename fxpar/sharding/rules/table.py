@@ -41,15 +41,24 @@ RuleFunction = Callable[..., "Rule | str | None"]
 
 @dataclass(frozen=True)
 class Row:
-    """One row. ``rule`` returning None means: this call has no rule, make it whole."""
+    """One row of the table; the module says what its marks mean."""
 
+    # Text, or a function of the call's arguments; None of it: this call has no rule,
+    # make it whole.
     rule: str | RuleFunction
+    # Groups of operands that may be partial sums.
     linear: str | None = None
+    # Groups that may be partial maxima and minima.
     monotone: str | None = None
+    # Groups that may be partial in any reduction.
     movement: str | None = None
+    # The reduction over factors that no result has; None: sum.
     reduce: str | None = None
+    # Position of the argument that spells the result's shape.
     shape: int | None = None
+    # Shards must all be of one size.
     even: bool = False
+    # What it does with an empty shard: "fill", "never", or None, it works.
     empty: str | None = None
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.program import Op, Program, Value
+from fxpar.sharding.program import Input, Op, Program, Value, phase_of
 from fxpar.sharding.search.memory_constraints import Entry
 
 # Bytes of an element that is accumulated over parts, at least.
@@ -40,14 +40,20 @@ class BatchCut:
 
 @dataclass(frozen=True, eq=False)
 class PartProgram:
-    """One of ``count`` parts of a program that runs in ``places`` stages, of which the
-    first holds ``in_flight`` parts at a time."""
+    """One of several parts of a program that runs in stages."""
 
+    # The program of the whole batch.
     whole: Program
+    # What of it follows the batch.
     cut: BatchCut
+    # Parts.
     count: int
+    # Stages.
     places: int = 1
+    # Parts that the first stage holds at a time.
     in_flight: int = 1
+    # How inputs whose rest is open lie along the axis of stages.
+    free_along_stages: str = "own"
 
     @cached_property
     def program(self) -> Program:
@@ -125,10 +131,63 @@ class PartProgram:
                 if entry.phase:  # the copy of the forward stays
                     continue
                 entry = replace(entry, begin=0, end=end)
-            out.append(replace(entry, nbytes=int(entry.nbytes * self._share(entry))))
+            elif entry.kind == "passing" and self._is_saved(entry):
+                entry = replace(entry, kind="saved")
+            out.append(replace(entry, nbytes=int(entry.nbytes * self.share(entry))))
         return out
 
-    def _share(self, entry: Entry) -> float:
-        if entry.kind in STATIC:
-            return 1 / self.places
-        return self.in_flight / self.places if entry.kind == "saved" else 1.0
+    def share(self, entry: Entry) -> float:
+        """The share of an entry that a place holds on average."""
+        if entry.kind == "saved":
+            return self.in_flight / self.places
+        if entry.kind not in STATIC:
+            return 1.0
+        return self.share_at_every(entry) + self.share_at_stage(entry) / self.places
+
+    def share_at_every(self, entry: Entry) -> float:
+        """The share of an entry that every place holds, whatever its stage."""
+        along = self._along(entry)
+        return 1 / self.places if along == "split" else float(along == "whole")
+
+    def share_at_stage(self, entry: Entry) -> float:
+        """The share that a stage holds besides: what rests split along the axis of
+        stages is put together there, and so are gradients before they are."""
+        put_together = self._along(entry) == "split" and self.places > 1
+        together = put_together and entry.kind in ("parameter", "gradient")
+        return float(together or self._along(entry) == "own")
+
+    def _along(self, entry: Entry) -> str:
+        """How an entry that is there throughout lies along the axis of stages."""
+        if entry.kind in ("gathered", "accumulated"):
+            return "own"
+        return self.along_stages.get(entry.value, "own")
+
+    @cached_property
+    def along_stages(self) -> dict[int, str]:
+        """How inputs, and gradients of them, lie along the axis of stages."""
+        signature, out = self.whole.signature, dict[int, str]()
+        for result, v in zip(signature.outputs, self.whole.outputs, strict=True):
+            if v is not None and result.kind == "gradient" and result.of is not None:
+                out[v] = self._rest_of(signature.inputs[result.of])
+        for declared, v in zip(signature.inputs, self.whole.inputs, strict=True):
+            if v is not None:
+                out[v] = self._rest_of(declared)
+        return out
+
+    def _rest_of(self, declared: Input) -> str:
+        along = declared.along_stages
+        return self.free_along_stages if along == "own" else along
+
+    def _is_saved(self, entry: Entry) -> bool:
+        """Whether a value of a training step's forward is read by its backward."""
+        maker = self.whole.producers.get(entry.value, (-1,))[0]
+        last = entry.end - 1
+        if maker not in self._forward or last >= len(self.whole.ops):
+            return False
+        return phase_of(self.whole.ops[last].node) == "backward"
+
+    @cached_property
+    def _forward(self) -> frozenset[int]:
+        """Ops of the forward of a training step."""
+        ops = self.whole.ops
+        return frozenset(op.index for op in ops if phase_of(op.node) == "forward")

@@ -33,11 +33,13 @@ _MOVE, _WAIT, _RUN, _REDUCE = range(4)
 
 @dataclass(frozen=True)
 class EdgeValue:
-    """The value that an edge of the problem moves, and the columns of the specs that
-    its two nodes have for it."""
+    """The value that an edge of the problem moves."""
 
+    # By index.
     value: int
+    # Column of the specs that the first node has for it.
     source: int
+    # Column of those of the second.
     target: int
 
 

@@ -42,17 +42,20 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Entry:
-    """``value`` occupies ``nbytes``, if it were whole, from op ``begin`` to before
-    ``end``."""
+    """What a value occupies while it lives."""
 
+    # By index.
     value: int
     # "parameter", "optimizer", "buffer", "input", "gradient", "gathered" (a copy of a
     # parameter), "saved" (the backward reads it), "passing", "made" (what an op leaves
     # before it is brought to where it settles), or "accumulated" (a sum over parts of
     # the batch, until it is).
     kind: str
+    # The first op at which it lives.
     begin: int
+    # The first at which it does not.
     end: int
+    # If it were whole.
     nbytes: int
     # Of a copy, for which it settles: 0 forward, 1 backward.
     phase: int = 0

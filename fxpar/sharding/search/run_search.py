@@ -51,13 +51,17 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was chosen, ``predicted`` seconds of a step (compute, then communication,
-    nothing overlapped), and the problem it solves. ``mesh`` carries the links."""
+    """What was chosen, and the problem it solves."""
 
+    # Of each op.
     strategies: tuple[Strategy, ...]
+    # Spec of each value.
     settled: tuple[Spec, ...]
+    # With its links.
     mesh: Mesh
+    # The problem.
     formulation: Formulation
+    # The choice, its cost and bound.
     solution: Solution
     built: float  # seconds that formulating took
     took: float = 0.0  # seconds that solving took, on all meshes it was chosen of

@@ -37,12 +37,15 @@ _BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class UnequalDim:
-    """A dim of ``size`` that ``axes`` split: the sizes of its shards, major to minor,
-    and the names of values that have it."""
+    """A dim that axes of unlike ranks split."""
 
+    # Of the dim.
     size: int
+    # That split it.
     axes: tuple[str, ...]
+    # Sizes of its shards, major to minor.
     parts: tuple[int, ...]
+    # Names of values that have it.
     values: tuple[str, ...]
 
 
@@ -132,21 +135,6 @@ def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
         rank = whole.rank(dict(zip(axes, places, strict=True)))
         out.append((rank, math.prod(speeds.values()) * math.prod(other_speeds)))
     return out
-
-
-def _idle(mesh: Mesh, axes: Sequence[str]) -> str:
-    """What equal shards on unlike ranks cost."""
-    ratio = math.prod(
-        sum(mesh.speeds_of(axis))
-        / len(mesh.speeds_of(axis))
-        / min(mesh.speeds_of(axis))
-        for axis in axes
-    )
-    return (
-        f"ranks along {', '.join(axes)} are unlike, but their shards are equal: "
-        f"all wait for the slowest, and computing takes up to {ratio:.3g} times as "
-        "long as with shards by speed (plan.ratios() says which)"
-    )
 
 
 def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:

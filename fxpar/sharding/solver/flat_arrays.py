@@ -16,44 +16,54 @@ from fxpar.sharding.solver.network import Network, spread
 
 @dataclass(frozen=True)
 class Flat:
-    """Nodes 0..n-1 (``nodes``: their numbers in the Network), in ascending order.
+    """A network of n nodes and its memory rows, as arrays."""
 
-    ``size[i]`` strategies, whose costs are ``unary[at[i]:at[i + 1]]``. Each edge stands
-    once at either end: the entries e in ``first[i]:first[i + 1]`` lead from i to
-    ``other[e]``; ``table[e]``: where in ``pool`` its (K_i, K_j) table begins; the least
-    and largest entry of each of its rows are at ``rows[e]`` in ``low`` and ``high``;
-    ``pair[e]``: the entry of the other end; ``message[e]``: where a vector of length
-    K_i begins in an array of all entries' vectors, ``messages`` long.
-
-    Node i lives in ``live[i]:live[i + 1]``, of which each m occupies ``usage[use[m] +
-    k]`` of every row ``begin[m] <= r < end[m]``; ``room[r]``: what a row holds,
-    ``slack`` more counts as rounding; ``when[r]``: the Problem's time that it begins
-    at, ascending.
-    """
-
+    # (n,) their numbers in the Network, ascending.
     nodes: np.ndarray
+    # (n,) strategies of each.
     size: np.ndarray
+    # (n + 1,) where those of each begin in ``unary``.
     at: np.ndarray
+    # Cost of each strategy of each node.
     unary: np.ndarray
+    # (n + 1,) where the entries of each node begin; an edge is an entry at either end.
     first: np.ndarray
+    # By entry, the node at the other end.
     other: np.ndarray
+    # By entry, where in ``pool`` its (K_i, K_j) table begins.
     table: np.ndarray
+    # By entry, that of the other end.
     pair: np.ndarray
+    # By entry, where its vector of length K_i begins in an array of all messages.
     message: np.ndarray
+    # Length of such an array.
     messages: int
+    # All tables.
     pool: np.ndarray
+    # By entry, where the least and largest of each row of its table are in ``low`` and
+    # ``high``.
     rows: np.ndarray
+    # Least entries of rows.
     low: np.ndarray
+    # Largest entries of rows.
     high: np.ndarray
+    # (n + 1,) where what each node occupies begins in the next three.
     live: np.ndarray
+    # The first memory row it occupies.
     begin: np.ndarray
+    # The first behind them.
     end: np.ndarray
+    # Where in ``usage`` its strategies begin.
     use: np.ndarray
+    # By strategy, what is occupied.
     usage: np.ndarray
+    # What a memory row holds.
     room: np.ndarray
+    # The Problem's time that a row begins at, ascending.
     when: np.ndarray
     # What every choice pays.
     constant: float
+    # So much more than ``room`` counts as rounding.
     slack: float
 
 

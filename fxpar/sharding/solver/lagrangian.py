@@ -278,11 +278,6 @@ def without_costs(flat: Flat) -> Flat:
     )
 
 
-def excess_of(flat: Flat, choice: np.ndarray) -> float:
-    """The largest excess over a row's room; negative if every row has some left."""
-    return float((usage_of(flat, choice) - flat.room).max(initial=-math.inf))
-
-
 def least_excess(flat: Flat, deadline: float, rounds: int = 400) -> Excess:
     """Play until a choice fits, the bound proves that none does, ``rounds`` are over or
     the clock passes the deadline."""

@@ -21,21 +21,26 @@ FORBIDDEN = 1e18
 
 
 class Live(NamedTuple):
-    """What a node occupies while it lives: ``usage[k]`` >= 0 (any unit) under its
-    strategy k at every time t with ``begin <= t < end``."""
+    """What a node occupies while it lives."""
 
+    # By number.
     node: int
+    # The first time at which it lives.
     begin: int
+    # The first at which it does not.
     end: int
+    # (K,) >= 0, by strategy, in any unit.
     usage: np.ndarray
 
 
 class Edge(NamedTuple):
-    """A cost on two nodes: row of ``tables[table]`` by the strategy of ``i``, column
-    by that of ``j``. With ``i == j`` its diagonal counts."""
+    """A cost on two nodes."""
 
+    # Its strategy is the row of the table.
     i: int
+    # Its strategy is the column; if it is ``i``, the diagonal counts.
     j: int
+    # Number in ``Problem.tables``.
     table: int
 
 
@@ -71,27 +76,37 @@ class Problem:
 
 
 class SolverPhase(NamedTuple):
-    """One line of the log: a phase, its seconds, the cost and bound after it."""
+    """One line of the log."""
 
+    # Of the phase.
     name: str
+    # That it took.
     seconds: float
+    # Of the best choice after it.
     cost: float
+    # After it.
     bound: float
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice within the limit. ``bound`` <= the least possible cost <= ``cost``;
-    ``gap`` = (cost - bound) / |cost|."""
+    """A choice within the limit."""
 
+    # Strategy of each node.
     choice: tuple[int, ...]
+    # Of the choice.
     cost: float
+    # No choice costs less.
     bound: float
+    # (cost - bound) / |cost|.
     gap: float
+    # That solving took.
     seconds: float
+    # It fits the limit.
     feasible: bool
     # The most memory in use at any time.
     peak: float
+    # The log.
     notes: tuple[SolverPhase, ...] = ()
     # (time, what a unit of memory is worth there), where the bound has some.
     prices: tuple[tuple[int, float], ...] = ()

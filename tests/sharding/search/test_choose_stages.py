@@ -14,17 +14,21 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.errors import PlanError
+from fxpar.errors import HintError, PlanError
 from fxpar.sharding import choose_stages
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.cut_in_time import cut_in_time
+from fxpar.sharding.cut_stages import StageMemory
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off
 from fxpar.sharding.program import Program
+from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.mesh_candidates import staged_candidates
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
+from fxpar.sharding.search.stage_bytes import stage_memory
+from fxpar.sharding.spec import Spec
 from tests.helpers.machines import machine
 from tests.helpers.programs import program_of
 
@@ -173,6 +177,88 @@ def test_messages_and_reductions_are_paid() -> None:
     assert paid.seconds >= free.seconds + 6 * paid.sending * 0.99
 
 
+def laid(program: Program, along: str) -> Program:
+    """The program with parameters that rest ``along`` the axis of stages."""
+    shapes = {v: len(program.values[v].shape) for v in program.inputs if v is not None}
+    inputs = tuple(
+        replace(
+            declared,
+            rest=None if along == "own" else Spec.whole(shapes[v]),
+            stage_dim=0 if along == "split" else None,
+        )
+        if declared.kind == "parameter" and v is not None
+        else declared
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+    )
+    return replace(program, signature=replace(program.signature, inputs=inputs))
+
+
+# Of all weights, what a place exchanges with three others: nothing; the gradients of
+# three stages; three parts in four of its weights, and of its gradients as much.
+@pytest.mark.parametrize(
+    ("along", "exchanged", "held"),
+    [("own", 0.0, 4 / 4), ("whole", 3 / 4, 4.0), ("split", 3 / 8, 4 / 4 + 2 / 4)],
+)
+def test_weights_are_exchanged_and_held_as_they_rest(
+    along: str, exchanged: float, held: float
+) -> None:
+    """Weights, gradients and Adam's state, along stages whole, split, or at the stage
+    that reads them."""
+    speed, places, parts = 1e6, 4, 8
+    on = replace(FREE, levels=(Level(0, speed, 0.0, 0.0),))
+    mesh, pipeline = split_off(Mesh.parse(f"pp={places}"))
+    assert pipeline is not None
+    weights = sum(p.nbytes for p in layers().parameters())
+    once, bytes_ = [], []
+    for program in (laid(trained(), "own"), laid(trained(), along)):
+        cut = cut_in_time(program)
+        assert cut is not None
+        part = PartProgram(program, cut, parts, places, places)
+        found = search(program, mesh, SearchOptions(on), {}, parts=part)
+        step = price_stages(found, pipeline, "1f1b", on)
+        assert step is not None
+        once.append(step.once)
+        bytes_.append(min(step.memory))
+    assert once[1] - once[0] == pytest.approx(exchanged * weights / speed, rel=1e-6)
+    assert bytes_[1] - bytes_[0] == pytest.approx((held - 1) * weights, rel=1e-3)
+
+
+def test_pinned_parameters_are_heeded() -> None:
+    found, free = staged(2, 4)
+    mesh, pipeline = split_off(Mesh.parse("pp=2"))
+    assert pipeline is not None and len(set(free.begins)) == 1
+    pinned = {"1.up.weight": 1}
+    step = price_stages(found, pipeline, "1f1b", FREE, pinned=pinned)
+    assert step is not None
+    first, last = step.forward
+    assert 7 * first == pytest.approx(last, rel=0.02) and step.begins != free.begins
+    pinned = {"0.up.weight": 1, "1.up.weight": 0}
+    with pytest.raises(HintError, match="no cut of"):
+        price_stages(found, pipeline, "1f1b", FREE, pinned=pinned)
+
+
+def test_stages_are_cut_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first op holds as much as two layers, its stage gets fewer of them."""
+    found, _ = staged(2, 8)
+    mesh, pipeline = split_off(Mesh.parse("pp=2"))
+    assert pipeline is not None
+    layer = 4 * sum(p.nbytes for p in layers(1).parameters())
+
+    def laden(*args: Any) -> StageMemory:
+        memory = stage_memory(*args)
+        return replace(memory, throughout=[*memory.throughout, (2.0 * layer, (0,))])
+
+    monkeypatch.setattr(price_stages_module, "stage_memory", laden)
+    free = price_stages(found, pipeline, "1f1b", FREE)
+    assert free is not None and max(free.memory) > min(free.memory) + 1.9 * layer
+    room = 6.6 * layer
+    tight = price_stages(found, pipeline, "1f1b", FREE, room)
+    assert tight is not None and max(tight.memory) <= room
+    assert tight.forward[0] < free.forward[0] and tight.seconds > free.seconds
+    none = price_stages(found, pipeline, "1f1b", FREE, room / 2)
+    assert none is not None and none.memory == free.memory
+
+
 def test_fewer_ops_than_stages_have_no_price() -> None:
     mesh, pipeline = split_off(Mesh.parse("pp=32"))
     assert pipeline is not None
@@ -210,6 +296,10 @@ def test_stages_are_chosen_where_weights_are_dear_to_send(
     got, want = plan.simulate(rows()), plan.reference(rows())
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
+    # Stages begin where they were priced to.
+    begins = tuple(stage.begin for stage in plan.stages[1:])
+    assert plan.result.decision.stages_begin == begins
+
     plan.save(tmp_path / "plan.json")
     again = fxpar.plan(
         layers(),
@@ -219,7 +309,8 @@ def test_stages_are_chosen_where_weights_are_dear_to_send(
         grad=True,
         schedule="none",
     )
-    assert again.mesh.axes == plan.mesh.axes and len(again.stages) == 4
+    assert again.mesh.axes == plan.mesh.axes and again.hash == plan.hash
+    assert again.microbatches == plan.microbatches > 1
 
 
 def test_what_cannot_win_is_not_searched(

@@ -1,0 +1,147 @@
+"""Where each parameter of a model rests: hints, a sample's plan, else ZeRO-3.
+
+In: a module with plain parameters, the mesh, hints by pattern, and the specs in which a
+sample's plan uses parameters. Out: a ``ParameterLayout`` of each parameter. Changes
+nothing; reads no values, so ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpar.config import nearest
+from fxpar.errors import HintError, MeshError
+from fxpar.sharding.axis_parts import parts_among
+from fxpar.sharding.factors import Axes
+from fxpar.sharding.hints import Entries, axes_of, check, check_chunks, entries
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
+from fxpar.sharding.propagate.at_rest import at_rest, is_worth_chunks
+from fxpar.sharding.rest_over_stages import split_over_stages
+from fxpar.sharding.spec import Spec
+
+# A sample plan: parameter name -> the spec it is used in.
+Uses = Mapping[str, Spec]
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Where one parameter rests."""
+
+    spec: Spec
+    # The hint on it, as ``constrain`` takes one; "": none.
+    hint: str
+
+
+def with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:
+    """The mesh of all parameters: of the axes, and those parts of axes, that hints and
+    the sample's plan name. Raises HintError for parts that the mesh does not have."""
+    for spec in uses.values():
+        mesh = mesh.refined(spec.axes)
+    for pattern, hint in table.items():
+        what = f"hint {pattern!r}"
+        try:
+            mesh = mesh.refined(parts_among(axes_of(hint, what)))
+        except MeshError as error:
+            raise HintError(f"{what}: {error.what}", fix=error.fix) from error
+    return mesh
+
+
+def layouts_of(
+    model: nn.Module,
+    mesh: Mesh,
+    table: Mapping[str, Entries],
+    uses: Uses,
+    *,
+    strict: bool,
+) -> dict[int, ParameterLayout]:
+    """Where each parameter rests, by its id. ``strict``: each hint is for some
+    parameter. Raises HintError."""
+    names_of: dict[int, list[str]] = {}
+    parameters = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(p), []).append(name)
+        parameters[id(p)] = p
+    if strict:
+        _refuse_unmatched(table, list(names_of.values()))
+    stages = pipeline_axis(mesh)
+    decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
+    decided = {*mesh.parts(filter(mesh.has, decided))}
+    wanted: dict[int, tuple[Any, ...]] = {}  # what ``at_rest`` takes
+    hints: dict[int, str] = {}
+    for key, names in names_of.items():
+        shape = tuple(parameters[key].shape)
+        dims, closed = _named_dims(names, shape, mesh, table, uses)
+        words = [
+            ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
+            for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
+        ]
+        wanted[key] = shape, without_stages(mesh), dims, closed, decided
+        hints[key] = ",".join(words)
+    alike = stages is not None or not is_worth_chunks(wanted.values())
+    layouts = {}
+    for key, (shape, *rest) in wanted.items():
+        spec = at_rest(shape, *rest, alike=alike)
+        if stages is not None:
+            spec = split_over_stages(spec, shape, mesh, stages)
+        layouts[key] = ParameterLayout(spec, hints[key])
+    return layouts
+
+
+def _named_dims(
+    names: Sequence[str],
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    table: Mapping[str, Entries],
+    uses: Uses,
+) -> tuple[Sequence[Axes], Sequence[bool]]:
+    """Axes per dim that the last hint on a parameter, else its use, names, and which
+    dims the hint closes."""
+    hits = [
+        (pattern, hint)
+        for pattern, hint in table.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    ]
+    if not hits:
+        use = next((uses[name] for name in names if name in uses), None)
+        return (use.refined(mesh).dims if use is not None else ()), ()
+    pattern, hint = hits[-1]
+    what = f"hint {pattern!r} on {names[0]}"
+    dims, closed = entries(hint, len(shape), what)
+    check(dims, without_stages(mesh), what)
+    dims = tuple(map(mesh.parts, dims))
+    check_chunks(dims, shape, mesh, what)
+    return dims, closed
+
+
+def _refuse_unmatched(
+    table: Mapping[str, Entries], names_of: Sequence[Sequence[str]]
+) -> None:
+    """Raise HintError if a hint is for no parameter."""
+    every = [name for names in names_of for name in names]
+    for pattern in table:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in every):
+            continue
+        first_names = [names[0] for names in names_of]
+        hint = (
+            nearest(pattern, first_names)
+            or f"names are such as {', '.join(first_names[:4])}"
+        )
+        raise HintError(f"hint {pattern!r} matches no parameter", fix=hint)
+
+
+def _axes_in_use(
+    table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
+) -> set[str]:
+    """Axes that hints or a sample's plan use for some parameter: where they are not
+    used the parameter is whole, as in tensor parallelism, and not split for memory."""
+    axes = {axis for spec in uses.values() for axis in spec.sharded_axes}
+    for pattern, hint in table.items():
+        if fnmatch.filter(names, pattern):
+            axes |= {*axes_of(hint, f"hint {pattern!r}")}
+    return axes

@@ -1,0 +1,133 @@
+"""Parameters of a model swapped for the parts that a rank holds, as DTensors.
+
+In: a module with plain parameters, and where each is to rest (``parameter_layouts``).
+Out: the same module, its classes those of ``sharded_modules``. State dicts of whole
+tensors still load. Never decides where a parameter rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.errors import ShardError
+from fxpar.runtime.at_rest.crossings import part_of
+from fxpar.runtime.at_rest.dtensor_ops import (
+    complete_partials,
+    draw_as_one_device,
+    orthogonalize_whole,
+)
+from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
+from fxpar.runtime.at_rest.sharded_modules import Home, ParameterAtRest, adopt
+from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.spec import Spec
+
+
+def swap_parameters(
+    model: nn.Module, ranks: Ranks, layout: Mapping[int, ParameterLayout]
+) -> None:
+    """Replace parameters by their parts and classes by those that gather them."""
+    home = Home(str(ranks.mesh), _batch(ranks.mesh))
+    parts: dict[int, nn.Parameter] = {}
+    originals = list(model.parameters())  # ids stay taken while parameters change
+    modules = list(model.named_modules())
+    for name, module in modules:
+        _refuse_hidden(module, name, layout)
+    for _, module in modules:
+        rests = {}
+        for key, p in list(_torch.objects.own_parameters(module).items()):
+            if p is None:
+                continue
+            lies = layout[id(p)]
+            if id(p) not in parts:
+                parts[id(p)] = _resting(p, lies.spec, ranks)
+            _torch.objects.own_parameters(module)[key] = parts[id(p)]
+            rests[key] = ParameterAtRest(tuple(p.shape), str(lies.spec), lies.hint)
+        if rests or module is model:
+            adopt(module, home, rests, root=module is model)
+            module.register_load_state_dict_pre_hook(_take_parts)
+        if isinstance(module, nn.RNNBase):
+            _torch.dynamo.list_recurrent_weights(module)
+    del originals
+
+
+def _batch(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
+
+
+def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
+    """The DTensor parameter that holds this rank's part of a plain one."""
+    part = part_of(p.detach(), spec, ranks.mesh, ranks.rank)
+    part = part.clone(memory_format=torch.contiguous_format)
+    device = p.device.type
+    if p.is_meta:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    complete_partials()
+    orthogonalize_whole()
+    if device == "cpu":
+        draw_as_one_device()
+    shape = torch.Size(p.shape)
+    lies = DTensor.from_local(
+        part,
+        device_mesh_of(ranks.mesh, device),
+        spec.to_placements(ranks.mesh),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    parameter = nn.Parameter(lies, requires_grad=p.requires_grad)
+    parameter.__dict__.update(p.__dict__)
+    return parameter
+
+
+def _refuse_hidden(
+    module: nn.Module, name: str, layout: Mapping[int, ParameterLayout]
+) -> None:
+    """Raise ShardError if a module keeps parameters elsewhere too."""
+    for key, value in module.__dict__.items():
+        if _torch.dynamo.lists_recurrent_weights(module, key):
+            continue
+        if key.startswith("_parameters") or key in ("_modules", "_buffers"):
+            continue
+        inside = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, dict):
+            inside = list(value.values())
+        if any(isinstance(x, nn.Parameter) and id(x) in layout for x in inside):
+            raise ShardError(
+                f"{type(module).__name__} {name or 'model'} keeps a parameter in its "
+                f"attribute {key!r} too, where it cannot be sharded",
+                fix="read parameters as self.<name> where they are used",
+            )
+
+
+def _take_parts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Let ``load_state_dict`` take whole tensors, each rank its part."""
+    for key in module.__dict__.get("_fxpar_rests", {}):
+        name, resting = prefix + key, _torch.objects.own_parameters(module)[key]
+        whole = state_dict.get(name)
+        if (
+            isinstance(whole, torch.Tensor)
+            and isinstance(resting, DTensor)
+            and not isinstance(whole, DTensor)
+            and whole.shape == resting.shape
+        ):
+            mesh = Mesh.from_device_mesh(resting.device_mesh)
+            spec = Spec.from_placements(resting.placements, mesh, resting.dim())
+            part = part_of(whole, spec, mesh, resting.device_mesh.get_rank())
+            state_dict[name] = DTensor.from_local(
+                part.contiguous(),
+                resting.device_mesh,
+                resting.placements,
+                run_check=False,
+                shape=resting.shape,
+                stride=resting.stride(),
+            )
