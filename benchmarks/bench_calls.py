@@ -4,7 +4,9 @@
 
 Two gloo ranks train a small Llama (hidden 256, 2 layers, 4 x 64 tokens). In turns,
 steps run as they are and with the meeting left out; the ratio is of pairs, with
-quartiles. ``alone``: one meeting by itself, and one sum of inputs, in microseconds.
+quartiles. ``alone``: one meeting by itself, through memory and through the store in
+turns, what a call takes besides the compiled program (``ours``), and one sum of inputs,
+in microseconds.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _common import conditions
 
 RANKS = 2
 
@@ -29,19 +33,39 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return [round(q, 4) for q in statistics.quantiles(values, n=4)]
 
 
-def median_us(fn: Any, count: int = 200) -> float:
+def laps_us(fn: Any, count: int = 200) -> list[float]:
     laps = []
     for _ in range(count):
         begin = time.perf_counter()
         fn()
         laps.append((time.perf_counter() - begin) * 1e6)
-    return round(statistics.median(laps), 1)
+    return laps
+
+
+def median_us(fn: Any, count: int = 200) -> float:
+    return round(statistics.median(laps_us(fn, count)), 1)
+
+
+def both_ways(fn: Any, rounds: int = 10) -> dict[str, list[float]]:
+    """Quartiles with words in memory that ranks share, and through the store alone."""
+    from fxpar.runtime.ranks import meeting
+
+    channel = meeting.current()
+    boxes, laps = channel.boxes, {"memory": [], "store": []}
+    for _ in range(rounds):
+        for way, each in (("memory", boxes), ("store", None)):
+            channel.boxes = each
+            dist.barrier()
+            laps[way] += laps_us(fn, 50)
+    channel.boxes = boxes
+    return {way: quartiles(each) for way, each in laps.items()}
 
 
 def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fxpar.runtime.calls import call_variants
+    from fxpar.runtime.calls.call_variants import Calls
     from fxpar.runtime.ranks.check_inputs import quick_sum
 
     torch.set_num_threads(1)
@@ -77,6 +101,12 @@ def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
         model.zero_grad()
         return seconds
 
+    call, seen = Calls.__call__, []
+
+    def noted(self: Any, *args: Any) -> Any:
+        seen.append((self, args))
+        return call(self, *args)
+
     for _ in range(3):
         step(True)
     pairs = []
@@ -85,6 +115,12 @@ def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
         laps = {meets: step(meets) for meets in order}
         pairs.append((laps[True], laps[False]))
     image = torch.randn(32, 3, 224, 224)
+    call_variants.meet = meet
+    with mock.patch.object(Calls, "__call__", noted):
+        run(input_ids=ids, labels=ids)
+    calls, args = seen[-1]
+    (program,) = calls.ready.values()
+    program.compiled = lambda *_: ()
     result = {
         "inputs": inputs,
         "ranks": RANKS,
@@ -92,7 +128,8 @@ def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
         "step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
         "ratio": quartiles([a / b for a, b in pairs]),
         "alone": {
-            "meeting_us": median_us(lambda: meet("x" * 200, "nothing")),
+            "meeting_us": both_ways(lambda: meet("x" * 200, "nothing")),
+            "ours_us": both_ways(lambda: calls(*args)),
             "sum_of_ids_us": median_us(lambda: quick_sum(ids)),
             "sum_of_19_MB_us": median_us(lambda: quick_sum(image), 20),
         },
@@ -108,7 +145,7 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
-    results = []
+    results, before = [], conditions()
     # As torchrun does: the store is in a process of its own.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for inputs in ("global", "local"):
@@ -119,7 +156,8 @@ def main() -> None:
             results.append(json.loads(Path(out).read_text()))
         print(json.dumps(results[-1]))
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+        data = {"conditions": before, "rows": results}
+        Path(args.json).write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from _common import conditions, llama, write
 
 BATCH, LENGTH = 8, 128
 MESH = "dp=2,tp=4"
+ROOM = 2.0**39  # bytes of a rank: parameters of any scale lie whole on it
 
 
 class Compiled(Exception):
@@ -62,7 +63,7 @@ def worker(layers: int, scale: str, mesh: str) -> dict[str, Any]:
         kernels.extend(batch)
         return [None] * len(batch)
 
-    options = {"mesh": mesh, "schedule": "auto", "progress": False}
+    options = {"mesh": mesh, "schedule": "auto", "progress": False, "memory": ROOM}
     program = torch.compile(model, backend="fxpar", dynamic=False, options=options)
     begun, cpu = time.perf_counter(), time.process_time()
     with (

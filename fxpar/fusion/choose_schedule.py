@@ -5,9 +5,10 @@ after it, what a step is predicted to take before and after, and near misses wit
 reason. What lies in slices comes from ``sequence_parallel``, which is exact for the sum
 of seconds, once for each dim that could be split; the best by simulation are kept. For
 each of these ``overlap_candidates`` finds lines for every kind of collective, in a
-window around it, and the whole step is simulated again. A schedule is taken if the step
-is not slower with it, memory deciding between equals. All ranks choose alike: nothing
-here depends on the clock or on the rank.
+window around it, and the whole step is simulated again. Of layers that repeat all that
+is done on a few (``fewer_layers``), and the lines found are said for all. A schedule is
+taken if the step is not slower with it, memory deciding between equals. All ranks
+choose alike: nothing here depends on the clock or on the rank.
 """
 
 from __future__ import annotations
@@ -27,31 +28,19 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
 from fxpar.fusion.fewer_layers import FewerLayers, fewer_layers
 from fxpar.fusion.lines_of_layers import NotOfLayers, lines_of_layers
-from fxpar.fusion.overlap_candidates import (
-    Machine,
-    OverlapCandidate,
-    dims_of,
-    improved,
-)
-from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.overlap_candidates import dims_of, improved
+from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.schedule_attempts import LEAST, Attempts, with_room
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes import collective_nodes
-from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.order_collectives import Settings, may_differ
-from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import depending_on_tangents
-
-# A schedule that saves no more than this share of a step is not worth its name.
-_LEAST = 1e-3
-
-# A schedule with which a step takes no more than so many times as long comes near.
-_CLOSE = 1.25
 
 # Chunks are tried where collectives of one kind are waited for half of this share of a
 # step, buckets where all are for all of it.
@@ -80,10 +69,6 @@ _SETTINGS: tuple[dict[str, int], ...] = (
     {"ahead": 2},
     {"ahead": 4},
 )
-
-# By what buckets and gathers under way may raise a step's peak memory at most: a share
-# of it, or bytes that are little to any device.
-_ROOM, _LITTLE = 0.1, 8 << 20
 
 
 @dataclass(frozen=True)
@@ -135,7 +120,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
     with _old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
-        state = _Search(shapes, hardware.on(mesh), hardware)
+        state = Attempts(shapes, hardware.on(mesh), hardware)
         before = state.now
         fewer = fewer_layers(shapes)
         if fewer is None or not _lines_for_layers(state, fewer):
@@ -152,7 +137,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     )
 
 
-def _lines(state: _Search) -> None:
+def _lines(state: Attempts) -> None:
     """The best lines found."""
     cases, split = _sliced(state)
     if len(state.first.nodes) <= _LARGE:
@@ -162,23 +147,23 @@ def _lines(state: _Search) -> None:
         _hops_overlapped(state)
 
 
-def _lines_for_layers(state: _Search, fewer: FewerLayers) -> bool:
+def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
     """The best lines for a graph with fewer layers, said for all; whether that can be
     done, and a step is better with them."""
-    few = _Search(fewer.graph, state.mesh, state.hardware)
+    few = Attempts(fewer.graph, state.mesh, state.hardware)
     _lines(few)
     try:
-        found = [lines_of_layers(each, fewer) for each in few.by_seconds()]
+        best = lines_of_layers(few.schedule, fewer)
+        others = [lines_of_layers(each, fewer) for each in few.by_seconds()]
     except NotOfLayers:
         return False
-    best = lines_of_layers(few.schedule, fewer)
     if best and state.attempt(best, "what pays for some layers") is None:
         return False
     if best != state.schedule:
         return False
     stay = fewer.layers - fewer.removed
     state.near += [f"with {stay} of {fewer.layers} layers: {near}" for near in few.near]
-    state.left += [each for each in found if each != best]
+    state.left += [each for each in others if each != best]
     return True
 
 
@@ -196,86 +181,7 @@ def _old_objects_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Search:
-    """The schedule so far, and how long a step takes with it. ``simulated``: of each
-    that may be tried on the mesh; ``left``: others that may, by what a step of fewer
-    layers takes."""
-
-    def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
-        self.first, self.mesh, self.hardware = graph, mesh, hardware
-        self.machine = Machine(mesh, hardware)
-        self.near: list[str] = []
-        self.left: list[Schedule] = []
-        self.simulated: dict[Schedule, Timeline] = {}
-        self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
-        self._last: tuple[tuple[Line, ...], fx.Graph] | None = None
-        self.schedule = Schedule()
-        self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
-
-    def others(self) -> tuple[Schedule, ...]:
-        """All that were simulated but the one taken, and those that need much more
-        memory than it, the fastest first."""
-        return tuple(dict.fromkeys([*self.by_seconds(), *self.left]))
-
-    def by_seconds(self) -> tuple[Schedule, ...]:
-        """Those simulated but the one taken, and those that need much more memory."""
-        most = _with_room(self.now)
-        found = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
-        fits = (s for s in found if self.simulated[s].peak_bytes <= most)
-        return tuple(s for s in fits if s != self.schedule)
-
-    def graph(self, schedule: Schedule) -> fx.Graph:
-        """After some lines, communication as steps."""
-        return apply(schedule, self.first, self.mesh, lowered=False)
-
-    def timeline(self, schedule: Schedule) -> Timeline:
-        """A step as it would run. Raises ScheduleError."""
-        if schedule in self.simulated:
-            return self.simulated[schedule]
-        run = as_run(self._lowered(schedule), settings=schedule.settings)
-        return simulate(run, self.mesh, self.hardware)
-
-    def may_differ(self, settings: Settings) -> bool:
-        """Whether a step may be another than the one so far, with other settings."""
-        graph = self._lowered(self.schedule)
-        return may_differ(graph, self.schedule.settings, settings)
-
-    def _lowered(self, schedule: Schedule) -> fx.Graph:
-        """After the lines of a schedule, collectives as they run; the last one asked
-        for is remembered."""
-        if self._last is None or self._last[0] != schedule.lines:
-            lowered = apply(schedule, self.first, self.mesh, lowered=True)
-            self._last = schedule.lines, lowered
-        return self._last[1]
-
-    def attempt(self, schedule: Schedule, what: str) -> Timeline | None:
-        """Take a schedule if a step is better with it than with the one so far; else
-        note why not. None if it is refused."""
-        try:
-            then = self.timeline(schedule)
-        except Unexpected:
-            raise
-        except ScheduleError as error:
-            self.near.append(f"{what}: {error.what}")
-            return None
-        self.simulated[schedule] = then
-        if not self.take(schedule, then) and then.seconds < _CLOSE * self.now.seconds:
-            self.near.append(
-                f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
-                f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
-                f"of {self.now.peak_bytes}"
-            )
-        return then
-
-    def take(self, schedule: Schedule, then: Timeline) -> bool:
-        """Whether a step is better with a schedule, which is then the one so far."""
-        if not _is_better(then, self.now):
-            return False
-        self.schedule, self.now = schedule, then
-        return True
-
-
-def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
+def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
     """What may lie in slices, for all axes: the best schedules, the plain one too; and
     the all-reduces that were split in any."""
     cases, split = [Schedule()], set[str]()
@@ -296,7 +202,7 @@ def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
     return cases, split
 
 
-def _attended(state: _Search, cases: list[Schedule]) -> list[Schedule]:
+def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
     """The cases, and the best so far with a ring for each attention that reads gathered
     keys, with queries that change places, and with both."""
     graph, best = state.graph(state.schedule), state.schedule
@@ -313,7 +219,7 @@ def _attended(state: _Search, cases: list[Schedule]) -> list[Schedule]:
 
 
 def _overlapped(
-    state: _Search, cases: Sequence[Schedule], split: Collection[str]
+    state: Attempts, cases: Sequence[Schedule], split: Collection[str]
 ) -> None:
     """Products in chunks beside their collectives, and rings, on top of each case; the
     one that is predicted to be best is simulated first."""
@@ -323,7 +229,7 @@ def _overlapped(
         saved = sum(group.saved for group in groups)
         found.append((state.simulated[case].seconds - saved, case, groups))
     for predicted, case, groups in sorted(found, key=lambda f: f[0]):
-        if not groups or predicted >= state.now.seconds * (1 - _LEAST):
+        if not groups or predicted >= state.now.seconds * (1 - LEAST):
             continue
         every = Schedule(tuple(line for g in groups for line in g.lines.lines))
         then = state.attempt(case + every, f"{len(groups)} kinds beside compute")
@@ -337,7 +243,7 @@ def _overlapped(
                 schedule += group.lines
 
 
-def _sunk(state: _Search) -> None:
+def _sunk(state: Attempts) -> None:
     """Collectives right before their first readers, where others that are waited for
     stand between and then have the network first."""
     exposed = _exposed(state.now)
@@ -362,7 +268,7 @@ def _before_readers(node: fx.Node) -> Iterator[fx.Node]:
             yield node
 
 
-def _hops_overlapped(state: _Search) -> None:
+def _hops_overlapped(state: Attempts) -> None:
     """Collectives in chunks beside those over other axes that read them: all of a kind,
     or the last alone, behind which there is no compute to hide it."""
     for _ in range(_PAIRED):
@@ -404,7 +310,7 @@ class _Group:
     said: str
 
 
-def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Group]:
+def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Group]:
     """Of a case, what could save most first. ``split``: all-reduces that other cases
     split, which are tried so here where collectives over other axes come next alone."""
     now = state.simulated[case]
@@ -465,10 +371,10 @@ def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
     return out
 
 
-def _by_phase(state: _Search) -> None:
+def _by_phase(state: Attempts) -> None:
     """Sizes of buckets and gathers under way, where communication is waited for. More
     hold more: a step may not need much more memory for it."""
-    most = _with_room(state.now)
+    most = with_room(state.now)
     room = most - state.now.peak_bytes
     for change in _SETTINGS:
         if state.now.exposed_seconds < _TRIED * state.now.seconds:
@@ -483,16 +389,6 @@ def _by_phase(state: _Search) -> None:
         if then.peak_bytes <= most:
             state.simulated[schedule] = then
             state.take(schedule, then)
-
-
-def _with_room(now: Timeline) -> int:
-    """Bytes that a step may take at most instead."""
-    return now.peak_bytes + max(int(_ROOM * now.peak_bytes), _LITTLE)
-
-
-def _is_better(then: Timeline, now: Timeline) -> bool:
-    saved = 1 - then.seconds / now.seconds if now.seconds else 0.0
-    return saved > _LEAST or (saved >= -_LEAST and then.peak_bytes < now.peak_bytes)
 
 
 def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:

@@ -3,8 +3,11 @@ numbers of one device; what cannot be left open is fixed, and says so."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from fxpar.passes.builder import Builder
 from fxpar.runtime.caches.program_identity import name_inputs
 from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.runtime.calls.open_sizes import open_program, open_sizes, size_range
+from fxpar.sharding import decide
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import shared_pool
 
@@ -159,6 +163,46 @@ def test_a_range_of_lengths_is_planned_once(
     sizes = [(4, length) for length in (*LENGTHS, 7)]
     notes = check(name, mesh, sizes, 2, **options)
     assert said(notes, "holds for ") == [1]
+
+
+def train_again(
+    folder: str, name: str, sizes: Sequence[tuple[int, int]], options: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """``train`` as a start with plans in a folder has it; how often it searches."""
+    searches: list[Any] = []
+    counted = _counted(searches, decide.search)
+    with (
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+        mock.patch.object(decide, "search", counted),
+    ):
+        return train(name, sizes, options, dynamic=True), len(searches)
+
+
+def _counted(calls: list[Any], function: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.multiprocess
+def test_a_second_start_finds_the_plan_of_open_sizes(tmp_path: Path) -> None:
+    """For the sizes that it begins with; for others one is searched, and all have the
+    numbers of one device."""
+    options = {"mesh": "dp=2", "plan": "search"}
+    starts = [((4, 64), (4, 48)), ((4, 64), (6, 40)), ((4, 32), (4, 64))]
+    searched, found = [], []
+    for sizes in starts:
+        want = train("block", sizes, None)
+        ranks = shared_pool(2).run(train_again, str(tmp_path), "block", sizes, options)
+        for got, _ in ranks:
+            assert got["losses"] == pytest.approx(want["losses"], rel=1e-10)
+            assert len(got["notes"]) == 1, "holds for both"
+        searched.append(sum(count for _, count in ranks))
+        found.append(said(ranks[0][0]["notes"], "found before: ") == [0])
+    assert found == [False, True, False]
+    assert searched[1] == 0 < searched[0] == searched[2]
 
 
 @pytest.mark.multiprocess

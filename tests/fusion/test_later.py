@@ -122,18 +122,18 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
     monkeypatch.setattr("fxpar.passes.order.order_collectives.FULL", 300)
     slow(1e-3).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
-    plain, others = planned("none").predicted.peak_bytes, list[str]()
+    plain, tried = planned("none").predicted.peak_bytes, list[str]()
 
     def choose(*args: Any) -> Chosen:
         chosen = kept(*args)
-        others[:] = map(str, chosen.others)
+        tried[:] = map(str, (chosen.schedule, *chosen.others))
         return chosen
 
     kept = choose_schedule.choose
     monkeypatch.setattr(choose_schedule, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
-    assert any("buckets(" in other for other in others)
-    monkeypatch.setattr("fxpar.fusion.choose_schedule._LITTLE", 0)
-    monkeypatch.setattr("fxpar.fusion.choose_schedule._ROOM", 0.0)
+    assert any("buckets(" in each for each in tried)
+    monkeypatch.setattr("fxpar.fusion.schedule_attempts._LITTLE", 0)
+    monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
     assert planned("auto").predicted.peak_bytes <= plain
-    assert not any("buckets(" in other for other in others)  # nor tried by ``tune``
+    assert not any("buckets(" in each for each in tried)  # nor tried by ``tune``

@@ -5,14 +5,19 @@ Once as few ranks do, each reading the words of all, and once as many, through r
 
 from __future__ import annotations
 
+import os
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import meeting, presence
+from fxpar.runtime.ranks import mailboxes, meeting, presence
+from fxpar.runtime.ranks.mailboxes import Mailboxes
 from tests.helpers.patience import given_up_at_call
 from tests.helpers.spawn import shared_pool
 
@@ -34,6 +39,82 @@ def test_all_hear_the_same(direct: int) -> None:
         assert heard == [["0"] * 4, ["1"] * 4, ["2"] * 4]
     for heard in shared_pool(RANKS).run(words, direct, False):
         assert heard == [[f"{n} of {r}" for r in range(4)] for n in range(3)]
+
+
+def near_words() -> tuple[list[str], list[bool], list[str], list[str]]:
+    """What is heard of several calls, which of them had all words in memory; of a call
+    that one rank comes late to; of one with a long word."""
+    rank, heard, near = dist.get_rank(), [], []
+    channel = meeting.current()
+    assert channel is not None
+    meeting.DIRECT = 8
+    published = partial(meeting._published, channel.store, f"{channel.prefix}/new")
+    channel.boxes = Mailboxes(rank, RANKS, published)
+    read = channel.boxes.read
+
+    def noted(number: int) -> Any:
+        words = read(number)
+        near.append(words is not None)
+        return words
+
+    for _ in range(10):  # opens the file
+        meeting.meet("", "it")
+    with mock.patch.object(channel.boxes, "read", noted):
+        with mock.patch.object(mailboxes, "_MOMENT", 30.0):
+            for n in range(5):
+                heard += meeting.meet(f"{n} of {rank}", "it")
+        with mock.patch.object(mailboxes, "_MOMENT", 0.0):
+            time.sleep(0.2 if rank == 1 else 0.0)
+            late = meeting.meet(f"late {rank}", "it")
+        long = meeting.meet(f"{rank}" * (1 << 14), "it")
+    return heard, near, late, long
+
+
+def test_words_are_read_from_memory() -> None:
+    """Those of ranks that come together; else, or if they are long, from the store."""
+    for heard, near, late, long in shared_pool(RANKS).run(near_words):
+        assert heard == [f"{n} of {r}" for n in range(5) for r in range(RANKS)]
+        assert late == [f"late {r}" for r in range(RANKS)]
+        assert long == [f"{r}" * (1 << 14) for r in range(RANKS)]
+        assert near[:5] == [True] * 5 and not near[-1]
+
+
+def test_a_box_holds_the_word_of_one_call(tmp_path: Path) -> None:
+    """Not that of an earlier call, one that is half written, or one taken out."""
+    names: list[str] = []
+
+    def published(name: str | None) -> str | None:
+        names.extend([name] if name else [])
+        return names[0]
+
+    with mock.patch.object(mailboxes, "FOLDER", str(tmp_path)):
+        first, second = (Mailboxes(rank, 2, published) for rank in range(2))
+    for number in range(1, 4):  # opens the file
+        first.write(number, f"a{number}")
+        second.write(number, f"b{number}")
+    assert first.read(3) == second.read(3) == ["a3", "b3"]
+    assert not list(tmp_path.iterdir()), "nobody else opens it"
+    assert first.read(1) is None, "of an earlier call"
+    second.write(4, "b4")
+    assert second.read(4) is None, "the other did not come"
+    first.write(4, "a4")
+    assert first.read(4) is None, "the second looks in the store"
+    first.write(5, "a5")
+    second.write(5, "b5")
+    at = second._box(0, 5) + mailboxes._HEAD.size
+    second._memory[at : at + 1] = b"x"
+    assert second.read(5) is None, "half written"
+
+
+def test_no_room_for_boxes_is_no_error(tmp_path: Path) -> None:
+    """Words go through the store then."""
+    names: list[str] = []
+    full = mock.patch.object(os, "posix_fallocate", side_effect=OSError("no room"))
+    with mock.patch.object(mailboxes, "FOLDER", str(tmp_path)), full:
+        boxes = Mailboxes(0, 2, names.append)
+    boxes.write(1, "a")
+    assert boxes.read(1) is None
+    assert not names and not list(tmp_path.iterdir())
 
 
 def one_fails(direct: int, which: int) -> tuple[str, list[str]]:

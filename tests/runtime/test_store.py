@@ -276,7 +276,7 @@ def test_a_schedule_is_chosen_once(
         return chosen[-1]
 
     monkeypatch.setattr(lowering_steps, "choose_or_warn", counted)
-    monkeypatch.setattr("fxpar.fusion.choose_schedule._LEAST", -1.0)
+    monkeypatch.setattr("fxpar.fusion.schedule_attempts.LEAST", -1.0)
 
     def asks(schedule: str) -> Callable[[Request], Request]:
         how: dict[str, Any] = {"schedule": schedule, "hardware": machine()}

@@ -44,7 +44,8 @@ def allowed() -> bool:
 
 def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
     """The digest of all that the search for ``request`` depends on; of its seconds it
-    does not."""
+    does not. ``graph``: as it was traced, sizes that are open as symbols; ``program``:
+    with the sizes it was traced with, for which a plan is searched."""
     mode = request.mode
     assert isinstance(mode, SearchOptions)
     text = hashlib.sha256()
@@ -61,6 +62,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         repr(request.microbatches),
         repr(sorted(program.reduce_here)),
         *lines_of(graph),
+        repr([value.shape for value in program.values]),
         *_rules(program),
     ):
         text.update(line.encode() + b"\n")

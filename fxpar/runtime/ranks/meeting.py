@@ -8,8 +8,9 @@ Each writes a word to the store and reads those of all: so all know what each ra
 about to run, on what sizes, and decide alike. A rank that fails before it can run
 writes that instead; for one that does not come, whoever waits for it writes so in its
 place, by one atomic message, so that it is told when it does come. Few ranks read the
-words of all; of many, rank 0 does and tells the others, so that the store handles a
-number of messages that grows with the ranks and not with their square.
+words of all, those of one machine from memory if all come in a moment (``mailboxes``);
+of many, rank 0 does and tells the others, so that the store handles a number of
+messages that grows with the ranks and not with their square.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
 from fxpar.runtime.ranks import presence
+from fxpar.runtime.ranks.mailboxes import Mailboxes
 from fxpar.runtime.ranks.presence import Presence
 
 # Of one message; who waits longer than it should is told so by a key (``meet``).
@@ -41,6 +44,7 @@ class Channel:
     size: int
     prefix: str
     presence: Presence
+    boxes: Mailboxes | None = None
     rounds: int = 0
     calls: int = 0
     heard: int = 0  # questions of waiting ranks before the last call
@@ -85,7 +89,20 @@ def _open(group: Any) -> Channel:
     connection = _torch.distributed.same_store(store)
     if connection is not store:
         connection.set_timeout(LONGEST)
-    return Channel(connection, rank, size, prefix, presence)
+    boxes = None
+    if size <= DIRECT:
+        boxes = Mailboxes(rank, size, partial(_published, connection, prefix))
+    return Channel(connection, rank, size, prefix, presence, boxes)
+
+
+def _published(store: Any, prefix: str, name: str | None) -> str | None:
+    """Tell the other ranks the name of the mailboxes, or hear it, if it is there."""
+    key = f"{prefix}/boxes"
+    if name is not None:
+        store.set(key, name)
+    elif store.check([key]):
+        return str(store.get(key).decode())
+    return name
 
 
 FAILED = "!"  # begins a word that says why a rank does not run
@@ -145,21 +162,16 @@ def _failure(what: str, fix: str, where: str | None = None) -> str:
 
 
 def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[str]:
-    key, beside = keys[channel.rank], channel.presence
-    heard = beside.heard
-    if heard != channel.heard:
-        # Some rank waits for long, maybe for this one, and may have given up.
-        channel.heard = heard
-        channel.store.compare_set(key, "", word)
-    else:
-        channel.store.set(key, word)
-    watch = _Watch(channel, keys, what)
-    beside.watch = watch.look
-    with presence.waits(f"waits for others in {what}"):
-        words = _read(channel, keys)
-    beside.watch = None
+    beside = channel.presence
+    words = _near(channel, keys[channel.rank], word)
+    if words is None:
+        watch = _Watch(channel, keys, what)
+        beside.watch = watch.look
+        with presence.waits(f"waits for others in {what}"):
+            words = _read(channel, keys)
+        beside.watch = None
     beside.read += channel.wrote  # every rank came to the call behind it
-    channel.wrote = [key]
+    channel.wrote = [keys[channel.rank]]
     if channel.rank == 0 and channel.size > DIRECT:
         channel.wrote.append(_verdict_key(channel))
     for text in words:
@@ -167,6 +179,22 @@ def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[
             fact, fix, where = json.loads(text.removeprefix(FAILED))
             raise RankMismatchError(fact, fix=fix, where=where)
     return words
+
+
+def _near(channel: Channel, key: str, word: str) -> list[str] | None:
+    """Write this rank's word; those of all, if they are on this machine and come in a
+    moment."""
+    heard = channel.presence.heard
+    if heard != channel.heard:
+        # Some rank waits for long, maybe for this one, and may have given up.
+        channel.heard = heard
+        channel.store.compare_set(key, "", word)
+        return None
+    channel.store.set(key, word)
+    if channel.boxes is None or channel.size > DIRECT:
+        return None
+    channel.boxes.write(channel.calls, word)
+    return channel.boxes.read(channel.calls)
 
 
 def _read(channel: Channel, keys: Sequence[str]) -> list[str]:

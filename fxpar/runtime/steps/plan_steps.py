@@ -224,8 +224,8 @@ def _on(state: JointState, mesh: Mesh) -> Request:
 
 
 def _is_kept(state: JointState) -> bool:
-    """Whether its plan is looked for on disk; where sizes are open, it is not."""
-    allowed = state.request.cached and plan_store.allowed() and not state.open
+    """Whether its plan is looked for on disk."""
+    allowed = state.request.cached and plan_store.allowed()
     return allowed and isinstance(state.request.mode, SearchOptions)
 
 

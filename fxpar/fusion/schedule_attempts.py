@@ -1,0 +1,122 @@
+"""Schedules tried on one local graph: what a step takes with each, the best so far.
+
+In: a local graph with steps, a mesh, the hardware; schedules, one after the other. Out:
+``Attempts``, which remembers what was simulated, what was taken, and what was left and
+why. Knows nothing of where schedules come from. Never changes the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.apply_schedule import Unexpected, apply
+from fxpar.fusion.collective_window import Window
+from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
+from fxpar.fusion.schedule import Line, Schedule
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.order_collectives import Settings, may_differ
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.mesh import Mesh
+
+# A schedule that saves no more than this share of a step is not worth its name.
+LEAST = 1e-3
+
+# A schedule with which a step takes no more than so many times as long comes near.
+_CLOSE = 1.25
+
+# By what buckets and gathers under way may raise a step's peak memory at most: a share
+# of it, or bytes that are little to any device.
+_ROOM, _LITTLE = 0.1, 8 << 20
+
+
+class Attempts:
+    """The schedule so far, and how long a step takes with it. ``simulated``: of each
+    that may be tried on the mesh; ``left``: others that may, by what a step of fewer
+    layers takes."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
+        self.first, self.mesh, self.hardware = graph, mesh, hardware
+        self.machine = Machine(mesh, hardware)
+        self.near: list[str] = []
+        self.left: list[Schedule] = []
+        self.simulated: dict[Schedule, Timeline] = {}
+        self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
+        self._last: tuple[tuple[Line, ...], fx.Graph] | None = None
+        self.schedule = Schedule()
+        self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
+
+    def others(self) -> tuple[Schedule, ...]:
+        """All that were simulated but the one taken, and those that need much more
+        memory than it, the fastest first."""
+        return tuple(dict.fromkeys([*self.by_seconds(), *self.left]))
+
+    def by_seconds(self) -> tuple[Schedule, ...]:
+        """Those simulated but the one taken, and those that need much more memory."""
+        most = with_room(self.now)
+        found = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
+        fits = (s for s in found if self.simulated[s].peak_bytes <= most)
+        return tuple(s for s in fits if s != self.schedule)
+
+    def graph(self, schedule: Schedule) -> fx.Graph:
+        """After some lines, communication as steps."""
+        return apply(schedule, self.first, self.mesh, lowered=False)
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """A step as it would run. Raises ScheduleError."""
+        if schedule in self.simulated:
+            return self.simulated[schedule]
+        run = as_run(self._lowered(schedule), settings=schedule.settings)
+        return simulate(run, self.mesh, self.hardware)
+
+    def may_differ(self, settings: Settings) -> bool:
+        """Whether a step may be another than the one so far, with other settings."""
+        graph = self._lowered(self.schedule)
+        return may_differ(graph, self.schedule.settings, settings)
+
+    def _lowered(self, schedule: Schedule) -> fx.Graph:
+        """After the lines of a schedule, collectives as they run; the last one asked
+        for is remembered."""
+        if self._last is None or self._last[0] != schedule.lines:
+            lowered = apply(schedule, self.first, self.mesh, lowered=True)
+            self._last = schedule.lines, lowered
+        return self._last[1]
+
+    def attempt(self, schedule: Schedule, what: str) -> Timeline | None:
+        """Take a schedule if a step is better with it than with the one so far; else
+        note why not. None if it is refused."""
+        try:
+            then = self.timeline(schedule)
+        except Unexpected:
+            raise
+        except ScheduleError as error:
+            self.near.append(f"{what}: {error.what}")
+            return None
+        self.simulated[schedule] = then
+        if not self.take(schedule, then) and then.seconds < _CLOSE * self.now.seconds:
+            self.near.append(
+                f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
+                f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
+                f"of {self.now.peak_bytes}"
+            )
+        return then
+
+    def take(self, schedule: Schedule, then: Timeline) -> bool:
+        """Whether a step is better with a schedule, which is then the one so far."""
+        if not is_better(then, self.now):
+            return False
+        self.schedule, self.now = schedule, then
+        return True
+
+
+def with_room(now: Timeline) -> int:
+    """Bytes that a step may take at most instead."""
+    return now.peak_bytes + max(int(_ROOM * now.peak_bytes), _LITTLE)
+
+
+def is_better(then: Timeline, now: Timeline) -> bool:
+    saved = 1 - then.seconds / now.seconds if now.seconds else 0.0
+    return saved > LEAST or (saved >= -LEAST and then.peak_bytes < now.peak_bytes)
