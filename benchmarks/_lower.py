@@ -11,9 +11,9 @@ def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
     from fxpar import _torch
     from fxpar.passes.insert_reshards import insert_reshards
     from fxpar.passes.local.localize import localize
-    from fxpar.passes.order.reshard_after_forward import regather
+    from fxpar.passes.order.forward_backward import regather
     from fxpar.passes.order.sink_waits import sink_waits
-    from fxpar.sharding.reshard.needed import connect
+    from fxpar.sharding.reshard.route import connect
 
     decision, graph = plan.result.decision, plan.result.normalized
     edges = connect(decision.program, found.strategies, found.settled, found.mesh)

@@ -52,8 +52,8 @@ def program_of(
 ) -> Any:
     """The Program that a search sees: moments as sums, so that they can be split.
     ``mesh`` and ``how``: of the request, where the program depends on them."""
+    from fxpar.passes.boundaries import read_signature
     from fxpar.passes.normalize.normalize_ops import MOMENTS, expand_moments
-    from fxpar.passes.signature import read_signature
     from fxpar.pipeline import JOINT, JointState, run_steps
     from fxpar.runtime.tracing import TracedCall
     from fxpar.sharding.mesh import Mesh
@@ -206,9 +206,8 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
-    from fxpar.sharding.search.formulate import formulate
+    from fxpar.sharding.search.formulate import cost_of, formulate
     from fxpar.sharding.search.problem_builder import FixedFacts
-    from fxpar.sharding.search.solutions import cost_of
 
     machine = lookup(HARDWARE)
     on, program = machine.on(mesh), resting(program, expert.rest)

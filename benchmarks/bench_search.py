@@ -49,8 +49,8 @@ def run(scale: str, layers: int, mesh: str, batch: int, length: int) -> dict[str
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.mesh import Mesh
+    from fxpar.sharding.search.formulate import cost_of
     from fxpar.sharding.search.run_search import SearchOptions, search
-    from fxpar.sharding.search.solutions import cost_of
 
     class Loss(torch.nn.Module):
         def __init__(self, model: Any) -> None:

@@ -118,7 +118,7 @@ def _built(row: StagesRow) -> tuple[Any, dict[str, Any]]:
 
 
 def _flops(program: Any) -> float:
-    from fxpar.sharding.cost.fused_work import flops_of_op
+    from fxpar.sharding.cost.program_kernels import flops_of_op
 
     return float(sum(map(flops_of_op, program.ops)))
 
@@ -127,7 +127,7 @@ def run(row: StagesRow) -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fxpar.passes.signature import read_signature
+    from fxpar.passes.boundaries import read_signature
     from fxpar.pipeline import JOINT, run_steps
     from fxpar.runtime.steps.pipeline_state import JointState
     from fxpar.runtime.tracing import TracedCall

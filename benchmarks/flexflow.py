@@ -88,7 +88,7 @@ def simulations(found: Any, count: int = 1000) -> dict[str, float]:
     """Simulator calls a second, of one op changed and of everything."""
     import random
 
-    from fxpar.sharding.search.simulate_choice import Overlap
+    from fxpar.sharding.search.rank_candidates import Overlap
 
     step, chance = Overlap(found.formulation, found.solution.choice), random.Random(0)
     nodes = [
@@ -122,7 +122,7 @@ def run(name: str, size: int, clusters: list[str], seconds: float) -> dict[str, 
 
     import fxpar
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.search.solutions import cost_of
+    from fxpar.sharding.search.formulate import cost_of
 
     joined = JOINED if name in RECURRENT else 1
     net, mesh = nets(STEPS // joined)[name], MESHES[size]

@@ -39,7 +39,7 @@ from gpu_here import (
 )
 from gpu_programs import BF16
 
-from fxpar.fusion.kernels.matmul_cost import SHARE, profitable
+from fxpar.fusion.kernels.kernel_worth import SHARE, profitable
 from fxpar.fusion.kernels.matmul_kernel import TILES, Gemm, Tiles, gemm, signals_of
 from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
 from fxpar.sharding.cost.hardware_table import lookup

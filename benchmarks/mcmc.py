@@ -154,8 +154,7 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
     from random_walk import walk
 
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.search.rank_candidates import polish, with_choice
-    from fxpar.sharding.search.simulate_choice import Overlap
+    from fxpar.sharding.search.rank_candidates import Overlap, polish, with_choice
 
     found, machine = plan.result.decision.search, lookup("h100")
     form = found.formulation
@@ -182,7 +181,7 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
 
 def run(name: str, mesh: str, seconds: float) -> dict[str, Any]:
     import fxpar
-    from fxpar.sharding.search.solutions import cost_of
+    from fxpar.sharding.search.formulate import cost_of
 
     if name == "made up":
         from tests.helpers.solver_problems import layered

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.rank_candidates import Overlap
 from fxpar.sharding.solver import Problem
 from fxpar.sharding.solver.problem import FORBIDDEN
 

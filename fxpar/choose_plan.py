@@ -19,9 +19,9 @@ from fxpar import pipeline
 from fxpar.errors import PlanError
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
+from fxpar.passes.experts import expert_axes
 from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.pipeline import JOINT, Result, run_steps
-from fxpar.runtime import expert_axes
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState

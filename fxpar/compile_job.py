@@ -18,9 +18,6 @@ from torch import fx
 
 from fxpar import _torch, pipeline
 from fxpar.config import Options
-from fxpar.errors import (
-    FxparError,
-)
 from fxpar.explain import status_line
 from fxpar.joint_pass import CompileJob, JointPass
 from fxpar.passes.local import own_shard
@@ -61,20 +58,6 @@ def _told_to_others() -> Iterator[None]:
     except Exception as error:
         consensus.abort(error)
         raise
-
-
-@contextlib.contextmanager
-def _said_of(gm: fx.GraphModule) -> Iterator[None]:
-    """A graph that depends on data is refused as one, with the user's line."""
-    try:
-        yield
-    except FxparError:
-        raise
-    except Exception as error:
-        refused = compiled_graph.data_dependent(gm, error)
-        if refused is None:
-            raise
-        raise refused from error
 
 
 @contextlib.contextmanager
@@ -132,15 +115,20 @@ def compile_graph(
         random.register_lowering()
         own_shard.register_lowering()
     open_way = _refused_alike() if job.open else contextlib.nullcontext()
-    with showing, _told_to_others(), _said_of(gm), stage(TRACE), open_way:
+    with (
+        showing,
+        _told_to_others(),
+        compiled_graph.refusing_data(gm),
+        stage(TRACE),
+        open_way,
+    ):
         with step.leading():
             compiled = _torch.aot.compile_fx(
                 gm,
                 examples,
                 joint_pass=step,
-                schedule=step.schedule,
+                lower=step.lower,
                 inner=None if job.options.codegen == "inductor" else run_op_by_op,
-                once=step.compile_once,
                 key=_cache_key(job, entry),
                 kept=entry is not None,
                 local_border=bool(job.local) or job.options.outputs == "dtensor",

@@ -233,9 +233,17 @@ class Options:
         "unset: 1, with an axis of stages up to 4 for each",
     )
     pipeline: str = _option(
-        _choice("auto", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        _choice(
+            "auto",
+            "gpipe",
+            "1f1b",
+            "interleaved",
+            "zero_bubble",
+            "zbv",
+            "dualpipev",
+        ),
         "auto",
-        "auto, gpipe, 1f1b, interleaved, zero_bubble",
+        "auto, gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev",
         "in which order stages (mesh axis `pp`) compute microbatches; auto: `1f1b` in "
         "a training step, else `gpipe`",
     )

@@ -19,24 +19,19 @@ from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
 from fxpar.config import Options
-from fxpar.errors import (
-    FxparError,
-    FxparWarning,
-    InputMismatchError,
-    RankMismatchError,
-)
+from fxpar.errors import FxparWarning
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
 from fxpar.passes import size_nodes, writes_as_results
-from fxpar.passes.boundaries import absorb
+from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.graph_bodies import hold
-from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.caches.program_identity import Named
 from fxpar.runtime.calls.call_sizes import UNLIKE, SizeAgreement
+from fxpar.runtime.calls.launch_agreement import agree_on_launches
 from fxpar.runtime.calls.local_results import LocalResults
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -163,7 +158,7 @@ class JointPass:
         self.launches: list[str] = []  # collectives in order, forward then backward
         self.is_taken = False  # from AOTAutograd's cache: there is no result
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
-        self.is_agreed = False  # all ranks have the plan
+        self.is_agreed = False  # ranks know that they launch the same
 
     @property
     def plan(self) -> Any:
@@ -313,23 +308,60 @@ class JointPass:
             shared=self.is_shared,
         )
 
-    def schedule(self, graph: fx.Graph, backward: bool) -> None:
+    def lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
+        """What runs a "forward" or a "backward", scheduled by itself.
+
+        A backward that is lowered when it is first called, behind its forward's
+        agreement, has one of its own, so that all ranks return or raise. Raises
+        RankMismatchError as ``agree_on_launches`` does.
+        """
+        if not self.is_agreed:
+            return self._lower(graph, which, generate)
+        forward = len(self.launches)
+        try:
+            compiled = self._lower(graph, which, generate)
+            if self._meets_in_backward():
+                tag = f"the backward of graph{self.number} is compiled"
+                agree_on_launches(tag, self.launches[forward:], self.job.size_match)
+        except Exception as error:
+            consensus.abort(error)
+            raise
+        return compiled
+
+    def _meets_in_backward(self) -> bool:
+        """Whether all ranks lower a backward late, and may launch collectives in it."""
+        if self.entry is not None and self.entry.plan is not None:
+            return False  # a rank may have it from AOTAutograd's cache
+        unlike = self.job.size_match.kind == UNLIKE  # each has a plan of its own
+        return unlike or bool(self.plan and self.plan.collectives)
+
+    def _lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
+        self._schedule(graph, which)
+        if self.job.options.codegen == "inductor":
+            return self._compile_once(graph, which, generate)
+        return generate(None)
+
+    def _schedule(self, graph: fx.Graph, which: str) -> None:
         """What is done to a forward or a backward by itself."""
         result, inductor = self.result, self.job.options.codegen == "inductor"
         self.regions += pipeline.scheduled(
-            graph, self.request, result, backward=backward, inductor=inductor
+            graph,
+            self.request,
+            result,
+            backward=which == "backward",
+            inductor=inductor,
         )
         even = result is None or result.decision.is_even
         if self.request.pipeline is None:  # whose ranks run different programs
             self.launches += crossings(graph, even=even)
-        status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
+        status_line.begin(f"Inductor, {which}")
 
-    def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
+    def _compile_once(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""
 
         def compile_here(text: str | None) -> Any:
             status_line.rename(f"Inductor, {which}")
-            return call(text)
+            return generate(text)
 
         status_line.rename(f"waiting for the rank that compiles the {which}")
         compiled = compile_once(graph, f"{self.request.name}/{which}", compile_here)
@@ -348,20 +380,9 @@ class JointPass:
         Raises RankMismatchError if they do not; InputMismatchError where that comes
         from sizes that differ.
         """
-        text, mismatch = "\n".join(self.launches), self.job.size_match.mismatch
-        subject, fix = "the collectives they launch", None
-        error: type[FxparError] = RankMismatchError
-        if self.job.size_match.kind == UNLIKE and mismatch is not None:
-            subject = f"what crosses between them: {mismatch.what}; more than sums do"
-            error, fix = InputMismatchError, mismatch.fix
-        consensus.agree(
-            f"graph{self.number} is compiled",
-            consensus.digest_of(text),
-            text,
-            what=subject,
-            fix=fix,
-            error=error,
-        )
+        tag = f"graph{self.number} is compiled"
+        agree_on_launches(tag, self.launches, self.job.size_match)
+        self.is_agreed = True
 
     def written(self) -> set[int]:
         """Positions of the arguments that the program writes to."""

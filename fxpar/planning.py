@@ -28,14 +28,14 @@ from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanErr
 from fxpar.explain import status_line
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
+from fxpar.passes.boundaries import read_signature
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.signature import read_signature
+from fxpar.passes.simulate.emulate_collectives import gather, scatter
+from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
-from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
-from fxpar.passes.simulate.step_collectives import facts_of
 from fxpar.pipeline import MOST_STEPS, Result
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.steps.binding import sized

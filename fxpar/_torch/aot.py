@@ -193,9 +193,8 @@ def compile_fx(
     examples: Any,
     *,
     joint_pass: Callable[[fx.GraphModule], fx.Graph | None] | None = None,
-    schedule: Callable[[fx.Graph, bool], None] | None = None,
+    lower: Callable[[fx.Graph, str, Callable[[str | None], Any]], Any] | None = None,
     inner: Callable[..., Any] | None = None,
-    once: Callable[[fx.Graph, str, Callable[[str | None], Any]], Any] | None = None,
     key: str = "",
     kept: bool = False,
     local_border: bool = False,
@@ -204,10 +203,11 @@ def compile_fx(
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
 
     ``joint_pass(gm)`` returns the graph to compile instead, with the shapes one rank
-    holds; None leaves the graph. ``schedule(graph, backward)`` changes each graph that
-    is compiled (forward, backward) in place. ``inner(gm, examples)`` replaces
-    Inductor's codegen; ``once(graph, "forward", call)`` calls it,
-    by ``call(text)``: see ``_in_order``.
+    holds; None leaves the graph. ``lower(graph, "forward", generate)`` gives what runs
+    each graph (forward, backward): it may change the graph in place, then calls
+    ``generate(text)``, Inductor's codegen (see ``_in_order``) or ``inner(gm,
+    examples)`` in its place. A backward is lowered when it is first called, unless
+    ``kept`` or ``symbolic``.
     ``key`` enters the keys of torch's caches. ``kept``: a program that was compiled
     under it before is taken from AOTAutograd's cache; nothing is called then. One that
     was not is left there, and so its backward is compiled with its forward.
@@ -238,17 +238,17 @@ def compile_fx(
 
     def compile_inner(graph: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
         local = _local_examples(graph.graph, given)
-        if schedule is not None:
-            schedule(graph.graph, bool(kwargs.get("is_backward")))
+
+        def generate(text: str | None) -> Any:
             graph.recompile()
-        if inner is not None:
-            return inner(graph, local)
-        if once is None:
-            return _in_order(graph, local, **kwargs)
+            if inner is not None:
+                return inner(graph, local)
+            return _in_order(graph, local, text, **kwargs)
+
+        if lower is None:
+            return generate(None)
         which = "backward" if kwargs.get("is_backward") else "forward"
-        return once(
-            graph.graph, which, lambda text: _in_order(graph, local, text, **kwargs)
-        )
+        return lower(graph.graph, which, generate)
 
     # A hit in AOTAutograd's cache skips the joint pass, and with it the agreement of
     # the ranks. Inductor's own cache, keyed by the bound graph, is always in use.

@@ -24,6 +24,11 @@ def version_of(x: torch.Tensor) -> int:
     return x._version
 
 
+def memory_of(x: torch.Tensor) -> int:
+    """A number for the memory of a tensor, real or fake, while that lives."""
+    return int(x.untyped_storage()._cdata)
+
+
 def base_of(x: torch.Tensor) -> torch.Tensor:
     """The tensor that ``x`` is a view of; ``x`` itself if of none."""
     return x if x._base is None else x._base

@@ -53,10 +53,22 @@ def zero_bubble(places: int, parts: int, rounds: int) -> list[list[Action]]:
     return _rank_tables("ScheduleInterleavedZeroBubble", places, parts, rounds)
 
 
+def zbv(places: int, parts: int, rounds: int) -> list[list[Action]]:
+    """``zero_bubble`` of two stages a rank, in a V (``ScheduleZBVZeroBubble``)."""
+    return _rank_tables("ScheduleZBVZeroBubble", places, parts, rounds)
+
+
+def dual_pipe_v(places: int, parts: int, rounds: int) -> list[list[Action]]:
+    """Forwards of one stage beside backwards of the other, of two stages a rank, forth
+    and back (``ScheduleDualPipeV``)."""
+    return _rank_tables("ScheduleDualPipeV", places, parts, rounds)
+
+
 def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[Action]]:
     turns = max(1, parts // places)
     asked = SimpleNamespace(
         pp_group_size=places,
+        num_stages=places * rounds,
         n_local_stages=rounds,
         _n_microbatches=parts,
         number_of_rounds=turns,
@@ -73,10 +85,15 @@ def _class(name: str) -> Any:
 
 
 def _actions(row: Any) -> list[Action]:
-    """Those that compute."""
-    out = []
+    """Those that compute, of pairs that overlap one after the other."""
+    out: list[Action] = []
     for action in row:
-        kind = action.computation_type.value if action is not None else ""
+        if action is None:
+            continue
+        if action.sub_actions:
+            out += _actions(action.sub_actions)
+            continue
+        kind = action.computation_type.value
         if kind in ("F", "B", "I", "W") and action.microbatch_index is not None:
             out.append((action.stage_index, kind, action.microbatch_index))
     return out

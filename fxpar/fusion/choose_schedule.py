@@ -25,19 +25,22 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
+from fxpar.fusion.fewer_layers import FewerLayers, fewer_layers
+from fxpar.fusion.lines_of_layers import NotOfLayers, lines_of_layers
 from fxpar.fusion.overlap_candidates import (
     Machine,
     OverlapCandidate,
     dims_of,
     improved,
 )
-from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes import collective_nodes
 from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.order_collectives import Settings, may_differ
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
@@ -131,14 +134,13 @@ def failed(error: Exception) -> None:
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
     with _old_objects_kept(), _torch.fake.shapes_alone():
-        state = _Search(shapes_of(graph), hardware.on(mesh), hardware)
+        shapes = shapes_of(graph)
+        state = _Search(shapes, hardware.on(mesh), hardware)
         before = state.now
-        cases, split = _sliced(state)
-        if len(graph.nodes) <= _LARGE:
-            cases = _attended(state, cases)
-            _overlapped(state, cases, split)
-            _sunk(state)
-            _hops_overlapped(state)
+        fewer = fewer_layers(shapes)
+        if fewer is None or not _lines_for_layers(state, fewer):
+            _lines(state)
+        if len(graph.nodes) <= _LARGE or fewer is not None:
             _by_phase(state)
     return Chosen(
         state.schedule,
@@ -148,6 +150,36 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         tuple(dict.fromkeys(state.near)),
         state.others(),
     )
+
+
+def _lines(state: _Search) -> None:
+    """The best lines found."""
+    cases, split = _sliced(state)
+    if len(state.first.nodes) <= _LARGE:
+        cases = _attended(state, cases)
+        _overlapped(state, cases, split)
+        _sunk(state)
+        _hops_overlapped(state)
+
+
+def _lines_for_layers(state: _Search, fewer: FewerLayers) -> bool:
+    """The best lines for a graph with fewer layers, said for all; whether that can be
+    done, and a step is better with them."""
+    few = _Search(fewer.graph, state.mesh, state.hardware)
+    _lines(few)
+    try:
+        found = [lines_of_layers(each, fewer) for each in few.by_seconds()]
+    except NotOfLayers:
+        return False
+    best = lines_of_layers(few.schedule, fewer)
+    if best and state.attempt(best, "what pays for some layers") is None:
+        return False
+    if best != state.schedule:
+        return False
+    stay = fewer.layers - fewer.removed
+    state.near += [f"with {stay} of {fewer.layers} layers: {near}" for near in few.near]
+    state.left += [each for each in found if each != best]
+    return True
 
 
 @contextmanager
@@ -166,21 +198,27 @@ def _old_objects_kept() -> Iterator[None]:
 
 class _Search:
     """The schedule so far, and how long a step takes with it. ``simulated``: of each
-    that may be tried on the mesh."""
+    that may be tried on the mesh; ``left``: others that may, by what a step of fewer
+    layers takes."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
         self.first, self.mesh, self.hardware = graph, mesh, hardware
         self.machine = Machine(mesh, hardware)
         self.near: list[str] = []
+        self.left: list[Schedule] = []
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
-        self._lowered = (Schedule(), fx.Graph())
+        self._last: tuple[tuple[Line, ...], fx.Graph] | None = None
         self.schedule = Schedule()
         self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
 
     def others(self) -> tuple[Schedule, ...]:
         """All that were simulated but the one taken, and those that need much more
         memory than it, the fastest first."""
+        return tuple(dict.fromkeys([*self.by_seconds(), *self.left]))
+
+    def by_seconds(self) -> tuple[Schedule, ...]:
+        """Those simulated but the one taken, and those that need much more memory."""
         most = _with_room(self.now)
         found = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
         fits = (s for s in found if self.simulated[s].peak_bytes <= most)
@@ -194,11 +232,21 @@ class _Search:
         """A step as it would run. Raises ScheduleError."""
         if schedule in self.simulated:
             return self.simulated[schedule]
-        if self._lowered[0].lines != schedule.lines or not self.simulated:
-            lowered = apply(schedule, self.first, self.mesh, lowered=True)
-            self._lowered = schedule, lowered
-        run = as_run(self._lowered[1], settings=schedule.settings)
+        run = as_run(self._lowered(schedule), settings=schedule.settings)
         return simulate(run, self.mesh, self.hardware)
+
+    def may_differ(self, settings: Settings) -> bool:
+        """Whether a step may be another than the one so far, with other settings."""
+        graph = self._lowered(self.schedule)
+        return may_differ(graph, self.schedule.settings, settings)
+
+    def _lowered(self, schedule: Schedule) -> fx.Graph:
+        """After the lines of a schedule, collectives as they run; the last one asked
+        for is remembered."""
+        if self._last is None or self._last[0] != schedule.lines:
+            lowered = apply(schedule, self.first, self.mesh, lowered=True)
+            self._last = schedule.lines, lowered
+        return self._last[1]
 
     def attempt(self, schedule: Schedule, what: str) -> Timeline | None:
         """Take a schedule if a step is better with it than with the one so far; else
@@ -428,6 +476,8 @@ def _by_phase(state: _Search) -> None:
         settings = replace(state.schedule.settings, **change)
         if settings.bucket is not None:
             settings = replace(settings, gathers=min(settings.bucket, room))
+        if not state.may_differ(settings):
+            continue
         schedule = replace(state.schedule, settings=settings)
         then = state.timeline(schedule)
         if then.peak_bytes <= most:

@@ -37,7 +37,7 @@ _FAR, _MOST, _READERS, _REST = 200, 32, 32, 8
 _OUTSIDE = ("bucket", "prefetch")
 
 # What may stand at the end of a window.
-_MOVED = collective_nodes.COLLECTIVE - collective_nodes.MESSAGES
+_MOVED = collective_nodes.RESHARDS
 
 Varies = Mapping[fx.Node, frozenset[str]]
 

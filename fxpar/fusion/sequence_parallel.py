@@ -264,7 +264,7 @@ def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
     """Seconds of a share of an op beyond its launch, or of a collective."""
 
     def work(op: fx.Node, share: float) -> float:
-        if op.target in collective_nodes.COLLECTIVE - collective_nodes.MESSAGES:
+        if op.target in collective_nodes.RESHARDS:
             read = op.all_input_nodes[0]
             size = bytes_of(read)
             curve = along(op.target.__name__, mesh, collective_nodes.axes_of(op))

@@ -263,7 +263,17 @@ class Builder:
     def pad(self, x: fx.Node, amounts: Sequence[Size], fill: float = 0) -> fx.Node:
         """``x`` with more rows at the end of each dim."""
         rows = [n for size in reversed(amounts) for n in (0, size)]
-        return self.call(torch.ops.aten.constant_pad_nd.default, x, rows, fill)
+        return self.pad_ends(x, rows, fill)
+
+    def pad_ends(self, x: fx.Node, amounts: Sequence[Size], fill: float = 0) -> fx.Node:
+        """``x`` with more rows at both ends of each dim, as ``constant_pad_nd`` takes
+        them. Booleans as bytes: of comparisons of 8 bytes each Inductor (2.13) pads
+        none, its C++ does not compile."""
+        dtype = x.meta["val"].dtype
+        if dtype is torch.bool:
+            x = self.cast(x, torch.uint8)
+        padded = self.call(torch.ops.aten.constant_pad_nd.default, x, amounts, fill)
+        return self.cast(padded, dtype)
 
     def where(
         self, condition: fx.Node, x: fx.Node, other: bool | int | float

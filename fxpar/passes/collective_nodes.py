@@ -20,6 +20,7 @@ from fxpar.passes.builder import Builder
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import KINDS, Step, permutation
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
 
 Axes = tuple[str, ...]
@@ -65,6 +66,12 @@ def permute(x: Any, sources: tuple[int, ...], axes: Axes) -> Any:
     _unlowered()
 
 
+def move_rows(x: Any, exchange: str, axes: Axes) -> Any:
+    """The rows that this rank has of what an op makes by moving rows of ``x``, all
+    ranks' operands joined (``row_moves.Exchange``)."""
+    _unlowered()
+
+
 def send(x: Any, peer: int, tag: int, axes: Axes) -> Any:
     """Gives member ``peer`` of this rank's group the value; here, an empty tensor."""
     _unlowered()
@@ -75,8 +82,8 @@ def recv(x: Any, peer: int, tag: int, axes: Axes) -> Any:
     _unlowered()
 
 
-# The node function of each kind of step, and of messages between ranks that run
-# different graphs.
+# The node function of each kind of step, of rows that an op moves between ranks, and of
+# messages between ranks that run different graphs.
 NODES: dict[str, Callable[..., Any]] = {
     "slice": slice_,
     "mask": mask,
@@ -85,16 +92,18 @@ NODES: dict[str, Callable[..., Any]] = {
     "all_gather": all_gather,
     "all_to_all": all_to_all,
     "permute": permute,
+    "move_rows": move_rows,
     "send": send,
     "recv": recv,
 }
 MESSAGES = {send, recv}
-# All that communicate.
-COLLECTIVE = {
+# What reshards communicate by, and all that communicates.
+RESHARDS = {
     function
     for kind, function in NODES.items()
-    if function in MESSAGES or not KINDS[kind].local
+    if kind in KINDS and not KINDS[kind].local
 }
+COLLECTIVE = RESHARDS | MESSAGES | {move_rows}
 _KIND = {function: kind for kind, function in NODES.items()}
 
 
@@ -188,6 +197,21 @@ def step(
     elif target is not recv:
         dims = [arg for arg in args if isinstance(arg, int)]
         shape = KINDS[_KIND[target]].shape(shape, dims, build.mesh.count(args[-1]))
+    with build.fake_mode:
+        node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    build.stamp(node)
+    return node
+
+
+def exchange_step(build: Builder, x: fx.Node, exchange: Exchange) -> fx.Node:
+    """Append the step that moves rows of ``x``, the local operands joined."""
+    mesh, axes = build.mesh, exchange.axes
+    node = build.graph.call_function(move_rows, (x, exchange.text, axes))
+    value, shape = x.meta["val"], list(x.meta["val"].shape)
+    shape[exchange.moves.dim] = sum(
+        shard_sizes.largest(n, mesh, axes) if split else n
+        for n, split in zip(exchange.moves.targets, exchange.split_targets, strict=True)
+    )
     with build.fake_mode:
         node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
     build.stamp(node)

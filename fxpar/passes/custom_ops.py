@@ -124,6 +124,20 @@ def _(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+# Rows that an op moves between ranks: ``x`` are the local operands, joined along a dim,
+# the result what this rank has of all results, ``rows`` of that dim. ``exchange``: as
+# ``row_moves.Exchange`` writes it. Exists only until binding, as ``fxpar::permute``.
+torch.library.define(
+    "fxpar::move_rows",
+    "(Tensor x, int dim, SymInt rows, str exchange, str mesh, str group) -> Tensor",
+)
+
+
+@torch.library.register_fake("fxpar::move_rows")
+def _(x, dim, rows, exchange, mesh, group):
+    return x.new_empty([*x.shape[:dim], rows, *x.shape[dim + 1 :]])
+
+
 def letters(equation: str) -> str:
     """``"b s h, h o -> b s o"`` as torch.einsum writes it."""
     words = equation.replace(",", " , ").replace("->", " -> ").split()
@@ -333,7 +347,7 @@ torch.library.define(
 
 
 # Other ways to run them, "gather" and "scatter", asked first: each gives None where it
-# is not the way (``kernels.matmul_ops``).
+# is not the way (``fused_matmul``).
 JOINED: dict[str, Callable[..., Any]] = {}
 
 

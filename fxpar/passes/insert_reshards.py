@@ -17,7 +17,7 @@ from torch import fx
 from fxpar.passes.builder import PROVENANCE
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan_facts import cause
-from fxpar.sharding.reshard.needed import Reshard
+from fxpar.sharding.reshard.route import Reshard
 from fxpar.sharding.spec import Spec
 
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.passes import collective_nodes
+from fxpar.passes import collective_nodes, moved_rows
 from fxpar.passes.builder import Builder, Size
 from fxpar.passes.collective_nodes import Axes, Cut
 from fxpar.passes.custom_ops import group_name
@@ -34,6 +34,7 @@ from fxpar.passes.simulate import emulate_collectives
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import MASKED
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -180,6 +181,36 @@ def _permute(
     return build.call(ours.permute.default, x, list(sources), group)
 
 
+def _move_rows(build: Builder, x: fx.Node, text: str, axes: Axes) -> fx.Node:
+    """Where no row changes ranks, and all of them do the same, just that."""
+    exchange, mesh = Exchange.parse(text), build.mesh
+    moves = exchange.moves
+    if moved_rows.is_local(exchange, mesh):
+        count = mesh.count(axes)
+        return moved_rows.exchanged(build.call, [x] * count, exchange, mesh)[0]
+    own = [
+        build.own_size(n, axes) if split else n
+        for n, split in zip(moves.targets, exchange.split_targets, strict=True)
+    ]
+    rows = reduce(partial(build.compute, operator.add), own)
+    group = group_name(mesh, axes)
+    args = x, moves.dim, rows, text, str(mesh), group
+    return build.call(ours.move_rows.default, *args)
+
+
+def _emulate_moves(
+    members: emulate_collectives.Ranks,
+    dim: int,
+    rows: int,
+    text: str,
+    mesh: str,
+    *_: Any,
+) -> emulate_collectives.Ranks:
+    exchange = Exchange.parse(text)
+    run, on = moved_rows.run_op, Mesh.parse(mesh)
+    return moved_rows.exchanged(run, members, exchange, on)
+
+
 def _send(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Node:
     group = group_name(build.mesh, axes)
     x = contiguous(build, x)
@@ -265,6 +296,9 @@ LOWERINGS: dict[str, Lowering] = {
         (),
         lambda node: (tuple(node.args[1]),),
         emulate_collectives.permute,
+    ),
+    "move_rows": Lowering(
+        _move_rows, (ours.move_rows.default,), emulate=_emulate_moves
     ),
     "send": Lowering(
         _send, (c10d.isend.default,), (), lambda node: tuple(node.args[1:3])

@@ -28,8 +28,7 @@ from fxpar.sharding.propagate.at_rest import (
 )
 from fxpar.sharding.propagate.place_reductions import place_reductions
 from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
-from fxpar.sharding.reshard.needed import Edges, Reshard, connect
-from fxpar.sharding.reshard.route import steps
+from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.rank_candidates import ranked

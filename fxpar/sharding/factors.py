@@ -91,6 +91,36 @@ class GatheredRows:
 
 
 @dataclass(frozen=True)
+class RowPiece:
+    """Rows of an operand that are rows of a result, in order."""
+
+    # Of the operand, and of the result.
+    source: int
+    target: int
+    count: int
+    # Where they lie in the operand, so far apart; backwards if negative.
+    first: int = 0
+    step: int = 1
+    # Where they lie in the result, so far apart.
+    at: int = 0
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class RowMoves:
+    """An op that moves rows of a dim: what each row of its results is."""
+
+    dim: int
+    # How many rows of the dim each operand, and each result, has.
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    # No row of a result twice.
+    pieces: tuple[RowPiece, ...]
+    # What the other rows hold.
+    fill: bool | int | float = 0
+
+
+@dataclass(frozen=True)
 class Rule:
     """The factors of one op call. Operands and results are its tensors, in order."""
 
@@ -107,7 +137,8 @@ class Rule:
     alike: frozenset[tuple[int, str]] = frozenset()
     # Whether the op may have further results, whole and alike over every factor.
     open: bool = False
-    # Factors that these axes always split: those of a manual region (``rules.manual``).
+    # Factors that these axes always split: those of a manual region
+    # (``rules.custom_op_rules``).
     pinned: tuple[tuple[str, Axes], ...] = ()
     # Pinned factors that no tensor has, over which the results are partial.
     summed: frozenset[str] = frozenset()
@@ -125,8 +156,9 @@ class Rule:
     merges: tuple[Merge, ...] = ()
     # What ranks gather of shards of the dims named here.
     gathered: tuple[GatheredRows, ...] = ()
-    # Dims of the first operand whose shards ranks exchange, the first for the last.
-    mirrored: tuple[int, ...] = ()
+    # Rows that ranks exchange, dim by dim. Tensors have unlike numbers of rows of these
+    # dims, and one factor: its size is that of the one with fewest, but some.
+    moves: tuple[RowMoves, ...] = ()
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -158,6 +190,12 @@ class Rule:
         return {axis: factor for factor, axes in self.pinned for axis in axes}
 
     @cached_property
+    def moved(self) -> frozenset[str]:
+        """Factors whose rows ranks exchange."""
+        dims = {moves.dim for moves in self.moves}
+        return frozenset(f for t in self.tensors for d in dims for f in t[d])
+
+    @cached_property
     def even_factors(self) -> frozenset[str]:
         """Factors whose shards must be as large as one another."""
         return frozenset(self.factors) if self.even else self.evenly
@@ -168,10 +206,8 @@ class Rule:
         weights."""
         places = [(halo.position, halo.dim) for halo in self.halos]
         places += [(mark.position, mark.dim) for mark in self.gathered]
-        places += [(0, dim) for dim in self.mirrored]
-        return frozenset(merge.factor for merge in self.merges).union(
-            f for position, dim in places for f in self.tensors[position][dim]
-        )
+        factors = {f for position, dim in places for f in self.tensors[position][dim]}
+        return self.moved.union(factors, (merge.factor for merge in self.merges))
 
     @cached_property
     def contracted(self) -> frozenset[str]:
@@ -248,6 +284,10 @@ class Rule:
 
 def _solve(sizes: dict[str, int], dim: tuple[str, ...], n: int, rule: Rule) -> None:
     """Enter the factor sizes that one dim of size ``n`` fixes."""
+    if dim and dim[0] in rule.moved:
+        numbers = (n, sizes.get(dim[0], n))
+        sizes[dim[0]] = min(filter(None, numbers), default=0)
+        return
     unknown = [f for f in dim if f not in sizes]
     product = 1
     for f in dim:

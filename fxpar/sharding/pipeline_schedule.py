@@ -7,6 +7,8 @@ messages of a program follow one order, that in which actions begin.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +18,9 @@ from fxpar.errors import PlanError
 from fxpar.sharding.pipeline_axis import homes
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+
+# What a stage does of a microbatch, in the order of the alphabet.
+_WHOLE = ([BACKWARD, FORWARD], [FORWARD, INPUTS, WEIGHTS])
 
 
 class Action(NamedTuple):
@@ -51,6 +56,8 @@ class PipelineSchedule:
     rounds: int
     # Forward and backward take turns, so that they have to be one program.
     mixes: bool
+    # How stages go round the places, as of ``pipeline_axis.homes``.
+    style: str = "loop"
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = {
@@ -58,6 +65,8 @@ SCHEDULES: Mapping[str, PipelineSchedule] = {
     "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1, True),
     "interleaved": PipelineSchedule(pipelining.interleaved, 2, True),
     "zero_bubble": PipelineSchedule(pipelining.zero_bubble, 1, True),
+    "zbv": PipelineSchedule(pipelining.zbv, 2, True, "v"),
+    "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, True, "v"),
 }
 
 # What "auto" is, where forward and backward are one program, and where they are two.
@@ -66,7 +75,8 @@ AUTO, AUTO_APART = "1f1b", "gpipe"
 
 def stage_places(name: str, places: int) -> tuple[int, ...]:
     """The place of each stage of a schedule."""
-    return homes(places * SCHEDULES[name].rounds, places)
+    schedule = SCHEDULES[name]
+    return homes(places * schedule.rounds, places, schedule.style)
 
 
 def rows_of(
@@ -84,16 +94,28 @@ def rows_of(
     ]
     if not trains:
         rows = [[action for action in row if action.kind == FORWARD] for row in rows]
-    count = (
-        parts * schedule.rounds * len({action.kind for row in rows for action in row})
-    )
-    if any(len(row) != count or len(set(row)) != count for row in rows):
+    stages = range(places * schedule.rounds)
+    if not _is_complete(rows, stages, range(parts), trains):
         raise PlanError(
-            f"pipeline={name!r} has no order for {parts} microbatches on {places} "
+            f"pipeline={name!r} has no order for {parts} microbatches on {len(stages)} "
             "stages",
-            fix=f"set microbatches to a multiple of {places}",
+            fix=f"set microbatches to a multiple of {len(stages)}",
         )
     return rows
+
+
+def _is_complete(
+    rows: Sequence[Sequence[Action]], stages: range, parts: range, trains: bool
+) -> bool:
+    """Whether each stage does all of each microbatch, and nothing twice."""
+    kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for action in itertools.chain(*rows):
+        kinds[action.stage, action.part].append(action.kind)
+    wholes = _WHOLE if trains else ([FORWARD],)
+    each = itertools.product(stages, parts)
+    return len(kinds) == len(stages) * len(parts) and all(
+        sorted(kinds[key]) in wholes for key in each
+    )
 
 
 def seconds_of(

@@ -40,7 +40,7 @@ class Collective:
 class NodePlan:
     """One op: its strategy, the specs it reads, makes, and its results settle in.
 
-    ``module``: as ``op_modules`` writes it, ``forward/layers.0.mlp``; None if unknown.
+    ``module``: as ``plan_facts`` writes it, ``forward/layers.0.mlp``; None if unknown.
     ``reads``: the value each operand is, as its place in ``Plan.values``; empty if
     unknown."""
 

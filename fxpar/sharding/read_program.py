@@ -31,7 +31,7 @@ from fxpar.sharding.program import (
     user_line,
 )
 from fxpar.sharding.rules import row_of
-from fxpar.sharding.rules.manual import manual_axes, pinned
+from fxpar.sharding.rules.custom_op_rules import manual_axes, pinned
 from fxpar.sharding.rules.table import evaluate, tensors_of
 
 
@@ -201,11 +201,40 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         ops,
         inputs,
         outputs,
-        signature,
+        _with_batch_apart(signature, ops, outputs),
         producers,
         uses,
         value_of,
         reduce_here,
+    )
+
+
+def _with_batch_apart(
+    signature: Signature, ops: Sequence[Op], outputs: Sequence[int | None]
+) -> Signature:
+    """Results that follow the batch leave whole where rows were put before or behind
+    it, or taken out: a rank's part of such rows is not of its own samples. Gradients
+    have the rows of their inputs."""
+    if not signature.batch:
+        return signature
+    resized: set[tuple[int, int]] = set()
+    for op in ops:
+        moved = {m.dim for m in op.rule.moves if set(m.sources) != set(m.targets)}
+        led = zip(op.tensors, op.rule.tensors, strict=False)
+        places = [
+            (v, d, dim[0]) for v, dims in led for d, dim in enumerate(dims) if dim
+        ]
+        factors = {f for v, d, f in places if (v, d) in resized}
+        factors |= {f for _, d, f in places if d in moved}
+        resized |= {(v, d) for v, d, f in places if f in factors and v in op.results}
+    return replace(
+        signature,
+        outputs=tuple(
+            replace(out, lie="whole")
+            if (out.kind, out.lie) == ("output", "batch") and (v, 0) in resized
+            else out
+            for out, v in zip(signature.outputs, outputs, strict=True)
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import NodePlan, Plan
 from fxpar.sharding.program import Op, Program, user_line
-from fxpar.sharding.reshard.needed import connect
+from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 

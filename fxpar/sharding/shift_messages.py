@@ -11,15 +11,19 @@ end come from the other end of the dim: who wants a constant there puts it over 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes
+from fxpar.sharding.factors import Axes, RowMoves
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, tensor_nodes
-from fxpar.sharding.rules.manual import COLLECTIVE, group_axes_of
+from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.rules.custom_op_rules import COLLECTIVE, group_axes_of
 from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 NAME = "fxpar.shift.default"
@@ -73,9 +77,11 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
     shifted = moved_rows(op)
     if shifted is not None:
         dim, by = shifted
+        spec = operand_spec(op.rule, strategy, 0)
+        exchange = exchange_of(op.rule.moves[0], [spec], [spec], mesh)
+        if not by_permutes(op.target, exchange, mesh):
+            return ()
         return _messages(op, 0, [(dim, by, by)], strategy, mesh)
-    if op.rule.mirrored:
-        return _mirrored(op, strategy, mesh)
     around: dict[int, list[tuple[int, int, int]]] = {}
     for halo in op.rule.halos:
         rows = halo.dim, -halo.before, halo.after
@@ -126,14 +132,43 @@ def _messages(
     return tuple(out)
 
 
-def _mirrored(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
-    """Those of shards that ranks exchange end to end, one dim after the other."""
-    spec = operand_spec(op.rule, strategy, 0)
-    value = tensor_nodes(op.node)[0].meta["val"]
-    shape = spec.local_shape(mesh, [int(k) for k in value.shape])
-    nbytes = math.prod(shape) * value.dtype.itemsize
-    split = [mesh.ordered(spec.dims[d]) for d in op.rule.mirrored]
-    return tuple((axes, nbytes) for axes in split if mesh.count(axes) > 1)
+def exchange_of(
+    moves: RowMoves, operands: Sequence[Spec], results: Sequence[Spec], mesh: Mesh
+) -> Exchange:
+    """How rows that an op moves lie on the mesh, where its tensors lie so."""
+    split = [
+        [mesh.count(spec.dims[moves.dim]) > 1 for spec in specs]
+        for specs in (operands, results)
+    ]
+    lie = (spec.dims[moves.dim] for spec in (*operands, *results))
+    axes = next((axes for axes in lie if mesh.count(axes) > 1), ())
+    return Exchange(moves, axes, *map(tuple, split))
+
+
+def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
+    """Whether ranks exchange rows by permutes of pieces (``sent``), as they do for a
+    shift of shards that are alike."""
+    (rows, *_), axes = exchange.moves.sources, exchange.axes
+    return str(target) == NAME and shard_sizes.is_even(rows, mesh, axes)
+
+
+def _moves(op: Op, strategy: Strategy, mesh: Mesh) -> float:
+    """Seconds of the exchanges of rows (``Rule.moves``), one dim after the other."""
+    if not op.rule.moves:
+        return 0.0
+    n, total = len(op.operands), 0.0
+    operands = [operand_spec(op.rule, strategy, i) for i in range(n)]
+    results = [result_spec(op.rule, strategy, i) for i in range(len(op.results))]
+    first, before = tensor_nodes(op.node)[0].meta["val"], operands[0]
+    shape = list(before.local_shape(mesh, [int(k) for k in first.shape]))
+    for moves in op.rule.moves:
+        dim, shape[moves.dim] = moves.dim, 1
+        exchange = exchange_of(moves, operands, results, mesh)
+        row = math.prod(shape) * first.dtype.itemsize
+        if exchange.axes and not by_permutes(op.target, exchange, mesh):
+            total += row_moves.seconds(exchange, mesh, row)
+        shape[dim] = shard_sizes.largest(moves.targets[0], mesh, results[0].dims[dim])
+    return total
 
 
 def _gathered(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
@@ -186,4 +221,4 @@ def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
             *_gathered(op, strategy, mesh),
         )
     )
-    return permutes + gathers
+    return permutes + gathers + _moves(op, strategy, mesh)

@@ -13,7 +13,7 @@ from torch import nn
 
 from fxpar import pipeline
 from fxpar.errors import HintError, PlanError, RankMismatchError
-from tests.helpers.patience import given_up_at_call
+from tests.helpers.patience import given_up_at_call, given_up_in_round
 from tests.helpers.scripts import run_script
 from tests.helpers.spawn import shared_pool
 
@@ -221,3 +221,65 @@ def test_another_branch_on_one_rank() -> None:
         assert other[0] == "RankMismatchError"
         assert "ranks disagree about the program they call: rank 1" in other[1]
         assert "mul" in other[1] and other[2] < 15.0
+
+
+def breaks_a_backward(how: str) -> list[tuple[str, str, float]]:
+    """A backward that rank 1 compiles as no other does, fails to, or never calls; then
+    a step that all take."""
+    torch._dynamo.reset()
+    scheduled, backwards = pipeline.scheduled, list[bool]()
+
+    def one_more(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        regions = scheduled(graph, *args, **kwargs)
+        backwards.append(kwargs["backward"])
+        if kwargs["backward"]:
+            if how == "fails":
+                raise PlanError("nothing fits", fix="give it more")
+            first = next(n for n in graph.nodes if "all_reduce" in str(n.target))
+            with graph.inserting_before(first):
+                graph.node_copy(first)
+        return regions
+
+    if rank() == 1 and how != "left out":
+        pipeline.scheduled = one_more
+    try:
+        loss = compiled(model_of())(torch.ones(4, 4)).sum()
+        assert rank() == 0 or how == "left out" or backwards == [False]  # not yet
+        if rank() == 1 and how == "left out":
+            while not given_up_in_round():
+                time.sleep(0.1)
+            outcome = ("", "", 0.0)
+        else:
+            outcome = said(loss.backward)
+    finally:
+        pipeline.scheduled = scheduled
+    if how == "left out":
+        return [outcome]
+    again = compiled(model_of(10))
+    return [outcome, said(lambda: again(torch.ones(4, 4)).sum().backward())]
+
+
+def test_another_backward_on_one_rank_is_told_before_it_runs() -> None:
+    for outcome, after in shared_pool(2).run(breaks_a_backward, "differs"):
+        assert outcome[0] == "RankMismatchError"
+        assert "about the collectives they launch: rank 1 from rank 0" in outcome[1]
+        assert "+all_reduce" in outcome[1] and outcome[2] < 20.0
+        assert after[0] == "", after
+
+
+def test_a_backward_that_one_rank_cannot_compile() -> None:
+    runs = shared_pool(2).run(breaks_a_backward, "fails")
+    for me, (outcome, after) in enumerate(runs):
+        assert outcome[0] == ("PlanError" if me else "RankMismatchError")
+        assert "nothing fits" in outcome[1] and outcome[2] < 20.0
+        assert after[0] == "", after
+
+
+def test_a_backward_that_one_rank_leaves_out() -> None:
+    pool = shared_pool(2)
+    pool.renew()
+    runs = pool.run(breaks_a_backward, "left out", env=SOON, timeout=60.0)
+    pool.renew()
+    name, text, _ = runs[0][0]
+    assert name == "RankMismatchError"
+    assert "rank 1 did not come to 'the backward of graph" in text

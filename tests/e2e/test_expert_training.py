@@ -11,7 +11,7 @@ import torch
 
 import fxpar
 from fxpar.errors import RoomError
-from fxpar.runtime import expert_axes
+from fxpar.passes.experts import expert_axes
 from tests.helpers.models import build_loss
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import Run, compare, loop, one_device, part, train

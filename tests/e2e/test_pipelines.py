@@ -53,6 +53,8 @@ def test_a_model_trains_with_inductor() -> None:
                 ("pp=2", "interleaved", "global"),
                 ("pp=2", "zero_bubble", "global"),
                 ("pp=4", "zero_bubble", "global"),
+                ("pp=2", "zbv", "global"),
+                ("pp=2", "dualpipev", "global"),
                 ("pp=2,dp=2", "interleaved", "global"),
                 ("pp=2,tp=2", "1f1b", "global"),
             )

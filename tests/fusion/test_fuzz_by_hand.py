@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import parse
+from fxpar.fusion import apply_schedule
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.pipeline_stages import apply_stages
 from fxpar.passes import collective_nodes
-from fxpar.passes.simulate.scatter_gather import scatter
+from fxpar.passes.simulate.emulate_collectives import scatter
 from fxpar.sharding.spec import Spec
 from tests.helpers.schedule_cases import pipeline, simulated
 from tests.helpers.toys import (
@@ -36,7 +36,7 @@ TRIES = 20
 
 # ``share`` is for stages, ``balance`` for attention.
 OTHERS = {"overlap", "share", "balance"}
-ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - OTHERS
+ALONE = {*apply_schedule.TAKES, "chunks", "ring", "fused"} - OTHERS
 
 MESHES = ("dp=2,tp=2", "tp=4", "tp=2")
 

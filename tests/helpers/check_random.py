@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxpar.errors import FxparWarning
-from fxpar.passes.simulate.lockstep import COLLECTIVES
+from fxpar.passes.simulate.launches import is_collective, message_of
 from fxpar.sharding.cost.recompute import phases
 from tests.helpers.random_programs import Case
 
@@ -38,8 +38,13 @@ def collectives(graph: torch.fx.Graph) -> Counter:
     """Collectives by kind that a forward or a backward of a local graph runs: what
     draws random numbers stands in it also where neither needs it."""
     run = {node for phase in phases(graph) for node in phase}
-    sent = [node.target for node in run if node.target in COLLECTIVES]
-    return Counter(_KINDS[target.overloadpacket.__name__] for target in sent)
+    sent = [node for node in run if is_collective(node)]
+    return Counter(
+        message_of(node)[0]
+        if node.target is torch.ops.fxpar.move_rows.default
+        else _KINDS[node.target.overloadpacket.__name__]
+        for node in sent
+    )
 
 
 def check(case: Case) -> None:

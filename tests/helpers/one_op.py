@@ -20,14 +20,14 @@ from torch.utils import _pytree
 from fxpar import _torch
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local.localize import localize
+from fxpar.passes.simulate.emulate_collectives import gather
 from fxpar.passes.simulate.lockstep import run_lockstep
-from fxpar.passes.simulate.scatter_gather import gather
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.read_program import read
-from fxpar.sharding.reshard.needed import connect
+from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec

@@ -19,8 +19,8 @@ from torch import fx
 from fxpar import _torch
 from fxpar.fusion.pipeline_stages import apply_stages
 from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep, run_stages
-from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter

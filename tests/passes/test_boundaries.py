@@ -10,10 +10,9 @@ import torch
 from torch import fx, nn
 
 from fxpar.errors import MeshError, PlanError
-from fxpar.passes.boundaries import Boundaries, absorb
-from fxpar.passes.signature import read_signature
+from fxpar.passes.boundaries import Boundaries, absorb, read_signature
+from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
-from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.pipeline import Result, parallelize
 from fxpar.runtime.at_rest import crossings as _crossings  # noqa: F401  (kernels)
 from fxpar.runtime.tracing import TracedCall

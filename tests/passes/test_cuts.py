@@ -77,15 +77,15 @@ def test_meshes(program: Any, mesh: str, axes: Any, rows: int) -> None:
     check(program, rows, mesh, axes)
 
 
-def test_many_rows_are_gathered_once() -> None:
-    """What several large cuts read is gathered for all of them."""
+def test_many_rows_are_exchanged() -> None:
+    """Ranks get the rows that they compute with, and gather none."""
 
     def halves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         h = x.tanh()
         return (h[:, :16] * h[:, 16:]).sum(1) @ w
 
     plan = check(halves, 32, "sp=4")
-    assert [c.kind for c in plan.collectives].count("all_gather") == 1
+    assert "all_gather" not in {c.kind for c in plan.collectives}
 
 
 def test_truths_are_not_summed() -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order.delay import _may_move, delay
 from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.order_collectives import _may_move, delay
 from fxpar.passes.order.sink_waits import WAIT
 from tests.helpers.sketch import GATHER, REDUCE, Sketch, check_equal
 
@@ -239,7 +239,7 @@ def test_many_that_are_under_way_together_take_little_time(sketch: Sketch) -> No
         begun.append(sketch.call(REDUCE, x, "sum", "fxpar:dp"))
     sketch.output(*(sketch.call(c10d.wait_tensor, n) for n in begun))
     looked = mock.Mock(side_effect=_may_move)
-    with mock.patch("fxpar.passes.order.delay._may_move", looked):
+    with mock.patch("fxpar.passes.order.order_collectives._may_move", looked):
         delay(sketch.graph)
     assert looked.call_count < 5000
 

@@ -150,6 +150,14 @@ def test_rows_go_to_their_experts(program: Any, mesh: str) -> None:
         assert plan.inputs[0].dims[0][-1] == "ep"
 
 
+@pytest.mark.parametrize("program", [added, *slow(mixture)])
+def test_tokens_that_the_axis_does_not_divide(program: Any) -> None:
+    args = arguments(tokens=15)
+    plan = planned(program, args, "dp=2")
+    compare(plan, args, PROGRAMS[program])
+    assert plan.inputs[0].dims[0] == ("dp",)
+
+
 def blocks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A gate and what it gates, side by side, as Mixtral has them."""
     return rows.chunk(2, -1)
@@ -477,7 +485,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.passes.experts.group_copies import GroupCopies
+    from fxpar.passes.experts.group_rows import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]

@@ -23,6 +23,8 @@ from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes.decompose import decompose
 from fxpar.sharding.mesh import Mesh
 
+aten = torch.ops.aten
+
 SEQUENCE = (None, None, "cp", None)
 
 Lines = Callable[[fx.Graph, Mesh], Schedule]
@@ -89,14 +91,29 @@ def test_a_loss_over_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None
     assert not refused(plan.result.local)
 
 
+def test_booleans_are_padded_as_bytes() -> None:
+    """In shards that are not alike; Inductor (2.13) cannot pad those that it computes
+    of 8 bytes each."""
+
+    def fn(ids: torch.Tensor) -> torch.Tensor:
+        return ids > 1
+
+    ids = torch.randint(4, (5, 7))
+    specs = {"in_specs": [("dp", None)], "out_specs": [(None, None)]}
+    plan = fxpar.plan(fn, ids, mesh="dp=2", **specs, mode="propagate")
+    pads = plan.result.local.find_nodes(
+        op="call_function", target=aten.constant_pad_nd.default
+    )
+    assert [node.meta["val"].dtype for node in pads] == [torch.uint8]
+    assert torch.equal(plan.simulate(ids), fn(ids))
+
+
 def test_what_is_refused_is_noticed() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.call_function(torch.ops.aten.logaddexp.default, (x, x))
     assert refused(graph) == {"aten.logaddexp.default"}
 
-
-aten = torch.ops.aten
 
 ADDED: dict[str, Callable[[torch.Tensor], Any]] = {
     "one": lambda x: aten.logaddexp.default(x, x),

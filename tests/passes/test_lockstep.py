@@ -10,8 +10,8 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
+from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
-from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

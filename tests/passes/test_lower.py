@@ -12,8 +12,8 @@ from fxpar._torch.fake import new_fake_mode
 from fxpar.passes.builder import Builder
 from fxpar.passes.collective_nodes import emit
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
-from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec
@@ -218,14 +218,15 @@ def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     from fxpar.sharding.reshard.steps import KINDS
 
     communicating = {kind for kind, row in KINDS.items() if not row.local}
-    messages = {"send", "recv"}
-    assert NODES.keys() == LOWERINGS.keys() == KINDS.keys() | messages
+    messages, moves = {"send", "recv"}, {"move_rows"}
+    assert NODES.keys() == LOWERINGS.keys() == KINDS.keys() | messages | moves
     assert {NODES[kind] for kind in messages} == MESSAGES
-    assert {NODES[kind] for kind in communicating | messages} == COLLECTIVE
-    assert set(LAUNCHED.values()) == communicating == set(RUN)
-    assert set(collectives.KINDS) == communicating
+    assert {NODES[kind] for kind in communicating | messages | moves} == COLLECTIVE
+    assert set(LAUNCHED.values()) == communicating | moves
+    assert set(collectives.KINDS) == communicating == set(RUN)
     assert LAUNCHED.keys() == COLLECTIVES.keys()
     for kind, lowering in LOWERINGS.items():
-        talks = kind in communicating | messages
-        assert bool(lowering.ops) == (lowering.arguments is not None) == talks
-        assert (lowering.emulate is not None) == (kind in communicating)
+        talks = kind in communicating | messages | moves
+        assert bool(lowering.ops) == talks
+        assert (lowering.arguments is not None) == (talks and kind not in moves)
+        assert (lowering.emulate is not None) == (kind in communicating | moves)

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.passes.order.reshard_after_forward import regather, save_alike
+from fxpar.passes.order.forward_backward import regather, save_alike
 
 aten = torch.ops.aten
 

@@ -159,7 +159,7 @@ def test_it_can_be_left_out(x, monkeypatch) -> None:
     plan = fxpar.plan(
         SHIFTS["cat"][1], x, mesh="tp=4", in_specs=lie, out_specs=lie, mode="propagate"
     )
-    assert plan.collectives[0].kind == "all_gather"
+    assert len(plan.collectives) > 1
 
 
 @pytest.mark.parametrize("mode", ["propagate", "search"])

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 import fxpar
 from fxpar._torch.fake import new_fake_mode
 from fxpar.errors import PlanError
+from fxpar.passes.boundaries import read_signature
 from fxpar.passes.builder import Builder
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.simulate_step import (
     Simulation,

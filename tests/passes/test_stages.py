@@ -17,6 +17,7 @@ from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import home_of
+from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
 from tests.helpers.models import build_double, double
 
@@ -141,7 +142,8 @@ MESHES = [
     ("stage=2", 1),
 ]
 SLOW = pytest.mark.slow
-QUICK = {("tied", "interleaved"), ("skips", "zero_bubble")}
+QUICK = {("tied", "interleaved"), ("skips", "zero_bubble"), ("tied", "dualpipev")}
+TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
 
 
 @pytest.mark.parametrize(
@@ -167,21 +169,25 @@ def test_numbers_are_those_of_one_device(
     [
         pytest.param(name, schedule, marks=() if (name, schedule) in QUICK else SLOW)
         for name in MODELS
-        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+        for schedule in SCHEDULES
     ],
 )
 def test_schedules_do_not_change_numbers(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(monkeypatch, name, "pp=2", 4, schedule)
-    assert len(plan.stages) == (4 if schedule == "interleaved" else 2)
+    assert len(plan.stages) == (4 if schedule in TWICE else 2)
     assert error_of(plan, MODELS[name][1]()) < 1e-11
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_sixteen_stages(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned(monkeypatch, "skips", "pp=16", 8, schedule)
+@pytest.mark.parametrize(
+    ("schedule", "mesh"), [("1f1b", "pp=16"), ("zero_bubble", "pp=16"), ("zbv", "pp=8")]
+)
+def test_sixteen_stages(
+    schedule: str, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, "skips", mesh, 8, schedule)
     assert len(plan.stages) == 16
     assert error_of(plan, rows()) < 1e-11
 

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.simulate.launches import KINDS
-from fxpar.passes.simulate.step_collectives import facts_of
+from fxpar.passes.simulate.launches import KINDS, facts_of
 from fxpar.sharding.program import depending_on_tangents
 
 HINTS = {"w1": (None, "tp"), "w2": ("tp", None)}

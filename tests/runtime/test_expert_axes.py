@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fxpar
+from fxpar.passes.experts import expert_axes
 from fxpar.planning import TracedPlan
-from fxpar.runtime import expert_axes
 from fxpar.sharding.plan import Plan
 
 pytest.importorskip("transformers.integrations.moe")

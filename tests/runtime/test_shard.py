@@ -97,11 +97,35 @@ class Halves(Layer):
         return y
 
 
-def written_in_the_forward(param_dtype: str | None) -> None:
+class Clamped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def written_in_the_forward(cls: type[nn.Linear], param_dtype: str | None) -> None:
     torch._dynamo.reset()
-    model = fxpar.shard(nn.Sequential(Halves(8, 8)), mesh="dp=2")
+    model = fxpar.shard(nn.Sequential(cls(8, 8)), mesh="dp=2")
     how = {"mesh": "dp=2", "codegen": "eager", "param_dtype": param_dtype}
     torch.compile(model, backend="fxpar", options=how)(torch.ones(4, 8))
+
+
+def read_by_data() -> None:
+    """A detached copy may be written to."""
+    torch._dynamo.reset()
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = self.weight.data.clone().abs_().max()
+            return super().forward(x) / scale
+
+    model = fxpar.shard(nn.Sequential(Scaled(8, 8)), mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": "eager"}
+    x = torch.ones(4, 8)
+    whole = model(x)
+    torch.testing.assert_close(
+        torch.compile(model, backend="fxpar", options=how)(x), whole
+    )
 
 
 def renormalized_in_the_forward() -> None:
@@ -116,12 +140,14 @@ def test_a_parameter_that_the_forward_writes() -> None:
     """It would write to the global value, which is gone after the graph."""
     pool, words = shared_pool(2), "the forward writes to a parameter"
     runs = [
-        pool.errors(written_in_the_forward, None),
-        pool.errors(written_in_the_forward, "bfloat16"),
+        pool.errors(written_in_the_forward, Halves, None),
+        pool.errors(written_in_the_forward, Halves, "bfloat16"),
+        pool.errors(written_in_the_forward, Clamped, None),
         pool.errors(renormalized_in_the_forward),
     ]
     for error in (error for errors in runs for error in errors):
         assert isinstance(error, ShardError) and words in str(error), repr(error)
+    pool.run(read_by_data)
 
 
 def home_of_model(model: nn.Module) -> Home:
@@ -319,6 +345,16 @@ def copies() -> None:
     assert model.layer.weight.full_tensor().abs().sum() > 0
     other(ids()).sum().backward()
     assert model.layer.weight.grad is None
+    # As of a plain model, whose copies have no gradients either.
+    gradient = other.layer.weight.grad
+    third = copy.deepcopy(other)
+    assert isinstance(third.layer.weight, nn.Parameter) and is_sharded(third)
+    assert third.head.weight is third.words.weight is not other.words.weight
+    assert third.layer.weight.grad is None and other.layer.weight.grad is gradient
+    torch.testing.assert_close(third(ids()), other(ids()))
+    average = torch.optim.swa_utils.AveragedModel(other)
+    average.update_parameters(other)
+    torch.testing.assert_close(average(ids()), other(ids()))
 
 
 @multiprocess

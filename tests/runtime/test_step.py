@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import while_loop
 from torch.optim import lr_scheduler
 
 import fxpar
@@ -472,6 +473,47 @@ def test_losses_that_are_none(loss: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says) as raised:
         step(*batches(1)[0])
     assert "fix:" in str(raised.value)
+
+
+class Repeated(nn.Module):
+    """Three rounds of a loop, whose result no gradient flows to unless ``trained``."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.trained = nn.Linear(4, 4), nn.Linear(4, 4), trained
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = torch.tensor(0), self.first(x)
+        with torch.set_grad_enabled(self.trained):
+            _, y = while_loop(
+                lambda i, y: i < 3, lambda i, y: (i + 1, 2 * torch.tanh(y)), start
+            )
+        return self.last(y)
+
+
+def test_a_loop_of_steps_unknown() -> None:
+    x, runs = torch.randn(6, 4), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Repeated(trained=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+            return (m(x) ** 2).mean()
+
+        if compiled:
+            value = train_step(model, optimizer, loss)(x)
+        else:
+            value = loss(model, x)
+            value.backward()
+            optimizer.step()
+        runs.append((value.detach(), model.state_dict()))
+    same(runs[1], runs[0])
+    model = Repeated(trained=True)
+    step = train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    with pytest.raises(PlanError, match="how many steps a while_loop keeps") as raised:
+        step(x)
+    assert f"at: {__file__}" in str(raised.value) and "scan" in str(raised.value)
 
 
 def test_a_hook_on_a_gradient() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import fxpar
 from fxpar import _torch, cache_files, choose_plan
 from fxpar.explain.dump import graph_text
-from fxpar.passes.signature import read_signature
+from fxpar.passes.boundaries import read_signature
 from fxpar.pipeline import Result
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.ranks import consensus, presence

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import MeshError, SpecError
-from fxpar.passes.simulate.scatter_gather import scatter
+from fxpar.passes.simulate.emulate_collectives import scatter
 from fxpar.sharding.axis_parts import full_name, overlapping, split_name
 from fxpar.sharding.cost.collectives import KINDS, along
 from fxpar.sharding.cost.hardware_table import lookup

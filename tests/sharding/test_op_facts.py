@@ -13,7 +13,7 @@ import torch._inductor.inductor_prims  # registers them
 
 import fxpar
 from fxpar.passes import custom_ops  # noqa: F401  (registers ops)
-from fxpar.passes.experts import dispatch_ops, expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes.experts import expert_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.rules import FAMILIES
 from fxpar.sharding.rules.op_facts import (
     FACTS,

@@ -14,16 +14,15 @@ import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_
 
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops  # noqa: F401  (register fxpar's own)
-from fxpar.passes.experts import dispatch_ops, expert_ops  # noqa: F401  (register fxpar's own)
+from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
 from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.sharding.factors import Passage, Rule, parse_rule
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.rules import TABLE, manual, pointwise, sources
+from fxpar.sharding.rules import TABLE, custom_op_rules, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
-from fxpar.sharding.rules.row_builders import keys
-from fxpar.sharding.rules.table import row
+from fxpar.sharding.rules.table import keys, row
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
 from tests.helpers.one_op import OneOp, is_expressible
@@ -216,7 +215,7 @@ def try_row(key: Any, *kinds: Any) -> None:
 BODIES = {f"higher_order::flex_attention{x}" for x in ("", "_backward")}
 # These stand between the shapes of a rank and global ones, or send something:
 # tests/runtime/test_shard_map.py runs them.
-REGIONS = set(manual.ROWS)
+REGIONS = set(custom_op_rules.ROWS)
 ROWS = [key for key in TABLE if key not in BODIES | REGIONS]
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import SpecError
-from fxpar.passes.simulate.scatter_gather import scatter
+from fxpar.passes.simulate.emulate_collectives import scatter
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

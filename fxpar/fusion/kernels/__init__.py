@@ -1,7 +1,7 @@
 """Regions: a collective and the compute around it as one op with generated kernels.
 
 ``fuse_regions`` makes regions of a graph: ``select_region`` says what belongs together,
-``memory_traffic`` whether it pays, ``trace_region`` makes a ``region_program`` of it,
+``kernel_worth`` whether it pays, ``trace_region`` makes a ``region_program`` of it,
 ``region_op`` is the op that runs one. A program is run op by op (``interpret``) or by
 kernels (``run_kernels``): ``split_at_collectives`` cuts it, and of each part
 ``kernel_text`` makes the text, by ``emit`` (what a line is in a kernel), ``placement``

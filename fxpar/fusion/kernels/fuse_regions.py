@@ -25,7 +25,7 @@ from fxpar.fusion.kernels import region_op as _op
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
 from fxpar.fusion.kernels.kernel_text import kernel_of
-from fxpar.fusion.kernels.memory_traffic import bytes_of, writes_of
+from fxpar.fusion.kernels.kernel_worth import bytes_of, writes_of
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.select_region import (
     WAITS,

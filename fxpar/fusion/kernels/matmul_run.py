@@ -16,7 +16,7 @@ there before the first: the host waits for nothing and owes a running kernel not
 Kernels take no more programs than the provider has, which leaves multiprocessors
 (``symmetric_memory.FREE``) to the meeting and to NCCL. Only the meeting waits for other
 ranks; it has a deadline (``device_functions.barrier``) and goes on behind it, and so
-does all that waits for it. Never decides whether it pays (``matmul_cost``).
+does all that waits for it. Never decides whether it pays (``kernel_worth``).
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of, value_of
 from fxpar.passes.collective_nodes import all_reduce, step
-from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.passes.experts.dispatch_ops import NONE
+from fxpar.passes.experts.expert_ops import NONE
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.program import user_line

@@ -7,8 +7,8 @@ graph without it: products are ``fxpar::expert_mm`` and ``fxpar::expert_outer``,
 take rows in any order and the expert of each; what stands between makes rows one by one
 (``row_wise``), and whatever reads them in another way reads them where they lay. For a
 mesh with an axis for experts, rows come once for each group of experts that a rank has
-(``group_copies``): of a copy the rows of other groups are not read again. Or each group
-has slots for the rows of each source (``dispatched_rows``).
+(``GroupCopies``): of a copy the rows of other groups are not read again. Or each group
+has slots for the rows of each source (``DispatchedRows``).
 
 What it never does: rewrite a part. Where something reads the sorted rows in a way that
 is not known here, the graph stays as it is, and why is told.
@@ -26,10 +26,9 @@ from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.passes.experts.dispatched_rows import DispatchedRows
-from fxpar.passes.experts.group_copies import GroupCopies, spread
+from fxpar.passes.experts.expert_axes import SORTS, products_by
+from fxpar.passes.experts.group_rows import DispatchedRows, GroupCopies, spread
 from fxpar.passes.experts.row_wise import call_of, row_call
-from fxpar.passes.experts.sorted_products import SORTS, products_by
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
 

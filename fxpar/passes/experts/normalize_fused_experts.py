@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 
 aten = torch.ops.aten
 MM = torch.ops.fxpar.expert_mm.default

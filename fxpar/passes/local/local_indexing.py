@@ -46,7 +46,7 @@ class _Part:
         least = self.call.build.compute(max, self.n, 1)
         padding = self.call.build.missing(least, self.n)
         pad = [0] * (2 * (x.meta["val"].dim() - self.dim) - 1) + [padding]
-        return self.call.build.call(aten.constant_pad_nd.default, x, pad, 0)
+        return self.call.build.pad_ends(x, pad)
 
     def read(self) -> fx.Node:
         """The place, or a row that may be read."""
@@ -108,7 +108,7 @@ def _with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """``x`` with a spare row at the end of each dim."""
     ndim = x.meta["val"].dim()
     pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
-    return call.build.call(aten.constant_pad_nd.default, x, pad, 0)
+    return call.build.pad_ends(x, pad)
 
 
 def _without_spares(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:

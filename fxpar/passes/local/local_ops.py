@@ -1,4 +1,9 @@
-"""Ops whose local form is not simply the op on local operands.
+"""One op of a graph in its local form, and the bodies it runs.
+
+In: a call in global shapes, its rule and strategy, and the local nodes of what it
+reads. Out: the call in local shapes, appended. A body in which something is split
+becomes one in local shapes too, op by op; nothing inside communicates
+(``sharding.body_rules``).
 
 Most ops compute their shard from the shards of their operands unchanged. The rows here
 are the others: an index into a split dim must be shifted by the rank's offset and
@@ -10,7 +15,8 @@ registers late.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +24,16 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.passes import size_nodes
 from fxpar.passes.attention import local_attention
-from fxpar.passes.builder import Builder, Size
-from fxpar.passes.experts import dispatch_ops, local_experts
+from fxpar.passes.builder import Builder, Size, value_of
+from fxpar.passes.experts import expert_ops, local_experts
+from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
     local_custom_ops,
     local_indexing,
+    local_moves,
     local_order,
     local_reductions,
     local_slices,
@@ -31,7 +41,17 @@ from fxpar.passes.local import (
     local_windows,
 )
 from fxpar.passes.local.local_call import LocalCall, Localizer, aten
+from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.sharding.body_rules import Inside
+from fxpar.sharding.body_ties import TIES
+from fxpar.sharding.factors import Axes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program
+from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.rules import row_of
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 __all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
 
@@ -44,7 +64,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
     **local_experts.LOCAL,
-    **dispatch_ops.LOCAL,
+    **expert_ops.LOCAL,
     **local_attention.LOCAL,
 }
 
@@ -118,6 +138,8 @@ def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
         local = LOCAL.get(target.name())
     if local is None:
         local = LOCAL.get(_torch.aot.higher_order_name(target))
+    if call.rule.moves and local_moves.crosses(call):
+        return local_moves.local_moves(call, _operands(args, kwargs))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)
@@ -125,3 +147,178 @@ def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
         shape = list(call.local_shape())
         args = (*args[: row.shape], shape, *args[row.shape + 1 :])
     return call.build.call(target, *args, **kwargs)
+
+
+Local = Callable[[fx.Node], Any]
+
+# Ops of fxpar that have to be replaced even where nothing is sharded.
+_OWN = (
+    torch.ops.fxpar.dot.default,
+    torch.ops.fxpar.constrain.default,
+    torch.ops.fxpar.shift.default,
+    torch.ops.fxpar.enter_region.default,
+    torch.ops.fxpar.leave_region.default,
+    torch.ops.fxpar.collective.default,
+    torch.ops.fxpar.axis_index.default,
+    torch.ops.fxpar.expert_mm.default,
+    torch.ops.fxpar.expert_outer.default,
+)
+
+
+def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
+    """Fake tensor of the largest shard, dims laid out in memory as in ``value``."""
+    if spec.is_whole:
+        return value
+    return resized(value, spec.local_shape(mesh, value.shape), mode)
+
+
+def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
+    """Fake tensor of another shape, dims laid out in memory as in ``value``."""
+    if tuple(value.shape) == tuple(shape):
+        return value
+    strides = _torch.symbols.hint_shape(value.stride())
+    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
+    stride = [0] * value.dim()
+    step = 1
+    for d in reversed(order):
+        stride[d] = step
+        step *= torch.sym_max(shape[d], 1)
+    with mode:
+        local = torch.empty_strided(
+            shape, stride, dtype=value.dtype, device=value.device
+        )
+    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
+
+
+def local_op(
+    build: Builder,
+    node: fx.Node,
+    op: Op,
+    program: Program,
+    strategy: Strategy,
+    local: Local,
+) -> fx.Node | tuple[fx.Node | None, ...]:
+    """Append an op under a strategy; ``local``: the local node of one that it reads.
+    A tuple where several nodes give its results.
+
+    Raises PlanError if a shard comes out with another shape than its spec says.
+    """
+    operands = tuple(
+        operand_spec(op.rule, strategy, i) for i in range(len(op.operands))
+    )
+    results = tuple(result_spec(op.rule, strategy, i) for i in range(len(op.results)))
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: _symbolic_size(n) or local(n)
+    )
+    all_whole = all(s.is_whole for s in operands + results)
+    if all_whole and op.target not in _OWN and _laid_out_alike(node, local):
+        result = _same(build, node, args, kwargs)
+    else:
+        shapes = _shapes(op, program)
+        call = LocalCall(build, node, op.rule, operands, results, shapes)
+        if _torch.aot.higher_order_name(node.target) in TIES:
+            args = _local_bodies(call, args, strategy.axes_of)
+        result = local_form(call, args, kwargs)
+    _check(result, op, program, results, build.mesh)
+    return result
+
+
+def _laid_out_alike(node: fx.Node, local: Local) -> bool:
+    """Whether what a node reads lies in memory as in the global graph."""
+    pairs = ((n.meta["val"], local(n).meta["val"]) for n in node.all_input_nodes)
+    return all(
+        a is b or not isinstance(a, torch.Tensor) or _layout(a) == _layout(b)
+        for a, b in pairs
+    )
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    """Where the elements of a tensor lie in its memory."""
+    return x.stride(), x.storage_offset()
+
+
+def _symbolic_size(node: fx.Node) -> Any:
+    """A size that a node computes, which local forms take as the number that it is;
+    None of other nodes."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.SymInt) else None
+
+
+def _shapes(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
+    """Global shapes of an op's tensors, open sizes as symbols."""
+    return tuple(program.values[v].sizes for v in op.tensors)
+
+
+def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """An op on whole values is the op itself, fake value included."""
+    args = size_nodes.as_nodes(build.graph, args)
+    kwargs = size_nodes.as_nodes(build.graph, kwargs)
+    copy = build.graph.create_node(node.op, node.target, args, kwargs)
+    copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
+    copy.meta["fxpar_origin"] = node.name
+    return copy
+
+
+def _check(
+    result: Any, op: Op, program: Program, results: tuple[Spec, ...], mesh: Mesh
+) -> None:
+    got = [tuple(t.shape) for t in tensors_of(value_of(result))]
+    shapes = _shapes(op, program)[len(op.operands) :]
+    want = [
+        spec.local_shape(mesh, shape)
+        for spec, shape in zip(results, shapes, strict=True)
+    ]
+    if got != want:
+        raise PlanError(
+            f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
+            f"{got}, its specs say {want}",
+            fix="its row needs a `shape` mark or a local form (see docs)",
+        )
+
+
+def _local_bodies(call: LocalCall, args: Any, axes: Mapping[str, Axes]) -> Any:
+    """The arguments with local bodies, appended in the place of the global ones."""
+    bodies = inside_of(call.node)
+    assert bodies is not None
+    count = iter(range(len(bodies.programs)))
+
+    def local(node: fx.Node) -> fx.Node:
+        if body_of(node) is None:
+            return node
+        body = _local_body(call.build, bodies, next(count), axes)
+        return new_body(call.build, node, body, call.node.name)
+
+    return fx.node.map_arg(args, local)
+
+
+def _local_body(
+    build: Builder, bodies: Inside, b: int, axes: Mapping[str, Axes]
+) -> fx.GraphModule:
+    """A body in local shapes, where ``axes`` split factors of the call that runs it."""
+    program, body = bodies.programs[b], bodies.ties.bodies[b]
+    inner = Builder(fx.Graph(), build.fake_mode, build.mesh)
+    op_of = {op.node: op for op in program.ops}
+    copies: dict[fx.Node, Any] = {}
+    for node in body.graph.nodes:
+        op = op_of.get(node)
+        if op is not None:
+            strategy = bodies.strategy(b, op, axes)
+            with inner.at(node):
+                copies[node] = local_op(
+                    inner, node, op, program, strategy, copies.__getitem__
+                )
+            continue
+        copy = copies[node] = inner.graph.node_copy(node, copies.__getitem__)
+        copy.meta = dict(node.meta)
+        copy.meta.pop("tensor_meta", None)
+        if node.op == "placeholder" and (node, 0) in program.value_of:
+            spec = Spec.of(bodies.axes_of(program.value_of[node, 0], b, axes))
+            copy.meta["val"] = local_like(
+                node.meta["val"], spec, build.mesh, build.fake_mode
+            )
+        elif node.target is operator.getitem:
+            source, key = copy.args
+            copy.meta["val"] = source.meta["val"][key]
+    inner.graph.eliminate_dead_code()
+    inner.graph.lint()
+    return module_of(body, inner.graph)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -228,20 +228,6 @@ def _kthvalue(
     return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
 
 
-def _flip(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """Each rank turns the shard that lies as far from the other end."""
-    mesh = call.build.mesh
-    for d in call.rule.mirrored:
-        axes = call.operands[0].dims[d]
-        if mesh.count(axes) == 1:
-            continue
-        shard = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
-        sources = tuple(shard.index(len(shard) - 1 - s) for s in shard)
-        step = collective_nodes.permute
-        x = collective_nodes.step(call.build, step, x, sources, mesh.ordered(axes))
-    return call.same(x, dims)
-
-
 LOCAL: dict[Any, Localizer] = {
     **dict.fromkeys(_SCANS, _scan),
     aten.cummax.default: partial(_running, aten.ge.Tensor),
@@ -252,6 +238,4 @@ LOCAL: dict[Any, Localizer] = {
     aten.min.dim: partial(_row, most),
     aten.topk.default: _topk,
     aten.kthvalue.default: _kthvalue,
-    aten.flip.default: _flip,
-    "prims::rev": _flip,
 }

@@ -157,7 +157,7 @@ def _halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     for halo in halos_of(call, position):
         at = 2 * (len(call.shapes[position]) - 1 - halo.dim)
         amounts[at : at + 2] = halo.before, halo.after
-    return call.build.call(aten.constant_pad_nd.default, x, amounts)
+    return call.build.pad_ends(x, amounts)
 
 
 # Pools

@@ -19,8 +19,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes.builder import UNEVEN, Builder
 from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
-from fxpar.passes.local.local_op import local_like, local_op
-from fxpar.passes.local.local_ops import CUTS, cut
+from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.program import Op, Program, user_line

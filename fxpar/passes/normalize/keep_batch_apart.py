@@ -109,7 +109,7 @@ def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
     )
     result = rewriter.call(node.target, *args, **kwargs)
     if node.target not in _OF_ALL:
-        result = rewriter.call(aten.view.default, result, list(shape))
+        result = rewriter.call(aten.reshape.default, result, list(shape))
     rewriter.replace(node, result)
 
 

@@ -75,11 +75,11 @@ def bucket(
                 and node.target in (_SCATTER, _REDUCE)
                 and node in near_output
             )
-        if not joins or is_chunk(node) or region_of(node):
+        if not joins or not _may_join(node):
             continue
         value, size = node.args[0].meta["val"], _size(node)
         room = gathers if node.target is _GATHER else most
-        if size >= room or value.is_complex():
+        if size >= room:
             continue
         key = node.target, node.args[1:], value.dtype, value.device
         open_bucket = opened.get(key)
@@ -100,6 +100,22 @@ def bucket(
             for member in filled_bucket.members:
                 graph.erase_node(member)
     _sort(graph)
+
+
+def _may_join(node: fx.Node) -> bool:
+    """Whether a schedule leaves it alone, and its kind can be joined."""
+    real = not node.args[0].meta["val"].is_complex()
+    return real and not is_chunk(node) and not region_of(node)
+
+
+def bucket_sizes(graph: fx.Graph) -> tuple[list[int], list[int]]:
+    """Bytes of the reductions of a joint graph that may be in buckets if they are
+    small, and of all gathers: what one reads may be given to the backward."""
+    near_output = _near_output(graph)
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    reductions = (n for n in graph.nodes if n.target in (_SCATTER, _REDUCE))
+    joinable = [n for n in reductions if n in near_output and _may_join(n)]
+    return list(map(_size, joinable)), list(map(_size, filter(_may_join, gathers)))
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:

@@ -1,10 +1,21 @@
-"""local -> as run: forward and backward parted, each scheduled, and joined again.
+"""local -> as run: forward and backward parted, each scheduled, and joined again; and
+what the backward gathers again.
 
 In: a local graph, joint or not. Out: a new graph of the same results, in which nodes
 stand as they do in what is compiled: what the backward needs of the forward is kept or
 computed again in the backward, and ``schedule`` has been applied to either. For
 ``simulate_step``; what runs is parted by AOTAutograd on the bound graph. What the
 backward computes again says ``sharding.cost.recompute``.
+
+``regather``, local -> local: what is made of resting parameters by communication, and
+of that alone, is tagged to be recomputed, so that the partitioner saves this rank's
+part for the backward and not the whole (FSDP's reshard-after-forward). Without this
+pass the partitioner may keep either.
+
+``save_alike``: the partitioner weighs what it saves by its size. Where shards are not
+alike one rank would thus compute a collective again whose result another saved, and
+wait for it for ever; so what is made of values that are recomputed and of others is
+tagged to be saved: what is recomputed is what the backward itself reads, on all ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +23,46 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.builder import copy_node
 from fxpar.passes.order.bucket_collectives import phase_of
 from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
+from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents
+
+transfer = torch.ops.fxpar.transfer.default
+
+# A region of its own among the user's checkpointed ones.
+_REGION = 1 << 20
+
+
+def save_alike(graph: fx.Graph) -> None:
+    """Tag what reads recomputed values in the forward, in place."""
+    backward = depending_on_tangents(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in backward:
+            tags = [read.meta.get("recompute") for read in node.all_input_nodes]
+            if CheckpointPolicy.MUST_RECOMPUTE in tags:
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def regather(graph: fx.Graph) -> None:
+    """Tag gathered parameters, in place."""
+    if not depending_on_tangents(graph):
+        return
+    tagged: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is transfer:
+            continue  # what another place sent is kept: it is sent once
+        read = node.all_input_nodes
+        if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
+            tagged.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _REGION
 
 
 def as_run(

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.passes.alike_nodes import is_aligned, labels_of, with_reads
 from fxpar.passes.builder import PROVENANCE
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -39,9 +40,6 @@ LEAST_CALLS, LEAST_OPS = 3, 5
 
 # Where steps of bodies were measured, and are as fast.
 DEVICES = {"cpu"}
-
-# Bytes.
-ALIGNED = 16
 
 # Inductor chooses their strides with what is around them.
 _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
@@ -85,16 +83,16 @@ def _takes_tensors(segment: LayerSegment) -> bool:
     """Whether tensors, aligned and in no lists, go in and out."""
     ends = (*_operands(segment.nodes), *segment.results)
     values = [node.meta.get("val") for node in ends]
-    tensors = all(isinstance(x, torch.Tensor) and _is_aligned(x) for x in values)
+    tensors = all(isinstance(x, torch.Tensor) and is_aligned(x) for x in values)
     return tensors and bool(segment.results)
 
 
 def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
     """What of the graph's layers can be bodies."""
     nodes, sections = _computing(graph)
-    labels = _numbers(map(_label, nodes))
+    labels = labels_of(nodes)
     taken = np.zeros(len(nodes), bool)
-    for begin, end, distance in rows_of_layers(_refined(nodes, labels)):
+    for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
         # Where they begin and end, what is around ops is not alike.
         while begin and labels[begin - 1] == labels[begin - 1 + distance]:
             begin -= 1
@@ -173,42 +171,6 @@ def _computes(target: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return target.namespace in ("aten", "prims")
-
-
-def _label(node: fx.Node) -> Any:
-    """Equal for ops that are alike, what they read left out."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
-    reads = map(_shown, node.all_input_nodes)
-    return node.target, repr(args), repr(kwargs), _shown(node), tuple(reads)
-
-
-def _shown(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(
-        (x.dtype, tuple(x.shape), x.stride(), str(x.device), _is_aligned(x))
-        for x in tensors_in(node.meta.get("val"))
-    )
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether a tensor begins where kernels may read many elements at once."""
-    return x.storage_offset() * x.dtype.itemsize % ALIGNED == 0
-
-
-def _numbers(labels: Any) -> np.ndarray:
-    known: dict[Any, int] = {}
-    return np.array([known.setdefault(label, len(known)) for label in labels], int)
-
-
-def _refined(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
-    """Labels in which those of what an op reads count too, and of what that reads, so
-    that few ops of one layer are alike."""
-    for _ in range(3):
-        at = dict(zip(nodes, labels.tolist(), strict=True))
-        labels = _numbers(
-            (at[node], *(at.get(read, -1) for read in node.all_input_nodes))
-            for node in nodes
-        )
-    return labels
 
 
 def _border(

@@ -19,7 +19,7 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.regions.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.manual import LEAVE, manual_axes, sizes_of
+from fxpar.sharding.rules.custom_op_rules import LEAVE, manual_axes, sizes_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 

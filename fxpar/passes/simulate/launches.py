@@ -1,14 +1,22 @@
-"""What one rank launches to run a local graph: kernels, collectives, waits, in order.
+"""What one rank launches to run a local graph: kernels, collectives, waits, in order;
+and what it sends with them.
 
 In: a local graph. Out: ``Launches``, data that ``simulate_step`` times and
 ``peak_memory`` adds up. What is one kernel says ``cost.fused_kernels``; here is which
 ops are collectives and waits, and which lines ranks must have alike.
+
+Of a graph that is lowered and as scheduled, before ``bucket_collectives`` joins small
+ones, also facts of a plan: its collectives in the order they run, those of the forward
+that the backward does again (gathers of parameters at rest, what is checkpointed) in
+both places; and the reshards they come from.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -16,8 +24,17 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lower import LOWERINGS
+from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
-from fxpar.sharding.program import backward_of
+from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
+from fxpar.sharding.cost.recompute import phases
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Collective
+from fxpar.sharding.program import backward_of, user_line
+from fxpar.sharding.row_moves import Exchange, message
+
+if TYPE_CHECKING:  # routes take NumPy, which kernels do without
+    from fxpar.sharding.reshard.route import Reshard
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
@@ -43,7 +60,7 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     reader = _LocalReader(fused)
     late = backward_of(graph)
     for i, node in enumerate(graph.nodes):
-        if node.target in KINDS and not _group_of(node).startswith(GROUP_PREFIX):
+        if is_collective(node) and not _group_of(node).startswith(GROUP_PREFIX):
             raise PlanError(
                 f"{node.name} runs on group {_group_of(node)!r}, which names no mesh "
                 "axes",
@@ -72,13 +89,35 @@ def _group_of(node: fx.Node) -> str:
     return str(node.kwargs.get("group_name", node.args[-1]))
 
 
+def _sends_unlike(node: fx.Node) -> bool:
+    """Whether a rank sends others unlike many rows, and each as many as it has."""
+    exchanges = node.target is c10d.all_to_all_single.default
+    return exchanges and len({*node.args[1], *node.args[2]}) > 1
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ranks send something; of rows that are moved, some may change ranks."""
+    moves = node.target is ours.move_rows.default
+    return node.target in KINDS and not (moves and not message_of(node)[1])
+
+
+def message_of(node: fx.Node) -> tuple[str, float]:
+    """(kind, bytes before) of the collective that exchanges the rows of a
+    ``fxpar::move_rows`` (``row_moves.message``)."""
+    x, dim, _, text, mesh, _ = node.args
+    value = x.meta["val"]
+    others = math.prod(n for d, n in enumerate(value.shape) if d != dim)
+    row = others * value.dtype.itemsize
+    return message(Exchange.parse(text), Mesh.parse(mesh), row)
+
+
 class _LocalReader(KernelReader):
     """Reads the nodes of a local graph, collectives among them."""
 
     def call(self, node: fx.Node) -> list[TensorView | None]:
         if node.target in WAITS:
             return self._wait(node)
-        if node.target in KINDS:
+        if is_collective(node):
             return self._collective(node)
         if getattr(node.target, "namespace", "") == "_c10d_functional":
             raise PlanError(f"cannot simulate {node.target} ({node.name})")
@@ -102,6 +141,9 @@ class _LocalReader(KernelReader):
         launch.before = sum(self.read(launch, v) for v in self.operands(node))
         made = self.make(node, launch)
         launch.after = sum(buffer.nbytes for buffer in launch.makes)
+        if node.target is ours.move_rows.default:
+            launch.kind, sent = message_of(node)
+            launch.before = launch.after = round(sent)
         for buffer in launch.makes:
             buffer.late = launch
         return made
@@ -110,16 +152,79 @@ class _LocalReader(KernelReader):
 def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
     """The collectives of a graph in order, a line for each: what ranks that run it
     together must have alike, whatever else they compute. Unless shards are ``even``,
-    sizes are alike only within a group, and are left out."""
+    sizes are alike only within a group, and are left out; so are those of exchanges."""
     out = []
     for node in graph.nodes:
         name = str(node.target)
-        if node.target in WAITS or not ("c10d" in name or node.target in KINDS):
+        if node.target in WAITS or not ("c10d" in name or is_collective(node)):
             continue
+        alike = even and not _sends_unlike(node)
         operands = [
-            f"{value.dtype}{list(value.shape) if even else ''}".removeprefix("torch.")
+            f"{value.dtype}{list(value.shape) if alike else ''}".removeprefix("torch.")
             for value in (n.meta.get("val") for n in node.all_input_nodes)
             if isinstance(value, torch.Tensor)
         ]
         out.append(f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}")
     return out
+
+
+# Messages between stages.
+MESSAGES = {
+    ours.transfer.default: "send",
+    ours.spread.default: "broadcast",
+    ours.scatter.default: "scatter",
+}
+
+
+def facts_of(
+    graph: fx.Graph,
+) -> tuple[tuple[Collective, ...], tuple[tuple[Reshard, int], ...]]:
+    """The collectives of one step in order, and the reshards that these belong to, of
+    each phase, with the bytes of their collectives."""
+    sent: list[Collective] = []
+    reshards: list[tuple[Reshard, int]] = []
+    for phase in phases(graph):
+        sent_bytes: dict[Reshard, int] = defaultdict(int)
+        for node in phase:
+            if _is_ours(node):
+                sent.append(_collective(node))
+                if "fxpar_reshard" in node.meta:
+                    sent_bytes[node.meta["fxpar_reshard"]] += sent[-1].bytes
+        reshards += sent_bytes.items()
+    return tuple(sent), tuple(reshards)
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether it is a collective along axes of the mesh."""
+    communicates = node.target in PRODUCTS or node.target in MESSAGES
+    communicates = communicates or is_collective(node)
+    return communicates and _group(node).startswith(GROUP_PREFIX)
+
+
+def _group(node: fx.Node) -> str:
+    return str(node.kwargs.get("group_name", node.args[-1]))
+
+
+def _collective(node: fx.Node) -> Collective:
+    if node.target is ours.move_rows.default:
+        kind, nbytes = message_of(node)
+        return Collective(kind, group_axes(_group(node)), round(nbytes), _source(node))
+    ops = KINDS | PRODUCTS | MESSAGES
+    kind = ops[node.target]
+    return Collective(kind, group_axes(_group(node)), _size(node), _source(node))
+
+
+def _size(node: fx.Node) -> int:
+    """Bytes of what a rank has before or after, whichever is more."""
+    if node.target not in PRODUCTS:
+        return max(bytes_of(node), sum(map(bytes_of, node.all_input_nodes)))
+    (value, *_), count = tensors_in(node.meta["val"]), node.args[-2]
+    return nbytes_of(value) * (1 if PRODUCTS[node.target] == "all_gather" else count)
+
+
+def _source(node: fx.Node) -> str:
+    """Node and user line that made it necessary."""
+    if "fxpar_cause" in node.meta:
+        return node.meta["fxpar_cause"]
+    name, line = node.meta.get("fxpar_origin", node.name), user_line(node)
+    return f"{name} ({line})" if line else name

@@ -28,10 +28,11 @@ from fxpar.passes.simulate.emulate_collectives import (
     Post,
     Ranks,
     ends_of,
+    gather,
     peers_of,
+    scatter,
     shared,
 )
-from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.passes.stages.lay_out_stages import is_laid_out
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import draws

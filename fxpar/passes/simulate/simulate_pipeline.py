@@ -20,9 +20,9 @@ from fxpar.passes.builder import PART, PLACE
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.peak_memory import residency
 from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch_seconds
+from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
-from fxpar.passes.stages.stage_messages import EVERY
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Link, Mesh

@@ -61,7 +61,7 @@ class StageCosts:
         if steps.is_step(node):
             source: Any = node.args[0]
             axes = steps.axes_of(node)
-            if node.target not in steps.COLLECTIVE:
+            if node.target not in steps.RESHARDS:
                 return 0.0
             curve = collectives.along(steps.kind_of(node), self.mesh, axes)
             return curve.seconds(bytes_of(source) / self.microbatches)

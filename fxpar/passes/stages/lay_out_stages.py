@@ -25,15 +25,15 @@ from torch import fx
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes.builder import PART, PLACE, STAGE, Builder
 from fxpar.passes.custom_ops import group_name
-from fxpar.passes.stages import stage_messages as messages
+from fxpar.passes.stages import pipeline_ops as messages
 from fxpar.passes.stages.microbatches import demand
+from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.stage_kinds import (
     BACKWARD,
     EVERYWHERE,
     StageHome,
     home_of,
 )
-from fxpar.passes.stages.stage_messages import EVERY
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
@@ -101,7 +101,7 @@ def _groups(
     nodes: Sequence[fx.Node], actions: Sequence[Action]
 ) -> Mapping[Action, list[fx.Node]]:
     """The nodes of each action; those that belong to all parts are of none."""
-    splits_backward = any(action.kind == schedules.INPUTS for action in actions)
+    parted = [action for action in actions if action.kind == schedules.INPUTS]
     parts = {action.part for action in actions}
     out: dict[Action, list[fx.Node]] = defaultdict(list)
     for node in nodes:
@@ -110,13 +110,12 @@ def _groups(
             continue
         kind = schedules.BACKWARD if home.phase == BACKWARD else schedules.FORWARD
         out[Action(home.stage, kind, part)].append(node)
-    if splits_backward:
-        for action in [each for each in out if each.kind == schedules.BACKWARD]:
-            backward = out.pop(action)
-            awaited = _awaited(backward)
-            weight_nodes = [node for node in backward if node not in awaited]
-            out[action._replace(kind=schedules.INPUTS)] = [*awaited]
-            out[action._replace(kind=schedules.WEIGHTS)] = weight_nodes
+    for action in parted:
+        backward = out.pop(action._replace(kind=schedules.BACKWARD), [])
+        awaited = _awaited(backward) if backward else {}
+        out[action] = [*awaited]
+        weights = action._replace(kind=schedules.WEIGHTS)
+        out[weights] = [node for node in backward if node not in awaited]
     return out
 
 

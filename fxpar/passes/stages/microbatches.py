@@ -30,6 +30,7 @@ from fxpar.passes.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local.localize import partition
 from fxpar.passes.lower import contiguous
+from fxpar.passes.moved_rows import exchanged
 from fxpar.passes.stages.rows_of_parts import rows_of_parts
 from fxpar.passes.stages.stage_kinds import shown
 from fxpar.passes.stages.steps_over_parts import NOTED
@@ -40,6 +41,7 @@ from fxpar.sharding.program import Input, Program, Signature, user_line
 from fxpar.sharding.propagate.conventions import batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -328,6 +330,11 @@ class _Unroller:
         """All parts in one value."""
         return self.build.call(aten.cat.default, list(values), dim)
 
+    def moved(self, values: Sequence[fx.Node], text: str) -> list[fx.Node]:
+        """What each part has of rows that are moved."""
+        time = Mesh(((TIME, self.parts),))
+        return exchanged(self.build.call, values, Exchange.parse(text), time)
+
     def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
         """The value in the first part, the reduction's identity in the others."""
         if op not in MASKED:
@@ -391,6 +398,7 @@ _JOINS: dict[Any, Callable[..., Any]] = {
         un.joined(xs, source), target
     ),
     steps.permute: lambda un, xs, _, sources, axes: [xs[i] for i in sources],
+    steps.move_rows: lambda un, xs, _, text, axes: un.moved(xs, text),
 }
 
 

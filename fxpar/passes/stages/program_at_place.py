@@ -20,8 +20,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.builder import PLACE, Builder
+from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.stage_kinds import draws
-from fxpar.passes.stages.stage_messages import EVERY
 from fxpar.sharding.program import depending_on_tangents
 
 aten = torch.ops.aten

@@ -18,9 +18,9 @@ from fxpar.passes import collective_nodes as steps
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding.factors import Axes, Rule
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.rules import add_rows
-from fxpar.sharding.rules.row_builders import Word, make, words_of
-from fxpar.sharding.rules.table import Row
+from fxpar.sharding.rules.table import Row, Word, make, words_of
 
 # What steps keep of the reshard that they stand for.
 NOTED = "fxpar_noted"
@@ -84,6 +84,11 @@ def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
     return make([before], [after])
 
 
+def _moved_rows_rule(x: torch.Tensor, text: str, *_: Any) -> Rule:
+    """The dim whose rows move stays whole."""
+    return _resized_dims_rule(x, Exchange.parse(text).moves.dim)
+
+
 def _more_rows_rule(x: torch.Tensor, dim: int, *rest: Any) -> Rule:
     """Of ``dim`` the result has the rows of all ranks, those of one part together."""
     before, after = _resized_words(x, dim, *rest[:-2])
@@ -108,6 +113,7 @@ add_rows(
         (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
         Row(_resized_dims_rule),
     )
+    | {steps.move_rows: Row(_moved_rows_rule)}
     | dict.fromkeys((gather_rows, exchange_rows), Row(_more_rows_rule))
     | dict.fromkeys((scatter_rows, return_rows), Row(_fewer_rows_rule))
 )

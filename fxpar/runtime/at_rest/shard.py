@@ -24,7 +24,7 @@ from fxpar import _torch
 from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
-from fxpar.passes.signature import read_signature
+from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.dtensor_ops import (
     complete_partials,

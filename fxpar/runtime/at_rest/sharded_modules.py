@@ -10,6 +10,7 @@ lies; ``runtime.shard`` does.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import sys
@@ -17,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -128,6 +129,7 @@ def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
     if root:
         members["forward"] = _casting(members.get("forward") or cls.forward)
     members["register_parameter"] = _guarded(cls)
+    members["__deepcopy__"] = _copied(cls)
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(cls, name)
     return type(cls.__name__, (cls,), members)
@@ -316,3 +318,25 @@ def _guarded(cls: type) -> Callable[..., None]:
         cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
 
     return register_parameter
+
+
+def _copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
+    """``__deepcopy__`` that leaves gradients out, as that of ``nn.Parameter`` does: of
+    a DTensor torch (2.13) copies the gradient too, and fails."""
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        for parameter in _torch.objects.own_parameters(self).values():
+            if isinstance(parameter, DTensor) and id(parameter) not in memo:
+                gradient, parameter.grad = parameter.grad, None
+                try:
+                    copy.deepcopy(parameter, memo)  # which memo then has
+                finally:
+                    parameter.grad = gradient
+        inherited = getattr(cls, "__deepcopy__", None)
+        if inherited is not None:
+            return cast(nn.Module, inherited(self, memo))
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    return __deepcopy__

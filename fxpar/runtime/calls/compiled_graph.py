@@ -5,7 +5,8 @@ Nothing here changes a graph. A ``Compiled`` is what ``call_variants.Calls`` run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ def plans() -> list[Plan]:
     return list(_PLANS)
 
 
+@contextlib.contextmanager
+def refusing_data(gm: fx.GraphModule) -> Iterator[None]:
+    """Inside, a graph that depends on data is refused as one, with the user's line."""
+    try:
+        yield
+    except FxparError:
+        raise
+    except Exception as error:
+        refused = data_dependent(gm, error)
+        if refused is None:
+            raise
+        raise refused from error
+
+
 def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
     """What to say of a Dynamo graph that cannot be traced because a number or a shape
     in it is that of data; None if ``error`` is something else."""
@@ -54,13 +69,27 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
         if isinstance(node.meta.get("example_value"), (torch.Tensor, *_NUMBERS))
         and _torch.fake.depends_on_data(node.meta["example_value"])
     )
+    where = next(reads, None)
+    loops = (
+        node
+        for node in gm.graph.nodes
+        if _torch.aot.higher_order_name(node.target) == "higher_order::while_loop"
+    )
+    if where is None and (loop := next(loops, None)) is not None:
+        return PlanError(
+            "how many steps a while_loop keeps for its backward is known only once it "
+            "has run",
+            where=user_line(loop),
+            fix="write it as a scan, whose steps are counted, run it under "
+            "torch.no_grad(), or torch.compile the model and call optimizer.step()",
+        )
     what, option = {
         "value": ("a number of Python is the value of a tensor", "scalar_outputs"),
         "shape": ("a shape depends on values", "dynamic_output_shape_ops"),
     }[kind]
     return PlanError(
         f"{what}, inside one graph",
-        where=next(reads, None),
+        where=where,
         fix=f"leave torch._dynamo.config.capture_{option} off, so that the graph ends "
         "there, or compute with tensors alone (torch.where and a mask)",
     )
@@ -156,15 +185,23 @@ def homes(gm: fx.GraphModule) -> list[Home]:
 def refuse_written_parameters(gm: fx.GraphModule) -> None:
     """Raise ShardError if a Dynamo graph writes to a parameter at rest: what it writes
     to is the global value, which is there for this graph alone."""
+    parameters: dict[int, fx.Node] = {}  # by the memory of their values
     for node in _crossings(gm):
         home, values = home_of(node.args[-1]), [node]
         if home is not None and home.param_dtype is not None:
             values += [user for user in node.users if user.target == "to"]  # its cast
         for value in values:
-            if not _torch.objects.version_of(value.meta["example_value"]):
-                continue
-            shape = f"of shape {list(value.meta['example_value'].shape)}"
-            raise written_parameter(shape, user_line(next(iter(value.users), value)))
+            memory = _torch.objects.memory_of(value.meta["example_value"])
+            parameters.setdefault(memory, value)
+    for node in gm.graph.nodes if parameters else ():
+        # ``x.data`` counts writes by itself.
+        x = node.meta.get("example_value")
+        if not isinstance(x, torch.Tensor) or not _torch.objects.version_of(x):
+            continue
+        parameter = parameters.get(_torch.objects.memory_of(x))
+        if parameter is not None:
+            shape = f"of shape {list(parameter.meta['example_value'].shape)}"
+            raise written_parameter(shape, user_line(next(iter(node.users), node)))
 
 
 def forget_homes(gm: fx.GraphModule) -> None:

@@ -25,9 +25,11 @@ from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import all_nodes, bodies_of, body_of, bound_body
 from fxpar.passes.local import own_shard
 from fxpar.passes.local.local_custom_ops import op_by_op
-from fxpar.passes.local.local_op import resized
+from fxpar.passes.local.local_ops import resized
+from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.rules.table import tensors_of
 
 GroupOf = Callable[[tuple[str, ...]], str]
@@ -40,7 +42,8 @@ _C10D = torch.ops._c10d_functional
 _PAD = _ATEN.constant_pad_nd.default
 _PERMUTE = torch.ops.fxpar.permute.default
 _RESOLVED = _ATEN.resolve_conj.default
-_EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE}
+_MOVE_ROWS = torch.ops.fxpar.move_rows.default
+_EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE, _MOVE_ROWS}
 _SENDS = {
     *_EXCHANGES,
     _C10D.all_gather_into_tensor.default,
@@ -92,6 +95,11 @@ def bind(
         if wire_dtype is not None and node.target is _C10D.wait_tensor.default:
             with build.at(node):
                 bound[node] = _convert(build, build.wait(*args), node.meta["val"].dtype)
+            continue
+        if node.target is _MOVE_ROWS:
+            with build.at(node):
+                bound[node] = _move_rows(build, mesh, rank, wire_dtype, *args)
+            bound[node].meta[OF_RANK] = True
             continue
         if wire_dtype is not None:
             with build.at(node):
@@ -289,6 +297,31 @@ def _permute(
     send = [n if source == me else 0 for source in sources]
     received = build.call(_C10D.all_to_all_single.default, flat, receive, send, group)
     return build.call(_ATEN.view.default, build.wait(received), shape)
+
+
+def _move_rows(
+    build: Builder,
+    mesh: Mesh,
+    rank: int,
+    wire_dtype: torch.dtype | None,
+    x: fx.Node,
+    _dim: int,
+    _rows: int,
+    text: str,
+    _mesh: str,
+    group: str,
+) -> fx.Node:
+    """Rows exchanged by an all-to-all of pieces of unlike sizes."""
+
+    def send(rows: fx.Node, gets: list[int], gives: list[int]) -> fx.Node:
+        dtype = rows.meta["val"].dtype
+        rows = rows if wire_dtype is None else _convert(build, rows, wire_dtype)
+        op = _C10D.all_to_all_single.default
+        arrived = build.wait(build.call(op, rows, gets, gives, group))
+        return arrived if wire_dtype is None else _convert(build, arrived, dtype)
+
+    exchange = Exchange.parse(text)
+    return bound_exchange(build, x, exchange, mesh, rank, send)
 
 
 def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ from fxpar.passes.experts.keep_sorted import keep_sorted as keep_rows_sorted
 from fxpar.passes.local.localize import partition
 from fxpar.passes.local.softmax_pairs import exchange_pairs
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.order import reshard_after_forward
+from fxpar.passes.order import forward_backward
 from fxpar.passes.order.outline_layers import outline_layers
 from fxpar.passes.stages.microbatches import cut_microbatches
 from fxpar.runtime.ranks.groups import bandwidth_of
@@ -170,9 +170,9 @@ def lower(state: JointState) -> None:
 
 def regather(state: JointState) -> None:
     if not state.request.keep_gathered:
-        reshard_after_forward.regather(state.graph)
+        forward_backward.regather(state.graph)
     if not state.decided.is_even:
-        reshard_after_forward.save_alike(state.graph)
+        forward_backward.save_alike(state.graph)
 
 
 def bind(state: RankState) -> None:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes import graph_bodies, size_nodes
-from fxpar.passes.experts.dispatch_ops import room_of
+from fxpar.passes.experts.expert_ops import room_of
 from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.body_seeds import refuse_draws
@@ -26,9 +26,9 @@ from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.regions import manual_regions
 from fxpar.passes.regions.region_ops import EDGES
+from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.passes.simulate.peak_memory import by_kind
-from fxpar.passes.simulate.step_collectives import facts_of as facts_of_step
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage

@@ -142,7 +142,7 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
     Raises PlanError if the loss is no scalar, or depends on none.
     """
-    mode = _torch.fake.new_fake_mode()
+    mode = _torch.fake.new_fake_mode(symbols=True)
     fakes = [fake_of(x, mode) for x in args]
     with mode, torch.enable_grad():
         for i in forward.trained:

@@ -28,6 +28,7 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
@@ -151,9 +152,10 @@ class _Stage:
         compile_step: Compile,
     ) -> None:
         self.owner, self.forward, self.compile = owner, forward, compile_step
-        mode = _torch.fake.new_fake_mode()
+        mode = _torch.fake.new_fake_mode(symbols=True)
         self.examples = [fake_of(x, mode) for x in examples]
-        self.reached = reached(forward, self.examples)
+        with refusing_data(forward.module):
+            self.reached = reached(forward, self.examples)
         self.inputs: set[Slot] = set()  # numbers of the groups that are inputs
         self.fixed: set[Slot] = set()  # those that cannot be
         self.last: dict[Slot, Any] = {}  # numbers of the groups when last traced
@@ -262,7 +264,8 @@ class _Stage:
         slot_values: Mapping[Slot, Any],
         how: StepCall,
     ) -> _Variant:
-        step = self._trace(places, slot_values, how)
+        with refusing_data(self.forward.module):
+            step = self._trace(places, slot_values, how)
         values = [*args, *(slot_values[slot] for slot in step.read)]
         refuse_shared_memory(step.ends, values, step.written)
         rests = {}

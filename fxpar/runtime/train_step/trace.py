@@ -105,7 +105,7 @@ def trace(
 
     Raises PlanError naming what the optimizer does that cannot be traced.
     """
-    mode, findings = _torch.fake.new_fake_mode(), _Findings()
+    mode, findings = _torch.fake.new_fake_mode(symbols=True), _Findings()
     read = _read(optimizer, places, numbers) if how.updates else {}
     extra_inputs = [args[i] for i in how.accumulated] + [torch.ones(())] * how.scaled
     fakes = [

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from fxpar.sharding.constant_values import constants_of
-from fxpar.sharding.cost.fused_work import Work, seconds, work_alone
 from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.program_kernels import Work, seconds, work_alone
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program

@@ -27,17 +27,20 @@ from fxpar.errors import SpecError
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard import one_pair
 from fxpar.sharding.reshard.moves import (
+    Dims,
     Layout,
     Move,
     Pending,
+    Token,
+    Tokens,
     as_step,
+    count,
     curve,
     moves,
     named,
     seconds,
 )
 from fxpar.sharding.reshard.steps import ALONE, KINDS, Alone, Step, front, written
-from fxpar.sharding.reshard.tokens import Dims, Token, Tokens, count
 from fxpar.sharding.spec import Spec
 
 # Axes of more than one rank. Of more there are too many specs to have all at once.

@@ -1,14 +1,20 @@
-"""Every single step from a layout: the one generator that searches of routes share.
+"""Every single step from a layout: the one generator that searches of routes share, and
+the arithmetic of layouts under it.
 
-In: a layout as tokens (see ``tokens``) and a ``Guide``, which says what a search looks
-at: all that can be done (``all_pairs``), or what may lead to one goal
-(``one_pair``). Out: moves, each with the layout after it, which follows from its row of
-``steps.KINDS``. ``as_step`` names what a move is in axes and dims.
+A layout has one tuple of tokens per dim, major to minor. A token ``(position, above,
+size)`` is the part ``(above)size`` of the mesh axis at ``position``; a whole axis is
+``(position, 1, n)``. Adjacent parts of an axis are always joined.
+
+In: a layout and a ``Guide``, which says what a search looks at: all that can be done
+(``all_pairs``), or what may lead to one goal (``one_pair``). Out: moves, each with the
+layout after it, which follows from its row of ``steps.KINDS``. ``as_step`` names what a
+move is in axes and dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -17,8 +23,203 @@ from fxpar.sharding.cost.collectives import Curve
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard import steps
 from fxpar.sharding.reshard.steps import KINDS, Step
-from fxpar.sharding.reshard.tokens import Dims, Token, Tokens, count, involved, joined
 from fxpar.sharding.spec import Spec
+
+Token = tuple[int, int, int]
+Tokens = tuple[Token, ...]
+Dims = tuple[Tokens, ...]
+
+
+def count(tokens: Tokens) -> int:
+    """Shards that the tokens make."""
+    out = 1
+    for token in tokens:
+        out *= token[2]
+    return out
+
+
+def joined(tokens: Sequence[Token]) -> Tokens:
+    """The same tokens with adjacent parts of an axis made one."""
+    out: list[Token] = []
+    for token in tokens:
+        if out and out[-1][0] == token[0] and out[-1][1] * out[-1][2] == token[1]:
+            token = (token[0], out[-1][1], out.pop()[2] * token[2])
+        out.append(token)
+    return tuple(out)
+
+
+def cut(token: Token, size: int) -> tuple[Token, Token | None]:
+    """The major part of that size, and what remains."""
+    axis, above, n = token
+    rest = (axis, above * size, n // size) if n > size else None
+    return (axis, above, size), rest
+
+
+def agree(have: Tokens, want: Tokens) -> int:
+    """How many tokens of ``have`` stand where ``want`` has them, from the major end.
+
+    Parts of an axis agree if they are its major parts in order.
+    """
+    queue, equal = list(reversed(want)), 0
+    for token in have:
+        if not queue:
+            break
+        if queue[-1] == token:
+            queue.pop()
+        else:
+            goal = queue.pop()
+            if goal[:2] != token[:2] or goal[2] % token[2]:
+                break
+            remainder = cut(goal, token[2])[1]
+            if remainder:
+                queue.append(remainder)
+        equal += 1
+    return equal
+
+
+def _subtract(token: Token, covered: Sequence[Token]) -> list[Token]:
+    """The parts of a token that are not among ``covered``, major first; without those
+    that another way of cutting the axis makes inexpressible."""
+    axis, at, n = token
+    end, out = at * n, []
+    for _, above, size in sorted(u for u in covered if u[0] == axis):
+        if above * size <= at or above >= end:
+            continue
+        if above > at and above % at == 0:
+            out.append((axis, at, above // at))
+        at = above * size
+    if at < end and end % at == 0:
+        out.append((axis, at, end // at))
+    return out
+
+
+def missing(dims: Dims, goal: Dims) -> list[Token]:
+    """Tokens of ``goal`` that ``dims`` does not have on any dim."""
+    have = [token for dim in dims for token in dim]
+    return [part for dim in goal for token in dim for part in _subtract(token, have)]
+
+
+def involved(before: Dims, after: Dims) -> Tokens:
+    """Axes on which ranks have to communicate to go from one to the other.
+
+    What heads or ends a dim on both sides stays out. An axis that is cut differently on
+    the two sides counts as a whole.
+    """
+    parts: dict[int, set[Token]] = {}
+    for source, target in zip(before, after, strict=True):
+        while source and target and source[0] == target[0]:
+            source, target = source[1:], target[1:]
+        while source and target and source[-1] == target[-1]:
+            source, target = source[:-1], target[:-1]
+        for token in source + target:
+            parts.setdefault(token[0], set()).add(token)
+    out: list[Token] = []
+    for axis in sorted(parts):
+        tokens = sorted(parts[axis])
+        for this, after_it in zip(tokens, tokens[1:], strict=False):
+            if this[1] * this[2] > after_it[1]:
+                first = tokens[0][1]
+                end = max(above * size for _, above, size in tokens)
+                tokens = [(axis, first, end // first)]
+                break
+        out += tokens
+    return joined(out)
+
+
+def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
+    """The layout nearest to ``goal`` with as many shards on each dim as ``dims``.
+
+    Nearest: each dim begins as the goal does. What else a dim must hold are axes that
+    other dims need, the one to leave first at the minor end, and above them axes that
+    will be gathered. Axes are cut where sizes require. ``barred`` axes stay out. None
+    if the sizes do not allow it.
+    """
+    capacity = [count(tokens) for tokens in dims]
+    placed: list[list[Token]] = [[] for _ in dims]
+    unplaced: list[list[Token]] = []
+    for d, tokens in enumerate(goal):
+        queue = list(tokens)
+        while queue and queue[0][0] not in barred:
+            size = math.gcd(queue[0][2], capacity[d])
+            if size == 1:
+                break
+            head, tail = cut(queue.pop(0), size)
+            placed[d].append(head)
+            capacity[d] //= size
+            if tail:
+                queue.insert(0, tail)
+                break
+        unplaced.append(queue)
+    leaving = _lodge(dims, unplaced, capacity, barred)
+    used = [t for tokens in placed for t in tokens]
+    used += [t for blocks in leaving for block in blocks for t in block]
+    free = [[p for t in tokens for p in _subtract(t, used)] for tokens in dims]
+    # Fill with what the dim already has, then with what others have over.
+    for d, spare_tokens in enumerate(free):
+        placed[d] += _fill(spare_tokens, d, capacity)
+    spare = [part for spare_tokens in free for part in spare_tokens]
+    for d in range(len(dims)):
+        placed[d] += _fill(spare, d, capacity)
+    out = tuple(
+        joined([*head, *(t for block in blocks for t in block)])
+        for head, blocks in zip(placed, leaving, strict=True)
+    )
+    return out if max(capacity, default=1) == 1 and _consistent(out) else None
+
+
+def _lodge(
+    dims: Dims, unplaced: list[list[Token]], capacity: list[int], barred: Set[int]
+) -> list[list[list[Token]]]:
+    """Put what each dim still needs on dims with capacity to spare, from where it can
+    follow by all-to-all. Per dim: blocks, the first to leave last."""
+    blocks: list[list[list[Token]]] = [[] for _ in dims]
+    for e, queue in enumerate(unplaced):
+        at = None
+        while queue and queue[0][0] not in barred:
+            token = queue.pop(0)
+            fits = [math.gcd(token[2], c) * (d != e) for d, c in enumerate(capacity)]
+            if max(fits) <= 1:
+                break
+            if at is None or fits[at] <= 1:
+                # The largest piece; among equals where the axis is already.
+                at = max(
+                    range(len(dims)), key=lambda d: (fits[d], token in dims[d], -d)
+                )
+                blocks[at].insert(0, [])
+            head, tail = cut(token, fits[at])
+            blocks[at][0].append(head)
+            capacity[at] //= fits[at]
+            if tail:
+                queue.insert(0, tail)
+    return blocks
+
+
+def _fill(pool: list[Token], d: int, capacity: list[int]) -> list[Token]:
+    """Take tokens off the pool, whole or cut, until dim ``d`` has enough."""
+    out, remaining = [], []
+    for token in pool:
+        size = math.gcd(token[2], capacity[d])
+        if size == 1:
+            remaining.append(token)
+            continue
+        head, tail = cut(token, size)
+        out.append(head)
+        capacity[d] //= size
+        if tail:
+            remaining.append(tail)
+    pool[:] = remaining
+    return out
+
+
+def _consistent(dims: Dims) -> bool:
+    """Whether all parts of each axis come from one way of cutting it."""
+    end: dict[int, int] = {}
+    for axis, above, size in sorted(token for tokens in dims for token in tokens):
+        if above % end.get(axis, 1):
+            return False
+        end[axis] = above * size
+    return True
+
 
 # Partial axes and their reductions.
 Pending = tuple[tuple[Token, str], ...]

@@ -23,26 +23,24 @@ from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import bound
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.moves import (
+    Dims,
     Layout,
     Move,
     Pending,
+    Token,
+    Tokens,
+    agree,
+    arrange,
     as_step,
+    count,
+    cut,
+    joined,
+    missing,
     moves,
     named,
     seconds,
 )
 from fxpar.sharding.reshard.steps import KINDS, Step, front
-from fxpar.sharding.reshard.tokens import (
-    Dims,
-    Token,
-    Tokens,
-    agree,
-    arrange,
-    count,
-    cut,
-    joined,
-    missing,
-)
 from fxpar.sharding.spec import Spec
 
 # A size where latency decides, and one where bandwidth does.

@@ -1,21 +1,31 @@
-"""The one way from spec to spec: its steps and its seconds.
+"""The one way from spec to spec, its steps and its seconds, and which reshards a plan
+needs: one list, each value resharded once per target spec.
 
 ``steps`` finds the cheapest route from one spec to another; ``price`` says what that
-route costs. Where links are known and axes are few, the
-routes of ``all_pairs`` compete with those of ``one_pair``: over unlike links, axes that
-neither spec has can share the work. Among equals those of ``one_pair`` win.
+route costs. Where links are known and axes are few, the routes of ``all_pairs`` compete
+with those of ``one_pair``: over unlike links, axes that neither spec has can share the
+work. Among equals those of ``one_pair`` win.
+
+``needed``. In: a Program, a strategy per op, the spec each value settles in, the specs
+inputs and outputs rest in. Out: ``Edges``: for every use of a value the spec it is read
+in, and the ordered reshards that make those versions. A version is made from the
+cheapest one that exists by then, so a value gathered for one reader is not gathered
+again for the next.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.program import Program
 from fxpar.sharding.reshard import all_pairs, one_pair
 from fxpar.sharding.reshard.steps import Step, duration, front, written
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 
 def steps(
@@ -54,3 +64,161 @@ def _route(
         if shorter < duration(route, mesh, local, front(shape)) * (1 - 1e-9):
             return other, shorter
     return route, seconds
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """``value`` from one spec to another, for the op ``reader`` or the output
+    ``output`` that first asks."""
+
+    value: int
+    source: Spec
+    target: Spec
+    reader: int | None
+    output: int | None
+    # It settles what its producer made, so it belongs right behind the producer; any
+    # other stands before its reader.
+    early: bool
+
+
+@dataclass
+class Edges:
+    """The specs in which values are made and read, and the reshards between."""
+
+    # Spec of each value as its op gives it.
+    specs: list[Spec]
+    # Spec per (op index, operand) and per output.
+    reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
+    outputs: list[Spec | None] = field(default_factory=list)
+    # In an order in which they can be inserted.
+    reshards: list[Reshard] = field(default_factory=list)
+
+
+def _one_way(source: Spec, target: Spec) -> bool:
+    """Whether no axis changes its reduction, which takes two reshards: one that reduces
+    it, one that makes it partial again."""
+    before = dict(source.partial)
+    return all(before.get(axis, op) == op for axis, op in target.partial)
+
+
+class _Versions:
+    """The specs in which each value exists so far."""
+
+    def __init__(
+        self,
+        program: Program,
+        made: list[Spec],
+        settled: Sequence[Spec],
+        mesh: Mesh,
+        apart: str | None = None,
+    ) -> None:
+        self.program, self.mesh, self.apart = program, mesh, apart
+        self.made, self.settled = made, settled
+        self.exist: list[list[Spec]] = [[spec] for spec in made]
+        self.reshards: list[Reshard] = []
+
+    def _price(self, v: int, source: Spec, target: Spec) -> float:
+        if not _one_way(source, target):
+            return math.inf
+        value = self.program.values[v]
+        return price(source, target, self.mesh, value.shape, value.dtype.itemsize)
+
+    def get(self, v: int, need: Spec, reader: int | None, output: int | None) -> None:
+        """Make version ``need`` of a value unless it exists."""
+        if need in self.exist[v]:
+            return
+        if self.apart in need.axes:
+            self.get(v, _without(need, self.apart), reader, output)
+            self._add(v, _without(need, self.apart), need, reader, output)
+            return
+        if not self._candidates(v):
+            source = self.exist[v][0]
+            self._add(v, source, _without(source, self.apart), reader, output)
+        exist, settled = self._candidates(v), self.settled[v]
+        if need in exist:
+            return
+        if not any(_one_way(spec, need) for spec in exist):
+            self.get(v, need.without_partial(), reader, output)
+        direct = min(self._price(v, spec, need) for spec in exist)
+        if settled not in exist and settled != need and self.apart not in settled.axes:
+            # Settling first pays if what others will read is on the way.
+            through = min(self._price(v, spec, settled) for spec in exist)
+            through += self._price(v, settled, need)
+            if through <= direct * (1 + 1e-9):
+                self._make(v, settled, reader, output)
+        self._make(v, need, reader, output)
+
+    def _make(
+        self, v: int, target: Spec, reader: int | None, output: int | None
+    ) -> None:
+        exist = self._candidates(v)
+        source = min(exist, key=lambda spec: self._price(v, spec, target))
+        self._add(v, source, target, reader, output)
+
+    def _candidates(self, v: int) -> list[Spec]:
+        """Versions that others are made from."""
+        return [spec for spec in self.exist[v] if self.apart not in spec.axes]
+
+    def _add(
+        self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
+    ) -> None:
+        early = source == self.made[v] and target == self.settled[v]
+        early &= v in self.program.producers  # an input moves where it is first read
+        self.exist[v].append(target)
+        self.reshards.append(Reshard(v, source, target, reader, output, early))
+
+
+def _without(spec: Spec, axis: str | None) -> Spec:
+    """The spec without an axis, on dims and as a reduction."""
+    dims = spec.without((axis,) if axis else ()).dims
+    return Spec.of(dims, [(a, op) for a, op in spec.partial if a != axis])
+
+
+def connect(
+    program: Program,
+    strategies: Sequence[Strategy],
+    settled: Sequence[Spec],
+    mesh: Mesh,
+    *,
+    apart: str | None = None,
+) -> Edges:
+    """All reads and reshards of a plan, inputs and outputs as the signature wants.
+    ``apart``: an axis along which values move by reshards that have no other."""
+    signature = program.signature
+    specs: list[Spec] = list(settled)
+    for op, strategy in zip(program.ops, strategies, strict=True):
+        for i, v in enumerate(op.results):
+            specs[v] = result_spec(op.rule, strategy, i)
+    for declared, value in zip(signature.inputs, program.inputs, strict=True):
+        if value is not None and declared.rest is not None:
+            specs[value] = declared.rest
+    rests = [
+        None if v is None else out.spec(settled[v], specs[v], signature.batch)
+        for out, v in zip(signature.outputs, program.outputs, strict=True)
+    ]
+    for k, (result, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
+        if result is None or rest_spec is None or signature.outputs[k].lie != "even":
+            continue
+        rests[k] = rest_spec.evened(mesh, program.values[result].shape)
+    for i, k in signature.tangents:
+        tangent, rest_spec = program.inputs[i], rests[k]
+        if tangent is not None and rest_spec is not None:
+            specs[tangent] = rest_spec
+    for constant in program.values:
+        if (
+            constant.index not in program.producers
+            and constant.index not in program.inputs
+        ):
+            specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
+    versions = _Versions(program, specs, settled, mesh, apart)
+    edges = Edges(specs, reshards=versions.reshards)
+    for op, strategy in zip(program.ops, strategies, strict=True):
+        for i, v in enumerate(op.operands):
+            need = operand_spec(op.rule, strategy, i)
+            versions.get(v, need, op.index, None)
+            edges.reads[op.index, i] = need
+    for k, (out, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
+        if out is not None and rest_spec is not None:
+            versions.get(out, rest_spec, None, k)
+        edges.outputs.append(rest_spec)
+    return edges

@@ -21,12 +21,10 @@ from fxpar.sharding.rules import (
     convolution,
     custom_op_rules,
     embedding,
-    experts,
-    flex,
     indexing,
     linalg,
-    manual,
     matmul,
+    nn_attention,
     normalization,
     order,
     pointwise,
@@ -34,7 +32,6 @@ from fxpar.sharding.rules import (
     slicing,
     sources,
     statistics,
-    varlen,
     views,
 )
 from fxpar.sharding.rules.table import Row, evaluate
@@ -42,7 +39,6 @@ from fxpar.sharding.rules.table import Row, evaluate
 FAMILIES = (
     pointwise,
     matmul,
-    experts,
     linalg,
     reduction,
     order,
@@ -53,18 +49,16 @@ FAMILIES = (
     normalization,
     convolution,
     attention,
-    flex,
-    varlen,
+    nn_attention,
     sources,
     statistics,
     custom_op_rules,
-    manual,
 )
 
 # Families whose kernels refuse tensors that hold nothing, and those that refuse, or may
 # not make, a row of zeros instead.
 _FILLED = (normalization, convolution, attention)
-_NEVER_EMPTY = (linalg, statistics, flex, varlen)
+_NEVER_EMPTY = (linalg, statistics, nn_attention)
 
 
 def _row_in(module: Any, row: Row) -> Row:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Merge, Rule, parse_rule
-from fxpar.sharding.rules.row_builders import make
-from fxpar.sharding.rules.table import row, text
+from fxpar.sharding.rules.table import make, row, text
 
 aten = torch.ops.aten
 

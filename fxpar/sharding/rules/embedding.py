@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.rules.row_builders import make
-from fxpar.sharding.rules.table import names, row, text
+from fxpar.sharding.rules.table import make, names, row, text
 
 aten = torch.ops.aten
 

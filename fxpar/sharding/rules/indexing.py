@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.rules.row_builders import whole
-from fxpar.sharding.rules.table import names, row, text
+from fxpar.sharding.rules.table import names, row, text, whole
 
 aten = torch.ops.aten
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.rules.row_builders import aligned, make, rows
-from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.rules.table import aligned, make, rows, tensors_of
 
 Form = list[list[str]]
 

@@ -16,7 +16,7 @@ import torch
 
 from fxpar.sharding.factors import GatheredRows, Rule
 from fxpar.sharding.rules.reduction import over
-from fxpar.sharding.rules.row_builders import at, make, rows, words_of
+from fxpar.sharding.rules.table import at, make, rows, words_of
 
 # Bytes of an index.
 _INDEX = 8

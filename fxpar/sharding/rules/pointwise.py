@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import LINEAR, MONOTONE, MOVEMENT, Passage, Rule
-from fxpar.sharding.rules.row_builders import make, rows, words_of
-from fxpar.sharding.rules.table import row, tensors_of
+from fxpar.sharding.rules.table import make, row, rows, tensors_of, words_of
 
 aten = torch.ops.aten
 

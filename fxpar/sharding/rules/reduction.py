@@ -16,8 +16,7 @@ import torch
 
 from fxpar.sharding.factors import Passage, Rule
 from fxpar.sharding.rules.pointwise import align
-from fxpar.sharding.rules.row_builders import all_at, at, make, rows, words_of
-from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.rules.table import all_at, at, make, rows, tensors_of, words_of
 
 Dim = int | Sequence[int] | None
 

@@ -1,24 +1,33 @@
 """Rows of ops that cut, join, shift or pad dims by position.
 
-The touched dim stays whole; all others are factors. Where few rows are cut out it may
-be split too: each rank gives those it has and zero elsewhere, so the result is partial.
-What rows are put into may be split along their dim, of which each rank takes its own
-(the local forms are in ``fxpar/passes/local/local_slices.py``). Every partial value may
-pass, but where a constant is filled in only with a reduction that leaves the constant
-as it is.
+The touched dim may be split, as all others: it is one factor, of which tensors have
+unlike numbers of rows, and ranks exchange those that change ranks (``Rule.moves``). Of
+few rows that are cut out each rank gives those it has and zero elsewhere, so the result
+is partial; few rows that are put in are whole, and each rank takes its own (the local
+forms are in ``fxpar/passes/local``: ``local_moves``, ``local_slices``). Every partial
+value may pass, but where a constant is filled in only with a reduction that leaves the
+constant as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import MONOTONE, MOVEMENT, Passage, Rule
+from fxpar.sharding.factors import (
+    MONOTONE,
+    MOVEMENT,
+    Passage,
+    RowPiece,
+    Rule,
+)
+from fxpar.sharding.rules.moved_dims import around, moved, resized
 from fxpar.sharding.rules.pointwise import broadcast
-from fxpar.sharding.rules.row_builders import all_at, at, make, rows, words_of
+from fxpar.sharding.rules.table import all_at, at, make, rows, words_of
 from fxpar.sharding.rules.views import Shape, moves, transpose
 
 
@@ -43,10 +52,14 @@ def _cut(
 _FEW = 4
 
 
+def _is_few(rows: int, of: int) -> bool:
+    return _FEW * rows <= of
+
+
 def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, gone: bool = False) -> Rule:
     """So many rows of a dim."""
     # A sum over ranks has no meaning for booleans.
-    if x.ndim == 0 or x.dtype == torch.bool or _FEW * rows > x.shape[dim]:
+    if x.ndim == 0 or x.dtype == torch.bool or not _is_few(rows, x.shape[dim]):
         return _cut(x, [dim], gone=gone)
     dim, words = at(dim, x.ndim), words_of(x)
     kept = ["_" if i == dim else word for i, word in enumerate(words)]
@@ -83,14 +96,35 @@ def slice_(
     n = x.shape[dim]
     if _is_full(n, start, end, step):
         return broadcast(x)
-    return _cut_rows(x, dim, len(range(n)[start:end:step]))
+    positions = range(n)[start:end:step]
+    rows = len(positions)
+    if _is_few(rows, n) and x.dtype != torch.bool:
+        return _cut_rows(x, dim, rows)
+    return _sliced(x, at(dim, x.ndim), [rows], [positions.start], step)
+
+
+def _sliced(
+    x: torch.Tensor, dim: int, rows: Shape, starts: Iterable[int], step: int = 1
+) -> Rule:
+    """Rows of a dim from some places on, ``step`` apart, as results."""
+    pieces = [
+        RowPiece(0, i, n, first, step)
+        for i, (n, first) in enumerate(zip(rows, starts, strict=False))
+    ]
+    results = [resized(x, dim, n) for n in rows]
+    return moved([x], results, {dim: pieces}) or _cut(x, [dim], results=len(rows))
 
 
 def slice_backward(
     grad: torch.Tensor, shape: Shape, dim: int, start: int, end: int, step: int
 ) -> Rule:
-    full = _is_full(shape[dim], start, end, step)
-    return broadcast(grad) if full else _spread(grad, shape, dim)
+    if _is_full(shape[dim], start, end, step):
+        return broadcast(grad)
+    rows, first = grad.shape[dim], range(shape[dim])[start:end:step].start
+    if _is_few(rows, shape[dim]):
+        return _spread(grad, shape, dim)
+    pieces = {at(dim, grad.ndim): [RowPiece(0, 0, rows, at=first, stride=step)]}
+    return moved([grad], [shape], pieces) or _spread(grad, shape, dim)
 
 
 def slice_scatter(
@@ -103,6 +137,12 @@ def slice_scatter(
 ) -> Rule:
     if _is_full(x.shape[dim], start, end, step):
         return broadcast(x, source)
+    dim, rows = at(dim, x.ndim), source.shape[dim]
+    if not _is_few(rows, x.shape[dim]) and step <= _FEW:
+        pieces = around(x.shape[dim], range(x.shape[dim])[start:end:step])
+        rule = moved([x, source], [tuple(x.shape)], {dim: pieces})
+        if rule is not None:
+            return rule
     spread = _into(x, _spread(source, x.shape, dim))
     return _open(spread, x, dim) if step == 1 else spread
 
@@ -129,17 +169,19 @@ def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) 
     return _open(_into(x, _spread(source, x.shape, dim, added=True)), x, dim)
 
 
-def narrow(x: torch.Tensor, dim: int, *_: Any) -> Rule:
-    return _cut(x, [dim])
+def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> Rule:
+    first = start + x.shape[dim] * (start < 0)
+    return _sliced(x, at(dim, x.ndim), [length], [first])
 
 
 def split(x: torch.Tensor, size: int, dim: int = 0) -> Rule:
     n = x.shape[dim]
-    return _cut(x, [dim], results=max(1, -(-n // size)) if size else 1)
+    starts = range(0, n, size) if size else range(0)
+    return split_with_sizes(x, [min(size, n - i) for i in starts] or [n], dim)
 
 
 def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
-    return _cut(x, [dim], results=len(sizes))
+    return _sliced(x, at(dim, x.ndim), sizes, itertools.accumulate(sizes, initial=0))
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
@@ -150,6 +192,17 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
     """An operand of shape (0,) is left out by torch, whatever the others' shape."""
     ndim = max(x.ndim for x in tensors)
     dim = at(dim, ndim)
+    if len({(x.ndim, x.dtype) for x in tensors}) == 1:
+        sizes = [x.shape[dim] for x in tensors]
+        starts = itertools.accumulate(sizes, initial=0)
+        pieces = [
+            RowPiece(i, 0, n, at=first)
+            for i, (n, first) in enumerate(zip(sizes, starts, strict=False))
+        ]
+        whole = resized(tensors[0], dim, sum(sizes))
+        rule = moved(tensors, [whole], {dim: pieces})
+        if rule is not None:
+            return rule
     model = next(x for x in tensors if x.ndim == ndim)
     words = ["_" if i == dim else w for i, w in enumerate(words_of(model))]
     return make([words if x.ndim == ndim else ["_"] for x in tensors], [words])
@@ -215,12 +268,10 @@ def unfold_backward(
 
 
 def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
-    """Rows in the other order. Along a dim that is split ranks exchange shards, which
-    are of one size then."""
+    """Rows in the other order."""
     turned = sorted(all_at(dims, x.ndim)) if dims and x.ndim else []
-    words = words_of(x)
-    evenly = frozenset(words[d] for d in turned) - {"_"}
-    return replace(make([words], [words]), evenly=evenly, mirrored=tuple(turned))
+    backwards = {d: [RowPiece(0, 0, n := x.shape[d], n - 1, -1)] for d in turned}
+    return moved([x], [tuple(x.shape)], backwards) or flip(x, dims)
 
 
 def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
@@ -229,7 +280,19 @@ def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
 
 
 def roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Rule:
-    return flip(x, sorted(all_at(dims, x.ndim)))
+    """Without dims those of the flat tensor are rolled."""
+    whole = flip(x, sorted(all_at(dims, x.ndim)))
+    dims = [dims] if isinstance(dims, int) else dims
+    if not dims or len(set(all_at(dims, x.ndim))) < len(dims):
+        return whole
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    pieces = {}
+    for dim, by in zip(dims, shifts, strict=True):
+        n = x.shape[dim]
+        back = by % n if n else 0
+        ends = [RowPiece(0, 0, back, n - back), RowPiece(0, 0, n - back, at=back)]
+        pieces[at(dim, x.ndim)] = [piece for piece in ends if piece.count]
+    return moved([x], [tuple(x.shape)], pieces) or whole
 
 
 def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
@@ -241,10 +304,26 @@ def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
     return replace(swapped, whole=turned.whole)
 
 
+# A dim that is repeated more often stays whole.
+_OFTEN = 16
+
+
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
-    """Dims repeated once are factors, the others whole."""
+    """Dims repeated once are factors; of others ranks exchange rows, unless the result
+    has more dims, or the dim one row."""
     new = len(repeats) - x.ndim
-    words = words_of(x, {i for i in range(x.ndim) if repeats[new + i] != 1})
+    repeated = {i: n for i in range(x.ndim) if (n := repeats[new + i]) != 1}
+    pieces = {
+        i: [RowPiece(0, 0, x.shape[i], at=x.shape[i] * k) for k in range(n)]
+        for i, n in repeated.items()
+        if new == 0 and x.shape[i] != 1 and n <= _OFTEN
+    }
+    if pieces and len(pieces) == len(repeated):
+        shape = [n * size for n, size in zip(repeats, x.shape, strict=True)]
+        rule = moved([x], [shape], pieces)
+        if rule is not None:
+            return rule
+    words = words_of(x, repeated)
     kept = ["_" if n != 1 else w for n, w in zip(repeats[new:], words, strict=True)]
     return make([words], [["_"] * new + kept])
 
@@ -261,7 +340,17 @@ def _padded(x: torch.Tensor, pad: Sequence[int]) -> Rule:
 def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
     """A zero stays under every reduction, another constant under those of one value."""
     reductions = MOVEMENT if value == 0 else ("avg", *MONOTONE)
-    return replace(_padded(x, pad), passages=(Passage((0,), reductions),))
+    passages = (Passage((0,), reductions),)
+    shape, pieces = list(x.shape), dict[int, list[RowPiece]]()
+    for i in range(0, len(pad), 2):
+        before, after = pad[i : i + 2]
+        if before or after:
+            dim, cut = x.ndim - 1 - i // 2, max(-before, 0)
+            rows = shape[dim] - cut + min(after, 0)
+            pieces[dim] = [RowPiece(0, 0, rows, cut, at=max(before, 0))]
+            shape[dim] += before + after
+    rule = moved([x], [shape], pieces, value)
+    return replace(rule or _padded(x, pad), passages=passages)
 
 
 def pad_backward(grad: torch.Tensor, x: torch.Tensor, pad: Sequence[int]) -> Rule:

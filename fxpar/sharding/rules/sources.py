@@ -14,7 +14,7 @@ import torch
 
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.rules.pointwise import broadcast, broadcast_two
-from fxpar.sharding.rules.row_builders import make, rows, words_of
+from fxpar.sharding.rules.table import make, rows, words_of
 
 Shape = Sequence[int]
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.rules.row_builders import aligned, at, make, rows, words_of
-from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.rules.table import aligned, at, make, rows, tensors_of, words_of
 
 Maybe = torch.Tensor | None
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.rules.row_builders import Word, at, make, rows, words_of
+from fxpar.sharding.rules.table import Word, at, make, rows, words_of
 
 Shape = Sequence[int]
 

@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxpar.sharding.cost.fused_work import Work
-from fxpar.sharding.cost.program_kernels import ProgramKernels, kernels_of
+from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.program import Op, Program, Value
 from fxpar.sharding.search.memory_constraints import Entry

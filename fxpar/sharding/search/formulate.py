@@ -1,8 +1,10 @@
-"""From a Program to the pairwise problem that the solver solves.
+"""From a Program to the pairwise problem that the solver solves, and back.
 
 In: a Program, a Mesh with links, Hardware, seeds (hints) and a memory limit. Out:
 ``Formulation``: a ``solver.Problem`` with a node per op, per input, per output and per
-value that is read more than once.
+value that is read more than once. A choice of the solver is read as a strategy per op
+and the spec each value settles in; strategies of all ops, e.g. an expert's, are
+connected in the cheapest way. So points of one space are compared by one ruler.
 
 A value read once costs one reshard, from the spec its op makes to the one its reader
 needs. A value read more often is a node of its own: it settles in one spec, which each
@@ -22,16 +24,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxpar.errors import PlanError
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Program
+from fxpar.sharding.search import search_space
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.problem_builder import FixedFacts, ProblemBuilder
 from fxpar.sharding.search.search_space import EdgeEnd, Node
-from fxpar.sharding.solver import Edge, Live, Problem
+from fxpar.sharding.solver import Edge, Live, Problem, Solution, solve
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 
 @dataclass
@@ -288,3 +293,65 @@ def _memory(
     }
     places = Places(build.nodes, makers, build.settling, lone, build.resting)
     return rows(live, places, build.pool.specs, build.mesh)
+
+
+def decode(
+    formulation: Formulation, choice: Sequence[int]
+) -> tuple[list[Strategy], list[Spec]]:
+    """(strategy per op, spec each value settles in) of a choice."""
+    program, nodes = formulation.program, formulation.nodes
+    strategies = [Strategy(op.rule.pinned) for op in program.ops]
+    settled: list[Spec | None] = [None] * len(program.values)
+    spec_of: dict[int, Spec] = {}
+    need: dict[int, Spec] = {}
+    for node, k in zip(nodes, choice, strict=True):
+        specs = [formulation.pool[n] for n in node.specs[k]]
+        if node.kind == "op":
+            op = program.ops[node.of]
+            strategies[node.of] = node.strategies[k]
+            for v, spec in zip(op.tensors, specs, strict=True):
+                if v in op.results:
+                    spec_of[v] = spec
+            for v, spec in zip(op.operands, specs, strict=False):
+                need.setdefault(v, spec)
+        elif node.kind == "input" and (resting := program.inputs[node.of]) is not None:
+            settled[resting] = specs[0]
+        elif node.kind == "output" and (out := program.outputs[node.of]) is not None:
+            need.setdefault(out, specs[0])
+    for v, (forward, _) in formulation.settling.items():
+        if settled[v] is None:
+            (number,) = nodes[forward].specs[choice[forward]]
+            settled[v] = formulation.pool[number]
+    lie = []
+    for value in program.values:
+        spec = settled[value.index]
+        if spec is None:
+            spec = spec_of.get(value.index, Spec.whole(len(value.shape)))
+            if spec.partial:
+                spec = need.get(value.index, spec)
+        lie.append(spec)
+    return strategies, lie
+
+
+def cost_of(
+    formulation: Formulation, strategies: Sequence[Strategy], seconds: float = 5.0
+) -> Solution:
+    """The solution with every op pinned to its strategy; where values settle is free.
+
+    Raises PlanError if a strategy is not in the space (axes split a dim in another
+    order, or an op passes on what is no sum).
+    """
+    pins: dict[int, int] = {}
+    for i, node in enumerate(formulation.nodes):
+        if node.kind != "op":
+            continue
+        op = formulation.program.ops[node.of]
+        wanted = search_space.specs(op.rule, strategies[node.of])
+        rows = [[formulation.pool[n] for n in row] for row in node.specs]
+        try:
+            pins[i] = rows.index(list(wanted))
+        except ValueError:
+            raise PlanError(
+                f"{op.name} takes {strategies[node.of]}, which is not searched"
+            ) from None
+    return solve(formulation.problem, seconds, fixed=pins)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fxpar.sharding.cost import fused_work
+from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
@@ -117,7 +117,9 @@ class ProblemBuilder:
             self.prices[key] = np.array(
                 [
                     part
-                    * fused_work.seconds(op, work, strategy, self.mesh, self.hardware)
+                    * program_kernels.seconds(
+                        op, work, strategy, self.mesh, self.hardware
+                    )
                     for strategy in options
                 ]
             )

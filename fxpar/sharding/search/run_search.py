@@ -19,10 +19,9 @@ from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.formulate import Formulation, formulate
+from fxpar.sharding.search.formulate import Formulation, cost_of, decode, formulate
 from fxpar.sharding.search.layers import repeated, ties
 from fxpar.sharding.search.problem_builder import FixedFacts
-from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, Problem, Solution, evaluate, solve
 from fxpar.sharding.solver.problem import tie
 from fxpar.sharding.solver.solve import EXACT

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fxpar.sharding.cost import fused_work
+from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.reshard.needed import Reshard
+from fxpar.sharding.reshard.route import Reshard
 
 Axes = frozenset[str]
 
@@ -231,7 +231,7 @@ def step_of(
     computing: dict[Axes, float] = defaultdict(float)
     for op, work, strategy in zip(program.ops, works, decision.strategies, strict=True):
         split = frozenset(a for _, axes in strategy.factors for a in axes) & unlike
-        computing[split] += fused_work.seconds(op, work, strategy, mesh, hardware)
+        computing[split] += program_kernels.seconds(op, work, strategy, mesh, hardware)
     fixed = hardware.launch * sum(work.launches for work in works)
     moving: dict[tuple[Axes, Axes], float] = defaultdict(float)
     for reshard in reshards:

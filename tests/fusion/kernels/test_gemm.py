@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.fusion.kernels.matmul_cost import Verdict, profitable
+from fxpar.fusion.kernels.kernel_worth import Verdict, profitable
 from fxpar.fusion.kernels.matmul_kernel import (
     BIAS,
     KINDS,

@@ -17,7 +17,8 @@ import torch
 
 from fxpar import _torch
 from fxpar.errors import DeviceError
-from fxpar.fusion.kernels import matmul_ops, matmul_run
+from fxpar.fusion import fused_matmul
+from fxpar.fusion.kernels import matmul_run
 from fxpar.fusion.kernels.matmul_kernel import DTYPES, KINDS, Epilogue, KernelLaunch
 from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.passes.custom_ops import JOINED
@@ -360,7 +361,7 @@ def test_ranks_agree_on_what_they_run_on(monkeypatch: Any, devices: str) -> None
 
     def ask(rank: int) -> str:
         here.rank = rank
-        return matmul_ops._hardware_of("g")
+        return fused_matmul._hardware_of("g")
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(ask, range(2), timeout=60))
@@ -376,5 +377,5 @@ def test_on_cpu_the_parts_run() -> None:
     x, w = torch.zeros(4096, 64), torch.zeros(64, 64)
     assert JOINED["gather"](x, [w], 0, 2, "g") is None
     assert JOINED["scatter"](x, w, "sum", 0, 2, "g") is None
-    with mock.patch.object(matmul_ops.run_kernels, "has_kernels", lambda _: True):
+    with mock.patch.object(fused_matmul.run_kernels, "has_kernels", lambda _: True):
         assert JOINED["gather"](x, [w], 0, 2, "g") is None

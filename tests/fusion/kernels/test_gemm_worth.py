@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fxpar.fusion.kernels import matmul_ops
-from fxpar.fusion.kernels.matmul_cost import (
+from fxpar.fusion import fused_matmul
+from fxpar.fusion.kernels.kernel_worth import (
     LEAST_ROWS,
     MARGIN,
     Verdict,
@@ -91,6 +91,8 @@ def test_sums_are_paid_for_by_a_scatter_alone() -> None:
 
 def test_the_rung_of_known_hardware() -> None:
     given = "gather", 8192, 2304, 8192, 8, 0, "bfloat16"
-    assert matmul_ops.rung_of(*given, 116, "h100").name == "signals"
-    assert matmul_ops.rung_of("gather", 1024, *given[2:], 116, "h100").name == "chunks"
-    assert matmul_ops.rung_of(*given, 116, "v100-dgx2").name == "chunks"
+    assert fused_matmul.rung_of(*given, 116, "h100").name == "signals"
+    assert (
+        fused_matmul.rung_of("gather", 1024, *given[2:], 116, "h100").name == "chunks"
+    )
+    assert fused_matmul.rung_of(*given, 116, "v100-dgx2").name == "chunks"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.sharding.cost import fused_work
+from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
@@ -149,7 +149,7 @@ class Everything:
             found = search_space.strategies(op.rule, self.mesh)
             mine = works[op.index]
             seconds = [
-                fused_work.seconds(op, mine, s, self.mesh, hardware) for s in found
+                program_kernels.seconds(op, mine, s, self.mesh, hardware) for s in found
             ]
             total = total + _along(np.array(seconds), [place["op", op.index]], total)
         for value in self.program.values:

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.passes.simulate.step_collectives import facts_of
-from fxpar.sharding.cost.fused_work import flops_of_op, seconds
+from fxpar.passes.simulate.launches import facts_of
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, lookup
 from fxpar.sharding.cost.op import flops_of
-from fxpar.sharding.cost.program_kernels import kernels_of
+from fxpar.sharding.cost.program_kernels import flops_of_op, kernels_of, seconds
 from fxpar.sharding.decide import searched
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
-from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.reshard_after_forward import regather
+from fxpar.passes.order.forward_backward import as_run, regather
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.program_kernels import kernels_of
@@ -22,11 +21,10 @@ from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.at_rest import at_rest
-from fxpar.sharding.search.formulate import Formulation, formulate
+from fxpar.sharding.search.formulate import Formulation, cost_of, formulate
 from fxpar.sharding.search.memory_constraints import MOMENTS
 from fxpar.sharding.search.problem_builder import FixedFacts
 from fxpar.sharding.search.run_search import SearchOptions, search
-from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.programs import local_graph
@@ -297,7 +295,7 @@ def test_a_search_counts_what_its_plan_tells() -> None:
     plan = fxpar.plan(
         Two(64, 4), torch.randn(64, 64), mesh="dp=2", mode="replicate", grad=True
     )
-    from fxpar.sharding.reshard.needed import connect
+    from fxpar.sharding.reshard.route import connect
 
     program = found.formulation.program
     edges = connect(program, found.strategies, found.settled, found.mesh)

@@ -22,9 +22,9 @@ from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import BUILT_IN
-from fxpar.sharding.reshard.needed import connect
+from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.search import search_space
-from fxpar.sharding.search.solutions import cost_of, decode
+from fxpar.sharding.search.formulate import cost_of, decode
 from fxpar.sharding.solver import Infeasible, evaluate
 from tests.helpers.mixed_programs import MixedProgram
 

@@ -19,11 +19,14 @@ from fxpar.sharding import decide
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.choice_tasks import layout
-from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.rank_candidates import discounted, polish, with_choice
+from fxpar.sharding.search.formulate import Formulation, cost_of
+from fxpar.sharding.search.rank_candidates import (
+    Overlap,
+    discounted,
+    polish,
+    with_choice,
+)
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
-from fxpar.sharding.search.simulate_choice import Overlap
-from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch, mlp

@@ -32,13 +32,11 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
-from fxpar.sharding.search.formulate import formulate
+from fxpar.sharding.search.formulate import cost_of, formulate
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.problem_builder import FixedFacts
-from fxpar.sharding.search.rank_candidates import with_choice
+from fxpar.sharding.search.rank_candidates import Overlap, with_choice
 from fxpar.sharding.search.run_search import SearchOptions, search
-from fxpar.sharding.search.simulate_choice import Overlap
-from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.helpers.check_random import check
@@ -129,6 +127,16 @@ def test_training_is_split_and_right(slow: Hardware) -> None:
     got, want = plan.simulate(x), plan.reference(x)
     torch.testing.assert_close(got, want)
     assert "proved within" in plan.notes[0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_constants_that_are_returned(slow: Hardware, grad: bool) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * 2, torch.zeros(3), x.new_ones(0, 2)
+
+    x = torch.randn(8, 4, requires_grad=grad)
+    plan = fxpar.plan(fn, x, mesh="dp=2", mode="search", grad=grad)
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
 
 
 def test_a_saved_plan_is_the_same_program(slow: Hardware, tmp_path: Path) -> None:

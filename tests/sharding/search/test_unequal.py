@@ -16,7 +16,7 @@ import fxpar
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, MeshError
 from fxpar.explain.dump import report
-from fxpar.passes.simulate.step_collectives import facts_of
+from fxpar.passes.simulate.launches import facts_of
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan

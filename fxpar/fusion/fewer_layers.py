@@ -1,0 +1,211 @@
+"""A local graph with fewer of its layers: what schedules are tried on.
+
+In: a local graph with steps, joint or not. Out: ``FewerLayers``: a copy in which most
+of the layers that repeat are left out, forward, backward and update alike, so that what
+is tried costs the same for 8 layers and for 100; and which ops were left out, so that
+``lines_of_layers`` can say of each line for a layer that stays what it is for all. The
+copy computes something else: what reads a layer that is left out reads the one before.
+It has the same ops on the same shapes, in the same order, and is never run. Never
+changes the graph.
+
+Layers are rows of ops that are alike at one distance, as the search for plans has them
+(``search.layers``). The row that is cut is the longest of the forward, in its middle;
+of each other row those that read what was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from fxpar.passes.alike_nodes import labels_of, with_reads
+from fxpar.passes.builder import copy_node
+from fxpar.passes.order.bucket_collectives import phase_of
+from fxpar.sharding.program import depending_on_tangents
+from fxpar.sharding.search.layers import rows_of_layers
+
+# So many layers stay of the row that is cut, and are left out at least.
+STAY, LEAST = 4, 4
+
+
+@dataclass(frozen=True)
+class RowOfLayers:
+    """Ops that repeat, layer by layer."""
+
+    nodes: tuple[fx.Node, ...]
+    # At which they repeat, the least first: that of a layer, or of a part or more.
+    distances: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """A row of layers some of which are left out."""
+
+    nodes: tuple[fx.Node, ...]
+    # Ops of a layer.
+    distance: int
+    # The first op that is left out, and the first behind these.
+    begin: int
+    end: int
+
+    @property
+    def left_out(self) -> tuple[fx.Node, ...]:
+        return self.nodes[self.begin : self.end]
+
+    def instead(self, place: int) -> fx.Node | None:
+        """The op of the layer before those that are left out, or else of the one
+        behind, that is as the one at a place."""
+        first = self.begin - self.distance
+        at = (first if first >= 0 else self.end) + (place - self.begin) % self.distance
+        return self.nodes[at] if at < len(self.nodes) else None
+
+
+@dataclass(frozen=True)
+class FewerLayers:
+    """A graph without some of its layers."""
+
+    graph: fx.Graph
+    rows: tuple[RowCut, ...]
+    # So many layers are left out, of so many.
+    removed: int
+    layers: int
+
+
+def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
+    """The graph with few layers; None if it has few, or they do not come apart."""
+    rows = list(_rows(graph))
+    late = depending_on_tangents(graph)
+    early = (row for row in rows if not any(_is_late(n, late) for n in row.nodes))
+    most = max(early, key=lambda row: len(row.nodes), default=None)
+    if most is None:
+        return None
+    behind = rows[rows.index(most) + 1 :]
+    for distance in most.distances:
+        cuts = _cuts(most, distance, behind, late)
+        shorter = cuts and _without(graph, cuts)
+        if cuts and shorter:
+            removed = (cuts[0].end - cuts[0].begin) // distance
+            layers = len(most.nodes) // distance
+            return FewerLayers(shorter, cuts, removed, layers)
+    return None
+
+
+def _cuts(
+    most: RowOfLayers,
+    distance: int,
+    behind: Sequence[RowOfLayers],
+    late: Collection[fx.Node],
+) -> tuple[RowCut, ...] | None:
+    """The middle of a row, and what reads it of those behind; None if it is short, or
+    these do not have as many layers for it."""
+    removed = len(most.nodes) // distance - STAY
+    if removed < LEAST:
+        return None
+    begin = STAY // 2 * distance
+    cuts = [RowCut(most.nodes, distance, begin, begin + removed * distance)]
+    gone = set(cuts[0].left_out)
+    own = _read_there_alone(most.nodes, gone, late)
+    for row in behind:
+        reads = [i for i, n in enumerate(row.nodes) if _reads(n, gone, own)]
+        if not reads:
+            continue
+        first, last = reads[0], reads[-1]
+        fits = (d for d in row.distances if last < first + removed * d)
+        step = next(fits, len(row.nodes))
+        end = first + removed * step
+        if end > len(row.nodes):
+            return None
+        cuts.append(RowCut(row.nodes, step, first, end))
+        gone.update(cuts[-1].left_out)
+    return tuple(cuts)
+
+
+def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
+    """Rows of layers, in the order of the graph."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    labels = labels_of(calls)
+    last = 0
+    for begin, end, distance in sorted(rows_of_layers(with_reads(calls, labels))):
+        # Where they begin and end, what is around ops is not alike.
+        while begin > last and labels[begin - 1] == labels[begin - 1 + distance]:
+            begin -= 1
+        while end < len(calls) and labels[end] == labels[end - distance]:
+            end += 1
+        row = labels[begin:end]
+        shorter = (d for d in range(1, distance) if distance % d == 0)
+        alike = (d for d in shorter if np.array_equal(row[d:], row[:-d]))
+        yield RowOfLayers(tuple(calls[begin:end]), (*alike, distance))
+        last = end
+
+
+def _is_late(node: fx.Node, late: Collection[fx.Node]) -> bool:
+    """Whether an op is of the backward, or of an update."""
+    return node in late or phase_of(node) in ("backward", "update")
+
+
+def _reads(node: fx.Node, *several: Collection[fx.Node]) -> bool:
+    """Whether an op reads any of some nodes."""
+    return any(read in nodes for read in node.all_input_nodes for nodes in several)
+
+
+def _read_there_alone(
+    row: Collection[fx.Node], gone: Collection[fx.Node], late: Collection[fx.Node]
+) -> set[fx.Node]:
+    """What no op of the forward reads but those of a row that are left out: their
+    parameters, and what is made of these."""
+    inside, own = set(row), set[fx.Node]()
+    pending = [read for node in gone for read in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        users = [u for u in node.users if u.op != "output" and not _is_late(u, late)]
+        alone = all(user in gone or user in own for user in users)
+        if alone and node not in own and node not in inside:
+            own.add(node)
+            pending += node.all_input_nodes
+    return own
+
+
+def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
+    """A copy without the layers and their results, and without what nothing else needs;
+    None if something reads what is not there before it."""
+    instead = {
+        node: cut.instead(place)
+        for cut in cuts
+        for place, node in enumerate(cut.left_out, cut.begin)
+    }
+    gone, output = set(instead), graph.output_node()
+    results = [r for r in output.args[0] if r not in gone]
+    ends = [n for n in graph.nodes if not n.users and n.op == "call_function"]
+    needed = _needed([*results, *ends], instead)
+    shorter, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node not in needed or node in gone:
+            continue
+        for read in node.all_input_nodes:
+            if read in gone:
+                if instead[read] not in copies:
+                    return None
+                copies[read] = copies[instead[read]]
+        copies[node] = copy_node(shorter, node, copies)
+    shorter.output([copies.get(r, r) for r in results])
+    shorter.output_node().meta = dict(output.meta)
+    return shorter
+
+
+def _needed(
+    ends: Sequence[Any], instead: Mapping[fx.Node, fx.Node | None]
+) -> set[fx.Node]:
+    """Nodes among the ends, and all that they are made of."""
+    needed: set[fx.Node] = set()
+    pending = [end for end in ends if isinstance(end, fx.Node)]
+    while pending:
+        node = pending.pop()
+        node = instead.get(node, node) or node
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    return needed

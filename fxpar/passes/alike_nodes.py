@@ -1,0 +1,61 @@
+"""Which nodes of a graph are alike: equal ops on equal shapes, by number.
+
+In: the calls of a graph, in order. Out: a number each, equal for those that differ in
+what they read alone; rows of layers are found in these by ``search.layers``. Never
+changes a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxpar.sharding.cost.op import tensors_in
+
+# Bytes to which kernels may want what they read aligned.
+ALIGNED = 16
+
+
+def labels_of(nodes: Iterable[fx.Node]) -> np.ndarray:
+    """A number per call: of its op, its constants, and all shapes at it."""
+    return _numbers(map(_label, nodes))
+
+
+def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
+    """Labels in which those of what an op reads count too, and of what that reads, so
+    that few ops of one layer are alike."""
+    for _ in range(3):
+        at = dict(zip(nodes, labels.tolist(), strict=True))
+        labels = _numbers(
+            (at[node], *(at.get(read, -1) for read in node.all_input_nodes))
+            for node in nodes
+        )
+    return labels
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether a tensor begins where kernels may read many elements at once."""
+    return x.storage_offset() * x.dtype.itemsize % ALIGNED == 0
+
+
+def _label(node: fx.Node) -> Any:
+    """Equal for ops that are alike, what they read left out."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
+    reads = map(_shown, node.all_input_nodes)
+    return node.target, repr(args), repr(kwargs), _shown(node), tuple(reads)
+
+
+def _shown(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(
+        (x.dtype, tuple(x.shape), x.stride(), str(x.device), is_aligned(x))
+        for x in tensors_in(node.meta.get("val"))
+    )
+
+
+def _numbers(labels: Iterable[Any]) -> np.ndarray:
+    known: dict[Any, int] = {}
+    return np.array([known.setdefault(label, len(known)) for label in labels], int)

@@ -1,0 +1,180 @@
+"""Rows that ranks exchange: which of them each rank gives each other.
+
+In: how an op moves rows of a dim (``RowMoves``), over which axes the dim is split, of
+which tensors. Out: for each pair of members of a group the ``Run``s of rows that go
+from one to the other, as numbers; what a rank sends at most, and its price. A tensor
+that is not split is there on every rank: it gives its rows to that rank alone, and, of
+a result, gets them all. Shards may be of any size, none included. Knows no graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import astuple, dataclass
+from functools import cached_property, lru_cache
+
+from fxpar.sharding import shard_sizes
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.factors import Axes, RowMoves, RowPiece
+from fxpar.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows that lie evenly apart where they are taken, and where they are put."""
+
+    # Among what a rank holds of all operands, joined; the step may be negative.
+    first: int
+    step: int
+    count: int
+    # Among what a rank has of all results, joined.
+    at: int
+    stride: int
+
+    def joined(self, other: Run) -> Run | None:
+        """Both as one, if the other goes on where this one ends."""
+        one = self.count == 1
+        step = other.first - self.first if one else self.step
+        stride = other.at - self.at if one else self.stride
+        follows = (
+            other.first == self.first + self.count * step
+            and other.at == self.at + self.count * stride
+        )
+        alike = other.count == 1 or (other.step, other.stride) == (step, stride)
+        if not (follows and alike and step and stride > 0):
+            return None
+        return Run(self.first, step, self.count + other.count, self.at, stride)
+
+
+# From each member of a group to each: what goes there, in order.
+Runs = tuple[tuple[tuple[Run, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An op that moves rows, and how they lie on the mesh."""
+
+    moves: RowMoves
+    # Those that split the dim, major to minor.
+    axes: Axes
+    # Of each operand, and of each result, whether they split it.
+    split_sources: tuple[bool, ...]
+    split_targets: tuple[bool, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """As an argument of an op keeps it."""
+        return json.dumps(astuple(self))
+
+    @staticmethod
+    @lru_cache(maxsize=1 << 10)
+    def parse(text: str) -> Exchange:
+        """The inverse of ``text``."""
+        (dim, sources, targets, pieces, fill), *rest = json.loads(text)
+        rows = tuple(RowPiece(*piece) for piece in pieces)
+        moves = RowMoves(dim, tuple(sources), tuple(targets), rows, fill)
+        return Exchange(moves, *map(tuple, rest))
+
+
+@lru_cache(maxsize=1 << 12)
+def runs(exchange: Exchange, mesh: Mesh) -> Runs:
+    """What goes from each member of a group along the axes, in mesh order, to each."""
+    moves, members = exchange.moves, mesh.group(0, exchange.axes)
+    held, wanted = (
+        [
+            [
+                shard_sizes.shard(n, mesh, exchange.axes, rank) if split else (0, n)
+                for n, split in zip(rows, splits, strict=True)
+            ]
+            for rank in members
+        ]
+        for rows, splits in (
+            (moves.sources, exchange.split_sources),
+            (moves.targets, exchange.split_targets),
+        )
+    )
+    table: list[list[list[Run]]] = [[[] for _ in members] for _ in members]
+    for (taker, to), piece in itertools.product(enumerate(wanted), moves.pieces):
+        begin, size = to[piece.target]
+        inside = _meeting(piece.at, piece.stride, piece.count, begin, size)
+        givers = (
+            range(len(members)) if exchange.split_sources[piece.source] else [taker]
+        )
+        for giver in givers if inside else ():
+            start, rows = held[giver][piece.source]
+            first = piece.first + piece.step * inside.start
+            own = _meeting(first, piece.step, len(inside), start, rows)
+            if not own:
+                continue
+            before = sum(n for _, n in held[giver][: piece.source]) - start
+            behind = sum(n for _, n in to[: piece.target]) - begin
+            run = Run(
+                before + first + piece.step * own.start,
+                piece.step,
+                len(own),
+                behind + piece.at + piece.stride * (inside.start + own.start),
+                piece.stride,
+            )
+            _append(table[giver][taker], run)
+    return tuple(tuple(map(tuple, row)) for row in table)
+
+
+def _append(out: list[Run], run: Run) -> None:
+    joined = out[-1].joined(run) if out else None
+    if joined is None:
+        out.append(run)
+    else:
+        out[-1] = joined
+
+
+def _meeting(first: int, step: int, count: int, start: int, size: int) -> range:
+    """Which of the rows ``first``, ``first + step``, ... lie in ``[start, start +
+    size)``: those of these numbers."""
+    if step < 0:
+        backwards = _meeting(first + step * (count - 1), -step, count, start, size)
+        return range(count - backwards.stop, count - backwards.start)
+    begin = max(0, -((first - start) // step))
+    end = min(count, -((first - start - size) // step))
+    return range(begin, max(begin, end))
+
+
+def own_rows(exchange: Exchange, mesh: Mesh, rank: int) -> int:
+    """How many rows of all results a rank has."""
+    return sum(
+        shard_sizes.shard(n, mesh, exchange.axes, rank)[1] if split else n
+        for n, split in zip(exchange.moves.targets, exchange.split_targets, strict=True)
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def crossing(exchange: Exchange, mesh: Mesh) -> tuple[int, int]:
+    """(rows that one rank sends or receives of others, from or to how many of them) at
+    most."""
+    counts = [
+        [
+            sum(run.count for run in there) if i != j else 0
+            for j, there in enumerate(row)
+        ]
+        for i, row in enumerate(runs(exchange, mesh))
+    ]
+    ends = [*counts, *zip(*counts, strict=True)]
+    return max(map(sum, ends)), max(sum(n > 0 for n in end) for end in ends)
+
+
+def message(exchange: Exchange, mesh: Mesh, row: int) -> tuple[str, float]:
+    """(kind, bytes on a rank before it) of the collective that takes as long, of
+    ``row`` bytes each: a permute where each rank has one peer, else an all-to-all."""
+    rows, peers = crossing(exchange, mesh)
+    if peers <= 1:
+        return "permute", float(rows * row)
+    count = mesh.count(exchange.axes)
+    return "all_to_all", rows * row * count / (count - 1)
+
+
+def seconds(exchange: Exchange, mesh: Mesh, row: int) -> float:
+    """How long the exchange takes, of rows of so many bytes."""
+    kind, nbytes = message(exchange, mesh, row)
+    if not nbytes:
+        return 0.0
+    return along(kind, mesh, mesh.ordered(exchange.axes)).seconds(nbytes)

@@ -1,0 +1,187 @@
+"""Rows of ``torch.nn.attention``: flex_attention, and documents packed in one dim.
+
+Heads are free, as in ``attention``. Of flex_attention the batch is free too; a block
+mask is split with them where it has them. So are queries in the forward, block by block
+of the mask: functions of scores count them by global index
+(``passes.local.local_custom_ops``). Tensors that a score or mask function captures are
+whole, since it may look up anything in them, and their gradients are sums over all
+scores, so partial.
+
+Of ``varlen`` tokens are whole: where documents begin and end is data. With pages of a
+cache a call has no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.rules.attention import Heads, heads_of
+from fxpar.sharding.rules.table import Word, make, row, rows, tensors_of
+
+# Of several tensors, and of one.
+Names = list[list[str]]
+Words = list[Word]
+
+
+def _captured(*groups: Sequence[Any]) -> Names:
+    return [["_"] * x.dim() for x in tensors_of(groups)]
+
+
+def _flex_words(
+    q: torch.Tensor, k: torch.Tensor, queries: bool = False
+) -> Heads | None:
+    """Those of the tensors; a batch of one key serves all queries."""
+    heads = heads_of(q, k, queries=queries)
+    if heads is None or k.shape[0] == q.shape[0]:
+        return heads
+    return replace(heads, key=["_", *heads.key[1:]], value=["_", *heads.value[1:]])
+
+
+def _blocks(heads: Heads, mask: Sequence[Any], query_block: str = "_") -> Names | None:
+    """The tensors of a block mask: of each batch and head, or of all; the first four
+    have a row for each block of queries."""
+    out, by_query = [], tensors_of(mask[2:6])
+    for i, x in enumerate(tensors_of(mask)):
+        sizes = [int(n) for n in x.shape[:2]]
+        if len(sizes) < 2 or any(
+            n not in (1, size) for n, size in zip(sizes, heads.sizes, strict=False)
+        ):
+            return None
+        pairs = zip(heads.scores, sizes, heads.sizes, strict=False)
+        word = [name if n == size else "_" for name, n, size in pairs]
+        block = query_block if i < len(by_query) else "_"
+        out.append([*word, *[block, "_"][: x.dim() - 2]])
+    return out
+
+
+def _query_blocks(q: torch.Tensor, mask: Sequence[Any]) -> int | None:
+    """In how many blocks a mask has the queries; None if it ends within one."""
+    rows, size = q.shape[2], mask[-3]
+    if size >= rows:
+        return 1
+    return None if rows % size else int(rows // size)
+
+
+def _flex(
+    q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
+) -> Rule | None:
+    count = _query_blocks(q, mask)
+    words = _flex_words(q, k, queries=count is not None)
+    if words is None:
+        return None
+    in_blocks = count is not None and count > 1
+    if in_blocks:
+        query, out, scores = (
+            [*x[:2], "(s r!)", *x[3:]] for x in (words.query, words.out, words.scores)
+        )
+        words = replace(words, query=query, out=out, scores=scores)
+    blocks = _blocks(words, mask, "s" if in_blocks else "_")
+    if blocks is None:
+        return None
+    given = _captured(score_others, mask_others)
+    results = [words.out, words.logsumexp, words.logsumexp]
+    rule = words.rule(*words.inputs, *blocks, *given, results=results)
+    if not in_blocks:
+        return rule
+    sizes = (*rule.sizes, ("s", count), ("r", mask[-3]))
+    return replace(rule, sizes=sizes, evenly=frozenset("s"))
+
+
+def _flex_backward(
+    q, k, v, out, lse, grad, grad_lse, forward, joint, mask, scale, options,
+    score_others=(), mask_others=(),
+) -> Rule | None:  # fmt: skip
+    words = _flex_words(q, k)
+    blocks = None if words is None else _blocks(words, mask)
+    if words is None or blocks is None:
+        return None
+    grads = [words.out] * (grad is not None)
+    grads += [words.logsumexp] * (grad_lse is not None)
+    given = _captured(score_others, mask_others)
+    results = [*words.inputs, *_captured(score_others)]
+    return words.rule(
+        *words.inputs, words.out, words.logsumexp, *grads, *blocks, *given,
+        results=results,
+    )  # fmt: skip
+
+
+def _varlen_words(
+    q: torch.Tensor, k: torch.Tensor
+) -> tuple[Words, Words, Words, Words, Words, dict[str, int]] | None:
+    """Words of queries, keys, values, output and log-sum-exp, and sizes of factors.
+    None where these are not [tokens, heads, features]."""
+    if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
+        return None
+    shared = int(q.shape[1] // k.shape[1])
+    heads: Word = ("h", "g") if shared > 1 else "h"
+    sizes = {"h": int(k.shape[1]), "g": shared} if shared > 1 else {}
+    out, logsumexp = ["s!", heads, "e!"], [heads, "s!"]
+    return (
+        ["s!", heads, "d!"],
+        ["t!", "h", "d!"],
+        ["t!", "h", "e!"],
+        out,
+        logsumexp,
+        sizes,
+    )
+
+
+def _loose(*tensors: Any) -> list[Words]:
+    return [["_"] * x.dim() for x in tensors if isinstance(x, torch.Tensor)]
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    *settings: Any,
+    **rest: Any,
+) -> Rule | None:
+    words = _varlen_words(q, k)
+    paged = [x for x in (*settings, *rest.values()) if isinstance(x, torch.Tensor)]
+    if words is None or paged:
+        return None
+    query, key, value, out, logsumexp, sizes = words
+    operands = [query, key, value, *_loose(starts_q, starts_k)]
+    state: Words = ["_", *(f"~{name}" for name in sizes or "h")]
+    return make(operands, [out, logsumexp, state], sizes)
+
+
+def _varlen_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: torch.Tensor,
+    lse: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    state: torch.Tensor,
+    *settings: Any,
+    **rest: Any,
+) -> Rule | None:
+    words = _varlen_words(q, k)
+    if words is None:
+        return None
+    query, key, value, out, logsumexp, sizes = words
+    given = _loose(starts_q, starts_k, state)
+    operands = [out, query, key, value, out, logsumexp, *given]
+    return make(operands, [query, key, value], sizes)
+
+
+ROWS = {
+    "higher_order::flex_attention": row(_flex),
+    "higher_order::flex_attention_backward": row(_flex_backward),
+    **rows("_varlen_attn", _varlen, "torch_attn"),
+    **rows("_varlen_attn_backward", _varlen_backward, "torch_attn"),
+}

@@ -1,0 +1,261 @@
+"""Rows that an op moves along a split dim: ranks exchange those that change ranks, and
+gather none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fxpar
+from fxpar.passes import moved_rows
+from fxpar.sharding import row_moves
+from fxpar.sharding.factors import RowMoves, RowPiece
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.strategy import Strategy, fits
+from tests.helpers.one_op import OneOp
+from tests.helpers.spawn import ranks_of
+
+aten = torch.ops.aten
+
+# Of n rows: op, arguments behind the operands; several operands where it joins them.
+OPS: dict[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
+    "slice": (aten.slice.Tensor, lambda n: (0, 1, n)),
+    "every second": (aten.slice.Tensor, lambda n: (0, 0, n, 2)),
+    "scattered": (aten.slice_scatter.default, lambda n: (0, 1, n)),
+    "every other": (aten.slice_scatter.default, lambda n: (0, 1, n, 2)),
+    "joined": (aten.cat.default, lambda n: (0,)),
+    "padded": (aten.constant_pad_nd.default, lambda n: ([0, 0, 2, 1], 7.0)),
+    "cropped": (aten.constant_pad_nd.default, lambda n: ([0, 0, -1, 2], 7.0)),
+    "repeated": (aten.repeat.default, lambda n: ([3, 1],)),
+    "split": (aten.split_with_sizes.default, lambda n: ([1, n - 1], 0)),
+    "flipped": (aten.flip.default, lambda n: ([0],)),
+    "rolled": (aten.roll.default, lambda n: ([2], [0])),
+}
+MESHES = ("a=2", "a=3", "a=4", "a=2,b=2")
+SIZES = (3, 5, 7, 8)
+
+
+def called(name: str, n: int) -> OneOp:
+    """An op on ``n`` rows of two columns."""
+    op, more = OPS[name]
+    x = torch.randn(n, 2, dtype=torch.float64)
+    args: tuple[Any, ...] = (x, *more(n))
+    if op is aten.cat.default:
+        args = ([x, x[:2] + 1, x[:1]], 0)
+    elif op is aten.slice_scatter.default:
+        args = (x, x[slice(*more(n)[1:])] + 1, *more(n))
+    return OneOp(op, args, {})
+
+
+def tried(name: str, n: int, mesh: Mesh) -> int:
+    """In how many ways of splitting its rows an op was right."""
+    one = called(name, n)
+    assert one.rule is not None
+    assert one.rule.moves
+    wants, draw, tries = one.expected(), torch.Generator().manual_seed(0), 0
+    for axes in itertools.permutations(mesh.names):
+        strategy = Strategy((("d0", axes),))
+        if fits(one.rule, strategy.axes_of, mesh):
+            one.check(strategy, mesh, wants, draw)
+            tries += 1
+    return tries
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_each_rank_gets_its_rows(name: str) -> None:
+    """Empty shards, and one row over all ranks, among them."""
+    for n, mesh in itertools.product(SIZES, MESHES):
+        assert tried(name, n, Mesh.parse(mesh))
+
+
+@pytest.mark.parametrize("name", ["joined", "flipped", "every other", "split"])
+def test_shares_that_differ(name: str) -> None:
+    mesh = Mesh((("a", 3),), shares=((2.0, 1.0, 3.0),))
+    assert all(tried(name, n, mesh) for n in SIZES)
+
+
+def exchange_of_slice(n: int, first: int, rows: int, step: int = 1) -> Exchange:
+    moves = RowMoves(0, (n,), (rows,), (RowPiece(0, 0, rows, first, step),))
+    return Exchange(moves, ("a",), (True,), (True,))
+
+
+def test_what_is_sent_is_counted() -> None:
+    mesh = Mesh.parse("a=4")
+    shifted = exchange_of_slice(16, 2, 12)  # 3 rows each, from 2, 5, 8, 11 on
+    assert row_moves.crossing(shifted, mesh) == (1, 1)
+    assert row_moves.message(shifted, mesh, 8) == ("permute", 8.0)
+    alternate = exchange_of_slice(16, 0, 8, 2)
+    assert row_moves.crossing(alternate, mesh) == (0, 0)
+    assert row_moves.seconds(alternate, mesh, 8) == 0.0
+    assert moved_rows.is_local(alternate, mesh)
+    turned = exchange_of_slice(16, 15, 16, -1)
+    assert row_moves.message(turned, mesh, 8) == ("permute", 32.0)
+    assert Exchange.parse(turned.text) == turned
+
+
+ROWS, COLUMNS = 16, 4
+NBYTES = ROWS // 4 * COLUMNS * 8
+
+# Ways to write a move, and what they send at most, in shards.
+PROGRAMS: dict[str, tuple[Callable[..., Any], float]] = {
+    "slice": (lambda x: x[2:14] * 2, 0.5),
+    "step": (lambda x: x[::2] * 2, 0.0),
+    "cat": (lambda x: torch.cat([x, x * 2]), 4),
+    "class token": (lambda x: torch.cat([x.new_zeros(1, COLUMNS), x * 2]), 1.0),
+    "pad": (lambda x: F.pad(x, (0, 0, 3, 2)) * 2, 1.0),
+    "split": (lambda x: tuple(y * 2 for y in x.split([5, 11])), 5 / 3),
+    "flip": (lambda x: x.flip(0) * 2, 1.0),
+    "difference": (lambda x: x.diff(dim=0) * 2, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_is_gathered(name: str) -> None:
+    """Forward and backward send the rows that cross."""
+    fn, most = PROGRAMS[name]
+    x = torch.randn(ROWS, COLUMNS, dtype=torch.float64, requires_grad=True)
+    plan = fxpar.plan(
+        fn, x, mesh="tp=4", in_specs=[("tp", None)], mode="propagate", grad=True
+    )
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all"}
+    assert sum(c.bytes for c in plan.collectives) <= 2 * most * NBYTES
+    assert not [note for note in plan.notes if "reads dim" in note]
+
+
+def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is priced: what lies split and is wanted so is not gathered."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    x, lies = torch.randn(1 << 14, 64), [("tp", None)]
+    plan = fxpar.plan(
+        lambda x: torch.cat([x.sin(), x.cos()])[100:-100],
+        x,
+        mesh="tp=4",
+        in_specs=lies,
+        out_specs=lies,
+        mode="search",
+    )
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all"}
+    assert dict(plan.predicted.sent)["tp"] <= 3 * x.nbytes // 4
+
+
+# What is broken, and an op that must notice.
+
+
+def one_row_short(patch: pytest.MonkeyPatch) -> None:
+    meeting = row_moves._meeting
+
+    def wrong(*args: int) -> range:
+        rows = meeting(*args)
+        return rows[:-1] if len(rows) > 1 else rows
+
+    patch.setattr(row_moves, "_meeting", wrong)
+
+
+def not_turned(patch: pytest.MonkeyPatch) -> None:
+    taken = moved_rows._taken
+
+    def wrong(call: Any, x: Any, dim: int, run: row_moves.Run) -> Any:
+        first = min(run.first, run.first + run.step * (run.count - 1))
+        turned = row_moves.Run(first, abs(run.step), run.count, run.at, run.stride)
+        return taken(call, x, dim, turned)
+
+    patch.setattr(moved_rows, "_taken", wrong)
+
+
+def of_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
+    runs = row_moves.runs
+
+    def wrong(exchange: Exchange, mesh: Mesh) -> row_moves.Runs:
+        return runs(exchange, mesh)[::-1]
+
+    patch.setattr(moved_rows, "runs", wrong)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (one_row_short, "slice"),
+        (not_turned, "flipped"),
+        (of_the_wrong_rank, "joined"),
+        (of_the_wrong_rank, "padded"),
+    ],
+)
+def test_what_is_wrong_is_noticed(
+    broken: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = Mesh.parse("a=2")
+    assert tried(name, 8, mesh)
+    row_moves.runs.cache_clear()
+    broken(monkeypatch)
+    try:
+        with pytest.raises((AssertionError, RuntimeError)):
+            tried(name, 8, mesh)
+    finally:
+        row_moves.runs.cache_clear()
+        row_moves.crossing.cache_clear()
+
+
+def moved(x: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of uneven shards, along both dims, of truths too."""
+    joined = torch.cat([x[1:], x.new_ones(1, 6), x * 2])
+    padded = F.pad(joined, (2, 1, 1, 0), value=3.0).flip(0)
+    return padded.sin() * padded, F.pad(flags.logical_not(), (0, 0, 1, 1))
+
+
+def run_moved(codegen: str, hints: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    flags = torch.rand(7, 6) > 0.5
+    options = {
+        "mesh": "tp=2",
+        "plan": "propagate",
+        "codegen": codegen,
+        "hints": hints,
+        "schedule": "none",
+    }
+    got = torch.compile(moved, backend="fxpar", options=options)(x, flags)
+    want = moved(x, flags)
+    torch.testing.assert_close(got, want)
+    (gradient,) = torch.autograd.grad(got[0].sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(want[0].sum(), x)[0])
+
+
+HINTS: Sequence[Any] = (
+    {"x": ("tp", None), "flags": ("tp", None)},
+    {"x": (None, "tp"), "flags": (None, "tp")},
+)
+
+
+@pytest.mark.parametrize("hints", HINTS)
+def test_two_ranks(hints: Any) -> None:
+    ranks_of("tp=2").run(run_moved, "eager", hints)
+
+
+def test_generated_kernels() -> None:
+    ranks_of("tp=2").run(run_moved, "inductor", HINTS[0], timeout=300.0)
+
+
+def run_parts() -> None:
+    """What was joined with other rows is no rank's own: it leaves whole, as it is read
+    by code outside of the graph."""
+    rank = torch.distributed.get_rank()
+    parts = [torch.arange(8.0).reshape(4, 2) + 100 * i for i in range(2)]
+    options = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
+    joined = torch.compile(
+        lambda x: torch.cat([x, x * 2]) + 1, backend="fxpar", options=options
+    )
+    got, whole = joined(parts[rank]), torch.cat(parts)
+    torch.testing.assert_close(got, torch.cat([whole, whole * 2]) + 1)
+
+
+def test_parts_that_ranks_feed() -> None:
+    ranks_of("dp=2").run(run_parts)
