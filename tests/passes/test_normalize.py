@@ -45,7 +45,7 @@ def test_linear_on_three_dims_becomes_one_dot():
 def test_attention_products_keep_batch_and_heads_apart():
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
     found = normalized(lambda q, k: q @ k.transpose(-1, -2), q, k)
-    assert found[-1] == "fxpar.dot x0 x1 m k, x0 x1 k n -> x0 x1 m n"
+    assert found[-1] == "fxpar.dot x0 x1 m k, x0 x1 n k -> x0 x1 m n"
 
 
 def test_the_weight_gradient_contracts_batch_and_sequence():
@@ -245,3 +245,31 @@ def test_the_sum_of_one_hot_rows_is_one_product(keep: bool, turn: bool) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_sums_stay(name: str) -> None:
     assert SUM in normalized(REFUSED[name], torch.randn(3, 1))
+
+
+def fused_projection(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Attention whose projections are one, as GPT-2 has it: ``x @ weight``."""
+    batch, rows, width = x.shape
+    qkv = torch.addmm(bias, x.view(-1, width), weight).view(batch, rows, -1)
+    q, k, v = (
+        part.view(batch, rows, 4, -1).transpose(1, 2) for part in qkv.split(width, -1)
+    )
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return y.transpose(1, 2).reshape(x.shape) @ out
+
+
+def test_gradients_of_a_fused_projection_gather_no_activations() -> None:
+    """Its weight's and bias's read the gradients of its parts as a dim of parts; what
+    is gathered is the weight's gradient, since weights lie whole."""
+    torch.manual_seed(0)
+    shapes = (8, 16, 16), (16, 48), (48,), (16, 16)
+    args = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    hints = {"out": ("tp", None)}
+    plan = fxpar.plan(
+        fused_projection, *args, mesh="tp=2", mode="propagate", grad=True, hints=hints
+    )
+    torch.testing.assert_close(plan.simulate(*args), plan.reference(*args))
+    gathered = [c.bytes for c in plan.collectives if c.kind == "all_gather"]
+    assert sorted(gathered) == [48 * 8, 16 * 48 * 8]

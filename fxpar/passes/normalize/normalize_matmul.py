@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,6 +51,13 @@ def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | N
             return None
         groups[-1] += len(source) - i
     return groups
+
+
+def before_views(node: Any) -> fx.Node:
+    """What a chain of views shows in other shapes."""
+    while op_facts_of(node.target).reshapes:
+        node = node.args[0]
+    return node
 
 
 class _Contraction:
@@ -150,8 +158,12 @@ class _Contraction:
         shape: list[int] = []
         for word, size in zip(words, shape_of(operand), strict=True):
             shape += sizes.get(word, [size])
-        with self.rewriter.before(self.node):
-            self.operands[i] = self.rewriter.call(aten.view.default, operand, shape)
+        source = before_views(operand)
+        if shape_of(source) == tuple(shape):  # as it was merged from: shown at once
+            self.operands[i] = source
+        else:
+            with self.rewriter.before(self.node):
+                self.operands[i] = self.rewriter.call(aten.view.default, operand, shape)
         self.words[i] = self._split_words(words, parts)
 
     @staticmethod
@@ -202,11 +214,9 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
         if node.target is not aten.sum.dim_IntList or node.args[1] is None:
             continue
         view = node.args[0]
-        if view.target is aten.cat.default:
-            source = view.meta.get("fxpar_stack")
-        else:
-            source = view.args[0] if op_facts_of(view.target).reshapes else None
-        if source is None:
+        source = before_views(view)
+        source = source.meta.get("fxpar_stack", source)
+        if source is view:
             continue
         groups = merged_groups(shape_of(source), shape_of(view))
         if groups is None or all(n == 1 for n in groups):
@@ -229,9 +239,7 @@ def _cancel_views(graph: fx.Graph, rewriter: Builder) -> None:
     for node in list(graph.nodes):
         if not op_facts_of(node.target).reshapes:
             continue
-        source = node.args[0]
-        while op_facts_of(source.target).reshapes:
-            source = source.args[0]
+        source = before_views(node)
         if shape_of(source) == shape_of(node):
             rewriter.replace(node, source)
         elif source is not node.args[0]:
