@@ -17,7 +17,7 @@ from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, user_line
+from fxpar.sharding.program import Program, Value, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
@@ -75,10 +75,15 @@ class Decision:
     @property
     def is_even(self) -> bool:
         """Whether all ranks hold as much of every value."""
+        return self.first_uneven() is None
+
+    def first_uneven(self) -> tuple[Value, Spec] | None:
+        """The first value of which ranks hold unlike parts, and its spec there."""
         edges, values = self.edges, self.program.values
         specs = [*zip(values, edges.specs, strict=True)]
         specs += [(values[r.value], r.target) for r in edges.reshards]
-        return all(spec.is_even(self.mesh, value.shape) for value, spec in specs)
+        uneven = (x for x in specs if not x[1].is_even(self.mesh, x[0].shape))
+        return next(uneven, None)
 
 
 def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:

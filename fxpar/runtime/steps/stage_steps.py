@@ -57,12 +57,7 @@ def find_stages(state: JointState) -> None:
         return
     if state.open:
         raise PlanError("stages are of sizes that are known")
-    if not decision.is_even:
-        raise PlanError(
-            "the program is cut into stages, and some shards of it are not alike",
-            fix="choose mesh sizes that divide the dims, or leave out the axis "
-            f"{request.pipeline.axis}",
-        )
+    _refuse_uneven(decision, request.pipeline)
     _refuse_schedule(request)
     hardware = request.hardware or lookup(UNNAMED)
     priced = StageCosts(
@@ -86,6 +81,23 @@ def find_stages(state: JointState) -> None:
             raise
         # One of several graphs, as Dynamo breaks a program: all ranks run it.
         state.notes = (*state.notes, f"no stages: {error.what}")
+
+
+def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
+    """Raises PlanError that names a value whose shards are not alike."""
+    uneven = decision.first_uneven()
+    if uneven is None:
+        return
+    value, spec = uneven
+    makers = (op.node for op in decision.program.ops if value.index in op.results)
+    maker = next(makers, None)
+    raise PlanError(
+        "the program is cut into stages, and its shards of "
+        f"{value.name} {spec.format(value.shape)} are not alike",
+        where=maker and user_line(maker),
+        fix="choose mesh sizes that divide the dims, or leave out the axis "
+        f"{pipeline.axis}",
+    )
 
 
 def _refuse_schedule(request: Request) -> None:
