@@ -23,7 +23,8 @@ from fxpar.errors import (
     OptionError,
     PlanError,
 )
-from fxpar.joint_pass import CompileJob, said_by_rank_0
+from fxpar.job_request import CompileJob
+from fxpar.joint_pass import said_by_rank_0
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime.caches.program_identity import (
     Named,

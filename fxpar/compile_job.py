@@ -19,7 +19,8 @@ from torch import fx
 from fxpar import _torch, pipeline
 from fxpar.config import Options
 from fxpar.explain import status_line
-from fxpar.joint_pass import CompileJob, JointPass
+from fxpar.job_request import CompileJob
+from fxpar.joint_pass import JointPass
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.runtime.caches import known_programs

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
-from fxpar.config import Options
 from fxpar.errors import FxparWarning
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
+from fxpar.job_request import CompileJob, planned_request, request_of
 from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.graph_bodies import hold
@@ -29,71 +29,23 @@ from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram
-from fxpar.runtime.caches.program_identity import Named
-from fxpar.runtime.calls.call_sizes import UNLIKE, SizeAgreement
+from fxpar.runtime.calls.call_sizes import UNLIKE
 from fxpar.runtime.calls.launch_agreement import agree_on_launches
-from fxpar.runtime.calls.local_results import LocalResults
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
-    OpenProgram,
     SizeRange,
 )
 from fxpar.runtime.ranks import consensus, presence
-from fxpar.runtime.ranks.groups import Ranks, settle
+from fxpar.runtime.ranks.groups import settle
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.steps.binding import is_of_all
 from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import restore_numbers
-from fxpar.sharding.hints import load
-from fxpar.sharding.pipeline_axis import split_off
 from fxpar.sharding.pipeline_schedule import AUTO_APART
-from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_request import (
-    Request,
-    choices,
-    known_machine,
-    named_machine,
-    plan_mode,
-    staged_choices,
-)
-from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.program import Input, Output
 from fxpar.sharding.propagate.conventions import batch_axes
-from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.spec import Spec
-
-
-@dataclass(frozen=True)
-class CompileJob:
-    """One graph to compile: everything but the graph itself."""
-
-    options: Options
-    ranks: Ranks
-    named_inputs: Sequence[Named]
-    # Positions of the inputs that hold one rank's part of the batch.
-    local: frozenset[int]
-    # How ranks' sizes go together.
-    size_match: SizeAgreement
-    # How results leave that hold, or scale with, the batch.
-    results: LocalResults = field(default_factory=LocalResults)
-    # Specs that results must have, by position.
-    rests: Mapping[int, Spec] = field(default_factory=dict)
-    # Inputs are written, and lie as before.
-    writes: bool = False
-    # The graph takes its open sizes as symbols.
-    open: OpenProgram | None = None
-    # A plan to follow; None: one is made.
-    recalled: Plan | None = None
-    # What the plan says of how it came about.
-    notes: tuple[str, ...] = ()
-
-
-def _fed(job: CompileJob) -> tuple[str, ...] | None:
-    """Names of the inputs that hold one rank's part of the batch; None if every input
-    is global."""
-    if job.options.inputs != "local":
-        return None
-    return tuple(job.named_inputs[i].name for i in job.local)
 
 
 def _apart(schedule: str) -> str:
@@ -126,36 +78,7 @@ class JointPass:
         self.declared: list[Input] = []
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
-        options = job.options
-        asked = "auto" if job.ranks.open else options.pipeline
-        mesh, stages = split_off(job.ranks.mesh, asked)
-        # Elsewhere than in a training step forward and backward are two calls.
-        schedule = options.pipeline if job.writes else AUTO_APART
-        if stages is not None:
-            stages = replace(stages, schedule=schedule)
-        self.request = Request(
-            mesh,
-            Signature((), ()),
-            local=_fed(job),
-            summands=frozenset(job.results.summand_names),
-            strict=options.strict,
-            disable=options.disable,
-            keep_gathered=not options.reshard_after_forward,
-            microbatches=options.microbatches,
-            pipeline=stages,
-            pipeline_schedule=schedule,
-            expert_room=options.expert_room,
-            expert_exchange=options.expert_exchange,
-            schedule=options.schedule,
-            tune=options.tune,
-            cached=options.cache_plans,
-            fuse=options.fuse,
-            step=job.writes,
-            name=f"graph{number}",
-            rank=job.ranks.rank,
-            debug=options.debug,
-            dump=options.dump,
-        )
+        self.request = request_of(job, f"graph{number}")
         self.result: pipeline.Result | None = None
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
@@ -206,7 +129,12 @@ class JointPass:
             restore_numbers(gm.graph)
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
-        request = self.request = self._request(boundaries.declare(signature))
+        request = self.request = planned_request(
+            self.job,
+            self.request,
+            boundaries.declare(signature),
+            self.entry.plan if self.entry else self.job.recalled,
+        )
         with said_by_rank_0(ranks.rank):
             plan = choose_plan.searched if self.leads else choose_plan.planned
             self.result = plan(gm.graph, fake_mode, request)
@@ -266,26 +194,6 @@ class JointPass:
             )
         else:
             known_programs.tell_plan(name, None)
-
-    def _request(self, signature: Signature) -> Request:
-        """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
-        options, ranks = self.job.options, self.ranks
-        known_plan = self.entry.plan if self.entry else self.job.recalled
-        mode = known_plan or plan_mode(options.plan, options, self.request.name)
-        local = options.inputs == "local"
-        staged = ranks.open and not local
-        if self.request.pipeline is not None:
-            signature = of_one_stage(signature, self.request.pipeline.axis)
-        return replace(
-            self.request,
-            signature=signature,
-            hints=load(options.hints),
-            mode=mode,
-            meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
-            staged=staged_choices(ranks.mesh, mode) if staged else (),
-            hardware=known_machine(options),
-            named_hardware=named_machine(options),
-        )
 
     def report_known_plan(self) -> None:
         """The plan of a program that was taken from AOTAutograd's cache as it is."""

@@ -29,6 +29,7 @@ LEVELS = [
     {"runtime", "explain"},
     {"pipeline"},
     {"choose_plan"},
+    {"job_request"},
     {"joint_pass"},
     {"compile_job"},
     # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxpar.errors import ScheduleError
-from fxpar.passes import lower
+from fxpar.passes import lower_uneven
 from fxpar.passes.local import local_reductions
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding import shard_sizes
@@ -74,7 +74,7 @@ def nothing_for_no_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lower, "_is_even", lambda *_: True)
+    patch.setattr(lower_uneven, "_is_even", lambda *_: True)
 
 
 def one_row_further(patch: pytest.MonkeyPatch) -> None:

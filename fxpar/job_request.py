@@ -1,0 +1,124 @@
+"""The request that is put to the pipeline for one graph to compile.
+
+In: a ``CompileJob``, all that is known of the graph but the graph itself. Out: a
+``Request``; ``request_of`` gives what stands before the graph is traced,
+``planned_request`` adds the graph's signature and the meshes and plan to choose from.
+Never reads the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fxpar.config import Options
+from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.calls.call_sizes import SizeAgreement
+from fxpar.runtime.calls.local_results import LocalResults
+from fxpar.runtime.calls.open_sizes import OpenProgram
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.sharding.hints import load
+from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    known_machine,
+    named_machine,
+    plan_mode,
+    staged_choices,
+)
+from fxpar.sharding.program import Signature
+from fxpar.sharding.rest_over_stages import of_one_stage
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One graph to compile: everything but the graph itself."""
+
+    options: Options
+    ranks: Ranks
+    named_inputs: Sequence[Named]
+    # Positions of the inputs that hold one rank's part of the batch.
+    local: frozenset[int]
+    # How ranks' sizes go together.
+    size_match: SizeAgreement
+    # How results leave that hold, or scale with, the batch.
+    results: LocalResults = field(default_factory=LocalResults)
+    # Specs that results must have, by position.
+    rests: Mapping[int, Spec] = field(default_factory=dict)
+    # Inputs are written, and lie as before.
+    writes: bool = False
+    # The graph takes its open sizes as symbols.
+    open: OpenProgram | None = None
+    # A plan to follow; None: one is made.
+    recalled: Plan | None = None
+    # What the plan says of how it came about.
+    notes: tuple[str, ...] = ()
+
+
+def _fed(job: CompileJob) -> tuple[str, ...] | None:
+    """Names of the inputs that hold one rank's part of the batch; None if every input
+    is global."""
+    if job.options.inputs != "local":
+        return None
+    return tuple(job.named_inputs[i].name for i in job.local)
+
+
+def request_of(job: CompileJob, name: str) -> Request:
+    """What is asked of the pipeline, before the graph is known."""
+    options = job.options
+    asked = "auto" if job.ranks.open else options.pipeline
+    mesh, stages = split_off(job.ranks.mesh, asked)
+    # Elsewhere than in a training step forward and backward are two calls.
+    schedule = options.pipeline if job.writes else AUTO_APART
+    if stages is not None:
+        stages = replace(stages, schedule=schedule)
+    return Request(
+        mesh,
+        Signature((), ()),
+        local=_fed(job),
+        summands=frozenset(job.results.summand_names),
+        strict=options.strict,
+        disable=options.disable,
+        keep_gathered=not options.reshard_after_forward,
+        microbatches=options.microbatches,
+        pipeline=stages,
+        pipeline_schedule=schedule,
+        expert_room=options.expert_room,
+        expert_exchange=options.expert_exchange,
+        schedule=options.schedule,
+        tune=options.tune,
+        cached=options.cache_plans,
+        fuse=options.fuse,
+        step=job.writes,
+        name=name,
+        rank=job.ranks.rank,
+        debug=options.debug,
+        dump=options.dump,
+    )
+
+
+def planned_request(
+    job: CompileJob, request: Request, signature: Signature, known_plan: Plan | None
+) -> Request:
+    """What is asked on the mesh, or for a mesh to be chosen; of a plan that is known
+    from an earlier start, that it is followed."""
+    options, ranks = job.options, job.ranks
+    mode = known_plan or plan_mode(options.plan, options, request.name)
+    local = options.inputs == "local"
+    staged = ranks.open and not local
+    if request.pipeline is not None:
+        signature = of_one_stage(signature, request.pipeline.axis)
+    return replace(
+        request,
+        signature=signature,
+        hints=load(options.hints),
+        mode=mode,
+        meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
+        staged=staged_choices(ranks.mesh, mode) if staged else (),
+        hardware=known_machine(options),
+        named_hardware=named_machine(options),
+    )
