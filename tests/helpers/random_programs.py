@@ -845,8 +845,8 @@ def lookup(c: Case) -> str | None:
 @op(4)
 def index(c: Case) -> str | None:
     x = c.pick(1, 4)
-    if x is None:
-        return None
+    if x is None or 0 in c.shape(x):
+        return None  # there is no index
     d, shape = c.dim(x), c.shape(x)
     n, k = shape[d], c.size()
     forms = [
@@ -868,7 +868,7 @@ def index(c: Case) -> str | None:
 @op(3)
 def update(c: Case) -> str | None:
     x = c.pick(1, 3)
-    if x is None:
+    if x is None or 0 in c.shape(x):
         return None
     d, shape = c.dim(x), c.shape(x)
     n, k = shape[d], c.rng.randint(1, shape[d])
