@@ -149,10 +149,10 @@ class Plan:
     near: tuple[str, ...] = field(default=(), compare=False)
     # Of a compiled graph, what runs as generated kernels, how, and why so.
     regions: tuple[str, ...] = field(default=(), compare=False)
-    # Of a mesh with an axis of stages, in the order of the forward, and parts that the
-    # batch goes through them in.
+    # Of a mesh with an axis of stages, in the order of the forward.
     stages: tuple[PipelineStage, ...] = ()
-    microbatches: int = 1
+    # For these asked for or searched; None: as many as is usual.
+    microbatches: int | None = None
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
@@ -203,7 +203,8 @@ class Plan:
         data |= {"experts": list(self.experts)} if self.experts else {}
         data |= {"bodies": list(self.bodies)} if self.bodies else {}
         if self.stages:
-            data["microbatches"] = self.microbatches
+            if self.microbatches is not None:
+                data["microbatches"] = self.microbatches
             stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
             data["stages"] = [
                 {k: v for k, v in stage.items() if not k.endswith("_seconds")}

@@ -96,6 +96,10 @@ class Saved:
             )
         return self.value
 
+    def count_or_none(self) -> int | None:
+        """A whole number from 0, or nothing."""
+        return None if self.value is None else self.count()
+
     def number(self) -> float:
         """A number from 0; infinity is one."""
         known = isinstance(self.value, (int, float)) and self.value is not True
@@ -167,7 +171,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         near=texts("near"),
         regions=texts("regions"),
         stages=saved.get("stages", ()).each(_stage),
-        microbatches=saved.get("microbatches", 1).count(),
+        microbatches=saved.get("microbatches", None).count_or_none(),
     )
 
 

@@ -155,6 +155,25 @@ def test_all_ranks_write_what_one_stage_makes(microbatches: int) -> None:
             torch.testing.assert_close(got[name], x, rtol=1e-9, atol=1e-11)
 
 
+def batch_gradients(options: dict[str, Any]) -> list[torch.Tensor]:
+    """Of batches that are cut in fewer parts than is usual."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
+    run = torch.compile(model, backend="fxpar", options=options) if options else model
+    for rows in (6, 4):
+        run(torch.randn(rows, 8, dtype=torch.float64)).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_searched_cut_is_followed_whatever_the_batch_divides() -> None:
+    options = {"codegen": "eager", "plan": "search", "search_seconds": 2}
+    want = batch_gradients({})
+    pool = shared_pool(2)
+    for got in pool.run(batch_gradients, options | {"mesh": "pp=2"}):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
 class DrawsInOneStage(nn.Module):
     def __init__(self, last: bool) -> None:
         super().__init__()

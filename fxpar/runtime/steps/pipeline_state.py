@@ -80,8 +80,6 @@ class JointState(PipelineState):
     notes: tuple[str, ...] = ()
     # Of a program that is cut into them.
     stages: tuple[PipelineStage, ...] = ()
-    # Parts that the batch goes through them in.
-    microbatches: int = 1
     plan: Plan = field(init=False)
 
     @property

@@ -336,12 +336,13 @@ def describe(state: JointState) -> None:
     state.plan = replace(
         plan,
         stages=state.stages,
-        microbatches=state.microbatches,
+        microbatches=state.request.microbatches if state.stages else None,
         schedule=str(state.schedule),
         experts=state.request.experts_over or (),
         bodies=state.request.bodies,
         near=state.near,
-        notes=(*plan.notes, *state.notes, *notes),
+        # A plan that is followed has those of the rank that searched.
+        notes=tuple(dict.fromkeys((*plan.notes, *state.notes, *notes))),
     )
 
 

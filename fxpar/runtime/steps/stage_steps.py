@@ -115,7 +115,6 @@ def order_stages(state: JointState) -> None:
         return
     name = request.pipeline_order
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
-    state.microbatches = parts
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
     forward = [stage.forward_seconds for stage in state.stages]
