@@ -173,11 +173,18 @@ class ProgramKernels:
     written: frozenset[int]
     # Values of the forward that the backward computes anew.
     recomputed: frozenset[int]
-    # Of each op, and when it reads its operands, in the forward and in the backward.
+    # Of each op, and when its kernel runs, in the forward and in the backward.
     works: tuple[Work, ...]
-    reads: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int], ...]
     # Of each value, whether it is read, by light ops alone.
     read_by_light: tuple[bool, ...]
+
+    def made_at(self, v: int) -> int:
+        """When the kernel first runs that writes a value; 0 for inputs."""
+        if v not in self.program.producers:
+            return 0
+        early, late = self.runs[self.program.producers[v][0]]
+        return late if early == NEVER else early
 
     def made_by_light(self, v: int) -> bool:
         """Whether Inductor generates the op that makes a value, or what it views."""
@@ -206,7 +213,7 @@ def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKerne
         frozenset(v for buffer, v in run.value_of.items() if buffer.written),
         frozenset(v for v in run.recomputed if base[v] == v),
         works,
-        tuple(run.reads()),
+        tuple(run.runs()),
         tuple(_read_by_light(program)),
     )
 
@@ -243,18 +250,20 @@ class _Run:
             for v in self.program.ops[op].results
         )
         self.early = len(first)
+        end = len(self.program.ops)
+        turn = min(late, default=end)
         self.times = [
-            *_times(phase_ops[0], range(len(self.program.ops)), len(self.program.ops)),
-            *_times(phase_ops[1], late, len(self.program.ops)),
-            len(self.program.ops),
+            *_times(phase_ops[0], range(turn), turn),
+            *_times(phase_ops[1], late, end),
+            end,
         ]
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.reader.step(node, -1.0, False)
         for i, node in enumerate(itertools.chain(first, second)):
             self.reader.step(node, float(i), i >= self.early)
-        end = float(len(self.times) - 1)
-        self.reader.step(graph.output_node(), end, bool(second))
+        last = float(len(self.times) - 1)
+        self.reader.step(graph.output_node(), last, bool(second))
         run = self.reader.launches()
         self.launches = run.launches
         for buffer in run.inputs:
@@ -312,8 +321,8 @@ class _Run:
                 out[index].append((position, float(buffer.nbytes)))
         return out
 
-    def reads(self) -> list[tuple[int, int]]:
-        """For each op when it reads: (in the forward, in the backward)."""
+    def runs(self) -> list[tuple[int, int]]:
+        """For each op when its kernel runs: (in the forward, in the backward)."""
         out = [[NEVER, NEVER] for _ in self.program.ops]
         for launch in self.launches:
             at = self.times[math.ceil(launch.order)]

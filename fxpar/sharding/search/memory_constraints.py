@@ -3,15 +3,16 @@ bytes of each entry under each strategy of a node, as the solver takes them.
 
 In: a Program and its kernels; which node decides how each version of a value lies.
 Out: entries (value, which version of it, from which op to which), and ``solver.Live``.
-Time counts ops. Parameters live throughout, and with them the optimizer's state; a
-gradient lives from the op that makes it to the end. A parameter that rests in another
-spec than the one it is read in is copied: for the forward and again for the backward,
-or once from its first reader to its last, if it is kept gathered or if the plan chooses
-where it rests. Values that are written to memory live to their last reader, those that
-the backward is given across the peak. What lives between two nodes (a copy made for one
-reader, the buffers of a collective) belongs to none of them and is left out; partial
-results, which are always brought to another spec, are counted beside it while their op
-runs.
+Time counts ops, and what an op makes lives from when its kernel runs: a forward op may
+be traced among those of the backward. Parameters live throughout, and with them the
+optimizer's state; a gradient lives from the op that makes it to the end. A parameter
+that rests in another spec than the one it is read in is copied: for the forward and
+again for the backward, or once from its first reader to its last, if it is kept
+gathered or if the plan chooses where it rests. Values that are written to memory live
+to their last reader, those that the backward is given across the peak. What lives
+between two nodes (a copy made for one reader, the buffers of a collective) belongs to
+none of them and is left out; partial results, which are always brought to another spec,
+are counted beside it while their op runs.
 
 What the optimizer needs while it steps is not counted, nor are the workspaces of
 libraries.
@@ -88,7 +89,7 @@ def _read_spans(
     out: _ReadSpans = {}
     for op in program.ops:
         for b in {kernels.base[v] for v in op.operands}:
-            out[b] = _widened(out.get(b), kernels.reads[op.index])
+            out[b] = _widened(out.get(b), kernels.runs[op.index])
     end = len(program.ops)
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is not None and result.kind != "gradient":
@@ -152,7 +153,7 @@ def _gradients(program: Program, kernels: ProgramKernels) -> list[Entry]:
     out, end = [], len(program.ops) + 1
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if result.kind == "gradient" and v is not None:
-            begin = program.producers.get(kernels.base[v], (0, 0))[0]
+            begin = kernels.made_at(kernels.base[v])
             out.append(Entry(v, "gradient", begin, end, program.values[v].nbytes))
     return out
 
@@ -168,11 +169,11 @@ def _results(
     floor = _SMALL * max((value.nbytes for value in program.values), default=0)
     unread = ((NEVER, NEVER), (NEVER, NEVER))
     for op in program.ops:
-        at, late = op.index, op.index in backward
+        late = op.index in backward
         for v in op.results:
             if v not in kernels.written:
                 continue
-            size = program.values[v].nbytes
+            at, size = kernels.made_at(v), program.values[v].nbytes
             (_, early), (first, last) = spans.get(v, unread)
             recomputed = v in kernels.recomputed and not late
             saved = not late and last != NEVER and not recomputed
