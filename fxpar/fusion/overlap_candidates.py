@@ -70,10 +70,14 @@ class Machine:
     mesh: Mesh
     hardware: Hardware
 
-    def transfer_seconds(self, kind: str, node: fx.Node, share: float = 1.0) -> float:
+    def transfer_seconds(self, node: fx.Node, share: float = 1.0) -> float:
         """Seconds of a collective of a share of what ``node`` moves."""
+        return collective_nodes.step_seconds(node, self.mesh, share)
+
+    def hop_seconds(self, node: fx.Node, share: float) -> float:
+        """Seconds of a permute of a share of what ``node`` moves."""
         size = bytes_of(node.all_input_nodes[0])
-        curve = along(kind, self.mesh, collective_nodes.axes_of(node))
+        curve = along("permute", self.mesh, collective_nodes.axes_of(node))
         return float(curve.seconds(size * share))
 
     def work(self, node: fx.Node, parts: int = 1) -> float:
@@ -88,15 +92,12 @@ class Machine:
         collectives = (
             node for node in region if node.target in collective_nodes.COLLECTIVE
         )
-        return [
-            self.transfer_seconds(node.target.__name__, node, 1 / parts)
-            for node in collectives
-        ]
+        return [self.transfer_seconds(node, 1 / parts) for node in collectives]
 
 
 def potential(node: fx.Node, machine: Machine) -> float:
     """Seconds of a collective: what running beside it could save at most."""
-    return machine.transfer_seconds(node.target.__name__, node)
+    return machine.transfer_seconds(node)
 
 
 def improved(
@@ -253,11 +254,10 @@ def _in_parts(
     machine: Machine,
 ) -> Iterator[OverlapWay]:
     """One region in chunks or in a ring."""
-    kind: str = node.target.__name__
-    now = machine.transfer_seconds(kind, node) + sum(map(machine.work, region))
+    now = machine.transfer_seconds(node) + sum(map(machine.work, region))
     now += sum(machine.stages(region))
     for chunks in CHUNKS:
-        hop = machine.transfer_seconds(kind, node, 1 / chunks)
+        hop = machine.transfer_seconds(node, 1 / chunks)
         least = _at_least(region, machine, chunks, chunks, hop)
         for dim in dims_of(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
@@ -265,7 +265,7 @@ def _in_parts(
     if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
         count = machine.mesh.count(collective_nodes.axes_of(node))
         share = 1.0 if node.target is collective_nodes.all_gather else 1 / count
-        hop = machine.transfer_seconds("permute", node, share)
+        hop = machine.hop_seconds(node, share)
         least = _at_least(region, machine, count, count - 1, hop)
         for ring in (_BOTH_WAYS, _ONE_WAY):
             yield OverlapWay(Line("overlap", arguments, ring), least, now)

@@ -266,13 +266,8 @@ def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
     """Seconds of a share of an op beyond its launch, or of a collective."""
 
     def work(op: fx.Node, share: float) -> float:
-        if op.target in collective_nodes.RESHARDS:
-            read = op.all_input_nodes[0]
-            size = bytes_of(read)
-            curve = along(op.target.__name__, mesh, collective_nodes.axes_of(op))
-            return float(curve.seconds(size * share))
         if collective_nodes.is_step(op):
-            return 0.0
+            return collective_nodes.step_seconds(op, mesh, share)
         return kernel_seconds(op, hardware, share)
 
     return work

@@ -273,8 +273,7 @@ class Cutter:
             raise Refused("is a message, which both stages must change (share)")
         if self.apart.intersection(collective_nodes.axes_of(node)):
             raise Refused("communicates along the same axes")
-        numbers = [a for a in node.args[1:-1] if isinstance(a, int)]
-        if part.dim in numbers:
+        if part.dim in collective_nodes.changed_dims(node):
             raise Refused("moves the dim that is sliced")
         step = collective_nodes.step(self.build, node.target, part.node, *node.args[1:])
         return SlicedResult(step, (part.dim,))

@@ -204,7 +204,7 @@ def _step_ties(node: fx.Node, axes: Axes) -> Iterator[_Tie]:
     """A step over other axes ties the dims that it leaves as they are."""
     source: Any = node.args[0]
     if not set(collective_nodes.axes_of(node)) & set(axes):
-        step_dims = [a for a in node.args[1:-1] if isinstance(a, int)]
+        step_dims = collective_nodes.changed_dims(node)
         for dim in range(node.meta["val"].dim()):
             if dim not in step_dims:
                 yield _Tie(node, ((source, dim),), ((node, dim),))

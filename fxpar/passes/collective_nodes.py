@@ -18,9 +18,11 @@ from torch import fx
 
 from fxpar.passes.builder import Builder
 from fxpar.sharding import shard_sizes
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import KINDS, Step, permutation
-from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.row_moves import Exchange, most_rows, seconds
 from fxpar.sharding.spec import Spec
 
 Axes = tuple[str, ...]
@@ -141,6 +143,29 @@ def axes_of(node: fx.Node) -> Axes:
     return axes
 
 
+def changed_dims(node: fx.Node) -> list[int]:
+    """The dims that a step cuts or joins, or whose rows it moves."""
+    if node.target is move_rows:
+        text: Any = node.args[1]
+        return [Exchange.parse(text).moves.dim]
+    return [arg for arg in node.args[1:-1] if isinstance(arg, int)]
+
+
+def step_seconds(node: fx.Node, mesh: Mesh, share: float = 1.0) -> float:
+    """How long the collective of a step takes for a share of its operand; of messages,
+    and of what is local, nothing."""
+    operand = node.all_input_nodes[0]
+    size = bytes_of(operand) * share
+    if node.target is move_rows:
+        text: Any = node.args[1]
+        exchange = Exchange.parse(text)
+        rows = max(1, operand.meta["val"].shape[exchange.moves.dim])
+        return seconds(exchange, mesh, size / rows)
+    if node.target not in RESHARDS:
+        return 0.0
+    return float(along(kind_of(node), mesh, axes_of(node)).seconds(size))
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a value is cut around a step."""
@@ -203,6 +228,9 @@ def step(
         shape = cut.largest(build.mesh)
     elif target is send:
         shape = [0]
+    elif target is move_rows:
+        exchange = Exchange.parse(args[0])
+        shape[exchange.moves.dim] = most_rows(exchange, build.mesh)
     elif target is not recv:
         dims = [arg for arg in args if isinstance(arg, int)]
         shape = KINDS[_KIND[target]].shape(shape, dims, build.mesh.count(args[-1]))
@@ -214,17 +242,7 @@ def step(
 
 def exchange_step(build: Builder, x: fx.Node, exchange: Exchange) -> fx.Node:
     """Append the step that moves rows of ``x``, the local operands joined."""
-    mesh, axes = build.mesh, exchange.axes
-    node = build.graph.call_function(move_rows, (x, exchange.text, axes))
-    value, shape = x.meta["val"], list(x.meta["val"].shape)
-    shape[exchange.moves.dim] = sum(
-        shard_sizes.largest(n, mesh, axes) if split else n
-        for n, split in zip(exchange.moves.targets, exchange.split_targets, strict=True)
-    )
-    with build.fake_mode:
-        node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
-    build.stamp(node)
-    return node
+    return step(build, move_rows, x, exchange.text, exchange.axes)
 
 
 def emit(

@@ -180,7 +180,7 @@ def _move_rows(build: Builder, x: fx.Node, text: str, axes: Axes) -> fx.Node:
         count = mesh.count(axes)
         return moved_rows.exchanged(build.call, [x] * count, exchange, mesh)[0]
     own = [
-        build.own_size(n, axes) if split else n
+        build.own_size(n, exchange.axes) if split else n
         for n, split in zip(moves.targets, exchange.split_targets, strict=True)
     ]
     rows = reduce(partial(build.compute, operator.add), own)
@@ -289,7 +289,11 @@ LOWERINGS: dict[str, Lowering] = {
         emulate_collectives.permute,
     ),
     "move_rows": Lowering(
-        _move_rows, (ours.move_rows.default,), emulate=_emulate_moves
+        _move_rows,
+        (ours.move_rows.default,),
+        (),
+        lambda node: (node.args[3],),
+        _emulate_moves,
     ),
     "send": Lowering(
         _send, (c10d.isend.default,), (), lambda node: tuple(node.args[1:3])

@@ -162,7 +162,16 @@ def crossing(exchange: Exchange, mesh: Mesh) -> tuple[int, int]:
     return max(map(sum, ends)), max(sum(n > 0 for n in end) for end in ends)
 
 
-def message(exchange: Exchange, mesh: Mesh, row: int) -> tuple[str, float]:
+def most_rows(exchange: Exchange, mesh: Mesh) -> int:
+    """How many rows of all results a rank has at most."""
+    targets = zip(exchange.moves.targets, exchange.split_targets, strict=True)
+    return sum(
+        shard_sizes.largest(rows, mesh, exchange.axes) if split else rows
+        for rows, split in targets
+    )
+
+
+def message(exchange: Exchange, mesh: Mesh, row: float) -> tuple[str, float]:
     """(kind, bytes on a rank before it) of the collective that takes as long, of
     ``row`` bytes each: a permute where each rank has one peer, else an all-to-all."""
     rows, peers = crossing(exchange, mesh)
@@ -172,7 +181,7 @@ def message(exchange: Exchange, mesh: Mesh, row: int) -> tuple[str, float]:
     return "all_to_all", rows * row * count / (count - 1)
 
 
-def seconds(exchange: Exchange, mesh: Mesh, row: int) -> float:
+def seconds(exchange: Exchange, mesh: Mesh, row: float) -> float:
     """How long the exchange takes, of rows of so many bytes."""
     kind, nbytes = message(exchange, mesh, row)
     if not nbytes:

@@ -60,12 +60,7 @@ class StageCosts:
         if node in self.once:
             return 0.0
         if steps.is_step(node):
-            source: Any = node.args[0]
-            axes = steps.axes_of(node)
-            if node.target not in steps.RESHARDS:
-                return 0.0
-            curve = collectives.along(steps.kind_of(node), self.mesh, axes)
-            return curve.seconds(bytes_of(source) / self.microbatches)
+            return steps.step_seconds(node, self.mesh, 1 / self.microbatches)
         return kernel_seconds(node, self.hardware, 1 / self.microbatches)
 
     def crossing(self, nbytes: float) -> float:
