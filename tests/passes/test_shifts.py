@@ -101,6 +101,45 @@ def test_along_a_dim_that_several_axes_split(lie: tuple, x) -> None:
     matches(plan, x)
 
 
+def _cut_pad(x: torch.Tensor) -> torch.Tensor:
+    return F.pad(x, (0, 1), value=7.0)[:, 1:]
+
+
+# Readers of a slice that skips over memory, and whether a shift can be read instead.
+READERS = {
+    "contiguous": (lambda x: x.contiguous(), True),
+    "pointwise": (lambda x: x * 2 + x.cos(), True),
+    "flat": (lambda x: x.reshape(-1), True),
+    "returned": (lambda x: x, False),
+    "seen by strides": (
+        lambda x: x.as_strided((8, N), (N + 1, 1), 1).contiguous(),
+        False,
+    ),
+    "both": (lambda x: (x.cos(), x.as_strided((8, N), (N + 1, 1), 1) * 2), False),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pad_cut_in_its_last_dim(name: str, x) -> None:
+    """So labels of a language model are shifted."""
+    x, (reader, shifts) = x.detach().t().contiguous(), READERS[name]
+    plan = fxpar.plan(
+        lambda x: reader(_cut_pad(x)),
+        x,
+        mesh="tp=4",
+        in_specs=[(None, "tp")],
+        mode="propagate",
+    )
+    targets = [str(node.target) for node in plan.result.normalized.nodes]
+    assert ("fxpar.shift.default" in targets) == shifts
+    assert ("aten.constant_pad_nd.default" in targets) != shifts
+    if shifts:
+        assert moved(plan)[0] == ("permute", "tp", 8 * 8)
+        assert plan.result.decision.is_even
+    matches(plan, x)
+    torch.testing.assert_close(plan.simulate(x), reader(_cut_pad(x)))
+
+
 def test_what_is_predicted_counts_the_rows(x, monkeypatch) -> None:
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
     lie = [("tp", None)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.builder import Builder, shape_of
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -58,10 +60,21 @@ def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
             shifted = rewriter.call(
                 torch.ops.fxpar.shift.default, rows.source, dim, count, rows.fill
             )
-        if shifted.meta["val"].stride() == node.meta["val"].stride():
+        if _can_be_read_for(shifted, node):
             rewriter.replace(node, shifted)
         else:
             graph.erase_node(shifted)
+
+
+def _can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
+    """Whether nothing but the two themselves lies in memory otherwise with a shift in
+    the place of a node. A slice of what was padded skips over memory, a shift does not;
+    what is made of either point by point does not."""
+    strides = node.meta["val"].stride()
+    if shifted.meta["val"].stride() == strides:
+        return True
+    in_order = all(a >= b for a, b in pairwise(_torch.symbols.hint_shape(strides)))
+    return in_order and all(op_facts_of(u.target).pointwise for u in node.users)
 
 
 def _shift_of(node: fx.Node, dim: int) -> tuple[_Rows, int] | None:
