@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.dying_rank import check_that_ranks_end
 from tests.helpers.spawn import ranks_of, shared_pool
@@ -171,6 +172,38 @@ def test_a_searched_cut_is_followed_whatever_the_batch_divides() -> None:
     want = batch_gradients({})
     pool = shared_pool(2)
     for got in pool.run(batch_gradients, options | {"mesh": "pp=2"}):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+class Checkpointed(nn.Module):
+    """What crosses between stages lies in a region that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def all_but_the_last(x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks[:-1]:
+                x = nn.functional.gelu(block(x)).sin()
+            return x
+
+        return self.blocks[-1](checkpoint(all_but_the_last, x, use_reentrant=False))
+
+
+def checkpointed_gradients(options: dict[str, Any]) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    run = torch.compile(model, backend="fxpar", options=options) if options else model
+    run(torch.randn(8, 8, dtype=torch.float64)).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_what_arrives_in_a_checkpointed_region_is_sent_once() -> None:
+    options = {"codegen": "eager", "plan": "propagate", "mesh": "pp=2"}
+    want = checkpointed_gradients({})
+    for got in shared_pool(2).run(checkpointed_gradients, options):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 

@@ -76,6 +76,7 @@ def delay(graph: fx.Graph) -> None:
         has_work_beside = end <= at or work[end] > work[at + 1] or node in input_derived
         if (
             has_work_beside
+            or not node.all_input_nodes  # a message that comes
             or is_chunk(node)
             or region_of(node)
             or work[at] == work[begin]

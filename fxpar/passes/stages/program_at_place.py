@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.passes.builder import PLACE, Builder
@@ -78,10 +79,14 @@ class _PlaceProgram:
             self.awaited[node in self.backward].append(copy)
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """A value, waited for where it arrives."""
+        """A value, waited for where it arrives. It is sent once: a checkpointed region
+        of the user's does not ask for it again in the backward."""
         if node not in self.copies:
             with self.build.at(node):
-                self.copies[node] = self.build.wait(self.arriving[node])
+                arrived = self.build.wait(self.arriving[node])
+            if "recompute" in arrived.meta:
+                arrived.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            self.copies[node] = arrived
         return self.copies[node]
 
     def _chained(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
@@ -89,6 +94,7 @@ class _PlaceProgram:
         is_backward = node in self.backward
         last = self.last[is_backward] or (self._tangent() if is_backward else None)
         message = self.build.call(target, *(last if a is None else a for a in args))
+        message.meta.pop("recompute", None)
         self.last[is_backward] = message
         return message
 

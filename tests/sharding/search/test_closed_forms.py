@@ -251,9 +251,9 @@ def test_where_memory_is_tight_weights_rest_in_parts() -> None:
     model, x = products(layers, rows, width)
     free = best(model, x)
     assert not any(spec.axes for spec in _weights(free))
-    memory = 0.8 * free.search.solution.peak
+    memory = 0.8 * free.found.solution.peak
     tight = best(model, x, memory=memory)
-    assert tight.search.solution.peak <= memory
+    assert tight.found.solution.peak <= memory
     assert any(spec.axes for spec in _weights(tight))
     more = tight.communication - free.communication
     assert 0 < more < layers * 2  # seconds; an all-reduce of a weight takes 49,000
@@ -262,9 +262,9 @@ def test_where_memory_is_tight_weights_rest_in_parts() -> None:
 
 def _weights(answer: Answer) -> list[Any]:
     """Where matrices rest."""
-    program = answer.search.formulation.program
+    program = answer.found.formulation.program
     return [
-        answer.search.settled[v]
+        answer.found.settled[v]
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if declared.kind == "parameter" and len(program.values[v].shape) == 2
     ]
