@@ -140,6 +140,43 @@ def test_a_pad_cut_in_its_last_dim(name: str, x) -> None:
     torch.testing.assert_close(plan.simulate(x), reader(_cut_pad(x)))
 
 
+def _joined(x: torch.Tensor, before: int, after: int = 0) -> torch.Tensor:
+    """``x`` between rows of other tensors."""
+    ends = x[:, :before] - 1, x[:, :after] * 3
+    return torch.cat([ends[0], x, ends[1]], 1)
+
+
+# Slices of joins, and whether each is of one part and the rows beside it.
+JOINS = {
+    "differences": (lambda x: torch.diff(x, prepend=x[:, :1] - 1), True),
+    "differences with the next": (lambda x: torch.diff(x, append=x[:, :1]), True),
+    "the last rows": (lambda x: _joined(x, 0, 3)[:, 3:] * 2, True),
+    "some beside": (lambda x: _joined(x, 3, 2)[:, 1 : N + 1] * 2, True),
+    "flags": (lambda x: torch.cat([x[:, :1] > 9, x > 0], 1)[:, :-1] & (x > 0), True),
+    "beyond the part beside": (
+        lambda x: torch.cat([x[:, :1], x[:, 1:2] * 2, x], 1)[:, :N].cos(),
+        False,
+    ),
+    "no part of so many rows": (lambda x: _joined(x, 1, 1)[:, :-1].cos(), False),
+    "returned": (lambda x: _joined(x, 1)[:, :N], False),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_a_slice_of_a_join(name: str, x) -> None:
+    """So documents that are packed in a row are told apart by their positions."""
+    x = x.detach().t().contiguous().requires_grad_(name != "flags")
+    fn, of_one_part = JOINS[name]
+    options = {"mesh": "tp=4", "in_specs": [(None, "tp")], "mode": "propagate"}
+    plan = fxpar.plan(fn, x, **options)
+    targets = [str(node.target) for node in plan.result.normalized.nodes]
+    assert ("aten.cat.default" in targets) != of_one_part
+    assert plan.result.decision.is_even or not of_one_part
+    torch.testing.assert_close(plan.simulate(x), fn(x).detach())
+    if x.requires_grad:
+        matches(fxpar.plan(fn, x, **options, grad=True), x)
+
+
 def test_what_is_predicted_counts_the_rows(x, monkeypatch) -> None:
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
     lie = [("tp", None)]

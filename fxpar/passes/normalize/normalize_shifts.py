@@ -5,8 +5,9 @@ place, computing the same values. A roll, a join of slices, a pad that is cut at
 other end, and lookups at positions that count up (of an iota, computed here once) all
 give row ``i`` of a dim the row ``i + by`` of one tensor, around the end or with a
 constant beyond it. As one op it may be split along that dim: each rank then needs a few
-rows of its neighbour. What gathers rows so, the backward adds up so: additions into
-zeros, of slices or at such positions, are shifts back.
+rows of its neighbour. So may a slice of a join that is one part of it, shifted, and
+rows put in (``cut_joins``). What gathers rows so, the backward adds up so: additions
+into zeros, of slices or at such positions, are shifts back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.normalize.cut_joins import of_one_part
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -53,17 +55,18 @@ def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
             continue
         with _torch.aot.as_compiled():
             shift = _shift_of(node, dim)
-        if shift is None:
-            continue
-        rows, count = shift
-        with rewriter.before(node):
-            shifted = rewriter.call(
-                torch.ops.fxpar.shift.default, rows.source, dim, count, rows.fill
-            )
-        if _can_be_read_for(shifted, node):
+        shifted = None
+        if shift is not None:
+            rows, count = shift
+            with rewriter.before(node):
+                shifted = rewriter.call(
+                    torch.ops.fxpar.shift.default, rows.source, dim, count, rows.fill
+                )
+        elif node.target is aten.slice.Tensor:
+            shifted = of_one_part(node, dim, rewriter)
+        # What is not read is dropped with all that is dead.
+        if shifted is not None and _can_be_read_for(shifted, node):
             rewriter.replace(node, shifted)
-        else:
-            graph.erase_node(shifted)
 
 
 def _can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
@@ -73,7 +76,11 @@ def _can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
     strides = node.meta["val"].stride()
     if shifted.meta["val"].stride() == strides:
         return True
-    in_order = all(a >= b for a, b in pairwise(_torch.symbols.hint_shape(strides)))
+    in_order = all(
+        a >= b
+        for like in (shifted, node)
+        for a, b in pairwise(_torch.symbols.hint_shape(like.meta["val"].stride()))
+    )
     return in_order and all(op_facts_of(u.target).pointwise for u in node.users)
 
 
@@ -379,16 +386,16 @@ def _scatter_dim(node: fx.Node) -> int | None:
     return _argument(first, 2, 0)
 
 
-def _cut_pad(node: fx.Node) -> int | None:
-    """The dim of a slice of what was padded."""
-    x = node.args[0]
-    return _dim_argument(node) if x.target is aten.constant_pad_nd.default else None
+def _cut_dim(node: fx.Node) -> int | None:
+    """The dim of a slice of what was padded, or joined."""
+    longer = aten.constant_pad_nd.default, aten.cat.default
+    return _dim_argument(node) if node.args[0].target in longer else None
 
 
 # Along which dim a node may be a shift, and how the rows of a node are read.
 _DIM: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.cat.default: _dim_argument,
-    aten.slice.Tensor: _cut_pad,
+    aten.slice.Tensor: _cut_dim,
     aten.constant_pad_nd.default: _padded_dim,
     aten.slice_scatter.default: lambda node: _argument(node, 2, 0),
     aten.add.Tensor: _scatter_dim,
