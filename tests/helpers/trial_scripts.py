@@ -3,7 +3,7 @@
 They are small and in float64, and return what is compared with one device. ``SCRIPTS``
 lists them with the modes they can run in: "compile" and "shard" where a script calls
 backward by itself, "step" too where it leaves that to a step; "local" where ranks may
-feed parts of its batches, whose losses and results are their own.
+feed parts of its batches, whose losses and results are their own, and "local shard".
 """
 
 from __future__ import annotations
@@ -358,13 +358,13 @@ def turns(use: Any) -> Values:
     return {"out": out, "average": average}
 
 
-BY_HAND = ("compile", "shard")
+BY_HAND, LOCAL = ("compile", "shard"), ("local", "local shard")
 SCRIPTS: dict[str, tuple[str, ...]] = {
-    "language_model": (*BY_HAND, "step", "local"),
-    "groups": (*BY_HAND, "step", "local"),
+    "language_model": (*BY_HAND, "step", *LOCAL),
+    "groups": (*BY_HAND, "step", *LOCAL),
     "ring": (*BY_HAND, "step"),
     "two_models": BY_HAND,
-    "adversaries": (*BY_HAND, "local"),
+    "adversaries": (*BY_HAND, *LOCAL),
     "frozen": BY_HAND,
     "many_sizes": BY_HAND,
     "resumed": BY_HAND,

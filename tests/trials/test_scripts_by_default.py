@@ -22,7 +22,7 @@ QUICK = (
     ("turns", "pp=2", "shard"),
     ("two_models", "pp=2", "compile"),
     ("groups", "dp=2", "step"),
-    ("groups", "pp=2,dp=2", "local"),
+    ("groups", "pp=2,dp=2", "local shard"),
 )
 MESHES = (
     "dp=2",
@@ -42,16 +42,15 @@ ALL = [
     for mesh in MESHES
     for script, modes in SCRIPTS.items()
     for mode in modes
-    if mode != "local" or mesh in ("dp=2", "ep=2", "dp=4", "dp=2,tp=2", "pp=2,dp=2")
+    if "local" not in mode or mesh in ("dp=2", "ep=2", "dp=4", "dp=2,tp=2", "pp=2,dp=2")
     if (script, mesh, mode) not in QUICK
 ]
 
 
 def run(script: str, mesh: str, mode: str, folder: Path, codegen: str) -> None:
-    if mode == "local":
-        setting = Setting(mesh, inputs="local", codegen=codegen)
-    else:
-        setting = Setting(mesh, mode, codegen=codegen)
+    local, *rest = mode.split() if mode.startswith("local") else ("", mode)
+    inputs = "local" if local else "global"
+    setting = Setting(mesh, *rest, inputs=inputs, codegen=codegen)
     splits = "" if "pp" in mesh else str(folder / "machine.json")
     check(script, setting, splits=splits)
 
