@@ -28,15 +28,13 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.builder import copy_node
+from fxpar.passes.order.bucket_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
 from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
 transfer = torch.ops.fxpar.transfer.default
-
-# A region of its own among the user's checkpointed ones.
-_REGION = 1 << 20
 
 
 def save_alike(graph: fx.Graph) -> None:
@@ -61,7 +59,7 @@ def regather(graph: fx.Graph) -> None:
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
             tagged.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _REGION
+            node.meta["ac_graph_id"] = REGATHERED
 
 
 def as_run(
