@@ -29,8 +29,7 @@ from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram
-from fxpar.runtime.calls.call_sizes import UNLIKE
-from fxpar.runtime.calls.launch_agreement import agree_on_launches
+from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     SizeRange,
