@@ -24,10 +24,10 @@ from fxpar._torch.symbols import expressions
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.normalize.cut_joins import of_one_part
 from fxpar.passes.normalize.row_places import (
-    BY_ENDS,
     MOST_ROWS,
     RowPlaces,
     argument,
+    counts_from_ends,
     indexed,
     is_known,
     is_open_dim,
@@ -112,8 +112,8 @@ def _dim_of(node: fx.Node) -> int | None:
     dim, shape = candidate(node), shape_of(node)
     if dim is None or not shape:
         return None
-    by_ends = node.target in BY_ENDS
-    return dim % len(shape) if by_ends or not is_open_dim(node, dim) else None
+    told = counts_from_ends(node) or not is_open_dim(node, dim)
+    return dim % len(shape) if told else None
 
 
 def _dim_argument(node: fx.Node) -> int | None:

@@ -66,8 +66,10 @@ def row_places(node: Any, dim: int) -> RowPlaces | None:
     """The rows of a node along a dim; its own where nothing else is known."""
     if not is_known(node) or not shape_of(node):
         return None
-    reader = _READ.get(node.target)
-    if reader is not None and (node.target in BY_ENDS or not is_open_dim(node, dim)):
+    reader = _BY_ENDS.get(node.target)
+    if reader is None and not is_open_dim(node, dim):
+        reader = _ONE_BY_ONE.get(node.target)
+    if reader is not None:
         rows = reader(node, dim)
         if rows is not None:
             return rows
@@ -327,8 +329,14 @@ def same_shape(one: fx.Node, other: fx.Node) -> bool:
     return len(a) == len(b) and all(map(equal_sizes, a, b))
 
 
-# How the rows of a node are read.
-_READ: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
+def counts_from_ends(node: fx.Node) -> bool:
+    """Whether rows of a node are told by constant numbers of rows from the ends of its
+    operands, at any size."""
+    return node.target in _BY_ENDS
+
+
+# How the rows of a node are read: of these at any size, of the others one by one.
+_BY_ENDS: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
     aten.slice.Tensor: _slice,
     aten.full.default: _constant,
     aten.zeros.default: _constant,
@@ -336,6 +344,8 @@ _READ: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
     aten.constant_pad_nd.default: _pad,
     aten.slice_scatter.default: _slice_scatter,
     aten.add.Tensor: _add,
+}
+_ONE_BY_ONE: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
     aten.index_select.default: _index,
@@ -343,14 +353,4 @@ _READ: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
     aten._unsafe_index_put.default: _index_put,
     aten.gather.default: _gather,
     aten.scatter_add.default: _scatter_add,
-}
-# Of these rows are told by numbers of rows from the ends, of any size.
-BY_ENDS = {
-    aten.cat.default,
-    aten.slice.Tensor,
-    aten.constant_pad_nd.default,
-    aten.slice_scatter.default,
-    aten.add.Tensor,
-    aten.full.default,
-    aten.zeros.default,
 }
