@@ -169,12 +169,13 @@ def _called(
         examples: Sequence[Any],
         open_program: OpenProgram | None = None,
         recalled: Plan | None = None,
+        rival: Plan | None = None,
         notes: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
         job = CompileJob(
             options, ranks, named_inputs, frozenset(local), size_match, results
         )
-        job = replace(job, recalled=recalled, notes=notes)
+        job = replace(job, recalled=recalled, rival=rival, notes=notes)
         if open_program is not None:
             job = replace(
                 job,

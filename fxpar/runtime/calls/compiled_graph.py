@@ -126,7 +126,7 @@ class Compiled:
         broken_at: str | None,
         sizes: SizeRange | None = None,
     ) -> None:
-        self.broken_at, self.sizes = broken_at, sizes
+        self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
         self.results, self.options, self.ranks = results, options, ranks
         if plan is not None:
