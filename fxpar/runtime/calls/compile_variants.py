@@ -161,6 +161,10 @@ class VariantCompiler:
         given. Raises PlanStands if ``rival`` is not to be replaced."""
         gm = _torch.dynamo.copy_graph(self.gm)
         parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
+        several = [x for x in sizes if x.of(args) > units.get(x.name, 1)]
+        if not several:
+            raise OpenSizesRefused(f"{sizes[0].text} is one row of each rank")
+        sizes = several
         opened = open_program(gm, args, self.inputs, self.fed, sizes, units, parts)
         run: Any = self.compile(
             SizeAgreement(SAME),
