@@ -267,6 +267,6 @@ def _hardware_of(group: str) -> str:
             name = "unknown"
         store, rank, ranks = _torch.distributed.group_store(group)
         meeting = Meeting.of(store, rank, ranks, f"fxpar/{group}/hardware")
-        one = set(meeting.told(name)) == {name} and name != "unknown"
+        one = set(meeting.words_of_all(name)) == {name} and name != "unknown"
         _HARDWARE[process_group] = name if one else ""
     return _HARDWARE[process_group]

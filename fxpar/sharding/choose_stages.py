@@ -125,9 +125,9 @@ def _priced(
 
 
 def _too_large(step: StagedStep, budget: float) -> str:
-    held, room = max(step.memory) / 2**30, budget / 2**30
+    largest, room = max(step.memory) / 2**30, budget / 2**30
     return (
-        f"a rank needs {held:.3g} GiB in the largest of {len(step.forward)} stages, "
+        f"a rank needs {largest:.3g} GiB in the largest of {len(step.forward)} stages, "
         f"and has {room:.3g} GiB: take more microbatches, or more stages"
     )
 

@@ -75,7 +75,7 @@ def _is_write(user: fx.Node, value: fx.Node) -> bool:
 def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
     """What a region depends on; also what changes a value it depends on before that is
     read, as the wait of a gather does."""
-    needed: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     pending = list(members)
     while pending:
         node = pending.pop()
@@ -83,10 +83,10 @@ def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
             changed = {
                 u for u in read.users if op_facts_of(u.target).mutates and u < node
             }
-            added = ({read} | changed) - needed - set(members)
-            needed |= added
+            added = ({read} | changed) - ancestors - set(members)
+            ancestors |= added
             pending += added
-    return needed
+    return ancestors
 
 
 def _is_free(

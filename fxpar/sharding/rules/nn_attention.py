@@ -83,9 +83,9 @@ def _flex(
     blocks = _blocks(words, mask, "s" if in_blocks else "_")
     if blocks is None:
         return None
-    given = _captured(score_others, mask_others)
+    captured_dims = _captured(score_others, mask_others)
     results = [words.out, words.logsumexp, words.logsumexp]
-    rule = words.rule(*words.inputs, *blocks, *given, results=results)
+    rule = words.rule(*words.inputs, *blocks, *captured_dims, results=results)
     if not in_blocks:
         return rule
     sizes = (*rule.sizes, ("s", count), ("r", mask[-3]))
@@ -102,10 +102,10 @@ def _flex_backward(
         return None
     grads = [words.out] * (grad is not None)
     grads += [words.logsumexp] * (grad_lse is not None)
-    given = _captured(score_others, mask_others)
+    captured_dims = _captured(score_others, mask_others)
     results = [*words.inputs, *_captured(score_others)]
     return words.rule(
-        *words.inputs, words.out, words.logsumexp, *grads, *blocks, *given,
+        *words.inputs, words.out, words.logsumexp, *grads, *blocks, *captured_dims,
         results=results,
     )  # fmt: skip
 
@@ -174,8 +174,8 @@ def _varlen_backward(
     if words is None:
         return None
     query, key, value, out, logsumexp, sizes = words
-    given = _loose(starts_q, starts_k, state)
-    operands = [out, query, key, value, out, logsumexp, *given]
+    whole_dims = _loose(starts_q, starts_k, state)
+    operands = [out, query, key, value, out, logsumexp, *whole_dims]
     return make(operands, [query, key, value], sizes)
 
 
