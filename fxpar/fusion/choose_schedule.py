@@ -242,7 +242,7 @@ def _overlapped(
         schedule = case
         for group in groups:
             before = state.simulated[schedule].seconds
-            then = state.attempt(schedule + group.lines, group.said)
+            then = state.attempt(schedule + group.lines, group.what)
             if then is not None and then.seconds < before:
                 schedule += group.lines
 
@@ -311,7 +311,7 @@ class _Group:
 
     lines: Schedule
     saved: float
-    said: str
+    what: str
 
 
 def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Group]:
@@ -351,8 +351,8 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
                 lines = Schedule()
                 for here in same:
                     lines += here.renamed(best.lines, first, f"of_{here.name}")
-                said = f"{len(same)} of {best.lines.lines[-1]}"
-                out.append(_Group(lines, best.seconds * len(same), said))
+                what = f"{len(same)} of {best.lines.lines[-1]}"
+                out.append(_Group(lines, best.seconds * len(same), what))
     return sorted(out, key=lambda group: -group.saved)
 
 

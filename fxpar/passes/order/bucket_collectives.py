@@ -239,8 +239,8 @@ def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         for member in members:
             _hoist(member.args[0], first)
         row = _flat(rewriter, [m.args[0] for m in members], 1)
-        joined = rewriter.call(_GATHER, row, count, group)
-        whole = rewriter.call(WAIT, joined)
+        bucket_gather = rewriter.call(_GATHER, row, count, group)
+        whole = rewriter.call(WAIT, bucket_gather)
         _split_result(rewriter, whole, count, members)
 
 
@@ -259,8 +259,8 @@ def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     _, op, count, group = last.args
     with rewriter.before(last):
         rows = _flat(rewriter, [m.args[0] for m in members], count)
-        joined = rewriter.call(_SCATTER, rows, op, count, group)
-        mine = rewriter.call(WAIT, joined)
+        bucket_scatter = rewriter.call(_SCATTER, rows, op, count, group)
+        mine = rewriter.call(WAIT, bucket_scatter)
         _split_result(rewriter, mine, 1, members)
 
 
@@ -268,8 +268,8 @@ def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     with rewriter.before(last):
         row = _flat(rewriter, [m.args[0] for m in members], 1)
-        joined = rewriter.call(_REDUCE, row, *last.args[1:])
-        whole = rewriter.call(WAIT, joined)
+        bucket_reduce = rewriter.call(_REDUCE, row, *last.args[1:])
+        whole = rewriter.call(WAIT, bucket_reduce)
         _split_result(rewriter, whole, 1, members)
 
 

@@ -174,7 +174,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
         if kind == "all_to_all":
             _check_even(node, mesh.count(axes))
         with build.before(node):
-            named = build.call(
+            collective = build.call(
                 ours.collective.default,
                 node.args[0],
                 kind,
@@ -183,7 +183,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
                 str(mesh),
                 "+".join(axes),
             )
-        build.replace(node, named)
+        build.replace(node, collective)
 
 
 def _are_axes(group: str, mesh: Mesh) -> bool:
