@@ -371,7 +371,8 @@ def scheduled(
         request=request,
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
-        mesh=result.plan.mesh if result and result.decision.is_even else None,
+        mesh=result.plan.mesh if result else None,
+        even=result is None or result.decision.is_even,
         inductor=inductor,
     )
     run_steps(PHASE, state)

@@ -31,6 +31,7 @@ from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.rank_sizes import sized
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
@@ -38,7 +39,6 @@ from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.pipeline import MOST_STEPS, Result
 from fxpar.runtime.shard_map import traced_for
-from fxpar.runtime.steps.binding import sized
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load

@@ -25,6 +25,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
 from fxpar.fusion.schedule_edit import Edit, lift
+from fxpar.fusion.unlike_shards import close, has_unlike_shards, is_closed
 from fxpar.fusion.verbs import (
     balance,
     fuse_nodes,
@@ -38,6 +39,7 @@ from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 
@@ -75,13 +77,18 @@ class Takes:
 def _node(edit: Edit, argument: Argument) -> fx.Node:
     if not isinstance(argument, str):
         raise _Unfit
-    return edit.node(argument)
+    node = edit.node(argument)
+    if is_closed(node):
+        what = f"{node.name} is of shards that are not alike, which verbs would cut so"
+        fix = "leave out the line, or choose mesh sizes that divide the dims"
+        raise ScheduleError(what, where=user_line(node), fix=fix)
+    return node
 
 
 def _nodes(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
     if not isinstance(argument, tuple) or not argument:
         raise _Unfit
-    return tuple(map(edit.node, argument))
+    return tuple(_node(edit, name) for name in argument)
 
 
 def _ends(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
@@ -294,11 +301,13 @@ def opened(
     copy = copy_of(graph.graph if isinstance(graph, fx.GraphModule) else graph)
     for node in copy.nodes:
         if isinstance(node.target, node_legality.CallableRegion):
-            node.target = node_legality.CallableRegion(copy_of(node.target.graph))
+            node.target = type(node.target)(copy_of(node.target.graph))
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
     was_lowered = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
+    if has_unlike_shards(copy):
+        close(copy, mesh, build.fake_mode)
     node_legality.admit(copy)
     ordered = node_legality.number(copy)
     return Edit(

@@ -36,6 +36,7 @@ from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import LEAST, Attempts, with_room
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
+from fxpar.fusion.unlike_shards import UnlikeOp, closed
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
@@ -79,7 +80,7 @@ _SETTINGS: tuple[dict[str, int], ...] = (
 class Chosen:
     """``seconds``: of a step, before and after; ``peak``: bytes of memory. ``near``:
     what was thought of and left, and why. ``others``: schedules that were simulated and
-    not taken, the fastest first."""
+    not taken, the fastest first. ``unlike``: ops on shards that are not alike."""
 
     schedule: Schedule
     graph: fx.Graph
@@ -87,15 +88,20 @@ class Chosen:
     peak: tuple[int, int]
     near: tuple[str, ...] = ()
     others: tuple[Schedule, ...] = ()
+    unlike: int = 0
 
     @property
-    def note(self) -> str:
+    def notes(self) -> tuple[str, ...]:
         """What a plan notes of it."""
         (seconds, then), (peak, after) = self.seconds, self.peak
-        return (
+        saved = (
             f"schedule: a step is predicted to take {then * 1e3:.4g} ms instead of "
             f"{seconds * 1e3:.4g} ms, and {after} bytes instead of {peak}"
         )
+        stay = (
+            f"schedule: {self.unlike} ops on shards that are not alike stay as they are"
+        )
+        return (saved,) * bool(self.schedule) + (stay,) * bool(self.unlike)
 
 
 def choose_or_warn(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen | None:
@@ -122,6 +128,8 @@ def failed(error: Exception) -> None:
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
+    values = [node.meta.get("val") for node in graph.nodes]
+    graph = closed(graph, mesh, _torch.fake.mode_of(values))
     with _old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
         state = Attempts(shapes, hardware.on(mesh), hardware)
@@ -138,6 +146,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         (before.peak_bytes, state.now.peak_bytes),
         tuple(dict.fromkeys(state.near)),
         state.others(),
+        sum(isinstance(node.target, UnlikeOp) for node in graph.nodes),
     )
 
 

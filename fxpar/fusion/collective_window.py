@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar.fusion.apply_schedule import apply
+from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
 from fxpar.passes.order.forward_backward import as_run
@@ -120,6 +121,8 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
         )
         if "val" in node.meta:
             copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], _on_meta)
+        if isinstance(node.target, CallableRegion):
+            copy.target = type(node.target)(shapes_of(node.target.graph))
     return shapes
 
 

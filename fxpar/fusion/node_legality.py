@@ -25,8 +25,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.passes import collective_nodes, custom_ops
-from fxpar.passes.builder import UNEVEN
+from fxpar.passes import collective_nodes
 from fxpar.passes.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.simulate.launches import PRODUCTS
 from fxpar.sharding.program import user_line
@@ -124,10 +123,6 @@ def _is_no_op(node: fx.Node) -> bool:
     return node.op in ("call_method", "call_module")
 
 
-def _is_uneven(node: fx.Node) -> bool:
-    return node.target in custom_ops.SIZES or bool(node.meta.get(UNEVEN))
-
-
 # (of which nodes, why no schedule is applied to them, what to do)
 _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
     (
@@ -150,11 +145,6 @@ _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
         _holds_graphs,
         "runs graphs of its own, which no verb looks into",
         "trace what it does without it",
-    ),
-    (
-        _is_uneven,
-        "is of a program some of whose shards are not alike",
-        "choose mesh sizes that divide the dims",
     ),
     (_is_no_op, "is no op", "trace the graph with make_fx(..., tracing_mode='fake')"),
 )

@@ -71,8 +71,11 @@ def test_whole_steps_are_those_of_one_device(
     want = whole_steps(None, STEPS)
     for got in ranks_of(mesh).run(whole_steps, options, STEPS, timeout=900.0):
         assert any(f"{schedule}, 4 microbatches" in note for note in got["notes"])
-        # Each stage has the backward of its forward.
-        assert all(backward > forward > 0 for forward, backward in got["stages"])
+        # Each stage has the backward of its forward, which costs more where no axis
+        # splits either.
+        alone = "," not in mesh
+        for forward, backward in got["stages"]:
+            assert backward > (forward if alone else 0) and forward > 0
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-12)
         for kind in ("state", "moments", "buffers"):
             for name, x in want[kind].items():

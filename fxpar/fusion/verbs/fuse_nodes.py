@@ -26,6 +26,7 @@ from fxpar.fusion.node_legality import CallableRegion as CallableRegion
 from fxpar.fusion.node_legality import arrange as arrange
 from fxpar.fusion.node_legality import is_message
 from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.unlike_shards import UnlikeOp
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous
@@ -111,14 +112,20 @@ def inline(graph: fx.Graph) -> None:
             for node in part.nodes:
                 if node.op == "call_function":
                     copies[node] = graph.node_copy(node, copies.__getitem__)
-                    custom = (node.meta.get("custom") or {}) | {REGION: region.name}
-                    copies[node].meta = node.meta | {"custom": custom}
+                    copies[node].meta = node.meta | _said(node, region)
         results: Any = part.output_node().args[0]
         for item in list(region.users):
             item.replace_all_uses_with(copies[results[item.args[1]]])
             graph.erase_node(item)
         graph.erase_node(region)
     graph.lint()
+
+
+def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:
+    """What a node says of the region that it was in."""
+    if isinstance(region.target, UnlikeOp):
+        return {}
+    return {"custom": (node.meta.get("custom") or {}) | {REGION: region.name}}
 
 
 def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:

@@ -32,6 +32,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.builder import PLACE, copy_node
+from fxpar.passes.order.bucket_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.stages.pipeline_ops import CROSSINGS, EVERY
@@ -39,9 +40,6 @@ from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
 transfer = torch.ops.fxpar.transfer.default
-
-# A region of its own among the user's checkpointed ones.
-_REGION = 1 << 20
 
 
 def save_alike(graph: fx.Graph) -> None:
@@ -78,7 +76,7 @@ def regather(graph: fx.Graph) -> None:
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
             tagged.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _REGION
+            node.meta["ac_graph_id"] = REGATHERED
 
 
 def as_run(

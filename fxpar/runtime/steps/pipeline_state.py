@@ -126,6 +126,8 @@ class PhaseState(PipelineState):
     which: str
     # None where nothing was planned: no regions are fused.
     mesh: Mesh | None
+    # All shards are alike; if not, only regions of the schedule are fused.
+    even: bool = True
     # The graph goes to Inductor.
     inductor: bool = False
     # What runs as generated kernels.
