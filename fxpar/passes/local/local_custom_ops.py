@@ -107,7 +107,7 @@ def _merge(
 def _shift(
     call: LocalCall, x: fx.Node, dim: int, by: int, fill: float | None = None
 ) -> fx.Node:
-    axes, size = call.operands[0].dims[dim], int(x.meta["val"].shape[dim])
+    axes, size = call.operands[0].dims[dim], x.meta["val"].shape[dim]
     shifted = halos.rows(call, x, axes, dim, by, by + size, fill)
     if shifted is x:
         return call.build.call(
