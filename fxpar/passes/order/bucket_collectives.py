@@ -128,10 +128,10 @@ def bucket_sizes(graph: fx.Graph) -> tuple[list[int], list[int]]:
     small, and of all gathers: what one reads may be given to the backward."""
     near_output = _near_output(graph)
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
-    joined = filter(_may_join, gathers)
+    joinable_gathers = filter(_may_join, gathers)
     reductions = (n for n in graph.nodes if n.target in (_SCATTER, _REDUCE))
     joinable = [n for n in reductions if n in near_output and _may_join(n)]
-    return list(map(whole_bytes, joinable)), list(map(whole_bytes, joined))
+    return list(map(whole_bytes, joinable)), list(map(whole_bytes, joinable_gathers))
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
