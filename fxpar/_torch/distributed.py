@@ -63,34 +63,34 @@ def also_named(name: str, also: str) -> None:
     """Let this process find the process group of a name by another, too."""
     group = group_named(name)
     if group_named(also) is not group:
-        c10d: Any = torch._C._distributed_c10d
-        c10d._register_process_group(also, group)
+        registry: Any = torch._C._distributed_c10d
+        registry._register_process_group(also, group)
 
 
 def group_size(name: str) -> int:
     """Members of the process group of a name."""
     from torch.distributed import distributed_c10d
 
-    c10d: Any = distributed_c10d
-    return int(c10d._resolve_process_group(name).size())
+    registry: Any = distributed_c10d
+    return int(registry._resolve_process_group(name).size())
 
 
 def group_store(name: str) -> tuple[Any, int, int]:
     """The key-value store of a process group, this rank in it, and its members."""
     from torch.distributed import distributed_c10d
 
-    c10d: Any = distributed_c10d
-    group = c10d._resolve_process_group(name)
-    return c10d._get_process_group_store(group), group.rank(), group.size()
+    registry: Any = distributed_c10d
+    group = registry._resolve_process_group(name)
+    return registry._get_process_group_store(group), group.rank(), group.size()
 
 
 def group_named(name: str) -> Any:
     """The process group of a name; None if there is none."""
     from torch.distributed import distributed_c10d
 
-    c10d: Any = distributed_c10d
+    registry: Any = distributed_c10d
     try:
-        return c10d._resolve_process_group(name)
+        return registry._resolve_process_group(name)
     except (RuntimeError, ValueError, LookupError):
         return None
 
@@ -218,8 +218,8 @@ def start_message(
 ) -> None:
     """Start to "send" contiguous memory to a member of a group, or to "recv" it there;
     waiting for ``until`` (``_c10d_functional.wait_tensor``) waits for it."""
-    c10d: Any = torch.distributed.distributed_c10d
-    members = c10d._resolve_process_group(group)
+    registry: Any = torch.distributed.distributed_c10d
+    members = registry._resolve_process_group(group)
     work = getattr(members, way)([x], peer, tag)
     torch._C._distributed_c10d._register_work(until, work)
 
@@ -229,8 +229,8 @@ def start_broadcast(
 ) -> None:
     """Start to write what member ``source`` of a group has in contiguous memory to that
     of all; waiting for ``until`` waits for it."""
-    c10d: Any = torch.distributed.distributed_c10d
-    members = c10d._resolve_process_group(group)
+    registry: Any = torch.distributed.distributed_c10d
+    members = registry._resolve_process_group(group)
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     work = members.broadcast([x], options)
@@ -249,13 +249,13 @@ def name_axes(sizes: Mapping[str, int] | None) -> None:
     stand for one rank meanwhile: what is wrong with them is said of the graph."""
     from torch.distributed import distributed_c10d
 
-    c10d: Any = distributed_c10d
-    resolve = getattr(c10d._resolve_process_group, "without_axes", None)
+    registry: Any = distributed_c10d
+    resolve = getattr(registry._resolve_process_group, "without_axes", None)
     if sizes is None:
         if resolve is not None:
-            c10d._resolve_process_group = resolve
+            registry._resolve_process_group = resolve
         return
-    plain = resolve or c10d._resolve_process_group
+    plain = resolve or registry._resolve_process_group
 
     def with_axes(name: Any) -> Any:
         if name in sizes:
@@ -266,7 +266,7 @@ def name_axes(sizes: Mapping[str, int] | None) -> None:
             return _Sized(1)
 
     with_axes.without_axes = plain  # type: ignore[attr-defined]
-    c10d._resolve_process_group = with_axes
+    registry._resolve_process_group = with_axes
 
 
 class _Sized:
@@ -321,10 +321,10 @@ def _make_group_of_one() -> None:
     if group_named(_ALONE) is not None:
         return
     dist: Any = torch.distributed
-    c10d: Any = torch._C._distributed_c10d
+    registry: Any = torch._C._distributed_c10d
     group, kinds = dist.ProcessGroup(0, 1), dist.ProcessGroup.BackendType
     devices: tuple[str, ...]
-    fake = c10d.FakeProcessGroup._create_internal(0, 1)
+    fake = registry.FakeProcessGroup._create_internal(0, 1)
     if _copies(fake):
         kind, backend, devices = kinds.CUSTOM, fake, ("cpu", "cuda", "meta")
     else:  # 2.11
@@ -335,7 +335,7 @@ def _make_group_of_one() -> None:
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
     group._set_group_name(_ALONE)
-    c10d._register_process_group(_ALONE, group)
+    registry._register_process_group(_ALONE, group)
     _GROUPS_OF_ONE.append(group)
 
 
