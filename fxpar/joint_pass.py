@@ -29,10 +29,10 @@ from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram
-from fxpar.runtime.calls.call_sizes import UNLIKE
-from fxpar.runtime.calls.launch_agreement import agree_on_launches
+from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
+    PlanStands,
     SizeRange,
 )
 from fxpar.runtime.ranks import consensus, presence
@@ -135,6 +135,13 @@ class JointPass:
             boundaries.declare(signature),
             self.entry.plan if self.entry else self.job.recalled,
         )
+        rival, times = self.job.rival, options.replan
+        if (
+            rival is not None
+            and times is not None
+            and choose_plan.stands(gm.graph, fake_mode, request, rival, times)
+        ):
+            raise PlanStands(request.name)
         with said_by_rank_0(ranks.rank):
             plan = choose_plan.searched if self.leads else choose_plan.planned
             self.result = plan(gm.graph, fake_mode, request)

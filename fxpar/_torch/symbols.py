@@ -59,6 +59,11 @@ def expression(x: Any) -> Any:
     return x.node.expr if isinstance(x, SYMBOLIC) else x
 
 
+def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """Sizes that compare and hash; no guard comes of it."""
+    return tuple(map(expression, sizes))
+
+
 def is_symbol(x: Any) -> bool:
     """Whether a number is one symbol alone."""
     return isinstance(x, torch.SymInt) and x.node.expr.is_symbol

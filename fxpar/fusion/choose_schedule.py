@@ -26,8 +26,12 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
-from fxpar.fusion.fewer_layers import FewerLayers, fewer_layers
-from fxpar.fusion.lines_of_layers import NotOfLayers, lines_of_layers
+from fxpar.fusion.fewer_layers import (
+    FewerLayers,
+    NotOfLayers,
+    fewer_layers,
+    lines_of_layers,
+)
 from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import LEAST, Attempts, with_room

@@ -16,6 +16,10 @@ pass the partitioner may keep either.
 alike one rank would thus compute a collective again whose result another saved, and
 wait for it for ever; so what is made of values that are recomputed and of others is
 tagged to be saved: what is recomputed is what the backward itself reads, on all ranks.
+
+``save_of_stages``: what rests split along the axis of stages and is read at all places
+is gathered by all of them, once: the backward of one place may not read it, and would
+not take part in a second gather.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.passes.builder import copy_node
+from fxpar.passes.builder import PLACE, copy_node
 from fxpar.passes.order.bucket_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
-from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
+from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.stages.pipeline_ops import CROSSINGS, EVERY
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
@@ -47,6 +52,16 @@ def save_alike(graph: fx.Graph) -> None:
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
+def save_of_stages(graph: fx.Graph) -> None:
+    """Tag what all stages gather together to be saved, in place."""
+    groups = {node.args[-1] for node in graph.nodes if node.target in CROSSINGS}
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        gather = wait.args[0]
+        if wait.meta.get(PLACE) == EVERY and gather.args[-1] in groups:
+            for node in (gather, wait):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def regather(graph: fx.Graph) -> None:
     """Tag gathered parameters, in place."""
     if not depending_on_tangents(graph):
@@ -55,6 +70,8 @@ def regather(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target is transfer:
             continue  # what another place sent is kept: it is sent once
+        if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+            continue
         read = node.all_input_nodes
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
             tagged.add(node)

@@ -40,6 +40,7 @@ from fxpar.passes.order.bucket_collectives import (
 )
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS
+from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding.cost.op import (
     bytes_of,
@@ -261,14 +262,17 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     that it runs beside that one's work; or where the one that is ``ahead`` before it
     is. FSDP starts one: more hold more in memory. The partitioner puts what a backward
     repeats at its top, in the forward's order, so that all are first moved to where
-    they are read."""
+    they are read. Those of several stages stay where they are."""
     input_derived = from_inputs(graph, through=(_GATHER, WAIT))
-    sink(graph, {node for node in input_derived if node.op != "placeholder"})
+    staying = {n for gather in _gathers_of_stages(graph) for n in _needed(gather)}
+    movable = (n for n in input_derived if n.op != "placeholder")
+    sink(graph, {node for node in movable if node not in staying})
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
     ends = [
         node
         for node in gathers
         if node in input_derived
+        and node not in staying
         and not any(_is_gathered_again(wait, input_derived) for wait in node.users)
     ]
     for i, node in enumerate(ends[1:], 1):
@@ -278,6 +282,26 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
                 if at < node_needed:
                     at.prepend(node_needed)
     graph.lint()
+
+
+def gather_before_messages(graph: fx.Graph) -> None:
+    """Start gathers of graph inputs that ranks of all stages take part in before the
+    first message between stages, in their order. Where they are first read differs by
+    stage: a rank would wait for a message of one that waits for it in a gather."""
+    messages = [node for node in graph.nodes if node.target in MESSAGES]
+    for gather in _gathers_of_stages(graph):
+        for node in _needed(gather):
+            if messages[0] < node:
+                messages[0].prepend(node)
+    graph.lint()
+
+
+def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
+    """Gathers of graph inputs along the axis of stages, in order."""
+    groups = {node.args[-1] for node in graph.nodes if node.target in MESSAGES}
+    input_derived = from_inputs(graph, through=(_GATHER, WAIT))
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    return [n for n in gathers if n in input_derived and n.args[-1] in groups]
 
 
 def _is_gathered_again(wait: fx.Node, input_derived: Collection[fx.Node]) -> bool:
@@ -365,6 +389,11 @@ class PhasePass:
 ORDER = (
     PhasePass("drop_unread", lambda phase: drop_unread(phase.graph), optional=False),
     PhasePass("bucket", join),
+    PhasePass(
+        "gather_before_messages",
+        lambda phase: gather_before_messages(phase.graph),
+        optional=False,
+    ),
     PhasePass("sink_waits", lambda phase: sink_waits(phase.graph)),
     PhasePass("prefetch", start_early),
     PhasePass("drain", lambda phase: drain(phase.graph)),

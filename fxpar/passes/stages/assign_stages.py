@@ -41,6 +41,7 @@ from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.program import Program
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,15 @@ def _pins(
 
 
 def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
-    """Steps on gradients of weights: what is made of them is a result, or the update.
-    These are accumulated first."""
+    """Steps on gradients of weights: nothing is computed of them but a result, or the
+    update. These are accumulated first."""
     ends: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        passes = node in kinds.backward or is_loose_view(node)
-        if passes and all(x in ends or _is_end(x, kinds) for x in node.users):
+        facts = op_facts_of(node.target)
+        is_cheap = facts.moves or facts.reshapes or facts.casts or facts.scales
+        passes = node in kinds.backward and (is_cheap or steps.is_step(node))
+        is_read_at_end = all(x in ends or _is_end(x, kinds) for x in node.users)
+        if (passes or is_loose_view(node)) and is_read_at_end:
             ends.add(node)
     return frozenset(n for n in ends if steps.is_step(n))
 

@@ -151,6 +151,7 @@ def lower(state: JointState) -> None:
 
 
 def regather(state: JointState) -> None:
+    forward_backward.save_of_stages(state.graph)
     if not state.request.keep_gathered:
         forward_backward.regather(state.graph)
     if not state.decided.is_even:
