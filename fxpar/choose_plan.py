@@ -83,12 +83,12 @@ def stands(
     """
     tag, says = f"whether the plan of {request.name} stands", ""
     if request.leads:
-        asked = replace(_on_hardware(request), schedule="none")
+        trial_request = replace(_on_hardware(request), schedule="none")
         try:
             with presence.works(f"decides {tag}"):
                 now, then = (
                     _predicted(size_nodes.at_hints(graph, fake_mode), fake_mode, trial)
-                    for trial in (asked, replace(asked, mode=rival))
+                    for trial in (trial_request, replace(trial_request, mode=rival))
                 )
         except Exception as error:
             consensus.abort(error)
@@ -141,16 +141,18 @@ def _with_bodies(
     """The request with the bodies of manual regions: those of a plan, or where it is
     searched, one choice after the other, those predicted to be the fastest; notes of
     why."""
-    asked = request.mode
-    if isinstance(asked, Plan):
-        return replace(request, bodies=asked.bodies), []
+    mode = request.mode
+    if isinstance(mode, Plan):
+        return replace(request, bodies=mode.bodies), []
     counts = body_choices(graph)
-    if not counts or not isinstance(asked, SearchOptions) or request.meshes:
+    if not counts or not isinstance(mode, SearchOptions) or request.meshes:
         return request, []
     best, notes = (0,) * len(counts), []
     for i, count in enumerate(counts):
         seconds = {
-            bodies: _tried(graph, fake_mode, replace(request, bodies=bodies))
+            bodies: _seconds_with_bodies(
+                graph, fake_mode, replace(request, bodies=bodies)
+            )
             for bodies in ((*best[:i], body, *best[i + 1 :]) for body in range(count))
         }
         best = min(seconds, key=seconds.__getitem__)
@@ -170,7 +172,9 @@ def _over_axes(
     if isinstance(request.mode, Plan):
         return replace(request, experts_over=request.mode.experts or None), []
     seconds = {
-        axes: _tried(graph, fake_mode, replace(request, experts_over=axes))
+        axes: _seconds_with_bodies(
+            graph, fake_mode, replace(request, experts_over=axes)
+        )
         for axes in expert_axes.choices(graph, request)
     }
     if not seconds:
@@ -179,7 +183,7 @@ def _over_axes(
     return replace(request, experts_over=axes), [note] if note else []
 
 
-def _tried(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+def _seconds_with_bodies(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     """Seconds of a step of the plan that a short search finds for a copy of a graph;
     infinite where none fits."""
     request = expert_axes.trial(request)

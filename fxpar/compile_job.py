@@ -25,7 +25,7 @@ from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
 from fxpar.runtime.calls.call_sizes import UNLIKE
 from fxpar.runtime.calls.open_sizes import (
@@ -108,7 +108,7 @@ def compile_graph(
         leads = job.ranks.rank == 0
         entry = entry if leads else _await_leader(job, entry, number)
     step = JointPass(job, number, broken_at, entry, leads=leads)
-    showing = status_line.shown(
+    showing = status_line.status_of(
         f"graph{number}",
         pipeline.MOST_STEPS,
         on=job.options.progress and job.ranks.rank == 0,
@@ -132,7 +132,7 @@ def compile_graph(
                 lower=step.lower,
                 inner=None if job.options.codegen == "inductor" else run_op_by_op,
                 key=_cache_key(job, entry),
-                kept=entry is not None,
+                cached=entry is not None,
                 local_border=bool(job.local) or job.options.outputs == "dtensor",
                 symbolic=job.open is not None,
             )
@@ -161,7 +161,7 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
     if job.writes:
         # Inputs of which each rank holds a part go by another kind.
         named_inputs = [
-            Named(x.name, "part") if isinstance(x, StepInput) and x.rest else x
+            NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
             for x in job.named_inputs
         ]
         checks.append(inputs.Checks(named_inputs, job.options, step.ranks).run)

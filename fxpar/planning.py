@@ -314,7 +314,7 @@ def plan(
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
     leads = options.progress and not _rank()
-    with status_line.shown("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
+    with status_line.status_of("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
     input_specs = _specs_of(in_specs, call.count, "in_specs", "tensor arguments")
 
@@ -355,7 +355,7 @@ def plan(
         dump=options.dump,
         named_hardware=named_machine(options),
     )
-    with status_line.shown("plan", MOST_STEPS, on=leads):
+    with status_line.status_of("plan", MOST_STEPS, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
     return TracedPlan(
         **asdict_shallow(result.plan),

@@ -23,7 +23,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
-from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, shown
+from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
 from fxpar.fusion.schedule_edit import Edit, lift
 from fxpar.fusion.unlike_shards import close, has_unlike_shards, is_closed
 from fxpar.fusion.verbs import (
@@ -219,7 +219,7 @@ def _each(values: list[Any]) -> Iterator[fx.Node]:
 
 def _unfit(line: Line, why: str) -> ScheduleError:
     return ScheduleError(
-        f"{shown(line)}: {why}", fix=f"write it as in: {TAKES[line.verb].form}"
+        f"{line_text(line)}: {why}", fix=f"write it as in: {TAKES[line.verb].form}"
     )
 
 
@@ -270,7 +270,7 @@ def apply(
     """
     lines = Schedule.of(schedule).lines
     mesh = Mesh.parse(mesh)
-    edit, lifted = opened(graph, mesh, inputs, permit, groups)
+    edit, was_lowered = opened(graph, mesh, inputs, permit, groups)
     try:
         for line in lines[:-1]:
             do(edit, line, check=False)
@@ -283,7 +283,7 @@ def apply(
             do(edit, line)
         raise
     writes_as_results.put(edit.graph, edit.written)
-    if lifted if lowered is None else lowered:
+    if was_lowered if lowered is None else lowered:
         finish(edit.graph, edit.mesh, edit.build.fake_mode)
     return edit.graph
 
@@ -304,7 +304,7 @@ def opened(
             node.target = type(node.target)(copy_of(node.target.graph))
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
-    lifted = lift(copy, build, groups)
+    was_lowered = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
     if has_unlike_shards(copy):
         close(copy, mesh, build.fake_mode)
@@ -312,7 +312,7 @@ def opened(
     ordered = node_legality.number(copy)
     return Edit(
         copy, build, frozenset(permit), ordered=ordered, written=written
-    ), lifted
+    ), was_lowered
 
 
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
@@ -362,7 +362,7 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
     """One line of a schedule; ``check``: whether the graph is checked after it, which
     takes time that grows with the graph. Raises ScheduleError."""
     if line.verb not in VERBS:
-        what = f"{line.verb!r} is no verb, in: {shown(line)}"
+        what = f"{line.verb!r} is no verb, in: {line_text(line)}"
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
     edit.look()
     try:
@@ -373,11 +373,11 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
             node_legality.check(edit.graph, line.verb, edit.ordered)
             edit.graph.lint()
     except ScheduleError as error:
-        error.add_note(f"in the schedule: {shown(line)}")
+        error.add_note(f"in the schedule: {line_text(line)}")
         raise
     except Exception as error:
         raise Unexpected(
-            f"{shown(line)}: {type(error).__name__}: {error}",
+            f"{line_text(line)}: {type(error).__name__}: {error}",
             fix="leave out the line, and report it",
         ) from error
 
@@ -385,7 +385,8 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
 def _name(edit: Edit, line: Line, results: Sequence[fx.Node]) -> None:
     if len(line.gives) > len(results):
         raise ScheduleError(
-            f"{shown(line)}: gives {len(results)} values, {len(line.gives)} are named",
+            f"{line_text(line)}: gives {len(results)} values, "
+            f"{len(line.gives)} are named",
             fix=f"name at most {len(results)} after '->'",
         )
     for name, node in zip(line.gives, results, strict=False):

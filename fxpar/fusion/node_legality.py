@@ -191,7 +191,7 @@ def instead(old: fx.Node, new: fx.Node) -> None:
 def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
     """Raise ScheduleError unless all draws are there, once, and all in the order they
     were numbered in. ``counts``: as of ``number``."""
-    last, drawn = dict.fromkeys(_KINDS, -1), 0
+    last, draw_count = dict.fromkeys(_KINDS, -1), 0
     for node in flat(graph):
         for kind, (belongs, why) in _KINDS.items():
             if not belongs(node):
@@ -201,8 +201,8 @@ def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
                 what = f"{verb}: {node.name} {why}"
                 raise ScheduleError(what, where=user_line(node), fix=_FIX)
             last[kind] = now
-            drawn += kind == "draw"
-    if drawn < counts["draw"]:
+            draw_count += kind == "draw"
+    if draw_count < counts["draw"]:
         what = f"{verb}: random numbers that others draw after would not be drawn"
         raise ScheduleError(what, fix=_FIX)
 
@@ -225,8 +225,8 @@ def arrange(graph: fx.Graph) -> None:
         stack = [node]
         while stack:
             at = stack.pop()
-            needed = (*at.all_input_nodes, *first.get(at, ()))
-            unplaced = next((n for n in needed if n not in placed), None)
+            sources = (*at.all_input_nodes, *first.get(at, ()))
+            unplaced = next((n for n in sources if n not in placed), None)
             if unplaced is not None:
                 waiting.setdefault(unplaced, []).append(at)
                 continue

@@ -51,11 +51,13 @@ def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
 
 def unlike(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> set[fx.Node]:
     """Nodes whose values are not as large on every rank."""
-    found = set[fx.Node]()
+    differing = set[fx.Node]()
     for rank in _corners(mesh):
         _, own = _sized(graph, mesh, rank, fake_mode)
-        found.update(node for node in graph.nodes if not is_alike(node, own.get(node)))
-    return found
+        differing.update(
+            node for node in graph.nodes if not is_alike(node, own.get(node))
+        )
+    return differing
 
 
 def _corners(mesh: Mesh) -> Iterator[int]:

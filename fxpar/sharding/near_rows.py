@@ -29,8 +29,8 @@ MASKED = aten._unsafe_masked_index.default
 READ = (aten.index.Tensor, aten._unsafe_index.Tensor, MASKED)
 ADDED = (aten.index_put.default, aten._unsafe_index_put.default)
 
-# A row may be made of one so many rows from its place, or this share of all.
-_FAR, _SHARE = 8, 8
+# A row is near the one it is made of within this share of all.
+_SHARE = 4
 
 # So many rows at either end may be made of others than the formula says.
 _ENDS = 32
@@ -112,7 +112,7 @@ def reach_of(places: torch.Tensor, rows: int) -> Reach | None:
     count = len(places)
     i, p = torch.arange(count), places.long()
     far = (p * count - i * rows).abs().max()
-    if p.min() < 0 or p.max() >= rows or far > max(_FAR, rows // _SHARE) * count:
+    if p.min() < 0 or p.max() >= rows or far * _SHARE > rows * count:
         return None
     slopes = [(1, 1), _reduced(rows, count), _reduced(rows - 1, count - 1)]
     for ends in range(min(_ENDS, (count - 1) // 2) + 1):

@@ -187,9 +187,9 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
 def _reduced(build: Builder, nodes: Nodes) -> Any:
     """All-reduces: flat, one behind the other."""
     flat = [build.call(aten.reshape.default, n.args[0], [-1]) for n in nodes]
-    joined = build.call(aten.cat.default, flat)
+    row = build.call(aten.cat.default, flat)
     whole = collective_nodes.step(
-        build, collective_nodes.all_reduce, joined, *nodes[0].args[1:]
+        build, collective_nodes.all_reduce, row, *nodes[0].args[1:]
     )
     starts = _starts(nodes, nodes)
     return whole, _cutting(build, whole, 0, starts)
@@ -206,9 +206,11 @@ def _scattered(build: Builder, nodes: Nodes) -> Any:
         rows = build.call(aten.reshape.default, x, cut_up)
         rows = build.call(aten.movedim.int, rows, dim, 0)
         flat.append(build.call(aten.reshape.default, rows, [count, -1]))
-    joined = build.call(aten.cat.default, flat, 1)
+    whole_row = build.call(aten.cat.default, flat, 1)
     args: Any = (0, *nodes[0].args[2:])
-    whole = collective_nodes.step(build, collective_nodes.reduce_scatter, joined, *args)
+    whole = collective_nodes.step(
+        build, collective_nodes.reduce_scatter, whole_row, *args
+    )
     starts = _starts(nodes, nodes)
     return whole, _cutting(build, whole, 1, starts)
 
@@ -217,11 +219,11 @@ def _collected(build: Builder, nodes: Nodes) -> Any:
     """All-gathers: one row per rank, in it what the rank had."""
     count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
     flat = [build.call(aten.reshape.default, n.args[0], [1, -1]) for n in nodes]
-    joined = build.call(aten.cat.default, flat, 1)
+    rows = build.call(aten.cat.default, flat, 1)
     whole = collective_nodes.step(
         build,
         collective_nodes.all_gather,
-        joined,
+        rows,
         0,
         collective_nodes.axes_of(nodes[0]),
     )

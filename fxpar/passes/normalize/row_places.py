@@ -25,12 +25,12 @@ from fxpar import _torch
 from fxpar._torch.symbols import hint_of
 from fxpar.passes.builder import shape_of
 from fxpar.passes.normalize.place_functions import equal_sizes
-from fxpar.sharding.constant_values import MOST, computed
+from fxpar.sharding.constant_values import computed
 
 aten = torch.ops.aten
 
 # Positions of a lookup, and rows of a dim, are followed up to so many.
-MOST_ROWS = MOST
+MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,10 @@ def bucket_sizes(graph: fx.Graph) -> tuple[list[int], list[int]]:
     small, and of all gathers: what one reads may be given to the backward."""
     near_output = _near_output(graph)
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
-    joined = filter(_may_join, gathers)
+    joinable_gathers = filter(_may_join, gathers)
     reductions = (n for n in graph.nodes if n.target in (_SCATTER, _REDUCE))
     joinable = [n for n in reductions if n in near_output and _may_join(n)]
-    return list(map(whole_bytes, joinable)), list(map(whole_bytes, joined))
+    return list(map(whole_bytes, joinable)), list(map(whole_bytes, joinable_gathers))
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
@@ -261,8 +261,8 @@ def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         for member in members:
             _hoist(member.args[0], first)
         row = _flat(rewriter, [m.args[0] for m in members], 1)
-        joined = rewriter.call(_GATHER, row, count, group)
-        whole = rewriter.call(WAIT, joined)
+        bucket_gather = rewriter.call(_GATHER, row, count, group)
+        whole = rewriter.call(WAIT, bucket_gather)
         _split_result(rewriter, whole, count, members)
 
 
@@ -281,8 +281,8 @@ def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     _, op, count, group = last.args
     with rewriter.before(last):
         rows = _flat(rewriter, [m.args[0] for m in members], count)
-        joined = rewriter.call(_SCATTER, rows, op, count, group)
-        mine = rewriter.call(WAIT, joined)
+        bucket_scatter = rewriter.call(_SCATTER, rows, op, count, group)
+        mine = rewriter.call(WAIT, bucket_scatter)
         _split_result(rewriter, mine, 1, members)
 
 
@@ -290,8 +290,8 @@ def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     with rewriter.before(last):
         row = _flat(rewriter, [m.args[0] for m in members], 1)
-        joined = rewriter.call(_REDUCE, row, *last.args[1:])
-        whole = rewriter.call(WAIT, joined)
+        bucket_reduce = rewriter.call(_REDUCE, row, *last.args[1:])
+        whole = rewriter.call(WAIT, bucket_reduce)
         _split_result(rewriter, whole, 1, members)
 
 

@@ -105,7 +105,7 @@ def _unneeded(
     """Of the nodes ``since`` a wait, in order, those that neither ``node`` needs nor
     anything that stays. What else reads an all-reduce's operand stays: it is done in
     place if nothing does later."""
-    needed, operand = set(node.all_input_nodes), node.all_input_nodes[0]
+    stay_reads, operand = set(node.all_input_nodes), node.all_input_nodes[0]
     source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
     room = HELD * max(bytes_of(node), bytes_of(operand))
     read_longer: set[fx.Node] = set()
@@ -116,9 +116,11 @@ def _unneeded(
         size = sum(map(bytes_of, longer)) - (
             bytes_of(candidate) if candidate in read_longer else 0
         )
-        stays = candidate in needed or candidate in delayed or not _may_move(candidate)
+        stays = (
+            candidate in stay_reads or candidate in delayed or not _may_move(candidate)
+        )
         if stays or size > room or source in reads:
-            needed.update(candidate.all_input_nodes)
+            stay_reads.update(candidate.all_input_nodes)
             continue
         movable.append(candidate)
         read_longer.update(reads)
@@ -220,8 +222,12 @@ def may_differ(graph: fx.Graph, before: Settings, after: Settings) -> bool:
     rooms = zip(_rooms(before), _rooms(after), (reductions, gathers), strict=True)
     for one, other, sizes in rooms:
         small, large = sorted((one, other))
-        joined = [size for size in sizes if size < large]
-        if small != large and joined and max(sum(joined), max(joined) + 1) > small:
+        small_sizes = [size for size in sizes if size < large]
+        if (
+            small != large
+            and small_sizes
+            and max(sum(small_sizes), max(small_sizes) + 1) > small
+        ):
             return True
     return False
 
@@ -334,16 +340,16 @@ def drain(graph: fx.Graph) -> None:
 
 def _needed(node: fx.Node) -> list[fx.Node]:
     """``node`` and what it is computed from, inputs left out, in order."""
-    needed: dict[fx.Node, None] = {}
+    sources: dict[fx.Node, None] = {}
 
     def visit(n: fx.Node) -> None:
         for read in n.all_input_nodes:
-            if read.op != "placeholder" and read not in needed:
+            if read.op != "placeholder" and read not in sources:
                 visit(read)
-        needed[n] = None
+        sources[n] = None
 
     visit(node)
-    return list(needed)
+    return list(sources)
 
 
 def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:

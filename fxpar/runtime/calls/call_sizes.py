@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import FxparError, InputMismatchError, RankMismatchError
-from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
 from fxpar.runtime.ranks import consensus
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -75,7 +75,7 @@ class Fed:
     def __init__(
         self,
         gm: fx.GraphModule,
-        inputs: Sequence[Named],
+        inputs: Sequence[NamedInput],
         local: Sequence[int],
         mesh: Mesh,
         where: str | None,
@@ -186,7 +186,7 @@ def _on_all_ranks(fact: str, fix: str, where: str | None) -> InputMismatchError:
     return error
 
 
-def _varies(entry: Named, value: torch.Tensor) -> bool:
+def _varies(entry: NamedInput, value: torch.Tensor) -> bool:
     """Whether an input may have another shape at another call."""
     open_sizes = any(isinstance(size, torch.SymInt) for size in value.shape)
     return entry.kind == "input" or open_sizes

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
-from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
 from fxpar.runtime.calls.call_sizes import SAME, UNEVEN, Fed, SizeAgreement, Sizes
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -86,7 +86,7 @@ class VariantCompiler:
     """Compiles one Dynamo graph, as it is called, for sizes."""
 
     gm: fx.GraphModule
-    inputs: Sequence[Named]
+    inputs: Sequence[NamedInput]
     # Positions of inputs of which each rank feeds a part, of those that Dynamo would
     # keep open, and of results that leave as each rank's summand.
     local: frozenset[int]

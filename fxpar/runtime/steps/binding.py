@@ -67,10 +67,10 @@ def bind(
     fake_mode: Any,
     *,
     inductor: bool,
-    late: bool = False,
+    at_run_time: bool = False,
 ) -> fx.Graph:
     """The bound graph of ``rank``. ``group_of``: axes -> name of the process group;
-    ``late``: its coordinates are looked up when it runs, where ops can."""
+    ``at_run_time``: its coordinates are looked up when it runs, where ops can."""
     rank_graph = fx.Graph()
     build = Builder(rank_graph, fake_mode, mesh)
     bound: dict[fx.Node, Any] = {}
@@ -118,7 +118,7 @@ def bind(
             if uneven:
                 _note_largest(bound[node], node)
             continue
-        late_op = _bound_late(build, node, args, kwargs) if late else None
+        late_op = _bound_late(build, node, args, kwargs) if at_run_time else None
         if late_op is not None:
             bound[node] = late_op
             continue

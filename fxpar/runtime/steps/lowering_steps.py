@@ -167,7 +167,7 @@ def bind(state: RankState) -> None:
         ranks.group,
         state.fake_mode,
         inductor=state.inductor,
-        late=state.late,
+        at_run_time=state.at_run_time,
     )
 
 

@@ -138,7 +138,7 @@ def _convolution_backward(
     operand = ["n", ci, *at_x]
     # The bias is not in the product, so a split of input channels leaves it complete.
     gradients = zip([operand, kernel, [co, "~ci"]], mask, strict=True)
-    results = [dims for dims, wanted in gradients if wanted]
+    results = [dims for dims, is_asked in gradients if is_asked]
     words = text(["n", co, *at_grad], operand, kernel, results=results)
     return _sliding(words, spatial, halos, read, groups)
 
@@ -189,10 +189,16 @@ def _pool(
     sliding: bool = True,
 ) -> Rule:
     """A pool: windows over the last dims, ``few`` of them."""
+<<<<<<< HEAD
     spatial, rows, made = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
     ends = spatial.halos(0, first), spatial.windows(0, first, 1)
     return _sliding(text(rows, results=[made] * results), spatial, *ends)
+=======
+    spatial, rows, slid_rows = _pooled(x, slid, few, may)
+    halos = spatial.halos(0, x.dim() - len(slid))
+    return _sliding(text(rows, results=[slid_rows] * results), spatial, halos)
+>>>>>>> main
 
 
 def _pool_backward(
@@ -204,11 +210,18 @@ def _pool_backward(
     sliding: bool = True,
 ) -> Rule:
     """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
+<<<<<<< HEAD
     spatial, rows, made = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
     ends = spatial.halos(n + 1, first), spatial.windows(n + 1, first, 0)
     words = text(made, rows, *[made] * (n - 1), results=[rows])
     return _sliding(words, spatial, *ends)
+=======
+    spatial, rows, slid_rows = _pooled(x, slid, few, may)
+    halos = spatial.halos(n + 1, x.dim() - len(slid))
+    words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
+    return _sliding(words, spatial, halos)
+>>>>>>> main
 
 
 def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
