@@ -141,10 +141,10 @@ def near(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
         pair = [rule.tensors[at][d] for at in (position, other)]
         if not all(pair):
             continue  # values that stand for all rows
-        (wide,), (made,) = pair
-        rows, count = sizes[wide], sizes[made]
+        (wide,), (other_word,) = pair
+        rows, count = sizes[wide], sizes[other_word]
         if count > 1:
-            words |= {wide: f"w{d}", made: f"w{d}"}
+            words |= {wide: f"w{d}", other_word: f"w{d}"}
             windows.append(RowWindow(position, d, other, rows, count, reach))
     if not windows:
         return rule

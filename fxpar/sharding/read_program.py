@@ -94,8 +94,8 @@ class RuleReader:
                 return self._cache[key]
         except TypeError:
             key = None
-        rule, known = self._make(node, args, kwargs)
-        answer = (near(rule, node, reaches) if reaches and known else rule), known
+        rule, has_rule = self._make(node, args, kwargs)
+        answer = (near(rule, node, reaches) if reaches and has_rule else rule), has_rule
         if key is not None:
             self._cache[key] = answer
         return answer

@@ -86,24 +86,9 @@ class Exchange:
 def runs(exchange: Exchange, mesh: Mesh) -> Runs:
     """What goes from each member of a group along the axes, in mesh order, to each."""
     moves, members = exchange.moves, mesh.group(0, exchange.axes)
-<<<<<<< HEAD
-    held, wanted = (
+    source_rows, target_rows = (
         [_extents(exchange, mesh, rank, of_targets) for rank in members]
         for of_targets in (False, True)
-=======
-    source_rows, target_rows = (
-        [
-            [
-                shard_sizes.shard(n, mesh, exchange.axes, rank) if split else (0, n)
-                for n, split in zip(rows, splits, strict=True)
-            ]
-            for rank in members
-        ]
-        for rows, splits in (
-            (moves.sources, exchange.split_sources),
-            (moves.targets, exchange.split_targets),
-        )
->>>>>>> main
     )
     table: list[list[list[Run]]] = [[[] for _ in members] for _ in members]
     for (taker, to), piece in itertools.product(enumerate(target_rows), moves.pieces):

@@ -218,15 +218,9 @@ def _scatter(
         return call.build.call(aten.where.self, hit, src, x)
     part = part_of(call, dim, index)
     assert part is not None
-<<<<<<< HEAD
     spare = with_spares(call, x, [dim % x.meta["val"].dim()])
-    put = call.same(spare, dim, part.store(), src, *settings, **named)
-    return without_spares(call, put, [part])
-=======
-    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
     put = call.same(spare, dim, part.store(), src, *settings, **options)
-    return _without_spares(call, put, [part])
->>>>>>> main
+    return without_spares(call, put, [part])
 
 
 def _scatter_add(
@@ -278,17 +272,10 @@ def _index_store(
 ) -> fx.Node:
     part = part_of(call, dim, index, signed=True)
     if part is None:
-<<<<<<< HEAD
-        return call.same(x, dim, index, *settings, **named)
+        return call.same(x, dim, index, *settings, **options)
     spare = with_spares(call, x, [dim % x.meta["val"].dim()])
     return without_spares(
-        call, call.same(spare, dim, part.store(), *settings, **named), [part]
-=======
-        return call.same(x, dim, index, *settings, **options)
-    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
-    return _without_spares(
         call, call.same(spare, dim, part.store(), *settings, **options), [part]
->>>>>>> main
     )
 
 

@@ -189,16 +189,10 @@ def _pool(
     sliding: bool = True,
 ) -> Rule:
     """A pool: windows over the last dims, ``few`` of them."""
-<<<<<<< HEAD
-    spatial, rows, made = _pooled(x, slid, few, may, sliding)
+    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
     ends = spatial.halos(0, first), spatial.windows(0, first, 1)
-    return _sliding(text(rows, results=[made] * results), spatial, *ends)
-=======
-    spatial, rows, slid_rows = _pooled(x, slid, few, may)
-    halos = spatial.halos(0, x.dim() - len(slid))
-    return _sliding(text(rows, results=[slid_rows] * results), spatial, halos)
->>>>>>> main
+    return _sliding(text(rows, results=[slid_rows] * results), spatial, *ends)
 
 
 def _pool_backward(
@@ -210,18 +204,11 @@ def _pool_backward(
     sliding: bool = True,
 ) -> Rule:
     """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
-<<<<<<< HEAD
-    spatial, rows, made = _pooled(x, slid, few, may, sliding)
+    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
     ends = spatial.halos(n + 1, first), spatial.windows(n + 1, first, 0)
-    words = text(made, rows, *[made] * (n - 1), results=[rows])
-    return _sliding(words, spatial, *ends)
-=======
-    spatial, rows, slid_rows = _pooled(x, slid, few, may)
-    halos = spatial.halos(n + 1, x.dim() - len(slid))
     words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
-    return _sliding(words, spatial, halos)
->>>>>>> main
+    return _sliding(words, spatial, *ends)
 
 
 def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:

@@ -54,11 +54,7 @@ def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Ru
     """So many rows of a dim."""
     # A sum over ranks has no meaning for booleans.
     if x.ndim == 0 or x.dtype == torch.bool or not _is_few(rows, x.shape[dim]):
-<<<<<<< HEAD
-        return cut(x, [dim], gone=gone)
-=======
-        return _cut(x, [dim], drop=drop)
->>>>>>> main
+        return cut(x, [dim], drop=drop)
     dim, words = at(dim, x.ndim), words_of(x)
     result_words = ["_" if i == dim else word for i, word in enumerate(words)]
     if drop:
@@ -183,11 +179,7 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
-<<<<<<< HEAD
-    return cut(x, [dim], gone=True, results=x.shape[dim])
-=======
-    return _cut(x, [dim], drop=True, results=x.shape[dim])
->>>>>>> main
+    return cut(x, [dim], drop=True, results=x.shape[dim])
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
@@ -217,11 +209,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-<<<<<<< HEAD
-    rule = cut(x, [dim1, dim2], gone=True)
-=======
-    rule = _cut(x, [dim1, dim2], drop=True)
->>>>>>> main
+    rule = cut(x, [dim1, dim2], drop=True)
     return replace(rule, results=((*rule.results[0], ()),))
 
 

@@ -153,5 +153,5 @@ def spatial_dims(
 
 def _may_slide(window: SlidingWindow, rows: int, count: int) -> bool:
     """Whether ranks may read windows of a dim of so many rows."""
-    known = isinstance(rows, int) and isinstance(count, int)
-    return known and count > 1 and not window.is_row
+    is_told = isinstance(rows, int) and isinstance(count, int)
+    return is_told and count > 1 and not window.is_row
