@@ -86,9 +86,9 @@ def matrix(
     outside = np.logical_or.outer(odd | (np.array(rows) < 0), ends)
     outside |= np.array(columns) < 0
     twice = _are_of_two_kinds(sources, targets) & ~outside
-    i, j = np.nonzero(twice)  # reduced in between
-    at = np.array(rows)[i], reduced[i], np.array(columns)[j]
-    out[i, j] = every[at[0], at[1]] + every[at[1], at[2]]
+    at, to = np.nonzero(twice)  # reduced in between
+    begin, middle, end = np.array(rows)[at], reduced[at], np.array(columns)[to]
+    out[at, to] = every[begin, middle] + every[middle, end]
     swaps = _swaps(sources, targets, mesh) & ~outside & ~twice & np.isfinite(out)
     for i, j in np.argwhere(outside | swaps).tolist():
         seconds = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)

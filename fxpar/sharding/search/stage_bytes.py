@@ -126,7 +126,9 @@ def told_along(chain: StageChain, along_stages: dict[int, str]) -> dict[int, str
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is None or v not in program.producers:
             continue
-        along = along_stages.get(v, "own") if result.kind == "gradient" else "whole"
+        along = "own" if result.is_free else "whole"
+        if result.kind == "gradient":
+            along = along_stages.get(v, "own")
         if program.producers[v][0] not in chain.update and along != "own":
             told[v] = along
     split = "split" in along_stages.values()
