@@ -64,7 +64,8 @@ def pieces(size: int, start: int, end: int) -> tuple[Piece, ...]:
     in order, where all shards have so many rows."""
     out = []
     while start < end:
-        further, first = divmod(start, size)
+        # How far is a number, of a size that is left open too.
+        further, first = int(start // size), start % size
         last = min(size, first + end - start)
         out.append(Piece(further, first, last))
         start += last - first

@@ -416,6 +416,20 @@ def test_messages_of_a_place_leave_one_after_the_other(
     assert plan.predicted.seconds == pytest.approx(2 * crossing, rel=0.1)
 
 
+def test_stages_pay_for_collectives_of_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients of activations are summed in each microbatch, those of weights once."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    by_tp, by_dp = (
+        planned(monkeypatch, "blocks", mesh, 2).stages
+        for mesh in ("pp=2,tp=2", "pp=2,dp=2")
+    )
+    for split, whole in zip(by_tp, by_dp, strict=True):
+        assert split.backward_seconds > 0.9 * split.forward_seconds
+        assert split.backward_seconds > 1.2 * whole.backward_seconds
+
+
 def test_a_split_into_one_part_is_cut_where_it_is_read() -> None:
     """As ``jacrev`` makes it of one argument: it shows all of its operand."""
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]).double()

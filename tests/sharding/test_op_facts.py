@@ -33,6 +33,7 @@ FORMS = {
     "passes/local/local_indexing.py",
     "passes/local/local_views.py",
     "passes/normalize/normalize_shifts.py",
+    "passes/normalize/row_places.py",  # how rows of a node are read
     "passes/experts/normalize_experts.py",  # calls that put rows in order, and back
     "passes/normalize/body_seeds.py",  # how ops draw by index
     "passes/normalize/keep_batch_apart.py",  # operands of ops that hold the rows

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes
+from fxpar.passes import collective_nodes, size_nodes
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding.factors import Axes, Halo
 from fxpar.sharding.shift_messages import pieces
@@ -90,7 +90,7 @@ def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
     """Rows of a local tensor; itself if that is all of them."""
     if start == 0 and end == _size(x, dim):
         return x
-    args = x, dim, start, end
+    args = size_nodes.as_nodes(x.graph, (x, dim, start, end))
     present = _present_call(x, aten.slice.Tensor, *args)
     return present or call.build.call(aten.slice.Tensor, *args)
 
@@ -163,4 +163,5 @@ def _fill_beyond(
 
 
 def _size(x: fx.Node, dim: int) -> int:
-    return int(x.meta["val"].shape[dim])
+    """Rows of a local tensor; of a size that is left open its symbol."""
+    return x.meta["val"].shape[dim]
