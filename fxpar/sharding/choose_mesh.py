@@ -234,11 +234,11 @@ def _search_longer(
 ) -> Decision:
     """The best mesh searched with the seconds that are ``left``, and a quarter of all
     at least."""
-    first_search, asked = search_of(best), request.mode
-    assert isinstance(asked, SearchOptions)
+    first_search, mode = search_of(best), request.mode
+    assert isinstance(mode, SearchOptions)
     if not first_search.is_proved and len(trials) > 1:
-        seconds = max(left, (1 - _TRIED) * asked.seconds)
-        longer_options = replace(asked, ranked=False, seconds=seconds)
+        seconds = max(left, (1 - _TRIED) * mode.seconds)
+        longer_options = replace(mode, ranked=False, seconds=seconds)
         longer = _attempt(
             program, request, first_search.mesh, longer_options, first_search
         )

@@ -107,9 +107,9 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)
 
 
-def _parts_of(cut: BatchCut, asked: int) -> int:
-    """Microbatches of a batch: as many as asked for, or the next fewer that it has."""
-    return max(n for n in range(1, asked + 1) if cut.rows % n == 0)
+def _parts_of(cut: BatchCut, most: int) -> int:
+    """Microbatches of a batch: ``most``, or the next fewer that it has."""
+    return max(n for n in range(1, most + 1) if cut.rows % n == 0)
 
 
 def _priced(

@@ -18,7 +18,7 @@ from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import home_of
-from fxpar.sharding.cost.hardware_table import Level
+from fxpar.sharding.cost.hardware_table import Level, Measured
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
 from tests.helpers.machines import machine
@@ -403,12 +403,18 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert "place 3" in (tmp_path / "trace.json").read_text()
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["all kinds", "permutes alone"])
 def test_messages_of_a_place_leave_one_after_the_other(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    own: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What crosses takes as long in parts as at once; a step waits for its results."""
+    """What crosses takes as long in parts as at once; a step waits for its results. A
+    message is a permute, which may be measured to have a link of its own."""
     speed = 1e4
-    slow = replace(machine(), levels=(Level(0, speed, 0.0, 0.0),))
+    level = Level(0, speed, 0.0, 0.0)
+    if own:
+        kinds = (("permute", Measured(0.0, 0.0, speed)),)
+        level = Level(0, 100 * speed, 0.0, 0.0, kinds=kinds)
+    slow = replace(machine(), levels=(level,))
     slow.save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plan = planned(monkeypatch, "blocks", "pp=2", 4, grad=False)

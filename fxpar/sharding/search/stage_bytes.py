@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fxpar.sharding.cost import collectives
 from fxpar.sharding.cut_stages import Held, StageMemory
 from fxpar.sharding.mesh import Link
 from fxpar.sharding.search.batch_parts import STATIC
@@ -112,6 +113,7 @@ def exchange_seconds(
         if along == "split" and weight not in program.producers:
             for stage in {bisect_right(cuts, at) for at in chain.readers(weight)}:
                 put_together(size(weight), places[stage])
+    link = collectives.between_two(link)
     fixed = link.latency + link.overhead
     return [
         max(out, arrived) / link.bandwidth + math.ceil(number) * fixed
