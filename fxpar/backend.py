@@ -27,7 +27,7 @@ from fxpar.job_request import CompileJob
 from fxpar.joint_pass import said_by_rank_0
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime.caches.program_identity import (
-    Named,
+    NamedInput,
     lean_graph,
     name_inputs,
     placeholders,
@@ -173,12 +173,13 @@ def _called(
         examples: Sequence[Any],
         open_program: OpenProgram | None = None,
         recalled: Plan | None = None,
+        rival: Plan | None = None,
         notes: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
         job = CompileJob(
             options, ranks, named_inputs, frozenset(local), size_match, results
         )
-        job = replace(job, recalled=recalled, notes=notes)
+        job = replace(job, recalled=recalled, rival=rival, notes=notes)
         if open_program is not None:
             job = replace(
                 job,
@@ -234,7 +235,7 @@ def _fed(x: Any, number: bool) -> Any:
 def _scaled(
     gm: fx.GraphModule,
     examples: Sequence[Any],
-    named_inputs: Sequence[Named],
+    named_inputs: Sequence[NamedInput],
     local: Sequence[int],
     mesh: Mesh,
 ) -> LocalResults:

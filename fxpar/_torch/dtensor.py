@@ -129,11 +129,13 @@ def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
 
 
 def record_overflow(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: torch.Tensor
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    overflow: torch.Tensor,
 ) -> None:
     """Tell a scaler whether gradients were not finite, 1.0 or 0.0, for ``update()``."""
     state = scaler._per_optimizer_states[id(optimizer)]
-    state["found_inf_per_device"] = {found.device: found}
+    state["found_inf_per_device"] = {overflow.device: overflow}
 
 
 def newton_schulz() -> Callable[..., Any]:

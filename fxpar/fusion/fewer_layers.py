@@ -1,27 +1,34 @@
-"""A local graph with fewer of its layers: what schedules are tried on.
+"""A local graph with fewer of its layers, on which schedules are tried, and the lines
+of these as lines for all layers.
 
-In: a local graph with steps, joint or not. Out: ``FewerLayers``: a copy in which most
+``FewerLayers``. In: a local graph with steps, joint or not. Out: a copy in which most
 of the layers that repeat are left out, forward, backward and update alike, so that what
-is tried costs the same for 8 layers and for 100; and which ops were left out, so that
-``lines_of_layers`` can say of each line for a layer that stays what it is for all. The
-copy computes something else: what reads a layer that is left out reads the one before.
-It has the same ops on the same shapes, in the same order, and is never run. Never
-changes the graph.
+is tried costs the same for 8 layers and for 100; and which ops were left out. The copy
+computes something else: what reads a layer that is left out reads the one before. It
+has the same ops on the same shapes, in the same order, and is never run. Never changes
+the graph. Layers are rows of ops that are alike at one distance, as the search for
+plans has them (``search.layers``). The row that is cut is the longest of the forward,
+in its middle; of each other row those that read what was cut.
 
-Layers are rows of ops that are alike at one distance, as the search for plans has them
-(``search.layers``). The row that is cut is the longest of the forward, in its middle;
-of each other row those that read what was cut.
+Lines. In: a schedule of a graph with fewer layers. Out: one of the whole graph. A line
+stands for the layer of the last op that it names: one of the layer right before those
+that are left out is said again for each of these, right behind, and what it gives has a
+name of its own there. A line of a layer behind them names the ops of its own layers.
+Only ``reorder`` names ops of many layers: it names those of the layers left out as
+well. Whether a verb does any of that is asked of the verb, as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import fx
 
+from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes.alike_nodes import labels_of, with_reads
 from fxpar.passes.builder import copy_node
 from fxpar.sharding.program import depending_on_tangents, phase_of
@@ -77,14 +84,14 @@ class FewerLayers:
 def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
     """The graph with few layers; None if it has few, or they do not come apart."""
     rows = list(_rows(graph))
-    late = depending_on_tangents(graph)
-    early = (row for row in rows if not any(_is_late(n, late) for n in row.nodes))
+    backward = depending_on_tangents(graph)
+    early = (row for row in rows if not any(_is_later(n, backward) for n in row.nodes))
     most = max(early, key=lambda row: len(row.nodes), default=None)
     if most is None:
         return None
     behind = rows[rows.index(most) + 1 :]
     for distance in most.distances:
-        cuts = _cuts(most, distance, behind, late)
+        cuts = _cuts(most, distance, behind, backward)
         shorter = cuts and _without(graph, cuts)
         if cuts and shorter:
             removed = (cuts[0].end - cuts[0].begin) // distance
@@ -97,7 +104,7 @@ def _cuts(
     most: RowOfLayers,
     distance: int,
     behind: Sequence[RowOfLayers],
-    late: Collection[fx.Node],
+    backward: Collection[fx.Node],
 ) -> tuple[RowCut, ...] | None:
     """The middle of a row, and what reads it of those behind; None if it is short, or
     these do not have as many layers for it."""
@@ -106,10 +113,10 @@ def _cuts(
         return None
     begin = STAY // 2 * distance
     cuts = [RowCut(most.nodes, distance, begin, begin + removed * distance)]
-    gone = set(cuts[0].left_out)
-    own = _read_there_alone(most.nodes, gone, late)
+    left_out = set(cuts[0].left_out)
+    own = _read_there_alone(most.nodes, left_out, backward)
     for row in behind:
-        reads = [i for i, n in enumerate(row.nodes) if _reads(n, gone, own)]
+        reads = [i for i, n in enumerate(row.nodes) if _reads(n, left_out, own)]
         if not reads:
             continue
         first, last = reads[0], reads[-1]
@@ -119,7 +126,7 @@ def _cuts(
         if end > len(row.nodes):
             return None
         cuts.append(RowCut(row.nodes, step, first, end))
-        gone.update(cuts[-1].left_out)
+        left_out.update(cuts[-1].left_out)
     return tuple(cuts)
 
 
@@ -141,9 +148,9 @@ def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
         last = end
 
 
-def _is_late(node: fx.Node, late: Collection[fx.Node]) -> bool:
+def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:
     """Whether an op is of the backward, or of an update."""
-    return node in late or phase_of(node) in ("backward", "update")
+    return node in backward or phase_of(node) in ("backward", "update")
 
 
 def _reads(node: fx.Node, *several: Collection[fx.Node]) -> bool:
@@ -152,16 +159,20 @@ def _reads(node: fx.Node, *several: Collection[fx.Node]) -> bool:
 
 
 def _read_there_alone(
-    row: Collection[fx.Node], gone: Collection[fx.Node], late: Collection[fx.Node]
+    row: Collection[fx.Node],
+    left_out: Collection[fx.Node],
+    backward: Collection[fx.Node],
 ) -> set[fx.Node]:
     """What no op of the forward reads but those of a row that are left out: their
     parameters, and what is made of these."""
     inside, own = set(row), set[fx.Node]()
-    pending = [read for node in gone for read in node.all_input_nodes]
+    pending = [read for node in left_out for read in node.all_input_nodes]
     while pending:
         node = pending.pop()
-        users = [u for u in node.users if u.op != "output" and not _is_late(u, late)]
-        alone = all(user in gone or user in own for user in users)
+        users = [
+            u for u in node.users if u.op != "output" and not _is_later(u, backward)
+        ]
+        alone = all(user in left_out or user in own for user in users)
         if alone and node not in own and node not in inside:
             own.add(node)
             pending += node.all_input_nodes
@@ -176,16 +187,16 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
         for cut in cuts
         for place, node in enumerate(cut.left_out, cut.begin)
     }
-    gone, output = set(instead), graph.output_node()
-    results = [r for r in output.args[0] if r not in gone]
+    left_out, output = set(instead), graph.output_node()
+    results = [r for r in output.args[0] if r not in left_out]
     ends = [n for n in graph.nodes if not n.users and n.op == "call_function"]
-    needed = _needed([*results, *ends], instead)
+    ancestors = _ancestors([*results, *ends], instead)
     shorter, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        if node not in needed or node in gone:
+        if node not in ancestors or node in left_out:
             continue
         for read in node.all_input_nodes:
-            if read in gone:
+            if read in left_out:
                 if instead[read] not in copies:
                     return None
                 copies[read] = copies[instead[read]]
@@ -195,16 +206,136 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
     return shorter
 
 
-def _needed(
+def _ancestors(
     ends: Sequence[Any], instead: Mapping[fx.Node, fx.Node | None]
 ) -> set[fx.Node]:
     """Nodes among the ends, and all that they are made of."""
-    needed: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     pending = [end for end in ends if isinstance(end, fx.Node)]
     while pending:
         node = pending.pop()
         node = instead.get(node, node) or node
-        if node not in needed:
-            needed.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             pending += node.all_input_nodes
-    return needed
+    return ancestors
+
+
+# Names any number of ops.
+_OF_MANY = "reorder"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a name is in the shorter graph."""
+
+    # Which row of layers, and which op of those that stay.
+    row: int
+    at: int
+
+
+class NotOfLayers(Exception):
+    """A line names ops of layers that are far apart."""
+
+
+def lines_of_layers(schedule: Schedule, fewer: FewerLayers) -> Schedule:
+    """The schedule for all layers; its settings stay. Raises NotOfLayers."""
+    repeats = _Repeats(fewer)
+    lines = [line for short in schedule.lines for line in repeats.lines(short)]
+    return replace(schedule, lines=tuple(lines))
+
+
+class _Repeats:
+    """Says lines again. ``places``: of the ops of layers that stay, and of what lines
+    give; ``again``: names that stand for one of the layer before those left out, one
+    for it and each of these."""
+
+    def __init__(self, fewer: FewerLayers) -> None:
+        self.fewer = fewer
+        self.places: dict[str, _Place] = {}
+        self.again: dict[str, list[str]] = {}
+        for i, row in enumerate(fewer.rows):
+            names, missing = [n.name for n in row.nodes], row.end - row.begin
+            for at, name in enumerate(names):
+                if at < row.begin:
+                    self.places[name] = _Place(i, at)
+                elif at >= row.end:
+                    self.places[name] = _Place(i, at - missing)
+            for at in range(max(0, row.begin - row.distance), row.begin):
+                self.again[names[at]] = names[at : row.end : row.distance]
+
+    def lines(self, line: Line) -> Iterator[Line]:
+        """A line for all layers that it stands for."""
+        places = {
+            name: self.places[name] for name in _names(line) if name in self.places
+        }
+        if not places:
+            yield line
+            return
+        rows = {place.row for place in places.values()}
+        row = self.fewer.rows[min(rows)]
+        home = max(places.values(), key=lambda place: place.at)
+        span = home.at - min(place.at for place in places.values())
+        if len(rows) > 1 or span >= 2 * row.distance:
+            yield self._of_many(line)
+            return
+        self.places |= dict.fromkeys(line.gives, home)
+        removed = self.fewer.removed
+        if home.at < row.begin - row.distance:
+            yield line
+        elif home.at >= row.begin:
+            later = partial(self._later, begin=row.begin, layers=removed)
+            yield _renamed(line, later)
+        else:
+            for name in line.gives:
+                copies = (f"{name}_layer{i + 1}" for i in range(removed))
+                self.again[name] = [name, *copies]
+            for i in range(removed + 1):
+                later = partial(self._later, begin=row.begin, layers=i)
+                more = _renamed(line, later)
+                yield replace(more, gives=tuple(self.again[n][i] for n in line.gives))
+
+    def _later(self, name: str, begin: int, layers: int) -> str:
+        """The name of an op before ``begin``, so many layers later."""
+        place = self.places.get(name)
+        if place is None or place.at >= begin:
+            return name
+        if name in self.again:
+            return self.again[name][layers]
+        row = self.fewer.rows[place.row]
+        at = place.at + layers * row.distance
+        if row.nodes[place.at].name != name:  # what a line of an earlier layer gave
+            raise NotOfLayers(name)
+        return row.nodes[at].name
+
+    def _of_many(self, line: Line) -> Line:
+        """A line that names ops of many layers, with those of the layers left out."""
+        if line.verb != _OF_MANY or line.gives:
+            raise NotOfLayers(str(line))
+
+        def all_of(names: Argument) -> list[str]:
+            each = names if isinstance(names, tuple) else (str(names),)
+            return [more for name in each for more in self.again.get(name, [name])]
+
+        first, *gathers = line.arguments
+        more = [name for gather in gathers for name in all_of(gather)]
+        return replace(line, arguments=(tuple(all_of(first)), *more))
+
+
+def _renamed(line: Line, name_of: Callable[[str], str]) -> Line:
+    """A line about other ops."""
+
+    def renamed(argument: Argument) -> Argument:
+        if isinstance(argument, tuple):
+            return tuple(map(name_of, argument))
+        return name_of(argument) if isinstance(argument, str) else argument
+
+    return replace(line, arguments=tuple(map(renamed, line.arguments)))
+
+
+def _names(line: Line) -> Iterator[str]:
+    for argument in line.arguments:
+        if isinstance(argument, tuple):
+            yield from argument
+        elif isinstance(argument, str):
+            yield argument

@@ -72,8 +72,8 @@ def _to_front(
     other_dims = [*range(dim), *range(dim + m, len(split))]
     x = build.call(aten.view.default, x, split)
     x = contiguous(build, build.call(aten.permute.default, x, group_dims + other_dims))
-    joined = [build.product((block[0], k)), *block[1:]]
-    return build.call(aten.view.default, x, joined), block
+    merged_shape = [build.product((block[0], k)), *block[1:]]
+    return build.call(aten.view.default, x, merged_shape), block
 
 
 def _from_front(
@@ -89,8 +89,8 @@ def _from_front(
     dims = range(m, m + len(block))
     x = build.call(aten.view.default, x, [*sizes, *block])
     x = build.call(aten.permute.default, x, [*dims[:dim], *axis_dims, *dims[dim:]])
-    joined = build.product((block[dim], mesh.count(axes)))
-    shape = _resized(block, dim, joined)
+    rows = build.product((block[dim], mesh.count(axes)))
+    shape = _resized(block, dim, rows)
     return build.call(aten.view.default, contiguous(build, x), list(shape))
 
 
@@ -183,6 +183,8 @@ def _move_rows(build: Builder, x: fx.Node, text: str, axes: Axes) -> fx.Node:
         build.own_size(n, exchange.axes) if split else n
         for n, split in zip(moves.targets, exchange.split_targets, strict=True)
     ]
+    if moves.reach is not None and not moves.adds:
+        own = [build.window_rows(exchange)]
     rows = reduce(partial(build.compute, operator.add), own)
     group = group_name(mesh, axes)
     args = x, moves.dim, rows, text, str(mesh), group

@@ -2,12 +2,15 @@
 
 In: a Program, a Mesh, a Plan that was saved. Out: the Decision the plan holds. A file
 may be of another program, or changed by hand: what an op cannot do, or a value cannot
-lie as, is a PlanError that names the op or value, never another number.
+lie as, is a PlanError that names the op or value, never another number. Names may
+differ in their numbers: what a trace computes of open sizes counts with them.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import zip_longest
 
 from fxpar.errors import PlanError, SpecError
 from fxpar.sharding.decide import Decision, with_rests
@@ -18,6 +21,9 @@ from fxpar.sharding.program import Op, Program, user_line
 from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
+
+# Of a node's name, in which results of several are "name.2".
+_NUMBER = re.compile(r"_\d+(?=$|\.)")
 
 _AGAIN = "plan again: a plan fits the code, shapes and versions it was made for"
 
@@ -33,8 +39,7 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
             f"the plan is for mesh {plan.mesh}, this run has {mesh}",
             fix="plan again for this mesh",
         )
-    if [op.name for op in program.ops] != [node.name for node in plan.nodes]:
-        raise PlanError("the plan is for another program: its ops differ", fix=_AGAIN)
+    plan = _renamed(program, plan)
     if program.signature.batch:
         program = with_rests(program, _rests(program, mesh, plan))
     mesh = replace(mesh, links=plan.mesh.links, shares=plan.mesh.shares)
@@ -54,6 +59,28 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
         plan.notes,
         reasons=plan.reasons,
         stages_begin=tuple(stage.begin for stage in plan.stages[1:]),
+    )
+
+
+def _renamed(program: Program, plan: Plan) -> Plan:
+    """The plan with the names that the program has for its ops and values. Raises
+    PlanError if they differ in more than numbers."""
+    ops = [op.name for op in program.ops]
+    if ops == [node.name for node in plan.nodes]:
+        return plan
+    values = [value.name for value in program.values]
+    pairs = [
+        *zip_longest(ops, (node.name for node in plan.nodes), fillvalue=""),
+        *zip_longest(values, (name for name, _ in plan.values), fillvalue=""),
+    ]
+    if any(_NUMBER.sub("", a) != _NUMBER.sub("", b) for a, b in pairs):
+        raise PlanError("the plan is for another program: its ops differ", fix=_AGAIN)
+    names = {old: new for new, old in pairs}
+    return replace(
+        plan,
+        nodes=tuple(replace(node, name=names[node.name]) for node in plan.nodes),
+        values=tuple((names[name], spec) for name, spec in plan.values),
+        reasons=tuple((names.get(name, name), why) for name, why in plan.reasons),
     )
 
 
@@ -90,8 +117,8 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
         return f"inside its manual region it has {rule.pinned}"
     for factor in strategy.axes_of:
         if factor not in rule.free and factor not in pinned:
-            known = ", ".join(rule.free) or "none"
-            return f"it splits {factor!r}, and what can be split is {known}"
+            factors = ", ".join(rule.free) or "none"
+            return f"it splits {factor!r}, and what can be split is {factors}"
     for _, reduction, passage in strategy.passes:
         if passage >= len(rule.passages):
             return f"it has no way {passage} for partial values to pass"

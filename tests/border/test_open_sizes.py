@@ -24,7 +24,7 @@ from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.runtime.calls.open_sizes import open_program, open_sizes, size_range
 from fxpar.sharding import decide
 from fxpar.sharding.mesh import Mesh
-from tests.helpers.spawn import shared_pool
+from tests.helpers.spawn import ranks_of, shared_pool
 
 LENGTHS = (64, 48, 80, 56, 72, 40)
 
@@ -73,8 +73,27 @@ class WithLoss(nn.Module):
         return self.model(input_ids=x, labels=y).loss
 
 
+class Decoder(nn.Module):
+    """Causal attention, a loss on the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix = nn.Embedding(50, 16), nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        qkv = self.mix(h).chunk(3, -1)
+        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in qkv)
+        seen = F.scaled_dot_product_attention(*heads, is_causal=True)
+        h = h + seen.transpose(1, 2).flatten(2)
+        later = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
+        return F.cross_entropy((h @ self.embed.weight.T).flatten(0, 1), later.flatten())
+
+
 MODELS: dict[str, Any] = {
     "block": Block,
+    "decoder": Decoder,
     "split": lambda: Block(split=True),
     "llama": WithLoss,
 }
@@ -125,7 +144,7 @@ def check(
     """Two ranks train as one device does, by at most so many plans; their notes."""
     want = train(name, sizes, None)
     asked = {"mesh": mesh} | options
-    got = shared_pool(2).run(train, name, sizes, asked, dynamic, timeout=400.0)
+    got = ranks_of(mesh).run(train, name, sizes, asked, dynamic, timeout=400.0)
     close = 1e-5 if name == "llama" else 1e-10  # its norms are in float32
     for each in got:
         assert each["losses"] == pytest.approx(want["losses"], rel=close)
@@ -236,12 +255,62 @@ def test_a_size_that_is_split_divides(codegen: str) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "name, mesh, codegen",
+    [
+        ("decoder", "cp=2", "eager"),
+        pytest.param("llama", "cp=2", "eager", marks=pytest.mark.slow),
+        pytest.param("llama", "sp=2", "inductor", marks=pytest.mark.slow),
+        pytest.param("llama", "dp=2,cp=2", "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_of_any_length_are_split(name: str, mesh: str, codegen: str) -> None:
+    """Those that do not divide, and the shortest, are other programs."""
+    sizes = [(4, 16), (4, 24), (8, 32), (4, 15), (8, 40), (4, 4)]
+    options = {"codegen": codegen, "plan": "propagate"}
+    notes = check(name, mesh, sizes, 3, dynamic=True, **options)
+    assert any("x.shape[1]/2" in note for note in notes[0])
+    assert len(notes) == 3 and said(notes, "sizes are fixed")
+
+
+@pytest.mark.multiprocess
 @pytest.mark.slow
 def test_what_cannot_stay_open_is_fixed_and_says_so() -> None:
     sizes = [(4, 24), (4, 16), (4, 32)]
     notes = check("block", "dp=2", sizes, 3, microbatches=2)
     assert said(notes, "sizes are fixed: ") == [1, 2]
     assert not said(notes, "holds for")
+
+
+def planned_again(replan: float | None, rows: Sequence[int]) -> list[tuple[int, str]]:
+    """The number of plans, and the last one's hash, after a call of each size."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    options = {"mesh": "tp=2", "codegen": "eager", "plan": "search", "replan": replan}
+    options |= {"search_seconds": 2, "cache_plans": False}
+    with mock.patch.dict(os.environ, {"FXPAR_HARDWARE": "h100"}):
+        run = torch.compile(model, backend="fxpar", options=options, dynamic=True)
+        before, plans = len(fxpar.plans()), []
+        for count in rows:
+            x = torch.randn(count, 512)
+            torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-6)
+            made = fxpar.plans()[before:]
+            plans.append((len(made), made[-1].hash))
+            assert any("holds for" in note for note in made[-1].notes)
+    return plans
+
+
+@pytest.mark.parametrize(("replan", "count"), [(None, 1), (1.2, 2), (1e6, 1)])
+def test_sizes_far_from_those_planned_for_are_planned_again(
+    replan: float | None, count: int
+) -> None:
+    """A few rows are computed by all ranks, many are split: if asked, both plans are
+    there, one is not if it has to be a million times as fast."""
+    rows = [16, 24, 4096, 3072, 20]
+    for plans in shared_pool(2).run(planned_again, replan, rows, timeout=300.0):
+        assert [number for number, _ in plans] == [1, 1, count, count, count]
+        assert len({name for _, name in plans}) == count
 
 
 def add_in_place() -> list[torch.Tensor]:

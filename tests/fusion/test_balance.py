@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import balance, balanced_ring
+from fxpar.fusion.verbs import balance, overlap_attention
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.passes.attention import balanced_attention, causal_attention
 from fxpar.sharding.cost.op import flops_of
@@ -224,14 +224,14 @@ def test_a_balanced_ring_of_keys_that_know_their_places() -> None:
 
 def test_places_of_keys_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = [*tensors(), torch.randn(16, WIDTH, dtype=torch.float64)]
-    monkeypatch.setattr(balanced_ring._HalvesRing, "cut", Ring.cut)
+    monkeypatch.setattr(overlap_attention._HalvesRing, "cut", Ring.cut)
     plan = turned_plan(args)
     with pytest.raises(AssertionError):
         matches(plan, *args)
 
 
 def test_a_ring_of_halves_that_stay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balanced_ring, "mirrored", lambda build, x, axes: x)
+    monkeypatch.setattr(overlap_attention, "mirrored", lambda build, x, axes: x)
     args = tensors()
     plan = planned(args, BOTH + RING)
     with pytest.raises(AssertionError):

@@ -17,8 +17,14 @@ from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.collective_window import shapes_of
-from fxpar.fusion.fewer_layers import LEAST, STAY, FewerLayers, fewer_layers
-from fxpar.fusion.lines_of_layers import NotOfLayers, lines_of_layers
+from fxpar.fusion.fewer_layers import (
+    LEAST,
+    STAY,
+    FewerLayers,
+    NotOfLayers,
+    fewer_layers,
+    lines_of_layers,
+)
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import collective_nodes
 from fxpar.passes.order.forward_backward import as_run

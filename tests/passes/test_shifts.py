@@ -3,12 +3,19 @@ positions that every rank computes itself are never sent."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
+from fxpar.passes import size_nodes
+from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import shift
+from fxpar.passes.normalize.normalize_shifts import find_shifts
 from fxpar.sharding.shift_messages import pieces
 
 N = 16
@@ -318,3 +325,63 @@ def test_stacked_stages_send_one_row_a_tick(mesh: str) -> None:
     # The first state is zeros; what comes of the last stage is collected once.
     assert len(moved) == 2 * (TICKED + STAGES - 2) and len(along) == len(moved) + 1
     assert max(moved) <= x[0].nbytes
+
+
+# Sizes that are left open
+
+
+def opened(fn: Any, n: int) -> tuple[fx.GraphModule, Any]:
+    """A function traced with the rows of its input open, and shifts found; a check of
+    the guards for an input."""
+    gm = make_fx(fn, tracing_mode="symbolic")(torch.zeros(n, 3))
+    gm.graph.eliminate_dead_code()
+    (value,) = (node.meta["val"] for node in gm.graph.find_nodes(op="placeholder"))
+    mode = value.fake_mode
+    size_nodes.lift_sizes(gm.graph)
+    find_shifts(gm.graph, Builder(gm.graph, mode))
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm, lambda x: mode.shape_env.evaluate_guards_for_args([value], [x])
+
+
+OPEN = {
+    "cat": (1, lambda x: torch.cat([x[1:], x[:1]])),
+    "cat zeros": (-2, lambda x: torch.cat([torch.zeros(2, 3), x[:-2]])),
+    "of the end": (-1, lambda x: torch.cat([x[-1:], x[:-1]])),
+    "pad": (1, lambda x: F.pad(x, (0, 0, 0, 1), value=7.0)[1:]),
+    "twice": (3, lambda x: F.pad(F.pad(x[1:], (0, 0, 0, 1))[2:], (0, 0, 0, 2))),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_rows_of_a_dim_that_is_left_open(name: str) -> None:
+    """Found once, and right for every size that keeps the guards."""
+    by, fn = OPEN[name]
+    gm, keeps = opened(fn, 16)
+    shifts = [x for x in gm.graph.nodes if "shift" in str(x.target)]
+    assert [x.args[2] for x in shifts] == [by]
+    ours = [n for n in range(2, 40) if keeps(torch.zeros(n, 3))]
+    assert ours[-1] == 39 and ours[0] <= 16
+    for n in ours:
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(gm(x), fn(x), rtol=0, atol=0)
+
+
+NO_SHIFTS = {
+    # Rows counted from the end are the first ones at the size that is traced alone.
+    "ends meet": lambda x: torch.cat([x[8:], x[-16:-8]]),
+    # No constant number.
+    "by the size": lambda x: torch.cat([x[x.shape[0] // 4 :], x[: x.shape[0] // 4]]),
+    "every other": lambda x: torch.cat([x[::2], x[1::2]]),
+}
+
+
+@pytest.mark.parametrize("name", NO_SHIFTS)
+def test_what_is_a_shift_at_one_size_stays(name: str) -> None:
+    fn = NO_SHIFTS[name]
+    gm, keeps = opened(fn, 16)
+    assert not any("shift" in str(node.target) for node in gm.graph.nodes)
+    for n in (10, 16, 20, 30):
+        x = torch.randn(n, 3)
+        if keeps(x):
+            torch.testing.assert_close(gm(x), fn(x), rtol=0, atol=0)

@@ -30,9 +30,11 @@ ROOT = Path(fxpar.__file__).parent
 # Tables of forms of ops, which are no facts: how one call is made local, rewritten, or
 # written as an expression of a kernel.
 FORMS = {
+    "passes/local/local_index_lists.py",
     "passes/local/local_indexing.py",
     "passes/local/local_views.py",
     "passes/normalize/normalize_shifts.py",
+    "passes/normalize/row_places.py",  # how rows of a node are read
     "passes/experts/normalize_experts.py",  # calls that put rows in order, and back
     "passes/normalize/body_seeds.py",  # how ops draw by index
     "passes/normalize/keep_batch_apart.py",  # operands of ops that hold the rows

@@ -1,19 +1,95 @@
 """Verb ``overlap`` of gathers and an attention that reads them: which ring that is, if
-it is one, and the lines that a graph takes."""
+it is one, and the lines that a graph takes.
+
+The ring of a balanced attention: after ``balance(attention)`` the verb ``overlap([ag,
+ag_1], attention, ring=1)`` has keys change places as queries did: a rank keeps the
+first half of its own and swaps the second with the rank that stands as far from the
+other end of the sequence. Whatever part comes along the ring, of the two halves of its
+keys and a rank's two sets of queries two pairs see one another, on every rank in every
+hop. Gradients of keys and values come home in the same order, and are swapped back.
+
+The order is zigzag ring attention's (Zhu, github.com/zhuzilin/ring-flash-attention).
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit
 from fxpar.fusion.verbs import overlap as chunked
 from fxpar.fusion.verbs.attention_form import form_of
-from fxpar.fusion.verbs.balanced_ring import BalancedRing
-from fxpar.fusion.verbs.ring_attention import RingAttention
+from fxpar.fusion.verbs.balance import mirrored
+from fxpar.fusion.verbs.ring import Ring
+from fxpar.fusion.verbs.ring_attention import SEQUENCE, RingAttention
 from fxpar.passes import collective_nodes
+from fxpar.passes.builder import Builder
+
+aten = torch.ops.aten
+ours = torch.ops.fxpar
+
+_OF_HALVES = {
+    False: ours.mirrored_causal_attention.default,
+    True: ours.mirrored_causal_attention_backward.default,
+}
+
+
+class _HalvesRing(Ring):
+    """Parts of the first half that a rank has and, in its second half's place, that of
+    the rank that stands as far from the other end."""
+
+    def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
+        shape, halves = list(x.meta["val"].shape), 2 * self.chunks
+        apart = [*shape[:dim], halves, shape[dim] // halves, *shape[dim + 1 :]]
+        x = build.call(aten.reshape.default, x, apart)
+        near = build.offset(self.axes, 2, 2 * self.parts[i], around=halves)
+        far = build.compute(operator.sub, halves - 1, near)
+        parts = [build.call(aten.select.int, x, dim, place) for place in (near, far)]
+        return build.call(aten.cat.default, parts, dim)
+
+
+class BalancedRing(RingAttention):
+    """A balanced attention, the gathers it reads, and what is between."""
+
+    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
+        self._check_ring(chunks, dim, ring)
+
+    def _ring(self) -> Ring:
+        order = _HalvesRing.far_first if self.form.backward else _HalvesRing.near_first
+        return order(self.edit.mesh, self.axes, SEQUENCE, 1)
+
+    def _shards(self, build: Builder) -> list[fx.Node]:
+        return [self._home(build, g.args[0], int(g.args[1])) for g in self.gathers]
+
+    def _home(self, build: Builder, x: fx.Node, dim: int) -> fx.Node:
+        rows = x.meta["val"].shape[dim]
+        half = rows // 2
+        near = build.call(aten.slice.Tensor, x, dim, 0, half)
+        far = build.call(aten.slice.Tensor, x, dim, half, rows)
+        parts = [near, mirrored(build, far, self.axes)]
+        return build.call(aten.cat.default, parts, dim)
+
+    def _on_part(
+        self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
+    ) -> fx.Node:
+        """The first half of a part stands where it stood; the second as far from the
+        end as the first from the begin."""
+        args = self._arguments(ring, i, parts)
+        rows = self.size // ring.chunks
+        start = build.offset(self.axes, rows, ring.parts[i] * rows, around=self.size)
+        *args, near_ahead, far_ahead, scale = args
+        aheads = [
+            build.compute(operator.sub, ahead, start)
+            for ahead in (near_ahead, far_ahead)
+        ]
+        back = build.compute(operator.mul, start, 2)
+        gap = build.compute(operator.sub, self.size - rows // 2, back)
+        return build.call(_OF_HALVES[self.form.backward], *args, *aheads, gap, scale)
 
 
 def rings_of(graph: fx.Graph) -> Schedule:
@@ -45,15 +121,14 @@ def overlap(
     edit: Edit,
     starts: tuple[fx.Node, ...],
     ends: tuple[fx.Node, ...],
-    chunks: int | None = None,
-    dim: int | None = None,
     ring: int | None = None,
     fused: int = 0,
+    **chunks: int | None,
 ) -> list[fx.Node]:
     """``overlap([ag, ag_1], attention, ring=1)``: gives its output, or the gradients of
-    keys and values; anything else is ``overlap.overlap``."""
+    keys and values; anything else is ``overlap.overlap``, whose options these are."""
     form = form_of(ends[0].target) if len(ends) == 1 else None
     if form is not None and ring is not None and not fused:
         scheme = RingAttention if form.sets == 1 else BalancedRing
-        return scheme(edit, form, starts, ends[0], chunks, dim, ring).run()
-    return chunked.overlap(edit, starts, ends, chunks, dim, ring, fused)
+        return scheme(edit, form, starts, ends[0], ring, **chunks).run()
+    return chunked.overlap(edit, starts, ends, ring=ring, fused=fused, **chunks)

@@ -56,9 +56,9 @@ class RingAttention:
         form: AttentionForm,
         gathers: tuple[fx.Node, ...],
         node: fx.Node,
-        chunks: int | None,
-        dim: int | None,
         ring: int,
+        chunks: int | None = None,
+        dim: int | None = None,
     ) -> None:
         self.edit, self.form, self.node, self.gathers = edit, form, node, gathers
         for gather in gathers:

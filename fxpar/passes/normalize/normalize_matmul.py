@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.symbols import expressions
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
@@ -198,7 +199,7 @@ def stack_of_equal(cat: fx.Node, rewriter: Builder) -> fx.Node | None:
         return cat.meta["fxpar_stack"]
     pieces = cat.args[0]
     dim = (cat.args[1] if len(cat.args) > 1 else 0) % len(shape_of(cat))
-    if len(pieces) < 2 or len({shape_of(p) for p in pieces}) != 1:
+    if len(pieces) < 2 or len({expressions(shape_of(p)) for p in pieces}) != 1:
         return None
     if shape_of(pieces[0])[dim] == 1:
         return None  # a stack already

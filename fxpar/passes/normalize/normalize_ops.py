@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.symbols import expressions
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.program import Program
@@ -54,7 +55,7 @@ def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
         shape = shape_of(x)
         dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape)
         parts = [s[dim] for s in (v.shape for v in node.meta["val"])]
-        if dim != len(shape) - 1 or len(set(parts)) != 1 or len(parts) < 2:
+        if dim != len(shape) - 1 or len(set(expressions(parts))) != 1 or len(parts) < 2:
             continue
         del sizes
         widened = _widen(x, len(parts), int(parts[0]), rewriter)
@@ -127,8 +128,8 @@ def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
         else:
             continue
         with rewriter.before(node):
-            drawn = rewriter.call(op, *args)
-        rewriter.replace(node, drawn)
+            random = rewriter.call(op, *args)
+        rewriter.replace(node, random)
 
 
 def moments_of(program: Program) -> list[fx.Node]:

@@ -40,6 +40,7 @@ from fxpar.passes.order.bucket_collectives import (
 )
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS
+from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding.cost.op import (
     bytes_of,
@@ -104,7 +105,7 @@ def _unneeded(
     """Of the nodes ``since`` a wait, in order, those that neither ``node`` needs nor
     anything that stays. What else reads an all-reduce's operand stays: it is done in
     place if nothing does later."""
-    needed, operand = set(node.all_input_nodes), node.all_input_nodes[0]
+    stay_reads, operand = set(node.all_input_nodes), node.all_input_nodes[0]
     source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
     room = HELD * max(bytes_of(node), bytes_of(operand))
     read_longer: set[fx.Node] = set()
@@ -115,9 +116,11 @@ def _unneeded(
         size = sum(map(bytes_of, longer)) - (
             bytes_of(candidate) if candidate in read_longer else 0
         )
-        stays = candidate in needed or candidate in delayed or not _may_move(candidate)
+        stays = (
+            candidate in stay_reads or candidate in delayed or not _may_move(candidate)
+        )
         if stays or size > room or source in reads:
-            needed.update(candidate.all_input_nodes)
+            stay_reads.update(candidate.all_input_nodes)
             continue
         movable.append(candidate)
         read_longer.update(reads)
@@ -219,8 +222,12 @@ def may_differ(graph: fx.Graph, before: Settings, after: Settings) -> bool:
     rooms = zip(_rooms(before), _rooms(after), (reductions, gathers), strict=True)
     for one, other, sizes in rooms:
         small, large = sorted((one, other))
-        joined = [size for size in sizes if size < large]
-        if small != large and joined and max(sum(joined), max(joined) + 1) > small:
+        small_sizes = [size for size in sizes if size < large]
+        if (
+            small != large
+            and small_sizes
+            and max(sum(small_sizes), max(small_sizes) + 1) > small
+        ):
             return True
     return False
 
@@ -261,14 +268,17 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     that it runs beside that one's work; or where the one that is ``ahead`` before it
     is. FSDP starts one: more hold more in memory. The partitioner puts what a backward
     repeats at its top, in the forward's order, so that all are first moved to where
-    they are read."""
+    they are read. Those of several stages stay where they are."""
     input_derived = from_inputs(graph, through=(_GATHER, WAIT))
-    sink(graph, {node for node in input_derived if node.op != "placeholder"})
+    staying = {n for gather in _gathers_of_stages(graph) for n in _needed(gather)}
+    movable = (n for n in input_derived if n.op != "placeholder")
+    sink(graph, {node for node in movable if node not in staying})
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
     ends = [
         node
         for node in gathers
         if node in input_derived
+        and node not in staying
         and not any(_is_gathered_again(wait, input_derived) for wait in node.users)
     ]
     for i, node in enumerate(ends[1:], 1):
@@ -278,6 +288,26 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
                 if at < node_needed:
                     at.prepend(node_needed)
     graph.lint()
+
+
+def gather_before_messages(graph: fx.Graph) -> None:
+    """Start gathers of graph inputs that ranks of all stages take part in before the
+    first message between stages, in their order. Where they are first read differs by
+    stage: a rank would wait for a message of one that waits for it in a gather."""
+    messages = [node for node in graph.nodes if node.target in MESSAGES]
+    for gather in _gathers_of_stages(graph):
+        for node in _needed(gather):
+            if messages[0] < node:
+                messages[0].prepend(node)
+    graph.lint()
+
+
+def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
+    """Gathers of graph inputs along the axis of stages, in order."""
+    groups = {node.args[-1] for node in graph.nodes if node.target in MESSAGES}
+    input_derived = from_inputs(graph, through=(_GATHER, WAIT))
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    return [n for n in gathers if n in input_derived and n.args[-1] in groups]
 
 
 def _is_gathered_again(wait: fx.Node, input_derived: Collection[fx.Node]) -> bool:
@@ -310,16 +340,16 @@ def drain(graph: fx.Graph) -> None:
 
 def _needed(node: fx.Node) -> list[fx.Node]:
     """``node`` and what it is computed from, inputs left out, in order."""
-    needed: dict[fx.Node, None] = {}
+    sources: dict[fx.Node, None] = {}
 
     def visit(n: fx.Node) -> None:
         for read in n.all_input_nodes:
-            if read.op != "placeholder" and read not in needed:
+            if read.op != "placeholder" and read not in sources:
                 visit(read)
-        needed[n] = None
+        sources[n] = None
 
     visit(node)
-    return list(needed)
+    return list(sources)
 
 
 def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
@@ -365,6 +395,11 @@ class PhasePass:
 ORDER = (
     PhasePass("drop_unread", lambda phase: drop_unread(phase.graph), optional=False),
     PhasePass("bucket", join),
+    PhasePass(
+        "gather_before_messages",
+        lambda phase: gather_before_messages(phase.graph),
+        optional=False,
+    ),
     PhasePass("sink_waits", lambda phase: sink_waits(phase.graph)),
     PhasePass("prefetch", start_early),
     PhasePass("drain", lambda phase: drain(phase.graph)),

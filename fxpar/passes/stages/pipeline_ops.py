@@ -125,6 +125,11 @@ receive.register_fake(
 
 aten = torch.ops.aten
 
+# Between the places of a pipeline, in the graph of all stages and in that of one; the
+# group is the last argument.
+CROSSINGS = (ours.transfer.default, ours.spread.default, ours.scatter.default)
+MESSAGES = (ours.send.default, ours.receive.default, ours.share.default)
+
 # The place of what runs at all.
 EVERY = -1
 

@@ -2,11 +2,13 @@
 
 Where they differ, ranks may still run together: parts of a batch of unlike sizes, or
 other dims that differ while what crosses ranks does not. Anything else is an error that
-every rank raises, since every rank knows the sizes of all.
+every rank raises, since every rank knows the sizes of all. Ranks also agree on what
+they launch on these sizes, once each has compiled it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import InputMismatchError
-from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.errors import FxparError, InputMismatchError, RankMismatchError
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
+from fxpar.runtime.ranks import consensus
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 
@@ -32,6 +35,22 @@ class Sizes:
 
     shapes: Shapes
     numbers: tuple[Any, ...]
+
+    def apart(self, other: Sizes) -> float:
+        """How many times as large a size is as the other's, or that as this; of the
+        sizes for which that is the most. Infinite if they are of unlike ranks."""
+        pairs = zip(
+            (self.numbers, *self.shapes), (other.numbers, *other.shapes), strict=True
+        )
+        most = 1.0
+        for mine, theirs in pairs:
+            if len(mine) != len(theirs):
+                return math.inf
+            for a, b in zip(mine, theirs, strict=True):
+                if a != b:
+                    small, large = sorted((abs(a), abs(b)))
+                    most = max(most, large / small if small else math.inf)
+        return most
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Fed:
     def __init__(
         self,
         gm: fx.GraphModule,
-        inputs: Sequence[Named],
+        inputs: Sequence[NamedInput],
         local: Sequence[int],
         mesh: Mesh,
         where: str | None,
@@ -167,7 +186,7 @@ def _on_all_ranks(fact: str, fix: str, where: str | None) -> InputMismatchError:
     return error
 
 
-def _varies(entry: Named, value: torch.Tensor) -> bool:
+def _varies(entry: NamedInput, value: torch.Tensor) -> bool:
     """Whether an input may have another shape at another call."""
     open_sizes = any(isinstance(size, torch.SymInt) for size in value.shape)
     return entry.kind == "input" or open_sizes
@@ -187,3 +206,21 @@ def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
         for i, value in enumerate(values)
         if isinstance(value, torch.SymInt) and str(value) in places
     }
+
+
+def agree_on_launches(
+    tag: str, launches: Sequence[str], size_match: SizeAgreement
+) -> None:
+    """Return once all ranks came to ``tag`` with the same launches.
+
+    Raises RankMismatchError if theirs differ, or if one fails or does not come;
+    InputMismatchError where they differ because sizes do.
+    """
+    text, mismatch = "\n".join(launches), size_match.mismatch
+    subject, fix = "the collectives they launch", None
+    error: type[FxparError] = RankMismatchError
+    if size_match.kind == UNLIKE and mismatch is not None:
+        subject = f"what crosses between them: {mismatch.what}; more than sums do"
+        error, fix = InputMismatchError, mismatch.fix
+    digest = consensus.digest_of(text)
+    consensus.agree(tag, digest, text, what=subject, fix=fix, error=error)

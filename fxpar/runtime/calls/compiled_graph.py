@@ -24,7 +24,7 @@ from fxpar.runtime.at_rest.sharded_modules import (
     to_global_unreduced,
     written_parameter,
 )
-from fxpar.runtime.caches.program_identity import SUMMAND_MARK, Named
+from fxpar.runtime.caches.program_identity import SUMMAND_MARK, NamedInput
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
 from fxpar.runtime.ranks import meeting, presence
@@ -130,7 +130,7 @@ class Compiled:
         broken_at: str | None,
         sizes: SizeRange | None = None,
     ) -> None:
-        self.broken_at, self.sizes = broken_at, sizes
+        self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
         self.results, self.options, self.ranks = results, options, ranks
         if plan is not None:
@@ -266,7 +266,7 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
 
 
 def local_inputs(
-    inputs: Sequence[Named], examples: Sequence[Any], options: Options
+    inputs: Sequence[NamedInput], examples: Sequence[Any], options: Options
 ) -> tuple[int, ...]:
     """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
     save those another graph returned whole."""

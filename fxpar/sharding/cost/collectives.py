@@ -99,7 +99,13 @@ def bound(mesh: Mesh) -> tuple[float, float]:
 
 def message(link: Link, nbytes: float) -> float:
     """Seconds of one message from a rank to another along a link."""
+    link = between_two(link)
     return link.latency + link.overhead + nbytes / link.bandwidth
+
+
+def between_two(link: Link) -> Link:
+    """A link as messages from a rank to another have it, which are permutes."""
+    return dict(link.kinds).get("permute", link)
 
 
 def _levels(size: int, link: Link) -> Iterator[Stage]:
@@ -242,7 +248,7 @@ def _curve(kind: str, stages: tuple[Stage, ...]) -> Curve:
     overhead = max(link.overhead for link in links)
     lines = []
     for name, algorithm in algorithms.items():
-        found = algorithm(group)
-        if found is not None:
-            lines.append(AlphaBeta(name, overhead + found[0], found[1]))
+        line = algorithm(group)
+        if line is not None:
+            lines.append(AlphaBeta(name, overhead + line[0], line[1]))
     return Curve(tuple(lines))

@@ -18,33 +18,27 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import (
-    MONOTONE,
-    MOVEMENT,
-    Passage,
-    RowPiece,
-    Rule,
-)
+from fxpar.sharding.factors import Reach, RowPiece, RowWindow, Rule
 from fxpar.sharding.rules.moved_dims import around, moved, resized
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import all_at, at, make, rows, words_of
 from fxpar.sharding.rules.views import Shape, moves, transpose
 
 
-def _cut(
+def cut(
     x: torch.Tensor,
     dims: Sequence[int] | frozenset[int],
     *,
-    gone: bool = False,
+    drop: bool = False,
     results: int = 1,
 ) -> Rule:
     """``dims`` whole in ``x``, and in the results of another size, or gone."""
     dims = frozenset(at(d, x.ndim) for d in dims)
     words = words_of(x, dims)
-    kept = ["_" if i in dims else w for i, w in enumerate(words)]
-    if gone:
-        kept = [w for i, w in enumerate(words) if i not in dims]
-    return make([words], [kept] * results)
+    result_words = ["_" if i in dims else w for i, w in enumerate(words)]
+    if drop:
+        result_words = [w for i, w in enumerate(words) if i not in dims]
+    return make([words], [result_words] * results)
 
 
 # An all-reduce of the rows that are cut out sends twice their bytes, and more cuts of
@@ -56,16 +50,16 @@ def _is_few(rows: int, of: int) -> bool:
     return _FEW * rows <= of
 
 
-def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, gone: bool = False) -> Rule:
+def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Rule:
     """So many rows of a dim."""
     # A sum over ranks has no meaning for booleans.
     if x.ndim == 0 or x.dtype == torch.bool or not _is_few(rows, x.shape[dim]):
-        return _cut(x, [dim], gone=gone)
+        return cut(x, [dim], drop=drop)
     dim, words = at(dim, x.ndim), words_of(x)
-    kept = ["_" if i == dim else word for i, word in enumerate(words)]
-    if gone:
-        del kept[dim]
-    return make([words], [kept])
+    result_words = ["_" if i == dim else word for i, word in enumerate(words)]
+    if drop:
+        del result_words[dim]
+    return make([words], [result_words])
 
 
 def _spread(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
@@ -112,7 +106,7 @@ def _sliced(
         for i, (n, first) in enumerate(zip(rows, starts, strict=False))
     ]
     results = [resized(x, dim, n) for n in rows]
-    return moved([x], results, {dim: pieces}) or _cut(x, [dim], results=len(rows))
+    return moved([x], results, {dim: pieces}) or cut(x, [dim], results=len(rows))
 
 
 def slice_backward(
@@ -158,7 +152,7 @@ def _open(rule: Rule, x: torch.Tensor, dim: int) -> Rule:
 
 
 def select(x: torch.Tensor, dim: int, index: int) -> Rule:
-    return _cut_rows(x, dim, 1, gone=True)
+    return _cut_rows(x, dim, 1, drop=True)
 
 
 def select_backward(grad: torch.Tensor, shape: Shape, dim: int, index: int) -> Rule:
@@ -185,7 +179,7 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
-    return _cut(x, [dim], gone=True, results=x.shape[dim])
+    return cut(x, [dim], drop=True, results=x.shape[dim])
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
@@ -215,7 +209,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    rule = _cut(x, [dim1, dim2], gone=True)
+    rule = cut(x, [dim1, dim2], drop=True)
     return replace(rule, results=((*rule.results[0], ()),))
 
 
@@ -256,15 +250,26 @@ def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
 
 
 def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
-    rule = _cut(x, [dim] if x.ndim else [])
-    return replace(rule, results=((*rule.results[0], ()),))
+    """Windows of rows, of which a rank reads those of its own."""
+    count = (x.shape[dim] - size) // step + 1 if x.ndim else 1
+    if not isinstance(count, int) or count <= 1:
+        rule = cut(x, [dim] if x.ndim else [])
+        return replace(rule, results=((*rule.results[0], ()),))
+    words, dim = words_of(x), at(dim, x.ndim)
+    window = RowWindow(0, dim, 1, x.shape[dim], count, Reach(step, span=size))
+    return replace(make([words], [[*words, "_"]]), windows=(window,))
 
 
 def unfold_backward(
     grad: torch.Tensor, shape: Shape, dim: int, size: int, step: int
 ) -> Rule:
-    rule = _spread(grad, shape, dim)
-    return replace(rule, operands=((*rule.operands[0], ()),))
+    count = grad.shape[dim] if shape else 1
+    if not all(isinstance(n, int) for n in (*shape, count)) or count <= 1:
+        rule = _spread(grad, shape, dim)
+        return replace(rule, operands=((*rule.operands[0], ()),))
+    words, dim = words_of(shape), at(dim, len(shape))
+    window = RowWindow(1, dim, 0, shape[dim], count, Reach(step, span=size))
+    return replace(make([[*words, "_"]], [words]), windows=(window,))
 
 
 def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
@@ -324,38 +329,10 @@ def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
         if rule is not None:
             return rule
     words = words_of(x, repeated)
-    kept = ["_" if n != 1 else w for n, w in zip(repeats[new:], words, strict=True)]
-    return make([words], [["_"] * new + kept])
-
-
-# Padding
-
-
-def _padded(x: torch.Tensor, pad: Sequence[int]) -> Rule:
-    """Amounts are given from the last dim on, front and back."""
-    dims = [x.ndim - 1 - i // 2 for i, n in enumerate(pad) if n]
-    return _cut(x, dims)
-
-
-def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
-    """A zero stays under every reduction, another constant under those of one value."""
-    reductions = MOVEMENT if value == 0 else ("avg", *MONOTONE)
-    passages = (Passage((0,), reductions),)
-    shape, pieces = list(x.shape), dict[int, list[RowPiece]]()
-    for i in range(0, len(pad), 2):
-        before, after = pad[i : i + 2]
-        if before or after:
-            dim, cut = x.ndim - 1 - i // 2, max(-before, 0)
-            rows = shape[dim] - cut + min(after, 0)
-            pieces[dim] = [RowPiece(0, 0, rows, cut, at=max(before, 0))]
-            shape[dim] += before + after
-    rule = moved([x], [shape], pieces, value)
-    return replace(rule or _padded(x, pad), passages=passages)
-
-
-def pad_backward(grad: torch.Tensor, x: torch.Tensor, pad: Sequence[int]) -> Rule:
-    rule = _padded(x, pad)
-    return Rule(rule.results + rule.operands, rule.operands, whole=rule.whole)
+    repeated_words = [
+        "_" if n != 1 else w for n, w in zip(repeats[new:], words, strict=True)
+    ]
+    return make([words], [["_"] * new + repeated_words])
 
 
 ROWS = {
@@ -383,23 +360,6 @@ ROWS = {
     **moves("roll", roll),
     **moves("rot90", rot90),
     **moves("repeat", repeat),
-    **rows("constant_pad_nd", constant_pad),
-    **moves(
-        "reflection_pad1d reflection_pad2d reflection_pad3d", _padded, empty="fill"
-    ),
-    **moves(
-        "replication_pad1d replication_pad2d replication_pad3d", _padded, empty="fill"
-    ),
-    **rows(
-        """
-        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        replication_pad1d_backward replication_pad2d_backward
-        replication_pad3d_backward
-        """,
-        pad_backward,
-        linear="0",
-        empty="fill",
-    ),
     **moves("rev", mirror, namespace="prims"),
     **moves("cat", cat, namespace="prims"),
 }

@@ -1,0 +1,175 @@
+"""Size of the package: its code lines by what they came for, since an older commit.
+
+    python benchmarks/house.py --since eef88dc > benchmarks/results/house.md
+
+Code lines are lines with a token that is no comment and no docstring. A module is of a
+feature that came after ``--since`` if ``FEATURES`` names it. Of all other modules
+``git blame -w -M -C`` says which lines stood at that commit, and which commit wrote
+those that did not. A commit that also changed a module of a feature is counted as work
+on that feature: an estimate, since it may have done other work as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+
+# Feature: the modules that came for it and serve nothing else.
+FEATURES = {
+    "one compilation for ranks, layers, sizes and starts": (
+        *("alike_nodes", "graph_bodies", "outline_layers", "size_nodes"),
+        *("compile_once", "known_programs", "program_identity", "call_sizes"),
+        *("call_variants", "compile_variants", "open_sizes", "fewer_layers"),
+        *("own_shard", "cpp_kernels", "status_line", "symbols", "batch_growth"),
+        *("growth_powers", "cache_files", "mailboxes"),
+    ),
+    "uneven dims, parts of an axis, halos, rows that move": (
+        *("uneven_batch", "local_slices", "local_moves", "moved_rows", "halos"),
+        *("local_order", "lower_uneven", "normalize_shifts", "cut_joins"),
+        *("place_functions", "place_rules", "axis_parts", "shard_sizes"),
+        *("row_moves", "shift_messages", "moved_dims", "window_dims", "order"),
+        *("statistics", "divide_summands"),
+    ),
+    "long sequences, experts, manual regions": (
+        *("passes/attention/*", "passes/experts/*", "passes/regions/*"),
+        *("attention_form", "balance", "overlap_attention", "ring_attention"),
+        *("region_specs", "shard_map", "body_rules", "body_ties", "body_seeds"),
+        *("softmax_pairs", "attention_heads", "nn_attention"),
+    ),
+    "microbatches and stages": (
+        *("passes/stages/*", "stage_times", "pipeline_state", "stage_steps"),
+        *("choose_stages", "cut_in_time", "cut_stages", "pipeline_axis"),
+        *("pipeline_schedule", "rest_over_stages", "batch_parts", "price_stages"),
+        *("stage_bytes", "stage_chain", "simulate_pipeline", "pipelining"),
+    ),
+}
+_SPACE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_lines(text: str) -> set[int]:
+    """Numbers of the lines with code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _SPACE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            doc = node.body[0]
+            lines.difference_update(range(doc.lineno, (doc.end_lineno or 0) + 1))
+    return lines
+
+
+def feature_of(path: str) -> str | None:
+    """The later feature that a module is of, by its path."""
+    for feature, modules in FEATURES.items():
+        for module in modules:
+            if fnmatch(path, f"*/{module}.py") or fnmatch(path, f"*/{module}"):
+                return feature
+    return None
+
+
+def _git(*words: str) -> str:
+    run = subprocess.run(["git", *words], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def features_of_commits(since: str) -> dict[str, str]:
+    """The feature whose modules a commit changed most; none if it changed none."""
+    features = {}
+    for entry in _git("log", "--format=%x00%H", "--name-only", f"{since}..").split(
+        "\0"
+    ):
+        commit, *paths = entry.split() or [""]
+        ours = [path for path in paths if path.startswith("fxpar/")]
+        counts = Counter(feature for feature in map(feature_of, ours) if feature)
+        if counts:
+            features[commit] = counts.most_common(1)[0][0]
+    return features
+
+
+def blamed(path: str, since: str) -> dict[int, str | None]:
+    """The commit that wrote each line of a file; None if it stood at ``since``."""
+    text = _git("blame", "-w", "-M", "-C", "-s", "-l", f"{since}..HEAD", "--", path)
+    commits: dict[int, str | None] = {}
+    for line in text.splitlines():
+        match = re.match(r"(\^?)([0-9a-f]{39,40}) .*?(\d+)\) ?", line)
+        assert match is not None, line
+        commits[int(match[3])] = None if match[1] else match[2]
+    return commits
+
+
+def table(since: str) -> list[tuple[str, int, int]]:
+    """Rows of what lines came for, modules, code lines."""
+    features = features_of_commits(since)
+    modules: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    other = 0
+    for path in _git("ls-files", "fxpar/**.py", "fxpar/*.py").split():
+        code = code_lines(Path(path).read_text())
+        feature = feature_of(path)
+        if feature is not None:
+            modules[feature] += 1
+            lines[feature] += len(code)
+            continue
+        other += 1
+        commits = blamed(path, since)
+        for number in code:
+            commit = commits[number]
+            if commit is None:
+                lines["stood"] += 1
+            elif commit in features:
+                lines["with " + features[commit]] += 1
+            else:
+                lines["since"] += 1
+    rows = [(f"modules of {f}", modules[f], lines[f]) for f in FEATURES]
+    rows.append(
+        ("all other modules", other, sum(lines.values()) - sum(r[2] for r in rows))
+    )
+    rows.append(("- lines that stood then", 0, lines["stood"]))
+    rows += [(f"- written with {f}", 0, lines["with " + f]) for f in FEATURES]
+    rows.append(("- written since, with none of these", 0, lines["since"]))
+    rows.append(("what stood then or is of none", 0, lines["stood"] + lines["since"]))
+    return rows
+
+
+def then(since: str) -> tuple[int, int]:
+    """Modules and code lines of the package at a commit."""
+    paths = _git("ls-tree", "-r", "--name-only", since, "fxpar").split()
+    paths = [path for path in paths if path.endswith(".py")]
+    return len(paths), sum(len(code_lines(_git("show", f"{since}:{p}"))) for p in paths)
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--since", default="eef88dc")
+    since = parser.parse_args().since
+    rows = table(since)
+    total = len(FEATURES) + 1
+    _, command, *text = __doc__.strip().split("\n\n")
+    print(f"# Size of the package\n\n```\n{command.strip()}\n```\n\n{text[0]}\n")
+    print("| what | modules | code lines |\n| --- | ---: | ---: |")
+    print("| the package then | {} | {:,} |".format(*then(since)))
+    for what, modules, lines in rows:
+        print(f"| {what} | {modules or ''} | {lines:,} |")
+    files, code = sum(row[1] for row in rows), sum(row[2] for row in rows[:total])
+    print(f"| the package now | {files} | {code:,} |")
+
+
+if __name__ == "__main__":
+    main()

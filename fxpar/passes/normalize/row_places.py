@@ -1,0 +1,325 @@
+"""What each row of a dim holds, read off the ops that move rows by constant numbers.
+
+In: a node of a functional ATen graph, one of its dims. Out: ``RowPlaces``, for each row
+the row of one tensor, or a constant, that it is. Joins, pads, slices and lookups at
+positions that count up (of an iota, computed here once) are followed; what no op is
+known of is its own source.
+
+Rows of a dim whose size is left open are told at its hint. Joins, pads and slices by
+constant numbers do the same to any size that is so large that rows counted from one end
+never meet those counted from the other (``RowPlaces.reach``).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar._torch.symbols import hint_of
+from fxpar.passes.builder import shape_of
+from fxpar.passes.normalize.place_functions import equal_sizes
+from fxpar.sharding.constant_values import computed
+
+aten = torch.ops.aten
+
+# Positions of a lookup, and rows of a dim, are followed up to so many.
+MOST_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """What each row of a dim holds: a row of ``source``, or the constant ``fill``
+    where ``places`` is -1. Without a source all rows are the constant."""
+
+    source: fx.Node | None
+    places: torch.Tensor
+    fill: float | None = None
+    # Sum of the numbers by which rows were counted from either end.
+    reach: int = 0
+
+    def at(self, index: torch.Tensor) -> RowPlaces:
+        return replace(self, places=self.places[index])
+
+
+def rows_of(node: fx.Node, dim: int) -> int:
+    """Rows of a dim, at the hint of one that is left open."""
+    return int(hint_of(shape_of(node)[dim]))
+
+
+def is_open_dim(node: fx.Node, dim: int) -> bool:
+    return not isinstance(shape_of(node)[dim], int)
+
+
+def is_known(node: Any) -> bool:
+    """Whether a node is a tensor of a size that does not depend on data."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and not _torch.fake.depends_on_data(value)
+
+
+def row_places(node: Any, dim: int) -> RowPlaces | None:
+    """The rows of a node along a dim; its own where nothing else is known."""
+    if not is_known(node) or not shape_of(node):
+        return None
+    reader = _BY_ENDS.get(node.target)
+    if reader is None and not is_open_dim(node, dim):
+        reader = _ONE_BY_ONE.get(node.target)
+    if reader is not None:
+        rows = reader(node, dim)
+        if rows is not None:
+            return rows
+    n = rows_of(node, dim)
+    return RowPlaces(node, torch.arange(n)) if 0 < n <= MOST_ROWS else None
+
+
+def argument(node: fx.Node, i: int, default: Any) -> Any:
+    return node.args[i] if len(node.args) > i else default
+
+
+def _slice(node: fx.Node, dim: int) -> RowPlaces | None:
+    x, along = node.args[0], argument(node, 1, 0)
+    start, end, step = (argument(node, i, d) for i, d in ((2, None), (3, None), (4, 1)))
+    bounds = [b for b in (start, end, step) if b is not None]
+    if along % len(shape_of(x)) != dim or not all(isinstance(b, int) for b in bounds):
+        return None
+    rows = row_places(x, dim)
+    if rows is None or step != 1 and is_open_dim(x, dim):
+        return None
+    places = rows.places[start:end][::step]
+    return replace(rows, places=places, reach=rows.reach + _counted(start, end))
+
+
+def _counted(*bounds: int | None) -> int:
+    """By how many rows bounds are counted from either end."""
+    return sum(abs(n) for n in bounds if n is not None and n != sys.maxsize)
+
+
+def _constant(node: fx.Node, dim: int) -> RowPlaces | None:
+    value = 0 if node.target is aten.zeros.default else node.args[1]
+    if not isinstance(value, int | float) or float(value) != value:
+        return None
+    return RowPlaces(None, torch.full([rows_of(node, dim)], -1), float(value))
+
+
+def _joined(parts: Sequence[RowPlaces | None]) -> RowPlaces | None:
+    """Rows of one tensor and one constant, one part after the other."""
+    present = [rows for rows in parts if rows is not None]
+    sources = dict.fromkeys(r.source for r in present if r.source is not None)
+    fills = {r.fill for r in present if r.fill is not None}
+    if len(present) < len(parts) or len(sources) > 1 or len(fills) > 1:
+        return None
+    places = torch.cat([rows.places for rows in present])
+    reach = sum(rows.reach for rows in present)
+    return RowPlaces(next(iter(sources), None), places, next(iter(fills), None), reach)
+
+
+def _cat(node: fx.Node, dim: int) -> RowPlaces | None:
+    if argument(node, 1, 0) % len(shape_of(node)) != dim:
+        return None
+    parts = node.args[0]
+    if len({(len(shape_of(x)), x.meta["val"].dtype) for x in parts}) > 1:
+        return None
+    few = [x for x in parts if not is_open_dim(x, dim)]
+    if len(parts) - len(few) > 1:
+        return None
+    rows = _joined([row_places(x, dim) for x in parts])
+    if rows is None or len(few) == len(parts):
+        return rows
+    return replace(rows, reach=rows.reach + sum(rows_of(x, dim) for x in few))
+
+
+def _pad(node: fx.Node, dim: int) -> RowPlaces | None:
+    x, amounts, value = node.args[0], node.args[1], argument(node, 2, 0)
+    padded = padded_dim(node)
+    if not all(isinstance(n, int) for n in amounts):
+        return None
+    if padded != dim or not isinstance(value, int | float) or float(value) != value:
+        return None
+    rows = row_places(x, dim)
+    if rows is None:
+        return None
+    at = 2 * (len(shape_of(x)) - 1 - dim)
+    before, after = amounts[at : at + 2]
+    rows = rows.at(torch.arange(max(-before, 0), len(rows.places) + min(after, 0)))
+    ends = [
+        RowPlaces(
+            None, torch.full([max(n, 0)], -1), float(value) if n > 0 else None, abs(n)
+        )
+        for n in (before, after)
+    ]
+    return _joined([ends[0], rows, ends[1]])
+
+
+def padded_dim(node: fx.Node) -> int | None:
+    """The one dim that a pad changes."""
+    amounts = node.args[1]
+    dims = {i // 2 for i, n in enumerate(amounts) if n}
+    return len(shape_of(node)) - 1 - dims.pop() if len(dims) == 1 else None
+
+
+def _slice_scatter(node: fx.Node, dim: int) -> RowPlaces | None:
+    base, source = node.args[:2]
+    along: int = argument(node, 2, 0)
+    start, end, step = (argument(node, i, d) for i, d in ((3, None), (4, None), (5, 1)))
+    if along % len(shape_of(node)) != dim or step != 1:
+        return None
+    if not all(isinstance(n, int | None) for n in (start, end)):
+        return None
+    under, over = row_places(base, dim), row_places(source, dim)
+    if under is None or over is None or under.source is not None:
+        return None
+    positions = torch.arange(*slice(start, end).indices(rows_of(node, dim)))
+    rows = _put(under, over, positions)
+    return rows and replace(rows, reach=rows.reach + _counted(start, end))
+
+
+def _put(
+    under: RowPlaces, over: RowPlaces, positions: torch.Tensor
+) -> RowPlaces | None:
+    """``over`` written into constant rows, at other places each."""
+    if under.source is not None or len(positions) != len(over.places):
+        return None
+    if over.fill is not None and over.fill != under.fill:
+        return None
+    places = under.places.clone()
+    places[positions] = over.places
+    fill = under.fill if (places < 0).any() else None
+    return RowPlaces(over.source, places, fill, under.reach + over.reach)
+
+
+def _add(node: fx.Node, dim: int) -> RowPlaces | None:
+    """Rows added to zeros."""
+    if node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
+        return None
+    if not all(same_shape(x, node) for x in node.args):
+        return None
+    a, b = (row_places(x, dim) for x in node.args)
+    if a is None or b is None or {a.fill, b.fill} != {0.0}:
+        return None
+    if a.source is not b.source or ((a.places >= 0) & (b.places >= 0)).any():
+        return None
+    places = torch.maximum(a.places, b.places)
+    fill = 0.0 if (places < 0).any() else None
+    return RowPlaces(a.source, places, fill, a.reach + b.reach)
+
+
+def _index(node: fx.Node, dim: int) -> RowPlaces | None:
+    lookup = indexed(node)
+    if lookup is None or lookup[0] != dim:
+        return None
+    positions, rows = _positions(lookup[1], shape_of(node.args[0])[dim]), None
+    if positions is not None:
+        rows = row_places(node.args[0], dim)
+    return None if rows is None or positions is None else rows.at(positions)
+
+
+def indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
+    """(dim, positions) of a lookup or update along one dim."""
+    if node.target is aten.index_select.default:
+        index = node.args[2]
+        return (node.args[1] % len(shape_of(node)), index) if shape_of(index) else None
+    indices = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
+    if len(indices) != 1 or len(shape_of(indices[0][1])) != 1:
+        return None
+    return None if indices[0][1].meta["val"].dtype is torch.bool else indices[0]
+
+
+def _index_put(node: fx.Node, dim: int) -> RowPlaces | None:
+    lookup = indexed(node)
+    base, values = node.args[0], node.args[2]
+    if lookup is None or lookup[0] != dim:
+        return None
+    return _updated(node, dim, base, lookup[1], values)
+
+
+def _updated(
+    node: fx.Node, dim: int, base: fx.Node, index: fx.Node, values: fx.Node
+) -> RowPlaces | None:
+    """Rows added to zeros at positions of which none comes twice."""
+    if shape_of(values) != shape_of(node):
+        return None
+    positions, under = (
+        _positions(index, shape_of(node)[dim], dim),
+        row_places(base, dim),
+    )
+    if (
+        positions is None
+        or under is None
+        or under.fill != 0
+        or len(positions.unique()) < len(positions)
+    ):
+        return None
+    over = row_places(values, dim)
+    return None if over is None else _put(under, over, positions)
+
+
+def _gather(node: fx.Node, dim: int) -> RowPlaces | None:
+    x, along, index = node.args[:3]
+    if along % len(shape_of(node)) != dim or shape_of(index) != shape_of(x):
+        return None
+    positions, rows = _positions(index, shape_of(x)[dim], dim), None
+    if positions is not None:
+        rows = row_places(x, dim)
+    return None if rows is None or positions is None else rows.at(positions)
+
+
+def _scatter_add(node: fx.Node, dim: int) -> RowPlaces | None:
+    base, along, index, values = node.args[:4]
+    if along % len(shape_of(node)) != dim or shape_of(index) != shape_of(node):
+        return None
+    return _updated(node, dim, base, index, values)
+
+
+def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
+    """Positions that no input has a part in, in ``[0, n)``; of an index of several
+    dims those along ``dim``, if they are the same for all others."""
+    if not 0 < math.prod(shape_of(index)) <= MOST_ROWS:
+        return None
+    positions = computed(index, {})
+    if positions is None or positions.dtype is torch.bool:
+        return None
+    if positions.dim() > 1:
+        rows = positions.movedim(dim, 0).flatten(1)
+        if not (rows == rows[:, :1]).all():
+            return None
+        positions = rows[:, 0]
+    positions = torch.where(positions < 0, positions + n, positions).long()
+    return positions if bool(((positions >= 0) & (positions < n)).all()) else None
+
+
+def same_shape(one: fx.Node, other: fx.Node) -> bool:
+    a, b = shape_of(one), shape_of(other)
+    return len(a) == len(b) and all(map(equal_sizes, a, b))
+
+
+def counts_from_ends(node: fx.Node) -> bool:
+    """Whether rows of a node are told by constant numbers of rows from the ends of its
+    operands, at any size."""
+    return node.target in _BY_ENDS
+
+
+# How the rows of a node are read: of these at any size, of the others one by one.
+_BY_ENDS: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
+    aten.slice.Tensor: _slice,
+    aten.full.default: _constant,
+    aten.zeros.default: _constant,
+    aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _pad,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.add.Tensor: _add,
+}
+_ONE_BY_ONE: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_select.default: _index,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    aten.gather.default: _gather,
+    aten.scatter_add.default: _scatter_add,
+}
