@@ -16,17 +16,22 @@ from typing import Any
 from torch import fx
 
 from fxpar import pipeline
-from fxpar.errors import PlanError
+from fxpar.errors import HintError, PlanError
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.regions.region_bodies import choices as body_choices
+from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.decide import UNNAMED
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import OPEN
 from fxpar.sharding.search.run_search import SearchOptions
 
 
@@ -67,6 +72,46 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     """What ``fastest_plan`` gives on rank 0, which plans for all and tells nobody."""
     return fastest_plan(graph, fake_mode, _on_hardware(request))
+
+
+def stands(
+    graph: fx.Graph, fake_mode: Any, request: Request, rival: Plan, times: float
+) -> bool:
+    """Whether at the sizes that a graph of open ones was traced with no plan is
+    predicted to be ``times`` as fast as ``rival``, for a graph of the same program. On
+    all ranks, what rank 0 found: a search depends on the clock.
+    """
+    tag, says = f"whether the plan of {request.name} stands", ""
+    if request.leads:
+        asked = replace(_on_hardware(request), schedule="none")
+        try:
+            with presence.works(f"decides {tag}"):
+                now, then = (
+                    _predicted(size_nodes.at_hints(graph, fake_mode), fake_mode, trial)
+                    for trial in (asked, replace(asked, mode=rival))
+                )
+        except Exception as error:
+            consensus.abort(error)
+            raise
+        says = "stands" if then < times * now else "falls"
+    return consensus.gather(tag, says)[0] == "stands"
+
+
+def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+    """Seconds of a step of what the pipeline gives for a graph at its hints; infinite
+    if it cannot follow a plan that is asked for, or its sizes cannot stay open by it.
+    """
+    for node in graph.nodes:
+        del node.meta[OPEN]
+    try:
+        result = fastest_plan(graph, fake_mode, request)
+    except (PlanError, HintError):
+        return math.inf
+    if not result.decision.is_even:
+        return math.inf
+    hardware, mesh = request.hardware or lookup(UNNAMED), result.plan.mesh
+    graph = as_run(result.local, disable=request.disable)
+    return simulate(graph, hardware.on(mesh), hardware).seconds
 
 
 def _on_hardware(request: Request) -> Request:

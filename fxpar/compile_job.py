@@ -31,6 +31,7 @@ from fxpar.runtime.calls.call_sizes import UNLIKE
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
+    PlanStands,
     size_range,
 )
 from fxpar.runtime.ranks import check_inputs as inputs
@@ -54,7 +55,7 @@ def _told_to_others() -> Iterator[None]:
     """A failure on this rank ends the others' wait for it."""
     try:
         yield
-    except (OpenSizesRefused, DivisorsAsked):  # by all
+    except (OpenSizesRefused, DivisorsAsked, PlanStands):  # by all
         raise
     except Exception as error:
         consensus.abort(error)
@@ -67,7 +68,7 @@ def _refused_alike() -> Iterator[None]:
     OpenSizesRefused."""
     try:
         yield
-    except (DivisorsAsked, OpenSizesRefused):
+    except (DivisorsAsked, OpenSizesRefused, PlanStands):
         raise
     except Exception as error:
         if consensus.was_told(error):
@@ -96,7 +97,7 @@ def compile_graph(
 
     A failure is told to the other ranks before it is raised here. With open sizes all
     ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked where the
-    plan splits some of them.
+    plan splits some of them, PlanStands where that of the job's rival is kept.
     """
     broken_at = _torch.dynamo.graph_break_line(gm)
     if job.ranks.open:  # the mesh may have been chosen since

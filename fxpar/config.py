@@ -138,7 +138,7 @@ def _share(value: Any) -> float:
     except (TypeError, ValueError):
         number = 0.0
     if not 1 <= number < math.inf:
-        raise ValueError("use a number from 1 on, or leave it out for all rows")
+        raise ValueError("use a number from 1 on, or leave it out")
     return number
 
 
@@ -261,6 +261,14 @@ class Options:
         "how tokens come to the experts of other ranks: all of them are gathered, or "
         "each is sent where it is needed, into slots; auto: as is faster, gathered "
         "without expert_room",
+    )
+    replan: float | None = _option(
+        _share,
+        None,
+        "1.2, ...",
+        "sizes left open that come to twice or half of those planned for are planned "
+        "for at once, and the plan is taken if it is predicted to be so many times as "
+        "fast; unset: never",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),

@@ -55,6 +55,8 @@ class CompileJob:
     open: OpenProgram | None = None
     # A plan to follow; None: one is made.
     recalled: Plan | None = None
+    # A plan that is left only for one that is faster by ``options.replan``.
+    rival: Plan | None = None
     # What the plan says of how it came about.
     notes: tuple[str, ...] = ()
 

@@ -32,6 +32,7 @@ from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
+    PlanStands,
     SizeRange,
 )
 from fxpar.runtime.ranks import consensus, presence
@@ -134,6 +135,13 @@ class JointPass:
             boundaries.declare(signature),
             self.entry.plan if self.entry else self.job.recalled,
         )
+        rival, times = self.job.rival, options.replan
+        if (
+            rival is not None
+            and times is not None
+            and choose_plan.stands(gm.graph, fake_mode, request, rival, times)
+        ):
+            raise PlanStands(request.name)
         with said_by_rank_0(ranks.rank):
             plan = choose_plan.searched if self.leads else choose_plan.planned
             self.result = plan(gm.graph, fake_mode, request)

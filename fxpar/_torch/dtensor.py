@@ -111,6 +111,23 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
     handlers[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
 
 
+def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Let ``x.data = y`` of a DTensor set that of its local tensor, ``part_of(x, y)``,
+    where torch (2.13) sets that of the wrapper, which nothing reads."""
+    from torch.distributed.tensor import DTensor
+
+    inherited: Any = torch.Tensor.data
+
+    def read(x: Any) -> torch.Tensor:
+        data: torch.Tensor = inherited.__get__(x)
+        return data
+
+    def write(x: Any, y: torch.Tensor) -> None:
+        x._local_tensor.data = part_of(x, y)
+
+    DTensor.data = property(read, write)  # type: ignore[assignment]
+
+
 def record_overflow(
     scaler: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,

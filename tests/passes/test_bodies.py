@@ -16,7 +16,6 @@ from torch._higher_order_ops.map import map as over_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
@@ -446,71 +445,6 @@ def test_attention_by_functions_is_split(use: str) -> None:
     assert_equal(plan)
 
 
-def over_positions(q: Tensor, k: Tensor, v: Tensor, block: int | None) -> Tensor:
-    """Packed documents, causal, scores by distance; a mask in blocks, or none."""
-    rows = q.shape[2]
-    documents = torch.arange(rows) // 5
-
-    def score(s, b, h, i, j):
-        return s * (1 + h) - 0.1 * (i - j).abs()
-
-    def visible(b, h, i, j):
-        return (i >= j) & (documents[i] == documents[j])
-
-    sizes = (None, None, rows, rows, "cpu", block)
-    mask = create_block_mask(visible, *sizes) if block else None
-    return flex_attention(q, k, v, score_mod=score, block_mask=mask, enable_gqa=True)
-
-
-def split_along_queries(
-    block: int | None, ranks: int
-) -> tuple[TracedPlan, list[Tensor]]:
-    torch.manual_seed(0)
-    shapes = (2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)
-    qkv = [torch.randn(n, dtype=torch.float64) for n in shapes]
-    plan = fxpar.plan(
-        lambda q, k, v: over_positions(q, k, v, block),
-        *qkv,
-        mesh=f"cp={ranks}",
-        mode="propagate",
-        in_specs=[(None, None, "cp", None)] * 3,
-    )
-    return plan, qkv
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function, places", [("_SCORE", (1, 2)), ("_MASK", (0, 1))])
-def test_queries_by_local_place_would_be_wrong(
-    function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"fxpar.passes.local.local_custom_ops.{function}", places)
-    plan, qkv = split_along_queries(4, 2)
-    assert not torch.allclose(plan.simulate(*qkv), over_positions(*qkv, 4))
-
-
-@pytest.mark.parametrize(
-    "block, ranks, split",
-    [
-        (4, 2, True),
-        pytest.param(4, 4, True, marks=pytest.mark.slow),
-        pytest.param(16, 2, True, marks=pytest.mark.slow),
-        pytest.param(None, 4, True, marks=pytest.mark.slow),
-        # Two blocks are no more ranks' than two.
-        (8, 4, False),
-    ],
-)
-def test_queries_count_places_in_the_whole_sequence(
-    block: int | None, ranks: int, split: bool
-) -> None:
-    plan, qkv = split_along_queries(block, ranks)
-    (node,) = higher(plan)
-    assert (node.operands[0].dims[2] == ("cp",)) == split
-    assert node.operands[1].is_whole
-    gathered = [c.bytes for c in plan.collectives if c.bytes == qkv[0].nbytes]
-    assert bool(gathered) != split
-    torch.testing.assert_close(plan.simulate(*qkv), over_positions(*qkv, block))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=4"])
 def test_gradients_of_attention(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +467,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(attention)
     monkeypatch.setattr(
-        "fxpar.passes.local.local_custom_ops._with_global_index",
+        "fxpar.passes.local.local_flex._with_global_index",
         lambda call, node, places: node,
     )
     wrong = planned(attention)

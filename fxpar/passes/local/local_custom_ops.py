@@ -1,13 +1,10 @@
-"""Local forms of fxpar's own ops, and of flex_attention, whose bodies count globally.
+"""Local forms of fxpar's own ops.
 
 A contraction (``fxpar::dot``) is views around one mm or bmm. Factors of its equation
 fall into four classes: in both operands and the result (batch), in the left one (m), in
 the right one (n), in both operands only (k). Runs of one class are merged by views
 where they stand together, so that no data moves that the program before normalizing
 did not move. Rows of a shift are cut, sent on along a split dim, and joined.
-
-Score and mask functions of flex_attention count batch, heads and queries by global
-index, so that they see what they see on one device.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.builder import Builder, Size, value_of
-from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import halos
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
@@ -155,94 +150,6 @@ def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) ->
     return build.offset((*before, *axes), rows // build.mesh.count(axes), base)
 
 
-# Where a score function has batch, head and query among its arguments, and a mask
-# function.
-_SCORE, _MASK = (1, 2, 3), (0, 1, 2)
-
-
-def _with_global_index(
-    call: LocalCall, node: fx.Node, places: tuple[int, int, int]
-) -> fx.Node:
-    """A function of scores, its batch, head and query moved on by where this rank's
-    begin."""
-    body = body_of(node)
-    assert body is not None
-    inputs = body.graph.find_nodes(op="placeholder")
-    shifted_inputs = [
-        (inputs[place], call.operands[0].dims[d], call.shapes[0][d])
-        for d, place in enumerate(places)
-    ]
-    shifted_inputs = [
-        (x, axes, rows) for x, axes, rows in shifted_inputs if x.users and axes
-    ]
-    if not shifted_inputs:
-        return node
-    build = Builder(fx.Graph(), call.build.fake_mode, call.build.mesh)
-    copies: dict[fx.Node, Any] = {}
-    for body_node in body.graph.nodes:
-        copies[body_node] = build.graph.node_copy(body_node, copies.__getitem__)
-        copies[body_node].meta = dict(body_node.meta)
-        if body_node is inputs[-1]:
-            for x, axes, rows in shifted_inputs:
-                start = build.own_start(rows, axes)
-                copies[x] = build.call(torch.ops.aten.add.Tensor, copies[x], start)
-    module = module_of(body, build.graph)
-    return new_body(call.build, node, module, call.node.name)
-
-
-def _forward(
-    call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, *settings: Any
-):
-    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
-    if call.operands[0].dims[2]:
-        mask = (call.operand_shape(0)[2], *mask[1:])
-        q = _of_its_own(call, q)
-    return call.same(q, k, v, _with_global_index(call, score, _SCORE), mask, *settings)
-
-
-def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:
-    """Queries in memory of their own, laid out alike: on CPU Inductor (2.13) takes no
-    view of a tensor of three dims."""
-    value, build = q.meta["val"], call.build
-    if value.device.type != "cpu":
-        return q
-    order = sorted(range(4), key=value.stride, reverse=True)
-    dense = build.call(aten.permute.default, q, order)
-    dense = build.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
-    return build.call(aten.permute.default, dense, [order.index(d) for d in range(4)])
-
-
-def _backward(call: LocalCall, *args: Any):
-    *tensors, forward, joint, mask = args[:10]
-    functions = (_with_global_index(call, body, _SCORE) for body in (forward, joint))
-    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
-    return call.same(*tensors, *functions, mask, *args[10:])
-
-
-def op_by_op(target: Any) -> Any:
-    """What to call for an op outside of Inductor: the op itself, save for the backward
-    of flex_attention, which (torch 2.13) gives gradients of captured tensors only where
-    these require them as they are run."""
-    if _torch.aot.higher_order_name(target) == "higher_order::flex_attention_backward":
-
-        def run(*args: Any) -> Any:
-            return _with_gradients(target, *args)
-
-        return run
-    return target
-
-
-def _with_gradients(target: Any, *args: Any) -> Any:
-    joint, captured = args[8], args[12] if len(args) > 12 else ()
-    (results,) = joint.graph.output_node().args
-    operands = [
-        x if grad is None else x.detach().requires_grad_()
-        for x, grad in zip(captured, results[5:], strict=True)
-    ]
-    with torch.no_grad():
-        return target(*args[:12], tuple(operands), *args[13:])
-
-
 def _contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
     """An edge of a manual region: what a rank holds, laid out as it is read."""
     if x.meta["val"].is_contiguous():
@@ -280,6 +187,4 @@ LOCAL: dict[Any, Localizer] = {
     "fxpar::leave_region": _contiguous,
     "fxpar::collective": _collective,
     "fxpar::axis_index": _axis_index,
-    "higher_order::flex_attention": _forward,
-    "higher_order::flex_attention_backward": _backward,
 }

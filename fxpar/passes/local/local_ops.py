@@ -32,6 +32,7 @@ from fxpar.passes.experts import expert_ops, local_experts
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
     local_custom_ops,
+    local_flex,
     local_indexing,
     local_moves,
     local_order,
@@ -63,6 +64,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
+    **local_flex.LOCAL,
     **local_experts.LOCAL,
     **expert_ops.LOCAL,
     **local_attention.LOCAL,

@@ -19,7 +19,7 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import body_of, bound_body, module_of
-from fxpar.passes.local.local_custom_ops import op_by_op
+from fxpar.passes.local.local_flex import op_by_op
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.simulate.emulate_collectives import (

@@ -8,6 +8,7 @@ they launch on these sizes, once each has compiled it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,22 @@ class Sizes:
 
     shapes: Shapes
     numbers: tuple[Any, ...]
+
+    def apart(self, other: Sizes) -> float:
+        """How many times as large a size is as the other's, or that as this; of the
+        sizes for which that is the most. Infinite if they are of unlike ranks."""
+        pairs = zip(
+            (self.numbers, *self.shapes), (other.numbers, *other.shapes), strict=True
+        )
+        most = 1.0
+        for mine, theirs in pairs:
+            if len(mine) != len(theirs):
+                return math.inf
+            for a, b in zip(mine, theirs, strict=True):
+                if a != b:
+                    small, large = sorted((abs(a), abs(b)))
+                    most = max(most, large / small if small else math.inf)
+        return most
 
 
 @dataclass(frozen=True)

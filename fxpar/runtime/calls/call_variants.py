@@ -114,6 +114,7 @@ class Calls:
             and not takes_more
             and options.microbatches in (None, 1),
             where=self.where,
+            replan=options.replan,
             compile=compile_graph,
             variants=self.variants,
         )
@@ -160,7 +161,9 @@ class Calls:
     def _head(self, sizes: Sizes) -> str:
         """The word of a call on these sizes, without sums: which program, the variant
         to run if others have the sizes they had last, whether all must be compared."""
-        last = self.variants.last.get(sizes, 0) or self.variants.in_range(sizes)
+        far = self.options.replan is None
+        last = self.variants.last.get(sizes, 0)
+        last = last or self.variants.in_range(sizes, far=far)
         entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
         self.heads[sizes] = json.dumps(entries, default=str)
         return self.heads[sizes]
@@ -231,6 +234,7 @@ class Calls:
         self.variants.run[number] = run
         if range_ is not None:
             self.variants.ranges[number] = range_
+            self.variants.planned_for[key[0]] = number
         return number
 
 

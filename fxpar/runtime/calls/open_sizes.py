@@ -22,6 +22,7 @@ from fxpar._torch.symbols import is_symbol, substituted
 from fxpar.passes import size_nodes
 from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
 from fxpar.runtime.calls.call_sizes import Fed
+from fxpar.sharding.plan import Plan
 
 # Mark of an input whose rows stay open because fxpar wants it, not the user.
 OPENED_MARK = "_fxpar_opened"
@@ -44,6 +45,11 @@ class DivisorsAsked(Exception):
     def __init__(self, divisors: Mapping[str, int], plan: Any) -> None:
         super().__init__(str(dict(divisors)))
         self.divisors, self.plan = divisors, plan
+
+
+class PlanStands(Exception):
+    """For the sizes of a call no plan is predicted to be faster than the one at hand by
+    what was asked."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +298,8 @@ class SizeRange:
     contains: Callable[[Any, Any], bool] = field(repr=False)
     # As the plan says it.
     text: str
+    # The plan that was made for some of them.
+    plan: Plan | None = None
 
 
 def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange:

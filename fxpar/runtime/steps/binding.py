@@ -22,7 +22,7 @@ from fxpar.passes import custom_ops, size_nodes
 from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
 from fxpar.passes.local import own_shard
-from fxpar.passes.local.local_custom_ops import op_by_op
+from fxpar.passes.local.local_flex import op_by_op
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.order.bucket_collectives import LARGEST, whole_bytes
 from fxpar.passes.rank_sizes import is_size, is_uneven, restate

@@ -134,11 +134,11 @@ def _efficient(
 def _memory_efficient(
     q: torch.Tensor, k: torch.Tensor, bias: Maybe, is_causal: bool, compute_lse: bool
 ) -> Heads | None:
-    """Words of a kernel whose log-sum-exp has rows in steps of 32."""
+    """Words of a kernel whose log-sum-exp, if it gives one, has rows in steps of 32."""
     masked = bias is not None
-    split = compute_lse and not (is_causal and masked)
-    queries = split and _rows_fit(q)
-    return heads_of(q, k, queries=queries, keys=split, masked=masked)
+    split = not (is_causal and masked)
+    queries = split and (_rows_fit(q) or not compute_lse)
+    return heads_of(q, k, queries=queries, keys=split and compute_lse, masked=masked)
 
 
 def _rows_fit(q: torch.Tensor) -> bool:

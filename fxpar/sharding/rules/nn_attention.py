@@ -1,9 +1,9 @@
 """Rows of ``torch.nn.attention``: flex_attention, and documents packed in one dim.
 
 Heads are free, as in ``attention``. Of flex_attention the batch is free too; a block
-mask is split with them where it has them. So are queries in the forward, block by block
-of the mask: functions of scores count them by global index
-(``passes.local.local_custom_ops``). Tensors that a score or mask function captures are
+mask is split with them where it has them. So are queries, block by block of the mask:
+functions of scores count them by global index (``passes.local.local_flex``), and
+gradients of keys are sums over them. Tensors that a score or mask function captures are
 whole, since it may look up anything in them, and their gradients are sums over all
 scores, so partial.
 
@@ -67,9 +67,11 @@ def _query_blocks(q: torch.Tensor, mask: Sequence[Any]) -> int | None:
     return None if rows % size else int(rows // size)
 
 
-def _flex(
-    q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
-) -> Rule | None:
+def _by_blocks(
+    q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
+) -> tuple[Heads, Names] | None:
+    """Words of the tensors, whose queries are blocks of the mask if it has several, and
+    of the mask; None where these do not fit."""
     count = _query_blocks(q, mask)
     words = _flex_words(q, k, queries=count is not None)
     if words is None:
@@ -81,33 +83,48 @@ def _flex(
         )
         words = replace(words, query=query, out=out, scores=scores)
     blocks = _blocks(words, mask, "s" if in_blocks else "_")
-    if blocks is None:
-        return None
-    captured_dims = _captured(score_others, mask_others)
-    results = [words.out, words.logsumexp, words.logsumexp]
-    rule = words.rule(*words.inputs, *blocks, *captured_dims, results=results)
-    if not in_blocks:
+    return None if blocks is None else (words, blocks)
+
+
+def _in_blocks(rule: Rule, q: torch.Tensor, mask: Sequence[Any]) -> Rule:
+    """A rule of such words, with the number of blocks and their rows."""
+    count = _query_blocks(q, mask)
+    if count is None or count == 1:
         return rule
     sizes = (*rule.sizes, ("s", count), ("r", mask[-3]))
     return replace(rule, sizes=sizes, evenly=frozenset("s"))
+
+
+def _flex(
+    q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
+) -> Rule | None:
+    both = _by_blocks(q, k, mask)
+    if both is None:
+        return None
+    words, blocks = both
+    captured_dims = _captured(score_others, mask_others)
+    results = [words.out, words.logsumexp, words.logsumexp]
+    rule = words.rule(*words.inputs, *blocks, *captured_dims, results=results)
+    return _in_blocks(rule, q, mask)
 
 
 def _flex_backward(
     q, k, v, out, lse, grad, grad_lse, forward, joint, mask, scale, options,
     score_others=(), mask_others=(),
 ) -> Rule | None:  # fmt: skip
-    words = _flex_words(q, k)
-    blocks = None if words is None else _blocks(words, mask)
-    if words is None or blocks is None:
+    both = _by_blocks(q, k, mask)
+    if both is None:
         return None
+    words, blocks = both
     grads = [words.out] * (grad is not None)
     grads += [words.logsumexp] * (grad_lse is not None)
     captured_dims = _captured(score_others, mask_others)
     results = [*words.inputs, *_captured(score_others)]
-    return words.rule(
+    rule = words.rule(
         *words.inputs, words.out, words.logsumexp, *grads, *blocks, *captured_dims,
         results=results,
     )  # fmt: skip
+    return _in_blocks(rule, q, mask)
 
 
 def _varlen_words(

@@ -159,6 +159,13 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("own_expert_mm own_expert_outer", "fxpar", by_row=True),
     _each("sum.dim_IntList sum.default", by_row=True),
     _each("sort argsort median nanmedian mode topk kthvalue", orders=True),
+    _each(
+        "_flash_attention_forward _flash_attention_backward "
+        "_efficient_attention_forward _efficient_attention_backward",
+        orders=True,
+    ),
+    _each("_varlen_attn _varlen_attn_backward", "torch_attn", orders=True),
+    _each("flex_attention flex_attention_backward", "higher_order", orders=True),
     _each("argmax argmin", places=0),
     _each("topk kthvalue sort max.dim min.dim", places=1),
     # Constants.
@@ -239,7 +246,8 @@ LIGHT = _each(
 def op_facts_of(target: Any) -> OpFacts:
     """The facts of a call's target; of what is no op of torch's, none hold."""
     if not isinstance(target, _torch.inductor.OpOverload):
-        return OpFacts()
+        name = _torch.aot.higher_order_name(target) or ""
+        return OpFacts(**FACTS.get(name.replace("::", "."), {}))
     tags, schema = target.tags, _torch.objects.schema_of(target)
     draws = torch.Tag.nondeterministic_seeded in tags
     view = bool(getattr(target, "is_view", False))
