@@ -115,7 +115,9 @@ class Signature:
 class Value:
     """One tensor of the program, in global shape."""
 
+    # In ``Program.values``.
     index: int
+    # Of its node, with the number of the result where an op has several.
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
