@@ -4,12 +4,13 @@
     python benchmarks/bench_context.py --predict
 
 A small Llama, batch 1, forward and backward, on gloo. ``whole``: torch.compile on
-the whole sequence, on one rank, which is what splitting replaces; ``gathered``: fxpar
-with keys and values gathered; ``chosen``: with the schedule that it chooses, a ring
-where that is predicted to be faster. Torch's own ``context_parallel`` has no
-attention on CPU (2.13), so it is not in the table. ``peak`` is what a step allocates at
-most beyond parameters; ``sent`` what a rank's collectives hold. ``--predict``: Llama 8B
-on 8 H100 at 32k to 256k tokens, which runs nowhere.
+the whole sequence, on one rank, which is what splitting replaces; ``torch``: the ring
+of torch's ``context_parallel``, balanced (``_torch_ring``); ``gathered``: fxpar with
+keys and values gathered; ``chosen``: with the schedule that it chooses. All live in the
+same processes; their steps alternate, and a time is the median of the slowest rank's.
+``peak`` is what a step allocates at most beyond parameters; ``sent`` what a
+rank's collectives hold. ``--predict``: Llama 8B on 8 H100 at 32k to 256k tokens, which
+runs nowhere.
 """
 
 from __future__ import annotations
@@ -17,31 +18,42 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from _common import conditions, llama, on_ranks, write
 from _traffic import watched
 
-WARMUP, STEPS = 2, 3
-# name: the schedule; None: stock torch.compile on one rank.
-SIDES: dict[str, str | None] = {"whole": None, "gathered": "none", "chosen": "auto"}
+WARMUP = 2
+# name: the schedule of fxpar, or what else a side is.
+SIDES = {"whole": "one rank", "torch": "ring", "gathered": "none", "chosen": "auto"}
 
 
-def side(schedule: str | None, ranks: int, length: int, layers: int) -> dict[str, Any]:
-    """Figures of this rank."""
+def side(schedule: str, ranks: int, length: int, layers: int) -> Callable[[], float]:
+    """A step of one side, which gives the loss."""
     import torch
+    from _torch_ring import TorchRing
 
     model: Any = llama(layers)
     model.config.max_position_embeddings = length
-    if schedule is None:
+    torch.manual_seed(0)
+    ids = torch.randint(2048, (1, length))
+    if schedule == "ring":
+        ring = TorchRing(model)
+
+        def ring_step() -> float:
+            model.zero_grad()
+            return ring.step(ids)
+
+        return ring_step
+    if schedule == "one rank":
         called = torch.compile(model, dynamic=False)
     else:
         options = {"mesh": f"cp={ranks}", "plan": "propagate", "schedule": schedule}
         called = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    torch.manual_seed(0)
-    ids = torch.randint(2048, (1, length))
 
     def step() -> float:
         model.zero_grad()
@@ -49,18 +61,52 @@ def side(schedule: str | None, ranks: int, length: int, layers: int) -> dict[str
         loss.backward()
         return loss.item()
 
-    for _ in range(WARMUP):
-        step()
+    return step
+
+
+def timed(step: Callable[[], float], alone: bool) -> float:
+    """Seconds of a step, of the slowest rank; ``alone``: of the first one, while the
+    others wait."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
     begun = time.perf_counter()
-    losses = [step() for _ in range(STEPS)]
-    seconds = (time.perf_counter() - begun) / STEPS
-    seen = watched(step)
-    return {
-        "seconds": seconds,
-        "loss": losses[0],
-        "peak": seen.peak,
-        "sent": sum(n for _, n in seen.calls),
-    }
+    if not alone or dist.get_rank() == 0:
+        step()
+    seconds = torch.tensor(time.perf_counter() - begun)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def compared(length: int, ranks: int, layers: int, pairs: int) -> dict[str, Any]:
+    """Figures of all sides at one length; those of what a rank holds and sends are this
+    rank's."""
+    import torch
+    import torch.distributed as dist
+
+    first = dist.get_rank() == 0
+    steps, figures = {}, {name: dict[str, Any]() for name in SIDES}
+    for name, schedule in SIDES.items():
+        torch._dynamo.reset()
+        alone = name == "whole"
+        steps[name] = step = side(schedule, ranks, length, layers)
+        for _ in range(WARMUP if first or not alone else 0):
+            figures[name]["loss"] = step()
+        if first or not alone:
+            seen = watched(step)
+            sent = sum(n for _, n in seen.calls)
+            figures[name] |= {"peak": seen.peak, "sent": sent}
+        dist.barrier()
+    times: dict[str, list[float]] = {name: [] for name in SIDES}
+    for _ in range(pairs):
+        for name, step in steps.items():
+            times[name].append(timed(step, alone=name == "whole"))
+    for name, each in times.items():
+        over_torch = [a / b for a, b in zip(each, times["torch"], strict=True)]
+        figures[name] |= {"times": each, "seconds": statistics.median(each)}
+        figures[name]["over_torch"] = statistics.median(over_torch)
+    return figures
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -69,30 +115,26 @@ def worker(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found: dict[str, Any] = {}
-    for length in args.lengths:
-        for name, schedule in SIDES.items():
-            if schedule is not None or rank == 0:
-                torch._dynamo.reset()
-                figures = side(schedule, ranks, length, args.layers)
-                found.setdefault(str(length), {})[name] = figures
-            dist.barrier()
-    if rank == 0:
-        Path(args.worker).write_text(json.dumps(found))
+    ranks = dist.get_world_size()
+    figures = {
+        str(length): compared(length, ranks, args.layers, args.pairs)
+        for length in args.lengths
+    }
+    if dist.get_rank() == 0:
+        Path(args.worker).write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    figures = on_ranks(
-        __file__, args.ranks, "--layers", args.layers, "--lengths", *args.lengths
-    )
+    given = "--layers", args.layers, "--pairs", args.pairs
+    figures = on_ranks(__file__, args.ranks, *given, "--lengths", *args.lengths)
     for length, sides in figures.items():
-        for name, found in sides.items():
+        for name, row in sides.items():
             print(
                 f"{length:>6} tokens  cp={args.ranks}  {name:8} "
-                f"{found['seconds']:7.3f} s  peak {found['peak'] / 2**20:8.1f} MiB  "
-                f"sent {found['sent'] / 2**20:7.1f} MiB  loss {found['loss']:.6f}"
+                f"{row['seconds']:7.3f} s  over torch {row['over_torch']:5.2f}  "
+                f"peak {row['peak'] / 2**20:8.1f} MiB  "
+                f"sent {row['sent'] / 2**20:7.1f} MiB  loss {row['loss']:.6f}"
             )
     return figures
 
@@ -141,6 +183,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--pairs", type=int, default=5, help="steps of each side")
     parser.add_argument("--short", action="store_true", help="one length, one layer")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--json")

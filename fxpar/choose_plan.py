@@ -83,12 +83,12 @@ def stands(
     """
     tag, says = f"whether the plan of {request.name} stands", ""
     if request.leads:
-        asked = replace(_on_hardware(request), schedule="none")
+        trial_request = replace(_on_hardware(request), schedule="none")
         try:
             with presence.works(f"decides {tag}"):
                 now, then = (
                     _predicted(size_nodes.at_hints(graph, fake_mode), fake_mode, trial)
-                    for trial in (asked, replace(asked, mode=rival))
+                    for trial in (trial_request, replace(trial_request, mode=rival))
                 )
         except Exception as error:
             consensus.abort(error)

@@ -266,7 +266,7 @@ def test_a_size_that_is_split_divides(codegen: str) -> None:
 )
 def test_sequences_of_any_length_are_split(name: str, mesh: str, codegen: str) -> None:
     """Those that do not divide, and the shortest, are other programs."""
-    sizes = [(4, 16), (4, 24), (2, 32), (4, 15), (2, 40), (4, 4)]
+    sizes = [(4, 16), (4, 24), (8, 32), (4, 15), (8, 40), (4, 4)]
     options = {"codegen": codegen, "plan": "propagate"}
     notes = check(name, mesh, sizes, 3, dynamic=True, **options)
     assert any("x.shape[1]/2" in note for note in notes[0])

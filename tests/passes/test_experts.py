@@ -18,6 +18,7 @@ import fxpar
 from fxpar.errors import OptionError, RoomError
 from fxpar.passes.builder import PART
 from fxpar.passes.experts import expert_ops, local_experts
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.stages import rows_of_parts
 from fxpar.planning import TracedPlan
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -421,6 +422,35 @@ def test_what_takes_less_time_is_taken(
     plan = planned(mixture, arguments(tokens=tokens), "ep=4")
     sent = {c.kind for c in plan.collectives if c.axes == ("ep",)}
     assert kinds <= sent and not {"all_to_all", "all_gather"} <= sent
+
+
+def shared_last(x, scores, up, down, wide, narrow):
+    return mixture(x, scores, up, down) + torch.relu(x @ wide) @ narrow
+
+
+def shared_first(x, scores, up, down, wide, narrow):
+    both = torch.relu(x @ wide) @ narrow
+    return both + mixture(x, scores, up, down)
+
+
+# What is sent while experts that all tokens have run.
+BESIDE = {shared_last: "reduce_scatter_tensor", shared_first: "all_gather_into_tensor"}
+
+
+@pytest.mark.parametrize("program", BESIDE)
+def test_tokens_travel_beside_shared_experts(program: Any) -> None:
+    """By the order in which the forward runs, without a schedule."""
+    args = arguments(tokens=64)
+    shapes = (WIDTH, 32), (32, WIDTH)
+    args += [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    plan = planned(program, args, "ep=2")
+    names = [str(node.target) for node in as_run(plan.result.local).nodes]
+    products = [i for i, name in enumerate(names) if name == "aten.mm.default"][:2]
+    travels = ("all_gather", "reduce_scatter", "wait")
+    before = [n for n in names[: products[0]] if any(x in n for x in travels)]
+    assert BESIDE[program] in before[-1]
+    assert not any("wait" in name for name in names[products[0] : products[1]])
+    torch.testing.assert_close(plan.simulate(*args), plan.reference(*args))
 
 
 def test_room_without_groups_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,9 @@ def _part_to_hold(x: Any, y: Any) -> torch.Tensor:
     """This rank's part of ``y``, a DTensor or the global value on every rank, to stand
     in for that of ``x``. Raises ShardError unless it is of the same shape and dtype."""
     if (y.shape, y.dtype) != (x.shape, x.dtype):
-        was, given = (f"{t.dtype} {list(t.shape)}" for t in (x, y))
+        old_form, new_form = (f"{t.dtype} {list(t.shape)}" for t in (x, y))
         raise ShardError(
-            f"the data of a split tensor, {was}, is set to {given}",
+            f"the data of a split tensor, {old_form}, is set to {new_form}",
             where=user_line(),
             fix="set it to a tensor of the same shape and dtype, or change the model "
             "before fxpar.shard",

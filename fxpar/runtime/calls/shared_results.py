@@ -34,11 +34,11 @@ class StridedLayout:
     def of(x: torch.Tensor) -> StridedLayout:
         return StridedLayout(tuple(x.shape), x.stride(), x.storage_offset())
 
-    def given(self, known: dict[str, int]) -> StridedLayout:
+    def given(self, size_values: dict[str, int]) -> StridedLayout:
         """With numbers for symbols, by their names."""
 
         def number(n: Any) -> Any:
-            return _symbols.substituted(n, known)
+            return _symbols.substituted(n, size_values)
 
         size, stride = map(number, self.size), map(number, self.stride)
         return StridedLayout(tuple(size), tuple(stride), number(self.offset))
@@ -71,12 +71,14 @@ def views_of_results(gm: fx.GraphModule) -> list[ResultView]:
     values = [_value(node) for node in gm.graph.output_node().args[0]]
     inputs = [*gm.graph.find_nodes(op="placeholder")]
     inputs += gm.graph.find_nodes(op="get_attr")
-    taken = {_memory_of(x) for x in map(_value, inputs) if x is not None}
-    known = dict.fromkeys(_places_of_sizes(gm), 2)
+    input_memory = {_memory_of(x) for x in map(_value, inputs) if x is not None}
+    size_values = dict.fromkeys(_places_of_sizes(gm), 2)
     layouts = {
         i: StridedLayout.of(x)
         for i, x in enumerate(values)
-        if x is not None and _memory_of(x) not in taken and _is_known(x, known)
+        if x is not None
+        and _memory_of(x) not in input_memory
+        and _is_known(x, size_values)
     }
     bases: list[int] = []
     views: list[ResultView] = []
@@ -97,10 +99,10 @@ def _value(node: Any) -> Any:
     return x if strided and not isinstance(x, DTensor) else None
 
 
-def _is_known(x: torch.Tensor, known: dict[str, int]) -> bool:
+def _is_known(x: torch.Tensor, size_values: dict[str, int]) -> bool:
     """Whether a layout is one of sizes that the arguments of the graph have."""
     try:
-        StridedLayout.of(x).given(known)
+        StridedLayout.of(x).given(size_values)
     except (KeyError, _symbols.Inexpressible):
         return False
     return True
@@ -135,13 +137,16 @@ def with_views(
 
     def viewing(*args: Any) -> Any:
         returned = call(*args)
-        known = {
+        size_values = {
             name: args[i] if d is None else args[i].shape[d]
             for name, (i, d) in places.items()
         }
         results = dict(zip(positions, returned, strict=True))
         for view in views:
-            layout, whole = view.layout.given(known), view.layout_of.given(known)
+            layout, whole = (
+                view.layout.given(size_values),
+                view.layout_of.given(size_values),
+            )
             if results[view.of].stride() != whole.stride:
                 results[view.of] = _laid_out(results[view.of], whole)
             base = results[view.of].detach()
