@@ -1,7 +1,6 @@
 """Size of the package: its code lines by what they came for, since an older commit.
 
     python benchmarks/house.py --since eef88dc --renames 83ed324 a10aaea 53bda49
-        > benchmarks/results/house.md
 
 Code lines are lines with a token that is no comment and no docstring. A module is of a
 feature that came after ``--since`` if ``FEATURES`` names it. Of all other modules
