@@ -105,8 +105,11 @@ def _large(number: float) -> str:
 class TracedPlan(Plan):
     """A Plan with the program it was made for. ``options``: as when it was made."""
 
+    # Of the pipeline, to simulate.
     result: Result | None = field(default=None, compare=False, repr=False)
+    # The traced call, to bind arguments.
     call: TracedCall | None = field(default=None, compare=False, repr=False)
+    # As it was traced, to plan again.
     module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
     options: Options = field(default_factory=Options, compare=False, repr=False)
 

@@ -149,9 +149,13 @@ def _attempt(
 class _MeshTrial:
     """What is known of a mesh: seconds of the plan found, and of no plan less."""
 
+    # That is tried.
     mesh: Mesh
+    # Of the plan.
     seconds: float = math.inf
+    # No plan takes less.
     bound: float = 0.0
+    # Why there is no plan.
     error: FxparError | None = None
 
     def __str__(self) -> str:

@@ -48,10 +48,13 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 class StageCosts:
     """What stages are cut by."""
 
+    # That prices what runs.
     hardware: Hardware
     # With the hardware's links.
     mesh: Mesh
+    # The axis of stages.
     pipeline: Pipeline
+    # How many a step has.
     microbatches: int
     # What is sent once for all microbatches.
     once: frozenset[fx.Node] = frozenset()
