@@ -119,6 +119,10 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
     """Whether every tensor of a rule can lie as an assignment of axes to factors says:
     in contiguous shards, of one size where the rule wants that, and none of them empty
     where the op cannot do with that."""
+    for window in rule.windows:
+        (factor,) = rule.tensors[window.position][window.dim]
+        if not shard_sizes.smallest(window.count, mesh, axes_of.get(factor, ())):
+            return False
     shut = {"run": frozenset(), "fill": rule.contracted, "never": rule.free}
     for factor in shut[rule.empty]:
         rows, axes = rule.size[factor], axes_of.get(factor, ())
