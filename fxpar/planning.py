@@ -133,8 +133,10 @@ class TracedPlan(Plan):
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
         axis = pipeline_axis(mesh)
         if axis is not None:
-            whole = machine.on(mesh)
-            return simulate_pipeline(result.local, whole, axis, machine, fused=fused)
+            line = self.hardware.on(mesh)
+            return simulate_pipeline(
+                result.local, line, axis, self.hardware, fused=fused
+            )
         graph = as_run(result.local, disable=disable, settings=settings)
         if mesh.is_shared_equally:
             return simulate(graph, machine.on(mesh), machine, fused=fused)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar.errors import FxparError, HintError, OptionError, PlanError
+from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
 from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
@@ -272,6 +272,39 @@ def test_pins_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(HintError, match=text):
         planned(monkeypatch, "blocks", "pp=2", 2, grad=False, hints=hints)
+
+
+@pytest.mark.parametrize("mode", ["propagate", pytest.param("search", marks=SLOW)])
+def test_slower_places_get_fewer_ops(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of places of 1 and 1/2 take equally long, and longer if cut in halves."""
+    model = exact(nn.Sequential(*[blocks() for _ in range(3)]))
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "4")
+
+    def plan_on(mesh: str, **more: Any) -> Any:
+        return fxpar.plan(model, rows(), mesh=mesh, mode=mode, grad=True, **more)
+
+    plan, half = plan_on("pp=2{1.0,0.5}"), plan_on("pp=2")
+    fast, slow = plan.stages
+    assert len(fast.parameters) > len(half.stages[0].parameters)
+    assert slow.seconds == pytest.approx(fast.seconds, rel=0.35)
+    pins = {
+        name: f"pp={stage.index}"
+        for stage in half.stages
+        for name in stage.parameters
+        if name.endswith("up.weight")
+    }
+    halves = plan_on("pp=2{1.0,0.5}", hints=pins)
+    assert len(halves.stages[0].parameters) < len(fast.parameters)
+    assert plan.predicted.seconds < halves.predicted.seconds
+    assert error_of(plan, rows()) < 1e-11
+
+
+def test_only_the_axis_of_stages_may_be_unlike() -> None:
+    for mesh in ("pp=2,dp=2{1.0,0.5}", "pp=2{1.0,0.5}[1,2]"):
+        with pytest.raises(MeshError, match="stages"):
+            fxpar.plan(blocks(), rows(), mesh=mesh, mode="propagate")
 
 
 @pytest.mark.slow
