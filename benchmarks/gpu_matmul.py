@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from gpu_programs import BF16
 from fxpar.fusion.kernels.kernel_worth import SHARE, profitable
 from fxpar.fusion.kernels.matmul_kernel import TILES, Gemm, Tiles, gemm, signals_of
 from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
+from fxpar.sharding.cost.hardware import Level, Peak
 from fxpar.sharding.cost.hardware_table import lookup
 
 CHUNKS = 8
@@ -231,10 +232,9 @@ def said(
     eta = (copy + matmul - together) / min(copy, matmul)
     # The model takes a share of the library's speed; what was measured has it already.
     speed = rate(2.0 * math.prod(size), times["matmul"]) / SHARE
-    memory = lookup("h100").bandwidth
-    model = profitable(
-        "gather", *size, CHUNKS, link, speed, memory, programs=here.programs
-    )
+    peaks, levels = (("bfloat16", Peak(speed)),), (Level(0, link, 0.0),)
+    hardware = replace(lookup("h100"), peaks=peaks, levels=levels)
+    model = profitable("gather", *size, CHUNKS, hardware, programs=here.programs)
     predicted = (copy + matmul - model.overlapped * 1e3) / min(copy, matmul)
     case = f"{'x'.join(map(str, size))} at {link / 1e9:.0f} GB/s"
     here.value(

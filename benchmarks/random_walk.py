@@ -229,7 +229,7 @@ def walk(
         used = room.after(changes)
         if not room.fits(used):
             continue
-        more = step.tried(changes) - step.seconds
+        more = step.seconds_with(changes) - step.seconds
         if more > 0 and chance.random() >= math.exp(-more / (heat * begun)):
             continue
         step.change(changes)

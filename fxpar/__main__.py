@@ -131,8 +131,8 @@ def _asks_for_gradients(call: PlanTarget) -> bool:
     from fxpar._torch.fake import tree_leaves
     from fxpar.runtime.tracing import modules_of
 
-    held = (p for m in modules_of(call.function).values() for p in m.parameters())
-    leaves = [*held, *tree_leaves((call.args, call.kwargs))]
+    parameters = (p for m in modules_of(call.function).values() for p in m.parameters())
+    leaves = [*parameters, *tree_leaves((call.args, call.kwargs))]
     return any(getattr(x, "requires_grad", False) for x in leaves)
 
 

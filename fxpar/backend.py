@@ -27,12 +27,12 @@ from fxpar.job_request import CompileJob
 from fxpar.joint_pass import said_by_rank_0
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime.caches.program_identity import (
-    Named,
+    NamedInput,
     lean_graph,
     name_inputs,
     placeholders,
 )
-from fxpar.runtime.calls import compiled_graph, outside_graphs
+from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
 from fxpar.runtime.calls.call_sizes import UNEVEN, SizeAgreement
 from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.calls.local_results import LocalResults, scale_results
@@ -65,7 +65,11 @@ def fxpar(
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
-        return _called(gm, examples, job_options, ranks, compile_graph, FORWARD)
+        compared = compiled_graph.compare_parameters(gm)
+        views = shared_results.views_of_results(gm) if _is_global(job_options) else []
+        once = shared_results.return_once(gm, views) if views else gm
+        call = _called(once, examples, job_options, ranks, compile_graph, FORWARD)
+        return compared(shared_results.with_views(gm, views, call) if views else call)
     except FxparError as error:
         return compiled_graph.raiser(error)
 
@@ -169,12 +173,13 @@ def _called(
         examples: Sequence[Any],
         open_program: OpenProgram | None = None,
         recalled: Plan | None = None,
+        rival: Plan | None = None,
         notes: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
         job = CompileJob(
             options, ranks, named_inputs, frozenset(local), size_match, results
         )
-        job = replace(job, recalled=recalled, notes=notes)
+        job = replace(job, recalled=recalled, rival=rival, notes=notes)
         if open_program is not None:
             job = replace(
                 job,
@@ -216,6 +221,11 @@ def _called(
     return lambda *args: call(*(args[i] for i in positions))
 
 
+def _is_global(options: Options) -> bool:
+    """Whether inputs and results are global values: whole on every rank."""
+    return options.inputs == "global" and options.outputs == "global"
+
+
 def _fed(x: Any, number: bool) -> Any:
     """An input as the graph takes it, a ``number`` that is fed as a tensor by itself;
     of a fake one nothing is known."""
@@ -225,7 +235,7 @@ def _fed(x: Any, number: bool) -> Any:
 def _scaled(
     gm: fx.GraphModule,
     examples: Sequence[Any],
-    named_inputs: Sequence[Named],
+    named_inputs: Sequence[NamedInput],
     local: Sequence[int],
     mesh: Mesh,
 ) -> LocalResults:

@@ -16,17 +16,22 @@ from typing import Any
 from torch import fx
 
 from fxpar import pipeline
-from fxpar.errors import PlanError
+from fxpar.errors import HintError, PlanError
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.regions.region_bodies import choices as body_choices
+from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.decide import UNNAMED
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import OPEN
 from fxpar.sharding.search.run_search import SearchOptions
 
 
@@ -69,6 +74,46 @@ def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     return fastest_plan(graph, fake_mode, _on_hardware(request))
 
 
+def stands(
+    graph: fx.Graph, fake_mode: Any, request: Request, rival: Plan, times: float
+) -> bool:
+    """Whether at the sizes that a graph of open ones was traced with no plan is
+    predicted to be ``times`` as fast as ``rival``, for a graph of the same program. On
+    all ranks, what rank 0 found: a search depends on the clock.
+    """
+    tag, says = f"whether the plan of {request.name} stands", ""
+    if request.leads:
+        trial_request = replace(_on_hardware(request), schedule="none")
+        try:
+            with presence.works(f"decides {tag}"):
+                now, then = (
+                    _predicted(size_nodes.at_hints(graph, fake_mode), fake_mode, trial)
+                    for trial in (trial_request, replace(trial_request, mode=rival))
+                )
+        except Exception as error:
+            consensus.abort(error)
+            raise
+        says = "stands" if then < times * now else "falls"
+    return consensus.gather(tag, says)[0] == "stands"
+
+
+def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+    """Seconds of a step of what the pipeline gives for a graph at its hints; infinite
+    if it cannot follow a plan that is asked for, or its sizes cannot stay open by it.
+    """
+    for node in graph.nodes:
+        del node.meta[OPEN]
+    try:
+        result = fastest_plan(graph, fake_mode, request)
+    except (PlanError, HintError):
+        return math.inf
+    if not result.decision.is_even:
+        return math.inf
+    hardware, mesh = request.hardware or lookup(UNNAMED), result.plan.mesh
+    graph = as_run(result.local, disable=request.disable)
+    return simulate(graph, hardware.on(mesh), hardware).seconds
+
+
 def _on_hardware(request: Request) -> Request:
     """The request, of a search on a mesh with the links of its hardware."""
     options = request.mode
@@ -96,16 +141,18 @@ def _with_bodies(
     """The request with the bodies of manual regions: those of a plan, or where it is
     searched, one choice after the other, those predicted to be the fastest; notes of
     why."""
-    asked = request.mode
-    if isinstance(asked, Plan):
-        return replace(request, bodies=asked.bodies), []
+    mode = request.mode
+    if isinstance(mode, Plan):
+        return replace(request, bodies=mode.bodies), []
     counts = body_choices(graph)
-    if not counts or not isinstance(asked, SearchOptions) or request.meshes:
+    if not counts or not isinstance(mode, SearchOptions) or request.meshes:
         return request, []
     best, notes = (0,) * len(counts), []
     for i, count in enumerate(counts):
         seconds = {
-            bodies: _tried(graph, fake_mode, replace(request, bodies=bodies))
+            bodies: _seconds_with_bodies(
+                graph, fake_mode, replace(request, bodies=bodies)
+            )
             for bodies in ((*best[:i], body, *best[i + 1 :]) for body in range(count))
         }
         best = min(seconds, key=seconds.__getitem__)
@@ -125,7 +172,9 @@ def _over_axes(
     if isinstance(request.mode, Plan):
         return replace(request, experts_over=request.mode.experts or None), []
     seconds = {
-        axes: _tried(graph, fake_mode, replace(request, experts_over=axes))
+        axes: _seconds_with_bodies(
+            graph, fake_mode, replace(request, experts_over=axes)
+        )
         for axes in expert_axes.choices(graph, request)
     }
     if not seconds:
@@ -134,7 +183,7 @@ def _over_axes(
     return replace(request, experts_over=axes), [note] if note else []
 
 
-def _tried(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+def _seconds_with_bodies(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     """Seconds of a step of the plan that a short search finds for a copy of a graph;
     infinite where none fits."""
     request = expert_axes.trial(request)

@@ -25,12 +25,13 @@ from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
 from fxpar.runtime.calls.call_sizes import UNLIKE
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
+    PlanStands,
     size_range,
 )
 from fxpar.runtime.ranks import check_inputs as inputs
@@ -54,7 +55,7 @@ def _told_to_others() -> Iterator[None]:
     """A failure on this rank ends the others' wait for it."""
     try:
         yield
-    except (OpenSizesRefused, DivisorsAsked):  # by all
+    except (OpenSizesRefused, DivisorsAsked, PlanStands):  # by all
         raise
     except Exception as error:
         consensus.abort(error)
@@ -67,7 +68,7 @@ def _refused_alike() -> Iterator[None]:
     OpenSizesRefused."""
     try:
         yield
-    except (DivisorsAsked, OpenSizesRefused):
+    except (DivisorsAsked, OpenSizesRefused, PlanStands):
         raise
     except Exception as error:
         if consensus.was_told(error):
@@ -96,7 +97,7 @@ def compile_graph(
 
     A failure is told to the other ranks before it is raised here. With open sizes all
     ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked where the
-    plan splits some of them.
+    plan splits some of them, PlanStands where that of the job's rival is kept.
     """
     broken_at = _torch.dynamo.graph_break_line(gm)
     if job.ranks.open:  # the mesh may have been chosen since
@@ -107,7 +108,7 @@ def compile_graph(
         leads = job.ranks.rank == 0
         entry = entry if leads else _await_leader(job, entry, number)
     step = JointPass(job, number, broken_at, entry, leads=leads)
-    showing = status_line.shown(
+    showing = status_line.status_of(
         f"graph{number}",
         pipeline.MOST_STEPS,
         on=job.options.progress and job.ranks.rank == 0,
@@ -131,7 +132,7 @@ def compile_graph(
                 lower=step.lower,
                 inner=None if job.options.codegen == "inductor" else run_op_by_op,
                 key=_cache_key(job, entry),
-                kept=entry is not None,
+                cached=entry is not None,
                 local_border=bool(job.local) or job.options.outputs == "dtensor",
                 symbolic=job.open is not None,
             )
@@ -160,7 +161,7 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
     if job.writes:
         # Inputs of which each rank holds a part go by another kind.
         named_inputs = [
-            Named(x.name, "part") if isinstance(x, StepInput) and x.rest else x
+            NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
             for x in job.named_inputs
         ]
         checks.append(inputs.Checks(named_inputs, job.options, step.ranks).run)

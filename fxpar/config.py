@@ -53,18 +53,18 @@ PASSES = (
 Reader = Callable[[Any], Any]
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """The known word most like ``word``, as ``did you mean 'mesh'?``, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, list(words), n=1)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def _choice(*known: str) -> Reader:
+def _choice(*names: str) -> Reader:
     def read(value: Any) -> str:
-        if value in known:
+        if value in names:
             return value
-        hint = nearest(str(value), known)
-        raise ValueError(f"{hint} use {' or '.join(known)}".strip())
+        hint = nearest(str(value), names)
+        raise ValueError(f"{hint} use {' or '.join(names)}".strip())
 
     return read
 
@@ -138,7 +138,7 @@ def _share(value: Any) -> float:
     except (TypeError, ValueError):
         number = 0.0
     if not 1 <= number < math.inf:
-        raise ValueError("use a number from 1 on, or leave it out for all rows")
+        raise ValueError("use a number from 1 on, or leave it out")
     return number
 
 
@@ -261,6 +261,14 @@ class Options:
         "how tokens come to the experts of other ranks: all of them are gathered, or "
         "each is sent where it is needed, into slots; auto: as is faster, gathered "
         "without expert_room",
+    )
+    replan: float | None = _option(
+        _share,
+        None,
+        "1.2, ...",
+        "sizes left open that come to twice or half of those planned for are planned "
+        "for at once, and the plan is taken if it is predicted to be so many times as "
+        "fast; unset: never",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),
@@ -388,8 +396,8 @@ class Options:
         for row in fields(self):
             value = getattr(self, row.name)
             if value != row.default:
-                shown = sorted(value) if isinstance(value, frozenset) else value
-                parts.append(f"{row.name}={shown}")
+                text = sorted(value) if isinstance(value, frozenset) else value
+                parts.append(f"{row.name}={text}")
         return ", ".join(parts)
 
 

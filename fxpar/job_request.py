@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxpar.config import Options
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_sizes import SizeAgreement
 from fxpar.runtime.calls.local_results import LocalResults
 from fxpar.runtime.calls.open_sizes import OpenProgram
@@ -40,7 +40,7 @@ class CompileJob:
 
     options: Options
     ranks: Ranks
-    named_inputs: Sequence[Named]
+    named_inputs: Sequence[NamedInput]
     # Positions of the inputs that hold one rank's part of the batch.
     local: frozenset[int]
     # How ranks' sizes go together.
@@ -55,6 +55,8 @@ class CompileJob:
     open: OpenProgram | None = None
     # A plan to follow; None: one is made.
     recalled: Plan | None = None
+    # A plan that is left only for one that is faster by ``options.replan``.
+    rival: Plan | None = None
     # What the plan says of how it came about.
     notes: tuple[str, ...] = ()
 
@@ -70,8 +72,8 @@ def _fed(job: CompileJob) -> tuple[str, ...] | None:
 def request_of(job: CompileJob, name: str) -> Request:
     """What is asked of the pipeline, before the graph is known."""
     options = job.options
-    asked = "auto" if job.ranks.open else options.pipeline
-    mesh, stages = split_off(job.ranks.mesh, asked)
+    pipeline = "auto" if job.ranks.open else options.pipeline
+    mesh, stages = split_off(job.ranks.mesh, pipeline)
     # Elsewhere than in a training step forward and backward are two calls.
     schedule = options.pipeline if job.writes else AUTO_APART
     if stages is not None:

@@ -32,6 +32,7 @@ from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
+    PlanStands,
     SizeRange,
 )
 from fxpar.runtime.ranks import consensus, presence
@@ -94,10 +95,10 @@ class JointPass:
     @property
     def compiled_plan(self) -> Any:
         """With what is known once forward and backward are compiled."""
-        notes, asked = self.job.notes, self.job.options.pipeline
+        notes, pipeline_option = self.job.notes, self.job.options.pipeline
         is_apart = self.plan and self.plan.stages and not self.job.writes
-        if is_apart and asked not in ("auto", AUTO_APART):
-            notes = (*notes, _apart(asked))
+        if is_apart and pipeline_option not in ("auto", AUTO_APART):
+            notes = (*notes, _apart(pipeline_option))
         if self.sizes is not None:
             notes = (*notes, f"holds for {self.sizes.text}")
         return self.plan and replace(
@@ -134,6 +135,13 @@ class JointPass:
             boundaries.declare(signature),
             self.entry.plan if self.entry else self.job.recalled,
         )
+        rival, times = self.job.rival, options.replan
+        if (
+            rival is not None
+            and times is not None
+            and choose_plan.stands(gm.graph, fake_mode, request, rival, times)
+        ):
+            raise PlanStands(request.name)
         with said_by_rank_0(ranks.rank):
             plan = choose_plan.searched if self.leads else choose_plan.planned
             self.result = plan(gm.graph, fake_mode, request)
@@ -142,7 +150,7 @@ class JointPass:
         planned_before = self.entry is not None and self.entry.plan is not None
         if not planned_before:
             parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
-            result_notes = self.job.results.said(self.results(), parts)
+            result_notes = self.job.results.lines_of_results(self.results(), parts)
             self.result = self.result.noted(*result_notes)
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)

@@ -186,7 +186,7 @@ class Result:
     # Schedules that come near, as texts, the best first.
     others: tuple[str, ...] = ()
     # So many stages were dumped.
-    shown: int = 0
+    stage_number: int = 0
 
     def noted(self, *notes: str) -> Result:
         """With more notes in the plan."""
@@ -202,9 +202,9 @@ def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
         if not (step.optional and step.name in request.disable):
             before = op_counts(graph) if printed else Counter[str]()
             status_line.begin(step.name)
-            with stage(step.counted) as taken:
+            with stage(step.counted) as step_seconds:
                 step.run(state)
-            seconds = state.seconds[step.name] = taken.seconds
+            seconds = state.seconds[step.name] = step_seconds.seconds
             if printed:
                 after = op_counts(state.graph)
                 show_step(state.label, step.name, seconds, before, after)
@@ -220,12 +220,12 @@ def show(state: PipelineState, stage: str) -> None:
         state.graph,
         stage,
         state.label,
-        state.shown,
+        state.stage_number,
         debug=request.debug,
         dump=request.dump,
         specs=state.specs if stage == "planned" else None,
     )
-    state.shown += 1
+    state.stage_number += 1
 
 
 def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -255,7 +255,7 @@ def _result(state: JointState) -> Result:
         state.schedule,
         state.unscheduled,
         state.others,
-        state.shown,
+        state.stage_number,
     )
 
 
@@ -314,7 +314,9 @@ def tuned(
         texts, graphs, failed, ranks, root, fake_mode, name=name, inductor=inductor
     )
     plan = replace(results[best].plan, near=result.plan.near)
-    return replace(results[best], plan=plan, shown=result.shown).noted(*notes)
+    return replace(results[best], plan=plan, stage_number=result.stage_number).noted(
+        *notes
+    )
 
 
 def bound(
@@ -335,11 +337,11 @@ def bound(
     state = RankState(
         graph=result.local,
         request=request,
-        shown=result.shown,
+        stage_number=result.stage_number,
         fake_mode=fake_mode,
         ranks=ranks,
         inductor=inductor,
-        late=inductor and not _fuses(request, result.schedule),
+        at_run_time=inductor and not _fuses(request, result.schedule),
         writes=tuple(writes),
         copied=list(copied),
     )
@@ -369,7 +371,8 @@ def scheduled(
         request=request,
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
-        mesh=result.plan.mesh if result and result.decision.is_even else None,
+        mesh=result.plan.mesh if result else None,
+        even=result is None or result.decision.is_even,
         inductor=inductor,
     )
     run_steps(PHASE, state)

@@ -31,6 +31,7 @@ from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.rank_sizes import sized
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
@@ -38,7 +39,6 @@ from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.pipeline import MOST_STEPS, Result
 from fxpar.runtime.shard_map import traced_for
-from fxpar.runtime.steps.binding import sized
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
@@ -314,7 +314,7 @@ def plan(
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
     leads = options.progress and not _rank()
-    with status_line.shown("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
+    with status_line.status_of("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
     input_specs = _specs_of(in_specs, call.count, "in_specs", "tensor arguments")
 
@@ -355,7 +355,7 @@ def plan(
         dump=options.dump,
         named_hardware=named_machine(options),
     )
-    with status_line.shown("plan", MOST_STEPS, on=leads):
+    with status_line.status_of("plan", MOST_STEPS, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
     return TracedPlan(
         **asdict_shallow(result.plan),

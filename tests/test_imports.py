@@ -336,6 +336,43 @@ def test_files_and_classes_have_names_of_their_own() -> None:
     assert {c for c, n in classes.items() if n > 1} == SHARED_CLASSES
 
 
+# Participles that say what was done to a value and not what it is: ``reason``, not
+# ``found``. Functions may be called so, as ``sorted`` is.
+HOLLOW = {
+    *("asked", "drawn", "found", "given", "gone", "heard", "held", "joined", "kept"),
+    *("known", "lifted", "lost", "made", "met", "needed", "noted", "said", "shown"),
+    *("taken", "told", "tried", "wanted"),
+}
+
+# Variables and fields that are called so, each with its reason.
+HOLLOW_NAMES = {
+    "told",  # of an error: whether other ranks know
+    "held",  # of a timeline: what is held at the peak; the page's word as well
+}
+
+
+def hollow_names(path: Path) -> Iterator[str]:
+    """Variables, arguments and fields of a module that a bare participle names."""
+    for node, _ in nodes(path):
+        if isinstance(node, ast.Name | ast.Attribute):
+            bound = isinstance(node.ctx, ast.Store)
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        else:
+            bound, name = isinstance(node, ast.arg), getattr(node, "arg", None) or ""
+        if bound and name.strip("_") in HOLLOW - HOLLOW_NAMES:
+            yield f"{path.name}: {name}"
+
+
+def test_variables_are_named_by_what_they_hold(tmp_path: Path) -> None:
+    assert [text for path in FILES for text in hollow_names(path)] == []
+    sample = tmp_path / "sample.py"
+    sample.write_text(
+        "def joined(given, n):\n    self._made = n\n    for found in n: n\n"
+    )
+    names = sorted(text.split()[1] for text in hollow_names(sample))
+    assert names == ["_made", "found", "given"]
+
+
 # What docstrings and comments may name beside modules of the package.
 OUTSIDE = {"aten", "jax", "prims", "torch"}
 

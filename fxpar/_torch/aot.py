@@ -196,7 +196,7 @@ def compile_fx(
     lower: Callable[[fx.Graph, str, Callable[[str | None], Any]], Any] | None = None,
     inner: Callable[..., Any] | None = None,
     key: str = "",
-    kept: bool = False,
+    cached: bool = False,
     local_border: bool = False,
     symbolic: bool = False,
 ) -> Callable[..., Any]:
@@ -207,8 +207,8 @@ def compile_fx(
     each graph (forward, backward): it may change the graph in place, then calls
     ``generate(text)``, Inductor's codegen (see ``_in_order``) or ``inner(gm,
     examples)`` in its place. A backward is lowered when it is first called, unless
-    ``kept`` or ``symbolic``.
-    ``key`` enters the keys of torch's caches. ``kept``: a program that was compiled
+    ``cached`` or ``symbolic``.
+    ``key`` enters the keys of torch's caches. ``cached``: a program that was compiled
     under it before is taken from AOTAutograd's cache; nothing is called then. One that
     was not is left there, and so its backward is compiled with its forward.
     ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
@@ -236,8 +236,8 @@ def compile_fx(
         def uuid(self) -> str:
             return f"{own_version()}|{key}"
 
-    def compile_inner(graph: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
-        local = _local_examples(graph.graph, given)
+    def compile_inner(graph: fx.GraphModule, examples: Any, **kwargs: Any) -> Any:
+        local = _local_examples(graph.graph, examples)
 
         def generate(text: str | None) -> Any:
             graph.recompile()
@@ -252,10 +252,10 @@ def compile_fx(
 
     # A hit in AOTAutograd's cache skips the joint pass, and with it the agreement of
     # the ranks. Inductor's own cache, keyed by the bound graph, is always in use.
-    settings = {"enable_autograd_cache": kept}
+    settings = {"enable_autograd_cache": cached}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
-    if (symbolic or kept) and can_compile_backward():
+    if (symbolic or cached) and can_compile_backward():
         settings[_NOW] = True
     with (
         functorch_config.patch(settings),

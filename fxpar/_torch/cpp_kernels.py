@@ -49,9 +49,9 @@ def kernels_in_libraries() -> contextlib.AbstractContextManager[None]:
         return alone(self, argtypes, source_code)
 
     def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
-        named = {k: x for k, x in scope.items() if isinstance(x, CppKernel)}
+        kernels = {k: x for k, x in scope.items() if isinstance(x, CppKernel)}
         with dynamo_timed("async_compile.wait"):
-            scope.update(zip(named, _compiled(list(named.values())), strict=True))
+            scope.update(zip(kernels, _compiled(list(kernels.values())), strict=True))
         wait(self, scope)
 
     return _replaced(AsyncCompile, cpp_pybinding=cpp_pybinding, wait=wait_for_all)
@@ -157,10 +157,10 @@ def _bound(kernel: CppKernel, i: int) -> str:
 
     name = f"kernel_{i}"
     types = (each.replace("const ", "") for each in kernel.types)
-    given = (f"parse_arg<{each}>(args, {n})" for n, each in enumerate(types))
+    arguments = (f"parse_arg<{each}>(args, {n})" for n, each in enumerate(types))
     binding = Bindings.suffix_template.format(
         arg_len=len(kernel.types),
-        call_entry_func=f"{name}({', '.join(given)}); Py_RETURN_NONE;",
+        call_entry_func=f"{name}({', '.join(arguments)}); Py_RETURN_NONE;",
         entry_func=name,
         extra_parse_arg="",
     )

@@ -40,8 +40,8 @@ def fused_matmul_reduce_scatter(
     """This rank's part of the reduced product."""
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
 
-    made = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, op, dim, group)
-    return made.contiguous()
+    result = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, op, dim, group)
+    return result.contiguous()
 
 
 def default_group() -> Any:
@@ -63,34 +63,34 @@ def also_named(name: str, also: str) -> None:
     """Let this process find the process group of a name by another, too."""
     group = group_named(name)
     if group_named(also) is not group:
-        found: Any = torch._C._distributed_c10d
-        found._register_process_group(also, group)
+        registry: Any = torch._C._distributed_c10d
+        registry._register_process_group(also, group)
 
 
 def group_size(name: str) -> int:
     """Members of the process group of a name."""
     from torch.distributed import distributed_c10d
 
-    found: Any = distributed_c10d
-    return int(found._resolve_process_group(name).size())
+    registry: Any = distributed_c10d
+    return int(registry._resolve_process_group(name).size())
 
 
 def group_store(name: str) -> tuple[Any, int, int]:
     """The key-value store of a process group, this rank in it, and its members."""
     from torch.distributed import distributed_c10d
 
-    found: Any = distributed_c10d
-    group = found._resolve_process_group(name)
-    return found._get_process_group_store(group), group.rank(), group.size()
+    registry: Any = distributed_c10d
+    group = registry._resolve_process_group(name)
+    return registry._get_process_group_store(group), group.rank(), group.size()
 
 
 def group_named(name: str) -> Any:
     """The process group of a name; None if there is none."""
     from torch.distributed import distributed_c10d
 
-    found: Any = distributed_c10d
+    registry: Any = distributed_c10d
     try:
-        return found._resolve_process_group(name)
+        return registry._resolve_process_group(name)
     except (RuntimeError, ValueError, LookupError):
         return None
 
@@ -181,7 +181,7 @@ def _define_messages() -> None:
     if not dist.is_available() or hasattr(c10d, "isend"):
         return
     lib = torch.library.Library("_c10d_functional", "FRAGMENT")
-    found: Any = dist.distributed_c10d
+    functions: Any = dist.distributed_c10d
 
     def noted(work: Any, tensor: torch.Tensor) -> torch.Tensor:
         torch._C._distributed_c10d._register_work(tensor, work)
@@ -189,14 +189,14 @@ def _define_messages() -> None:
 
     def isend(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
         # A copy: compiled code does not know that it must keep what is sent.
-        given = [tensor.clone(memory_format=torch.contiguous_format)]
-        work = found._resolve_process_group(group).send(given, dst, tag)
+        buffer = [tensor.clone(memory_format=torch.contiguous_format)]
+        work = functions._resolve_process_group(group).send(buffer, dst, tag)
         return noted(work, tensor.new_empty(0))
 
     def irecv(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
-        made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        work = found._resolve_process_group(group).recv([made], src, tag)
-        return noted(work, made)
+        buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        work = functions._resolve_process_group(group).recv([buffer], src, tag)
+        return noted(work, buffer)
 
     def sent(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
         return tensor.new_empty(0)
@@ -218,8 +218,8 @@ def start_message(
 ) -> None:
     """Start to "send" contiguous memory to a member of a group, or to "recv" it there;
     waiting for ``until`` (``_c10d_functional.wait_tensor``) waits for it."""
-    found: Any = torch.distributed.distributed_c10d
-    members = found._resolve_process_group(group)
+    registry: Any = torch.distributed.distributed_c10d
+    members = registry._resolve_process_group(group)
     work = getattr(members, way)([x], peer, tag)
     torch._C._distributed_c10d._register_work(until, work)
 
@@ -229,11 +229,11 @@ def start_broadcast(
 ) -> None:
     """Start to write what member ``source`` of a group has in contiguous memory to that
     of all; waiting for ``until`` waits for it."""
-    found: Any = torch.distributed.distributed_c10d
-    members = found._resolve_process_group(group)
-    asked = torch.distributed.BroadcastOptions()
-    asked.rootRank, asked.rootTensor = source, 0
-    work = members.broadcast([x], asked)
+    registry: Any = torch.distributed.distributed_c10d
+    members = registry._resolve_process_group(group)
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    work = members.broadcast([x], options)
     torch._C._distributed_c10d._register_work(until, work)
 
 
@@ -249,13 +249,13 @@ def name_axes(sizes: Mapping[str, int] | None) -> None:
     stand for one rank meanwhile: what is wrong with them is said of the graph."""
     from torch.distributed import distributed_c10d
 
-    found: Any = distributed_c10d
-    resolve = getattr(found._resolve_process_group, "without_axes", None)
+    registry: Any = distributed_c10d
+    resolve = getattr(registry._resolve_process_group, "without_axes", None)
     if sizes is None:
         if resolve is not None:
-            found._resolve_process_group = resolve
+            registry._resolve_process_group = resolve
         return
-    plain = resolve or found._resolve_process_group
+    plain = resolve or registry._resolve_process_group
 
     def with_axes(name: Any) -> Any:
         if name in sizes:
@@ -266,7 +266,7 @@ def name_axes(sizes: Mapping[str, int] | None) -> None:
             return _Sized(1)
 
     with_axes.without_axes = plain  # type: ignore[attr-defined]
-    found._resolve_process_group = with_axes
+    registry._resolve_process_group = with_axes
 
 
 class _Sized:
@@ -297,11 +297,11 @@ def axes_of_one_rank() -> Iterator[None]:
     process alone; gradients go back through it at any time."""
     from torch.distributed import _functional_collectives
 
-    found: Any = _functional_collectives
+    collectives: Any = _functional_collectives
     name = "_resolve_group"
-    if not hasattr(found, name):
+    if not hasattr(collectives, name):
         name = "_resolve_group_name"  # 2.11
-    plain = getattr(found, name)
+    plain = getattr(collectives, name)
 
     def alone(group: Any, tag: str = "") -> Any:
         if not isinstance(group, str):
@@ -309,11 +309,11 @@ def axes_of_one_rank() -> Iterator[None]:
         _make_group_of_one()
         return _ALONE
 
-    setattr(found, name, alone)
+    setattr(collectives, name, alone)
     try:
         yield
     finally:
-        setattr(found, name, plain)
+        setattr(collectives, name, plain)
 
 
 def _make_group_of_one() -> None:
@@ -321,10 +321,10 @@ def _make_group_of_one() -> None:
     if group_named(_ALONE) is not None:
         return
     dist: Any = torch.distributed
-    found: Any = torch._C._distributed_c10d
+    registry: Any = torch._C._distributed_c10d
     group, kinds = dist.ProcessGroup(0, 1), dist.ProcessGroup.BackendType
     devices: tuple[str, ...]
-    fake = found.FakeProcessGroup._create_internal(0, 1)
+    fake = registry.FakeProcessGroup._create_internal(0, 1)
     if _copies(fake):
         kind, backend, devices = kinds.CUSTOM, fake, ("cpu", "cuda", "meta")
     else:  # 2.11
@@ -335,7 +335,7 @@ def _make_group_of_one() -> None:
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
     group._set_group_name(_ALONE)
-    found._register_process_group(_ALONE, group)
+    registry._register_process_group(_ALONE, group)
     _GROUPS_OF_ONE.append(group)
 
 

@@ -111,12 +111,31 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
     handlers[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
 
 
+def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Let ``x.data = y`` of a DTensor set that of its local tensor, ``part_of(x, y)``,
+    where torch (2.13) sets that of the wrapper, which nothing reads."""
+    from torch.distributed.tensor import DTensor
+
+    inherited: Any = torch.Tensor.data
+
+    def read(x: Any) -> torch.Tensor:
+        data: torch.Tensor = inherited.__get__(x)
+        return data
+
+    def write(x: Any, y: torch.Tensor) -> None:
+        x._local_tensor.data = part_of(x, y)
+
+    DTensor.data = property(read, write)  # type: ignore[assignment]
+
+
 def record_overflow(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: torch.Tensor
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    overflow: torch.Tensor,
 ) -> None:
     """Tell a scaler whether gradients were not finite, 1.0 or 0.0, for ``update()``."""
     state = scaler._per_optimizer_states[id(optimizer)]
-    state["found_inf_per_device"] = {found.device: found}
+    state["found_inf_per_device"] = {overflow.device: overflow}
 
 
 def newton_schulz() -> Callable[..., Any]:

@@ -38,8 +38,8 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Libraries add methods to loggers when they are imported.
-        found = {getattr(logging.Logger, name, None) for name in names} - {None}
-        ignored = getattr(config, silent) | found
+        methods = {getattr(logging.Logger, name, None) for name in names} - {None}
+        ignored = getattr(config, silent) | methods
         with config.patch({"specialize_float": True, silent: ignored}):
             return compiled(*args, **kwargs)
 
@@ -168,11 +168,11 @@ def on_compile(
     hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # a copied context has those too
 
     def call(self: Any, fn: Any) -> Any:
-        found: Any = innermost_backend(self.callback)
-        if getattr(found, "compiler_fn", found) is backend and self not in seen:
+        innermost: Any = innermost_backend(self.callback)
+        if getattr(innermost, "compiler_fn", innermost) is backend and self not in seen:
             seen.add(self)
-            options = getattr(found, "kwargs", {}).get("options")
-            enter, begins, met = watch(innermost_fn(fn), options)
+            options = getattr(innermost, "kwargs", {}).get("options")
+            enter, begins, on_frame = watch(innermost_fn(fn), options)
             whole = config._make_closure_patcher(optimize_ddp=False)
             own = shapes._make_closure_patcher(use_duck_shape=False)
             others = [hook for hook in self.enter_exit_hooks if hook not in hooks]
@@ -182,7 +182,7 @@ def on_compile(
             if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
                 fixed = getattr(self, "_dynamic", None) is not True
                 frames._inner_convert = _Overheard(
-                    frames._inner_convert, begins if fixed else None, met
+                    frames._inner_convert, begins if fixed else None, on_frame
                 )
         return plain(self, fn)
 
@@ -193,9 +193,12 @@ class _Overheard:
     """Dynamo's conversion of frames, with what ``begins`` and ``met`` hear of each."""
 
     def __init__(
-        self, convert: Any, begins: Callable[..., None] | None, met: Callable[..., None]
+        self,
+        convert: Any,
+        begins: Callable[..., None] | None,
+        on_frame: Callable[..., None],
     ) -> None:
-        self._convert, self._begins, self._met = convert, begins, met
+        self._convert, self._begins, self._on_frame = convert, begins, on_frame
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__getattribute__("_convert"), name)
@@ -212,9 +215,9 @@ class _Overheard:
         try:
             converted = self._convert(frame, *args, skip=skip + 1, **how)
         except Exception as error:
-            self._met(frame, error)
+            self._on_frame(frame, error)
             raise
-        self._met(frame, None)
+        self._on_frame(frame, None)
         return converted
 
 

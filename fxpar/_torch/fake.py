@@ -60,9 +60,11 @@ def new_fake_mode(*, symbols: bool = False, scalars: bool = False) -> Any:
 
     if not symbols:
         return FakeTensorMode(allow_non_fake_inputs=True)
-    made = ShapeEnv(allow_scalar_outputs=scalars, allow_dynamic_output_shape_ops=False)
+    shape_env = ShapeEnv(
+        allow_scalar_outputs=scalars, allow_dynamic_output_shape_ops=False
+    )
     return FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=made, static_shapes=True
+        allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
     )
 
 
@@ -110,5 +112,5 @@ def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:
 def fake_like(x: torch.Tensor, shape: tuple[int, ...], mode: Any) -> torch.Tensor:
     """A fake tensor like ``x`` in another shape, contiguous."""
     with mode:
-        made = torch.empty(shape, dtype=x.dtype, device=x.device)
-    return made.requires_grad_(x.requires_grad)
+        empty = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return empty.requires_grad_(x.requires_grad)

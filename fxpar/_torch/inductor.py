@@ -120,7 +120,7 @@ def _name(target: Any) -> str:
     return str(target.name()) if isinstance(target, OpOverload) else ""
 
 
-def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:
+def _local_examples(graph: fx.Graph, examples: Any) -> list[Any]:
     """Example inputs as one rank holds them. Where AOTAutograd's have that shape they
     know better: saved activations come in the strides the forward gave them."""
     values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
@@ -128,7 +128,7 @@ def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:
         value
         if isinstance(value, torch.Tensor) and value.shape != example.shape
         else example
-        for value, example in zip(values, given, strict=True)
+        for value, example in zip(values, examples, strict=True)
     ]
 
 
@@ -166,8 +166,8 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
         # Readers of the result would get a copy in that layout, taken before the wait.
         V.graph.nodes_prefer_channels_last.discard(V.graph.current_node)
         x = ir.ExternKernel.require_contiguous(x)
-        made: Any = ir._CollectiveKernel.create_out_of_place(launch, x, *args)
-        return ir.TensorBox.create(made)
+        collective: Any = ir._CollectiveKernel.create_out_of_place(launch, x, *args)
+        return ir.TensorBox.create(collective)
 
     @register_lowering(wait, type_promotion_kind=None)
     def lower_wait(result: Any) -> None:
@@ -210,8 +210,8 @@ def lower_own_shard(
             wrapper.unbacked_symbol_decls.add(str(self.symbol))
 
     def shard(mesh: str, axes: str) -> Any:
-        known: dict[Any, Any] = V.graph.__dict__.setdefault("_fxpar_shards", {})
-        if (mesh, axes) not in known:
+        symbols: dict[Any, Any] = V.graph.__dict__.setdefault("_fxpar_shards", {})
+        if (mesh, axes) not in symbols:
             environment = V.graph.sizevars.shape_env
             with environment.ignore_fresh_unbacked_symbols():
                 symbol = environment.create_unbacked_symint().node.expr
@@ -219,8 +219,8 @@ def lower_own_shard(
             kernel = OwnShard(symbol, f"own_shard({mesh!r}, {axes!r})")
             kernel.name = V.graph.register_buffer(kernel)
             V.graph.register_operation(kernel)
-            known[mesh, axes] = symbol
-        return known[mesh, axes]
+            symbols[mesh, axes] = symbol
+        return symbols[mesh, axes]
 
     @register_lowering(part, type_promotion_kind=None)
     def lower_part(

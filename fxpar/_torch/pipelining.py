@@ -18,11 +18,11 @@ def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
     ``Schedule1F1B`` (2.13) lacks a forward on the last rank: it is for pictures.)"""
     from torch.distributed.pipelining import schedules
 
-    found: Any = schedules
+    tables: Any = schedules
     rows = []
     for rank in range(places):
         first = min(parts, places - 1 - rank)
-        ops = found._get_1f1b_rank_ops(
+        ops = tables._get_1f1b_rank_ops(
             1,
             places,
             first,
@@ -38,8 +38,8 @@ def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
 
 def gpipe(places: int, parts: int, rounds: int) -> list[list[Action]]:
     """All forwards, then all backwards (``ScheduleGPipe``)."""
-    asked = SimpleNamespace(_num_stages=places, _n_microbatches=parts)
-    table = _class("ScheduleGPipe")._get_pipeline_order(asked)
+    schedule = SimpleNamespace(_num_stages=places, _n_microbatches=parts)
+    table = _class("ScheduleGPipe")._get_pipeline_order(schedule)
     return [_actions(table[rank]) for rank in range(places)]
 
 
@@ -66,7 +66,7 @@ def dual_pipe_v(places: int, parts: int, rounds: int) -> list[list[Action]]:
 
 def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[Action]]:
     turns = max(1, parts // places)
-    asked = SimpleNamespace(
+    schedule = SimpleNamespace(
         pp_group_size=places,
         num_stages=places * rounds,
         n_local_stages=rounds,
@@ -75,7 +75,7 @@ def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[A
         microbatches_per_round=parts // turns,
     )
     operations: Callable[..., Any] = _class(name)._calculate_single_rank_operations
-    return [_actions(operations(asked, rank)) for rank in range(places)]
+    return [_actions(operations(schedule, rank)) for rank in range(places)]
 
 
 def _class(name: str) -> Any:

@@ -31,8 +31,8 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
 
     env, source = mode.shape_env, ConstantSource(name)
     symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
-    made: torch.SymInt = env.create_symintnode(symbol, hint=hint, source=source)
-    return made
+    size: torch.SymInt = env.create_symintnode(symbol, hint=hint, source=source)
+    return size
 
 
 def is_open(x: Any) -> bool:
@@ -69,12 +69,12 @@ def is_symbol(x: Any) -> bool:
     return isinstance(x, torch.SymInt) and x.node.expr.is_symbol
 
 
-def substituted(x: Any, known: Mapping[str, Any]) -> Any:
+def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:
     """A symbolic number of Dynamo's in other numbers, by the names of its symbols.
     Raises KeyError for a symbol that is not known."""
     if not isinstance(x, torch.SymInt):
         return x
-    values = {s: known[str(s)] for s in x.node.expr.free_symbols}
+    values = {s: value_of[str(s)] for s in x.node.expr.free_symbols}
     return _computed(x.node.expr, values.__getitem__, lambda op, *args: op(*args))
 
 
@@ -121,18 +121,18 @@ def _computed(
 
 
 def computed(
-    x: torch.SymInt, known: Mapping[Any, Any], apply: Callable[..., Any]
+    x: torch.SymInt, value_of: Mapping[Any, Any], apply: Callable[..., Any]
 ) -> Any:
     """A symbolic number from its symbols: ``apply(operator, a, b)`` for every step.
-    ``known``: by ``expression``, what may be taken as it is.
+    ``value_of``: by ``expression``, what may be taken as it is.
 
     Raises KeyError for a symbol that is not known, Inexpressible where there is no
     operator.
     """
-    found = known.get(x.node.expr)
-    if found is not None:
-        return found
-    return _computed(x.node.expr, known.__getitem__, apply)
+    value = value_of.get(x.node.expr)
+    if value is not None:
+        return value
+    return _computed(x.node.expr, value_of.__getitem__, apply)
 
 
 def hinted(x: Any, mode: Any) -> Any:
@@ -147,25 +147,25 @@ def hinted(x: Any, mode: Any) -> Any:
         if offset:
             ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
             flat = torch.empty([offset + 1 + sum(ends)], dtype=x.dtype, device=x.device)
-            made = flat.as_strided(shape, stride, offset)
+            tensor = flat.as_strided(shape, stride, offset)
         else:
-            made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
-    return made.requires_grad_() if x.requires_grad else made
+            tensor = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+    return tensor.requires_grad_() if x.requires_grad else tensor
 
 
 def divisors_asked(names: Sequence[str], mode: Any) -> dict[str, int]:
     """What guards ask symbols of these names to be multiples of."""
     from torch.utils._sympy.functions import Mod
 
-    asked: dict[str, int] = {}
+    divisors: dict[str, int] = {}
     for guard in mode.shape_env.guards:
         for part in guard.expr.atoms(Mod):
             base, by = part.args
             times, symbol = base.as_coeff_Mul()
             if by.is_Integer and str(symbol) in names:
                 k = int(by) // math.gcd(int(by), int(times))
-                asked[str(symbol)] = math.lcm(asked.get(str(symbol), 1), k)
-    return {name: k for name, k in asked.items() if k > 1}
+                divisors[str(symbol)] = math.lcm(divisors.get(str(symbol), 1), k)
+    return {name: k for name, k in divisors.items() if k > 1}
 
 
 def fixed(symbols: Sequence[torch.SymInt]) -> list[int]:

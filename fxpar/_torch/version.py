@@ -28,7 +28,7 @@ def own_version() -> str:
 
 def versions() -> tuple[str, ...]:
     """Of what compiles generated kernels."""
-    found = [str(torch.__version__)]
+    texts = [str(torch.__version__)]
     with contextlib.suppress(PackageNotFoundError):
-        found.append(version("triton"))
-    return tuple(found)
+        texts.append(version("triton"))
+    return tuple(texts)

@@ -137,8 +137,8 @@ def _environment(
 
 
 def _losses(lines: Sequence[str]) -> dict[int, float]:
-    found = (_LOSS.match(line) for line in lines)
-    return {int(match[1]): float(match[2]) for match in found if match}
+    matches = (_LOSS.match(line) for line in lines)
+    return {int(match[1]): float(match[2]) for match in matches if match}
 
 
 def _run(

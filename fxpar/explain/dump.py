@@ -164,8 +164,8 @@ def show_seconds(
 
 def _splits_nothing(plan: Plan) -> bool:
     """Whether ranks repeat a graph with parameters, and no note says so."""
-    said = any("repeat the same work" in note for note in plan.notes)
-    if plan.mesh.size == 1 or not plan.parameters or said:
+    is_noted = any("repeat the same work" in note for note in plan.notes)
+    if plan.mesh.size == 1 or not plan.parameters or is_noted:
         return False
     specs = (spec for node in plan.nodes for spec in (*node.operands, *node.results))
     return not any(spec.sharded_axes for spec in specs)

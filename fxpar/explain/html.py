@@ -94,7 +94,7 @@ class _ValueRow:
 
     name: str
     settled: Spec
-    made: Spec
+    made_spec: Spec
     # What makes it. ``shape`` and ``dtype`` are None where not known.
     row: int = -1
     shape: tuple[int, ...] | None = None
@@ -102,7 +102,7 @@ class _ValueRow:
 
     def plain(self, text: _Texts) -> list[Any]:
         dtype = text(short_dtype(self.dtype)) if self.dtype else -1
-        specs = text(self.settled), text(self.made)
+        specs = text(self.settled), text(self.made_spec)
         return [text(self.name), dtype, self.shape, *specs, self.row]
 
 
@@ -201,7 +201,7 @@ def _op_row(
         if v is None:  # of a tuple with other results than tensors
             v = index[f"{node.name}.{i}"]
         value = values[v]
-        value.made, value.settled = made_spec, settled
+        value.made_spec, value.settled = made_spec, settled
         value.shape, value.dtype = node.shapes[n + i], node.dtypes[n + i]
         makes.append(v)
     split = ", ".join(f"{f} over {'+'.join(axes)}" for f, axes in node.factors if axes)
@@ -223,7 +223,7 @@ def _input_rows(
             if v is not None:
                 kinds[program.values[v].name] = declared.kind
         for value, program_value in zip(values, program.values, strict=True):
-            value.made = decision.edges.specs[program_value.index]
+            value.made_spec = decision.edges.specs[program_value.index]
             value.shape = program_value.shape
             value.dtype = str(program_value.dtype).removeprefix("torch.")
     rows = []
@@ -316,7 +316,7 @@ def _tree(page: _Page) -> list[ModuleGroup | int]:
     keys = []
     for number, row in enumerate(page.rows):
         values = [page.values[v] for v in row.makes]
-        results = tuple((v.made, v.settled, v.shape, v.dtype) for v in values)
+        results = tuple((v.made_spec, v.settled, v.shape, v.dtype) for v in values)
         reads = tuple(spec for _, spec in row.reads)
         short = row.name.rpartition(".")[2] if row.op in _GROUPS else ""
         keys.append((row.op, short, reads, results, tuple(edges[number])))

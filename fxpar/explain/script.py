@@ -63,13 +63,13 @@ def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
         inspect.signature(factory).bind()
     except TypeError as error:
         raise OptionError(f"{target} must take nothing: {error}", fix=FORM) from None
-    made = factory()
-    parts = made if isinstance(made, tuple) else (made,)
+    call_parts = factory()
+    parts = call_parts if isinstance(call_parts, tuple) else (call_parts,)
     kinds: list[Any] = [Callable, (tuple, list), Mapping]
     fits = (isinstance(*pair) for pair in zip(parts, kinds, strict=False))
     if not 0 < len(parts) <= 3 or not all(fits):
-        shown = ", ".join(type(part).__name__ for part in parts)
-        raise OptionError(f"{target} returned ({shown})", fix=FORM)
+        types = ", ".join(type(part).__name__ for part in parts)
+        raise OptionError(f"{target} returned ({types})", fix=FORM)
     call = PlanTarget(*parts)
     return call.function, call.args, call.kwargs
 

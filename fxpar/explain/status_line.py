@@ -23,7 +23,7 @@ _BEAT = 0.5  # seconds from one renewal to the next
 _LINE = "{desc}: {postfix[0]}, step {n_fmt} of {total_fmt}, {elapsed}"
 
 
-class _Shown:
+class _Status:
     """One graph's progress. ``now``: the step that runs, and how many have begun."""
 
     def __init__(self, name: str, steps: int, stream: TextIO) -> None:
@@ -65,17 +65,17 @@ class _Shown:
             due *= 2
 
 
-_CURRENT: list[_Shown] = []
+_CURRENT: list[_Status] = []
 
 
 @contextlib.contextmanager
-def shown(name: str, steps: int, *, on: bool) -> Iterator[None]:
+def status_of(name: str, steps: int, *, on: bool) -> Iterator[None]:
     """Show the progress of what runs inside. ``steps``: how many there are at most;
     ``on``: whether this process shows it. Inside another the outer one is shown."""
     if not on or _CURRENT:
         yield
         return
-    progress = _Shown(name, steps, sys.stderr)
+    progress = _Status(name, steps, sys.stderr)
     _CURRENT.append(progress)
     progress.thread.start()
     try:

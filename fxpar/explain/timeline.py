@@ -45,8 +45,8 @@ def _names(threads: Mapping[str, int], name: str) -> Iterator[dict[str, Any]]:
     yield {**about, "tid": 0, "name": "process_name", "args": {"name": name}}
     for stream, tid in threads.items():
         computes = stream == COMPUTE or stream.startswith(STREAM)
-        shown = stream if computes else f"communication {stream}"
-        yield {**about, "tid": tid, "name": "thread_name", "args": {"name": shown}}
+        row_name = stream if computes else f"communication {stream}"
+        yield {**about, "tid": tid, "name": "thread_name", "args": {"name": row_name}}
         order = {"sort_index": tid}
         yield {**about, "tid": tid, "name": "thread_sort_index", "args": order}
 

@@ -23,8 +23,9 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
-from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, shown
+from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
 from fxpar.fusion.schedule_edit import Edit, lift
+from fxpar.fusion.unlike_shards import close, has_unlike_shards, is_closed
 from fxpar.fusion.verbs import (
     balance,
     fuse_nodes,
@@ -38,6 +39,7 @@ from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 
@@ -75,13 +77,18 @@ class Takes:
 def _node(edit: Edit, argument: Argument) -> fx.Node:
     if not isinstance(argument, str):
         raise _Unfit
-    return edit.node(argument)
+    node = edit.node(argument)
+    if is_closed(node):
+        what = f"{node.name} is of shards that are not alike, which verbs would cut so"
+        fix = "leave out the line, or choose mesh sizes that divide the dims"
+        raise ScheduleError(what, where=user_line(node), fix=fix)
+    return node
 
 
 def _nodes(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
     if not isinstance(argument, tuple) or not argument:
         raise _Unfit
-    return tuple(map(edit.node, argument))
+    return tuple(_node(edit, name) for name in argument)
 
 
 def _ends(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
@@ -212,7 +219,7 @@ def _each(values: list[Any]) -> Iterator[fx.Node]:
 
 def _unfit(line: Line, why: str) -> ScheduleError:
     return ScheduleError(
-        f"{shown(line)}: {why}", fix=f"write it as in: {TAKES[line.verb].form}"
+        f"{line_text(line)}: {why}", fix=f"write it as in: {TAKES[line.verb].form}"
     )
 
 
@@ -263,7 +270,7 @@ def apply(
     """
     lines = Schedule.of(schedule).lines
     mesh = Mesh.parse(mesh)
-    edit, lifted = opened(graph, mesh, inputs, permit, groups)
+    edit, was_lowered = opened(graph, mesh, inputs, permit, groups)
     try:
         for line in lines[:-1]:
             do(edit, line, check=False)
@@ -276,7 +283,7 @@ def apply(
             do(edit, line)
         raise
     writes_as_results.put(edit.graph, edit.written)
-    if lifted if lowered is None else lowered:
+    if was_lowered if lowered is None else lowered:
         finish(edit.graph, edit.mesh, edit.build.fake_mode)
     return edit.graph
 
@@ -294,16 +301,18 @@ def opened(
     copy = copy_of(graph.graph if isinstance(graph, fx.GraphModule) else graph)
     for node in copy.nodes:
         if isinstance(node.target, node_legality.CallableRegion):
-            node.target = node_legality.CallableRegion(copy_of(node.target.graph))
+            node.target = type(node.target)(copy_of(node.target.graph))
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
-    lifted = lift(copy, build, groups)
+    was_lowered = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
+    if has_unlike_shards(copy):
+        close(copy, mesh, build.fake_mode)
     node_legality.admit(copy)
     ordered = node_legality.number(copy)
     return Edit(
         copy, build, frozenset(permit), ordered=ordered, written=written
-    ), lifted
+    ), was_lowered
 
 
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
@@ -353,7 +362,7 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
     """One line of a schedule; ``check``: whether the graph is checked after it, which
     takes time that grows with the graph. Raises ScheduleError."""
     if line.verb not in VERBS:
-        what = f"{line.verb!r} is no verb, in: {shown(line)}"
+        what = f"{line.verb!r} is no verb, in: {line_text(line)}"
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
     edit.look()
     try:
@@ -364,11 +373,11 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
             node_legality.check(edit.graph, line.verb, edit.ordered)
             edit.graph.lint()
     except ScheduleError as error:
-        error.add_note(f"in the schedule: {shown(line)}")
+        error.add_note(f"in the schedule: {line_text(line)}")
         raise
     except Exception as error:
         raise Unexpected(
-            f"{shown(line)}: {type(error).__name__}: {error}",
+            f"{line_text(line)}: {type(error).__name__}: {error}",
             fix="leave out the line, and report it",
         ) from error
 
@@ -376,7 +385,8 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
 def _name(edit: Edit, line: Line, results: Sequence[fx.Node]) -> None:
     if len(line.gives) > len(results):
         raise ScheduleError(
-            f"{shown(line)}: gives {len(results)} values, {len(line.gives)} are named",
+            f"{line_text(line)}: gives {len(results)} values, "
+            f"{len(line.gives)} are named",
             fix=f"name at most {len(results)} after '->'",
         )
     for name, node in zip(line.gives, results, strict=False):

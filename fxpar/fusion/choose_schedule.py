@@ -36,6 +36,7 @@ from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import LEAST, Attempts, with_room
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
+from fxpar.fusion.unlike_shards import UnlikeOp, closed
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
@@ -79,7 +80,7 @@ _SETTINGS: tuple[dict[str, int], ...] = (
 class Chosen:
     """``seconds``: of a step, before and after; ``peak``: bytes of memory. ``near``:
     what was thought of and left, and why. ``others``: schedules that were simulated and
-    not taken, the fastest first."""
+    not taken, the fastest first. ``unlike``: ops on shards that are not alike."""
 
     schedule: Schedule
     graph: fx.Graph
@@ -87,15 +88,20 @@ class Chosen:
     peak: tuple[int, int]
     near: tuple[str, ...] = ()
     others: tuple[Schedule, ...] = ()
+    unlike: int = 0
 
     @property
-    def note(self) -> str:
+    def notes(self) -> tuple[str, ...]:
         """What a plan notes of it."""
         (seconds, then), (peak, after) = self.seconds, self.peak
-        return (
+        saved = (
             f"schedule: a step is predicted to take {then * 1e3:.4g} ms instead of "
             f"{seconds * 1e3:.4g} ms, and {after} bytes instead of {peak}"
         )
+        stay = (
+            f"schedule: {self.unlike} ops on shards that are not alike stay as they are"
+        )
+        return (saved,) * bool(self.schedule) + (stay,) * bool(self.unlike)
 
 
 def choose_or_warn(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen | None:
@@ -122,6 +128,8 @@ def failed(error: Exception) -> None:
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
+    values = [node.meta.get("val") for node in graph.nodes]
+    graph = closed(graph, mesh, _torch.fake.mode_of(values))
     with _old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
         state = Attempts(shapes, hardware.on(mesh), hardware)
@@ -138,6 +146,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         (before.peak_bytes, state.now.peak_bytes),
         tuple(dict.fromkeys(state.near)),
         state.others(),
+        sum(isinstance(node.target, UnlikeOp) for node in graph.nodes),
     )
 
 
@@ -190,7 +199,7 @@ def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
     the all-reduces that were split in any."""
     cases, split = [Schedule()], set[str]()
     for axes in dict.fromkeys(_reduced_along(state.first)):
-        found = {case: state.simulated[case] for case in cases}
+        attempts = {case: state.simulated[case] for case in cases}
         for case in cases:
             graph = state.graph(case) if case else state.first
             cuts, left = candidates(graph, state.mesh, axes, state.hardware)
@@ -200,8 +209,8 @@ def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
                 lines = case + lines_of(some, len(case.lines))
                 then = state.attempt(lines, described(axes, some))
                 if then is not None:
-                    found[lines] = then
-        few = sorted(found, key=lambda case: found[case].seconds)[:_CASES]
+                    attempts[lines] = then
+        few = sorted(attempts, key=lambda case: attempts[case].seconds)[:_CASES]
         cases = list(dict.fromkeys([state.schedule, *few, Schedule()]))
     return cases, split
 
@@ -215,9 +224,9 @@ def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
     if rings.lines and balances.lines:
         both = balances + rings_of(state.graph(best + balances))
         ways["lines of balanced rings"] = both
-    for said, lines in ways.items():
+    for what, lines in ways.items():
         if lines.lines:
-            then = state.attempt(best + lines, f"{len(lines.lines)} {said}")
+            then = state.attempt(best + lines, f"{len(lines.lines)} {what}")
             cases = cases if then is None else [best + lines, *cases]
     return cases
 
@@ -227,12 +236,12 @@ def _overlapped(
 ) -> None:
     """Products in chunks beside their collectives, and rings, on top of each case; the
     one that is predicted to be best is simulated first."""
-    found = []
+    predictions = []
     for case in cases:
         groups = _groups(state, case, split)
         saved = sum(group.saved for group in groups)
-        found.append((state.simulated[case].seconds - saved, case, groups))
-    for predicted, case, groups in sorted(found, key=lambda f: f[0]):
+        predictions.append((state.simulated[case].seconds - saved, case, groups))
+    for predicted, case, groups in sorted(predictions, key=lambda f: f[0]):
         if not groups or predicted >= state.now.seconds * (1 - LEAST):
             continue
         every = Schedule(tuple(line for g in groups for line in g.lines.lines))
@@ -242,7 +251,7 @@ def _overlapped(
         schedule = case
         for group in groups:
             before = state.simulated[schedule].seconds
-            then = state.attempt(schedule + group.lines, group.said)
+            then = state.attempt(schedule + group.lines, group.what)
             if then is not None and then.seconds < before:
                 schedule += group.lines
 
@@ -311,7 +320,7 @@ class _Group:
 
     lines: Schedule
     saved: float
-    said: str
+    what: str
 
 
 def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Group]:
@@ -322,7 +331,7 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
     if not exposed:
         return []
     graph = state.graph(case)
-    varies, late = varying(graph), depending_on_tangents(graph)
+    varies, backward = varying(graph), depending_on_tangents(graph)
     least = _TRIED * now.seconds / 2
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -335,9 +344,9 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
     for key, nodes in alike.items():
         forms: dict[Any, list[Window]] = {}
         for node in nodes:
-            alone, here = True, window(node, varies, late)
+            alone, here = True, window(node, varies, backward)
             if node.name in split and not here.others:
-                alone, here = False, window(node, varies, late, both=False)
+                alone, here = False, window(node, varies, backward, both=False)
             forms.setdefault((here.form, alone), []).append(here)
         for form, same in forms.items():
             if form not in state.formed:
@@ -351,8 +360,8 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
                 lines = Schedule()
                 for here in same:
                     lines += here.renamed(best.lines, first, f"of_{here.name}")
-                said = f"{len(same)} of {best.lines.lines[-1]}"
-                out.append(_Group(lines, best.seconds * len(same), said))
+                what = f"{len(same)} of {best.lines.lines[-1]}"
+                out.append(_Group(lines, best.seconds * len(same), what))
     return sorted(out, key=lambda group: -group.saved)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar.fusion.apply_schedule import apply
+from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
 from fxpar.passes.order.forward_backward import as_run
@@ -65,7 +66,7 @@ class Window:
         """Equal for windows in which equal lines do the same, but for names."""
         place = {node: i for i, node in enumerate(self.graph.nodes)}
 
-        def said(node: fx.Node) -> Any:
+        def form_of(node: fx.Node) -> Any:
             args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}")
             values = tensors_in(node.meta.get("val"))
             shapes = tuple((tuple(v.shape), v.stride(), v.dtype) for v in values)
@@ -73,7 +74,7 @@ class Window:
             varies = node.meta.get("fxpar_spec") if node.op == "placeholder" else None
             return target, str(args), shapes, varies, node.name == self.name
 
-        return tuple(map(said, self.graph.nodes))
+        return tuple(map(form_of, self.graph.nodes))
 
     def after(self, lines: Schedule, name: str, mesh: Mesh) -> Window:
         """With lines done to it, around another collective."""
@@ -120,6 +121,8 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
         )
         if "val" in node.meta:
             copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], _on_meta)
+        if isinstance(node.target, CallableRegion):
+            copy.target = type(node.target)(shapes_of(node.target.graph))
     return shapes
 
 
@@ -133,12 +136,12 @@ def _on_meta(value: Any) -> Any:
 
 
 def window(
-    node: fx.Node, varies: Varies, late: Collection[fx.Node], *, both: bool = True
+    node: fx.Node, varies: Varies, backward: Collection[fx.Node], *, both: bool = True
 ) -> Window:
-    """Around one collective. ``late``: nodes of the backward, which one of the forward
-    does not hold. ``both``: what reads it is tried too, as it is of a gather."""
+    """Around one collective. ``backward``: its nodes, which no window of the forward
+    holds. ``both``: what reads it is tried too, as it is of a gather."""
     most = _READERS if both or node.target is collective_nodes.all_gather else _REST
-    members = sorted(_before(node, late) | _behind(node, late, most))
+    members = sorted(_before(node, backward) | _behind(node, backward, most))
     inside = set(members)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -163,20 +166,20 @@ def _input_like(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.No
     return placeholder
 
 
-def _before(node: fx.Node, late: Collection[fx.Node]) -> set[fx.Node]:
+def _before(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
     """The collective, and what is computed for it alone since those before."""
     members, at = {node}, node.prev
     for _ in range(_FAR):
         if at.op in ("root", "placeholder"):
             break
         alone = bool(at.users) and members.issuperset(at.users)
-        if alone and _may_join(at, node, late) and len(members) < _MOST:
+        if alone and _may_join(at, node, backward) and len(members) < _MOST:
             members.add(at)
         at = at.prev
     return members
 
 
-def _behind(node: fx.Node, late: Collection[fx.Node], most: int) -> set[fx.Node]:
+def _behind(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.Node]:
     """The collective, and what is computed from it up to the next ones; with those of
     them that go over other axes, since both can run at once. No path leads out of the
     set and back."""
@@ -188,9 +191,9 @@ def _behind(node: fx.Node, late: Collection[fx.Node], most: int) -> set[fx.Node]
         if not outside.isdisjoint(read):
             outside.add(at)
         elif not members.isdisjoint(read):
-            room = (at in late) == (node in late) and len(members) < most
+            room = (at in backward) == (node in backward) and len(members) < most
             ends = at.target in _MOVED and _apart(at, collective_nodes.axes_of(node))
-            joins = _may_join(at, node, late)
+            joins = _may_join(at, node, backward)
             if room and (joins or ends):
                 members.add(at)
             if not (room and joins):
@@ -203,8 +206,8 @@ def _apart(at: fx.Node, axes: tuple[str, ...]) -> bool:
     return set(axes).isdisjoint(collective_nodes.axes_of(at))
 
 
-def _may_join(at: fx.Node, node: fx.Node, late: Collection[fx.Node]) -> bool:
-    same = (at in late) == (node in late)
+def _may_join(at: fx.Node, node: fx.Node, backward: Collection[fx.Node]) -> bool:
+    same = (at in backward) == (node in backward)
     return (
         same
         and at.op == "call_function"

@@ -84,14 +84,14 @@ class FewerLayers:
 def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
     """The graph with few layers; None if it has few, or they do not come apart."""
     rows = list(_rows(graph))
-    late = depending_on_tangents(graph)
-    early = (row for row in rows if not any(_is_late(n, late) for n in row.nodes))
+    backward = depending_on_tangents(graph)
+    early = (row for row in rows if not any(_is_later(n, backward) for n in row.nodes))
     most = max(early, key=lambda row: len(row.nodes), default=None)
     if most is None:
         return None
     behind = rows[rows.index(most) + 1 :]
     for distance in most.distances:
-        cuts = _cuts(most, distance, behind, late)
+        cuts = _cuts(most, distance, behind, backward)
         shorter = cuts and _without(graph, cuts)
         if cuts and shorter:
             removed = (cuts[0].end - cuts[0].begin) // distance
@@ -104,7 +104,7 @@ def _cuts(
     most: RowOfLayers,
     distance: int,
     behind: Sequence[RowOfLayers],
-    late: Collection[fx.Node],
+    backward: Collection[fx.Node],
 ) -> tuple[RowCut, ...] | None:
     """The middle of a row, and what reads it of those behind; None if it is short, or
     these do not have as many layers for it."""
@@ -113,10 +113,10 @@ def _cuts(
         return None
     begin = STAY // 2 * distance
     cuts = [RowCut(most.nodes, distance, begin, begin + removed * distance)]
-    gone = set(cuts[0].left_out)
-    own = _read_there_alone(most.nodes, gone, late)
+    left_out = set(cuts[0].left_out)
+    own = _read_there_alone(most.nodes, left_out, backward)
     for row in behind:
-        reads = [i for i, n in enumerate(row.nodes) if _reads(n, gone, own)]
+        reads = [i for i, n in enumerate(row.nodes) if _reads(n, left_out, own)]
         if not reads:
             continue
         first, last = reads[0], reads[-1]
@@ -126,7 +126,7 @@ def _cuts(
         if end > len(row.nodes):
             return None
         cuts.append(RowCut(row.nodes, step, first, end))
-        gone.update(cuts[-1].left_out)
+        left_out.update(cuts[-1].left_out)
     return tuple(cuts)
 
 
@@ -148,9 +148,9 @@ def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
         last = end
 
 
-def _is_late(node: fx.Node, late: Collection[fx.Node]) -> bool:
+def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:
     """Whether an op is of the backward, or of an update."""
-    return node in late or phase_of(node) in ("backward", "update")
+    return node in backward or phase_of(node) in ("backward", "update")
 
 
 def _reads(node: fx.Node, *several: Collection[fx.Node]) -> bool:
@@ -159,16 +159,20 @@ def _reads(node: fx.Node, *several: Collection[fx.Node]) -> bool:
 
 
 def _read_there_alone(
-    row: Collection[fx.Node], gone: Collection[fx.Node], late: Collection[fx.Node]
+    row: Collection[fx.Node],
+    left_out: Collection[fx.Node],
+    backward: Collection[fx.Node],
 ) -> set[fx.Node]:
     """What no op of the forward reads but those of a row that are left out: their
     parameters, and what is made of these."""
     inside, own = set(row), set[fx.Node]()
-    pending = [read for node in gone for read in node.all_input_nodes]
+    pending = [read for node in left_out for read in node.all_input_nodes]
     while pending:
         node = pending.pop()
-        users = [u for u in node.users if u.op != "output" and not _is_late(u, late)]
-        alone = all(user in gone or user in own for user in users)
+        users = [
+            u for u in node.users if u.op != "output" and not _is_later(u, backward)
+        ]
+        alone = all(user in left_out or user in own for user in users)
         if alone and node not in own and node not in inside:
             own.add(node)
             pending += node.all_input_nodes
@@ -183,16 +187,16 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
         for cut in cuts
         for place, node in enumerate(cut.left_out, cut.begin)
     }
-    gone, output = set(instead), graph.output_node()
-    results = [r for r in output.args[0] if r not in gone]
+    left_out, output = set(instead), graph.output_node()
+    results = [r for r in output.args[0] if r not in left_out]
     ends = [n for n in graph.nodes if not n.users and n.op == "call_function"]
-    needed = _needed([*results, *ends], instead)
+    ancestors = _ancestors([*results, *ends], instead)
     shorter, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        if node not in needed or node in gone:
+        if node not in ancestors or node in left_out:
             continue
         for read in node.all_input_nodes:
-            if read in gone:
+            if read in left_out:
                 if instead[read] not in copies:
                     return None
                 copies[read] = copies[instead[read]]
@@ -202,19 +206,19 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
     return shorter
 
 
-def _needed(
+def _ancestors(
     ends: Sequence[Any], instead: Mapping[fx.Node, fx.Node | None]
 ) -> set[fx.Node]:
     """Nodes among the ends, and all that they are made of."""
-    needed: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     pending = [end for end in ends if isinstance(end, fx.Node)]
     while pending:
         node = pending.pop()
         node = instead.get(node, node) or node
-        if node not in needed:
-            needed.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             pending += node.all_input_nodes
-    return needed
+    return ancestors
 
 
 # Names any number of ops.
@@ -236,8 +240,8 @@ class NotOfLayers(Exception):
 
 def lines_of_layers(schedule: Schedule, fewer: FewerLayers) -> Schedule:
     """The schedule for all layers; its settings stay. Raises NotOfLayers."""
-    said = _Repeats(fewer)
-    lines = [line for short in schedule.lines for line in said.lines(short)]
+    repeats = _Repeats(fewer)
+    lines = [line for short in schedule.lines for line in repeats.lines(short)]
     return replace(schedule, lines=tuple(lines))
 
 
@@ -262,16 +266,16 @@ class _Repeats:
 
     def lines(self, line: Line) -> Iterator[Line]:
         """A line for all layers that it stands for."""
-        named = {
+        places = {
             name: self.places[name] for name in _names(line) if name in self.places
         }
-        if not named:
+        if not places:
             yield line
             return
-        rows = {place.row for place in named.values()}
+        rows = {place.row for place in places.values()}
         row = self.fewer.rows[min(rows)]
-        home = max(named.values(), key=lambda place: place.at)
-        span = home.at - min(place.at for place in named.values())
+        home = max(places.values(), key=lambda place: place.at)
+        span = home.at - min(place.at for place in places.values())
         if len(rows) > 1 or span >= 2 * row.distance:
             yield self._of_many(line)
             return

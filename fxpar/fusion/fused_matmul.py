@@ -239,13 +239,18 @@ def rung_of(
     """How GPUs that share memory run a matmul [m, k] times [k, n] with its collective:
     "signals", or "chunks", PyTorch's fused ops. ``further``: columns of further
     weights; ``name``: of the hardware (``lookup``)."""
-    hardware = hardware_table.lookup(name)
-    top = hardware.peak(dtype)
     verdict = profitable(
-        kind, m, n, k, ranks, hardware.levels[0].bandwidth, top.flops * top.efficiency,
-        hardware.bandwidth, dtype=dtype, programs=programs, units=programs + FREE,
+        kind,
+        m,
+        n,
+        k,
+        ranks,
+        hardware_table.lookup(name),
+        dtype=dtype,
+        programs=programs,
+        units=programs + FREE,
         further=further,
-    )  # fmt: skip
+    )
     rung = Rung("signals" if verdict.pays else "chunks", verdict.why)
     text = "%s and matmul [%d, %d] times [%d, %d] on %d ranks: %s: %s"
     log.debug(text, kind, m, k, k, n + further, ranks, rung.name, rung.why)
@@ -267,6 +272,6 @@ def _hardware_of(group: str) -> str:
             name = "unknown"
         store, rank, ranks = _torch.distributed.group_store(group)
         meeting = Meeting.of(store, rank, ranks, f"fxpar/{group}/hardware")
-        one = set(meeting.told(name)) == {name} and name != "unknown"
+        one = set(meeting.words_of_all(name)) == {name} and name != "unknown"
         _HARDWARE[process_group] = name if one else ""
     return _HARDWARE[process_group]

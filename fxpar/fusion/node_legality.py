@@ -25,8 +25,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.passes import collective_nodes, custom_ops
-from fxpar.passes.builder import UNEVEN
+from fxpar.passes import collective_nodes
 from fxpar.passes.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.simulate.launches import PRODUCTS
 from fxpar.sharding.program import user_line
@@ -124,10 +123,6 @@ def _is_no_op(node: fx.Node) -> bool:
     return node.op in ("call_method", "call_module")
 
 
-def _is_uneven(node: fx.Node) -> bool:
-    return node.target in custom_ops.SIZES or bool(node.meta.get(UNEVEN))
-
-
 # (of which nodes, why no schedule is applied to them, what to do)
 _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
     (
@@ -150,11 +145,6 @@ _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
         _holds_graphs,
         "runs graphs of its own, which no verb looks into",
         "trace what it does without it",
-    ),
-    (
-        _is_uneven,
-        "is of a program some of whose shards are not alike",
-        "choose mesh sizes that divide the dims",
     ),
     (_is_no_op, "is no op", "trace the graph with make_fx(..., tracing_mode='fake')"),
 )
@@ -201,7 +191,7 @@ def instead(old: fx.Node, new: fx.Node) -> None:
 def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
     """Raise ScheduleError unless all draws are there, once, and all in the order they
     were numbered in. ``counts``: as of ``number``."""
-    last, drawn = dict.fromkeys(_KINDS, -1), 0
+    last, draw_count = dict.fromkeys(_KINDS, -1), 0
     for node in flat(graph):
         for kind, (belongs, why) in _KINDS.items():
             if not belongs(node):
@@ -211,8 +201,8 @@ def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
                 what = f"{verb}: {node.name} {why}"
                 raise ScheduleError(what, where=user_line(node), fix=_FIX)
             last[kind] = now
-            drawn += kind == "draw"
-    if drawn < counts["draw"]:
+            draw_count += kind == "draw"
+    if draw_count < counts["draw"]:
         what = f"{verb}: random numbers that others draw after would not be drawn"
         raise ScheduleError(what, fix=_FIX)
 
@@ -235,8 +225,8 @@ def arrange(graph: fx.Graph) -> None:
         stack = [node]
         while stack:
             at = stack.pop()
-            needed = (*at.all_input_nodes, *first.get(at, ()))
-            unplaced = next((n for n in needed if n not in placed), None)
+            sources = (*at.all_input_nodes, *first.get(at, ()))
+            unplaced = next((n for n in sources if n not in placed), None)
             if unplaced is not None:
                 waiting.setdefault(unplaced, []).append(at)
                 continue

@@ -211,15 +211,15 @@ def _best(
 ) -> OverlapCandidate:
     """The best one line."""
     best = OverlapCandidate(Schedule(), 0.0)
-    tried: set[Line] = set()
+    visited: set[Line] = set()
     slower_both_ways = False
     least = max(least, _LEAST * base)
     for way in sorted(_ways(window, machine), key=lambda way: way.least - way.now):
         if way.now - way.least <= max(best.seconds, least):
             break
-        if way.line in tried:
+        if way.line in visited:
             continue
-        tried.add(way.line)
+        visited.add(way.line)
         if way.line.options == _ONE_WAY and slower_both_ways:
             continue
         try:
@@ -278,9 +278,9 @@ def _at_least(
     either runs without a break, but for the first or last part of the other; or the
     longest of the collectives within the region does."""
     work = sum(machine.work(node, parts) for node in region)
-    lost = machine.hardware.beside * hop
+    beside = machine.hardware.beside * hop
     stages = machine.stages(region, parts)
-    alone = max(hops * hop + work, parts * work + hops * lost + (hop - lost))
+    alone = max(hops * hop + work, parts * work + hops * beside + (hop - beside))
     return max(alone + sum(stages), parts * max(stages, default=0.0) + work)
 
 

@@ -139,7 +139,7 @@ class Schedule:
             ) from error
 
 
-def shown(line: Line) -> str:
+def line_text(line: Line) -> str:
     """A line as errors quote it."""
     return shorten(str(line), 160)
 
@@ -170,9 +170,9 @@ def _with_settings(settings: Settings, line: Line) -> Settings:
         why = why or f"{setting.needs}= is missing"
     if why:
         error = ScheduleError(
-            f"{shown(line)}: {why}", fix=f"write it as in: {setting.form}"
+            f"{line_text(line)}: {why}", fix=f"write it as in: {setting.form}"
         )
-        error.add_note(f"in the schedule: {shown(line)}")
+        error.add_note(f"in the schedule: {line_text(line)}")
         raise error
     default = asdict(DEFAULT)
     fields = setting.fields.items()

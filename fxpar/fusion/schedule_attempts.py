@@ -57,8 +57,8 @@ class Attempts:
     def by_seconds(self) -> tuple[Schedule, ...]:
         """Those simulated but the one taken, and those that need much more memory."""
         most = with_room(self.now)
-        found = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
-        fits = (s for s in found if self.simulated[s].peak_bytes <= most)
+        schedules = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
+        fits = (s for s in schedules if self.simulated[s].peak_bytes <= most)
         return tuple(s for s in fits if s != self.schedule)
 
     def graph(self, schedule: Schedule) -> fx.Graph:

@@ -58,9 +58,9 @@ class Edit:
 
     def node(self, name: str) -> fx.Node:
         """The node that a line means. Raises ScheduleError if there is none."""
-        named = self.names.get(name)
-        node = self._index.get(named.name if named is not None else name)
-        if node is not None and named in (None, node):
+        target = self.names.get(name)
+        node = self._index.get(target.name if target is not None else name)
+        if node is not None and target in (None, node):
             return node
         near = [
             candidate
@@ -109,8 +109,8 @@ class Edit:
         pending, present = list(nodes), set(self.graph.nodes)
         while pending:
             node = pending.pop()
-            needed = node.users or node.op in ("placeholder", "output")
-            if node in present and not needed:
+            is_read = node.users or node.op in ("placeholder", "output")
+            if node in present and not is_read:
                 pending += filter(node_legality.is_free, node.all_input_nodes)
                 self.graph.erase_node(node)
                 present.discard(node)
@@ -143,7 +143,7 @@ def lift(
 
     Raises ScheduleError on a group whose axes are unknown.
     """
-    lifted = False
+    has_collectives = False
     for node in list(graph.nodes):
         if node.target not in _LIFT:
             continue
@@ -157,10 +157,10 @@ def lift(
         name = node.name
         _replace_waited(graph, node, step)
         step.name = name  # which lines of a schedule call it by
-        lifted = True
-    if lifted:
+        has_collectives = True
+    if has_collectives:
         graph.lint()
-    return lifted
+    return has_collectives
 
 
 def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:

@@ -45,11 +45,11 @@ def is_aligned(x: torch.Tensor) -> bool:
 def _label(node: fx.Node) -> Any:
     """Equal for ops that are alike, what they read left out."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
-    reads = map(_shown, node.all_input_nodes)
-    return node.target, repr(args), repr(kwargs), _shown(node), tuple(reads)
+    reads = map(_value_key, node.all_input_nodes)
+    return node.target, repr(args), repr(kwargs), _value_key(node), tuple(reads)
 
 
-def _shown(node: fx.Node) -> tuple[Any, ...]:
+def _value_key(node: fx.Node) -> tuple[Any, ...]:
     return tuple(
         (x.dtype, tuple(x.shape), x.stride(), str(x.device), is_aligned(x))
         for x in tensors_in(node.meta.get("val"))
@@ -57,5 +57,5 @@ def _shown(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _numbers(labels: Iterable[Any]) -> np.ndarray:
-    known: dict[Any, int] = {}
-    return np.array([known.setdefault(label, len(known)) for label in labels], int)
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], int)

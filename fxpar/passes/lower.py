@@ -72,8 +72,8 @@ def _to_front(
     other_dims = [*range(dim), *range(dim + m, len(split))]
     x = build.call(aten.view.default, x, split)
     x = contiguous(build, build.call(aten.permute.default, x, group_dims + other_dims))
-    joined = [build.product((block[0], k)), *block[1:]]
-    return build.call(aten.view.default, x, joined), block
+    merged_shape = [build.product((block[0], k)), *block[1:]]
+    return build.call(aten.view.default, x, merged_shape), block
 
 
 def _from_front(
@@ -89,8 +89,8 @@ def _from_front(
     dims = range(m, m + len(block))
     x = build.call(aten.view.default, x, [*sizes, *block])
     x = build.call(aten.permute.default, x, [*dims[:dim], *axis_dims, *dims[dim:]])
-    joined = build.product((block[dim], mesh.count(axes)))
-    shape = _resized(block, dim, joined)
+    rows = build.product((block[dim], mesh.count(axes)))
+    shape = _resized(block, dim, rows)
     return build.call(aten.view.default, contiguous(build, x), list(shape))
 
 

@@ -41,8 +41,8 @@ def exchanged(
     for j, rank in enumerate(mesh.group(0, exchange.axes)):
         blocks = [
             (run, _taken(call, x, dim, run))
-            for x, given in zip(members, table, strict=True)
-            for run in given[j]
+            for x, gives in zip(members, table, strict=True)
+            for run in gives[j]
         ]
         rows = own_rows(exchange, mesh, rank)
         out.append(_put(call, members[j], exchange, rows, blocks))
@@ -54,7 +54,7 @@ def is_local(exchange: Exchange, mesh: Mesh) -> bool:
     if crossing(exchange, mesh)[0]:
         return False
     table, group = runs(exchange, mesh), mesh.group(0, exchange.axes)
-    own = {given[i] for i, given in enumerate(table)}
+    own = {gives[i] for i, gives in enumerate(table)}
     return len(own) == 1 == len({own_rows(exchange, mesh, rank) for rank in group})
 
 
@@ -70,7 +70,7 @@ def bound_exchange(
     blocks, nothing = [(run, _taken(call, x, dim, run)) for run in table[me][me]], []
     if crossing(exchange, mesh)[0]:
         sent = [_taken(call, x, dim, run) for j in others for run in table[me][j]]
-        joined = _joined(call, sent or [_slice(call, x, dim, 0, 0)], dim)
+        rows = _joined(call, sent or [_slice(call, x, dim, 0, 0)], dim)
         gets, gives = (
             [
                 sum(run.count for run in there) if i != me else 0
@@ -78,7 +78,7 @@ def bound_exchange(
             ]
             for ends in ([row[me] for row in table], table[me])
         )
-        arrived = send(_to_front(call, joined, dim), gets, gives)
+        arrived = send(_to_front(call, rows, dim), gets, gives)
         arrived, start = _to_front(call, arrived, dim, back=True), 0
         for run in (run for i in others for run in table[i][me]):
             block = _slice(call, arrived, dim, start, start + run.count)

@@ -103,9 +103,11 @@ def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
     backward then reads the input after it was written.
     """
     inputs = graph.find_nodes(op="placeholder")
-    late = {inputs[i] for i in written}
-    late |= {n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)}
-    pending = [node for node in inputs if node in late]
+    overwritten = {inputs[i] for i in written}
+    overwritten |= {
+        n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)
+    }
+    pending = [node for node in inputs if node in overwritten]
     while pending:
         node = pending.pop()
         for user in list(node.users):

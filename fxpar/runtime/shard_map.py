@@ -77,9 +77,9 @@ _regions = _Regions()
 
 def _traced_mesh() -> Mesh | None:
     """The mesh that code is traced for; None if that is not known."""
-    given = _MESH.get()
-    if given is not None:
-        return given()
+    mesh_source = _MESH.get()
+    if mesh_source is not None:
+        return mesh_source()
     from fxpar.runtime.calls.outside_graphs import options_of_call
 
     return mesh_of(options_of_call())
@@ -101,21 +101,21 @@ def _enter(axes: tuple[str, ...] | None, compiling: bool) -> tuple[Any, ...]:
     begins; the mesh is "" where every axis has one rank."""
     _regions.begin()
     mesh = _traced_mesh() if compiling else None
-    held = {axis for region in _regions.open for axis in region.axes}
+    open_axes = {axis for region in _regions.open for axis in region.axes}
     wrong, fix = "", ""
     if mesh is None:
         _regions.open.append(_Open(None, ()))
         return "", 0, (), "", ""
     chosen = axes
     if chosen is None:
-        chosen = tuple(axis for axis in mesh.names if axis not in held)
+        chosen = tuple(axis for axis in mesh.names if axis not in open_axes)
     for axis in chosen:
         if axis not in mesh.sizes:
             wrong = (
                 f"shard_map goes over axis {axis!r}, which mesh {mesh} does not have"
             )
             fix = f"name axes of the mesh: {', '.join(mesh.names)}"
-        elif axis in held:
+        elif axis in open_axes:
             wrong = f"shard_map goes over axis {axis!r} inside a region that does"
             fix = f"leave {axis!r} to one of the two: axes=(...)"
     if not chosen:
@@ -150,11 +150,11 @@ def _axis(name: str) -> tuple[str, int, str]:
     if not _regions.open:
         return "", 1, ""
     mesh = next((r.mesh for r in reversed(_regions.open) if r.mesh is not None), None)
-    held = {axis for region in _regions.open for axis in region.axes}
+    open_axes = {axis for region in _regions.open for axis in region.axes}
     if mesh is None:
         return "", 1, ""
-    if name not in held:
-        names = ", ".join(sorted(held))
+    if name not in open_axes:
+        names = ", ".join(sorted(open_axes))
         return (
             "",
             1,
@@ -335,8 +335,8 @@ def _mapped(
     results, tree = _torch.fake.tree_flatten(out)
     places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
     if not wrong:
-        found = [results[i] for i in places]
-        wrong, fix = misfit(outs, found, sizes, "out_specs")
+        placed = [results[i] for i in places]
+        wrong, fix = misfit(outs, placed, sizes, "out_specs")
         if wrong:
             _refuse(results, places, wrong, fix)
         elif mesh:

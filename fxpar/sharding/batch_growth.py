@@ -114,13 +114,13 @@ def _of_bodies(
     input_growths = [FIXED if i is None else operands[i] for i, _ in once.inputs]
     bodies = list(zip(once.bodies, twice.bodies, strict=True))
     for _ in range(_STEPS):
-        joined: list[Growth | None] = [None] * results
+        over_bodies: list[Growth | None] = [None] * results
         for (a, b), outputs in zip(bodies, once.outputs, strict=True):
             output_growths = growths(a.graph, b.graph, input_growths)
             for grown, (i, _) in zip(output_growths, outputs, strict=True):
                 if i is not None:
-                    joined[i] = _either(joined[i], grown)
-        out = [FIXED if grown is None else grown for grown in joined]
+                    over_bodies[i] = _either(over_bodies[i], grown)
+        out = [FIXED if grown is None else grown for grown in over_bodies]
         carried = [_either(input_growths[i], out[i]) for i in range(once.carried)]
         if carried == input_growths[: once.carried]:
             return out

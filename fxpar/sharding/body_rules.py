@@ -274,8 +274,8 @@ class Inside:
                     self.carry.setdefault(j, {})[c] = r
                     changed = True
             if j < self.ties.carried:
-                gone = self.carry.get(j, {}).keys() - partials.keys()
-                for c in filter(self.is_free, sorted(gone)):
+                lost_axes = self.carry.get(j, {}).keys() - partials.keys()
+                for c in filter(self.is_free, sorted(lost_axes)):
                     changed |= self._set_whole(c)
         for b, program in enumerate(self.programs):
             for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True):

@@ -125,9 +125,9 @@ def _priced(
 
 
 def _too_large(step: StagedStep, budget: float) -> str:
-    held, room = max(step.memory) / 2**30, budget / 2**30
+    largest, room = max(step.memory) / 2**30, budget / 2**30
     return (
-        f"a rank needs {held:.3g} GiB in the largest of {len(step.forward)} stages, "
+        f"a rank needs {largest:.3g} GiB in the largest of {len(step.forward)} stages, "
         f"and has {room:.3g} GiB: take more microbatches, or more stages"
     )
 
@@ -173,8 +173,8 @@ def fastest_staged(
     best: StagedChoice | None = None
     texts, skipped = list[str](), 0
     for mesh, parts in rows:
-        late = time.perf_counter() > end
-        if least * _waiting(mesh, parts) >= bar or (late and texts):
+        is_over = time.perf_counter() > end
+        if least * _waiting(mesh, parts) >= bar or (is_over and texts):
             skipped += 1
             continue
         staged_request = request.on(mesh)
@@ -208,8 +208,8 @@ def _attempt_in_memory(
         try:
             return _attempt(program, request, options, cut, parts, bar)
         except _TooLarge as error:
-            late = time.perf_counter() > end
-            if late or not open_ or cut.rows % (2 * parts):
+            is_over = time.perf_counter() > end
+            if is_over or not open_ or cut.rows % (2 * parts):
                 return None, str(error.what).splitlines()[0]
         parts *= 2
 

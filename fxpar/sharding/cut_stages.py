@@ -59,10 +59,10 @@ def of_places(
 ) -> tuple[float, ...]:
     """Bytes that each place holds. ``places``: of each stage; ``cuts``: as
     ``cut_chain`` gives them."""
-    held = memory.bytes_of(np.array([0, *cuts, len(memory.passing)]))
+    nbytes = memory.bytes_of(np.array([0, *cuts, len(memory.passing)]))
     sums = [memory.every] * (max(places) + 1)
     for stage, place in enumerate(places):
-        sums[place] += float(held[stage][stage, stage + 1])
+        sums[place] += float(nbytes[stage][stage, stage + 1])
     return tuple(sums)
 
 
@@ -104,11 +104,11 @@ def cut_chain(
     works = [np.where(begin[:, None], work, np.inf) for begin in begins]
     if memory is not None:
         pairs = zip(works, memory.bytes_of(places), memory.room, strict=True)
-        works = [np.where(held <= room, x, np.inf) for x, held, room in pairs]
+        works = [np.where(nbytes <= room, x, np.inf) for x, nbytes, room in pairs]
     least = _slowest(works)
     if not math.isfinite(least):
         return ()
-    best, chosen = np.inf, list[int]()
+    best, best_ends = np.inf, list[int]()
     for slack in _SLACK:
         bound = least * slack * (1 + 1e-9)
         ends = _cheapest([np.where(x <= bound, sent, np.inf) for x in works])
@@ -116,8 +116,8 @@ def cut_chain(
         crossed = [sent[i] for i in ends]
         total = sum(crossed) + (microbatches - 1) * max(slowest, *crossed) + slowest
         if total < best:
-            best, chosen = total, ends
-    return tuple(int(places[i]) for i in chosen[1:-1])
+            best, best_ends = total, ends
+    return tuple(int(places[i]) for i in best_ends[1:-1])
 
 
 def _may_begin(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.ndarray:

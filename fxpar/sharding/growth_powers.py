@@ -106,7 +106,7 @@ class DoubledCall:
         """``add`` for ``aten.add.Tensor``."""
         return name_of(self.a.target)
 
-    def given(self, place: int, key: str = "") -> Growth:
+    def growth_at(self, place: int, key: str = "") -> Growth:
         """Of an argument, a tensor or a number."""
         args = [self._argument(node, place, key) for node in (self.a, self.b)]
         if isinstance(args[0], fx.Node):
@@ -129,7 +129,7 @@ class DoubledCall:
             if self.shapes(self.a) == self.shapes(self.b):
                 return FIXED
             return unknown("positions in the batch are counted")
-        return self.given(value) if value >= 0 else FIXED
+        return self.growth_at(value) if value >= 0 else FIXED
 
     @staticmethod
     def shapes(node: fx.Node) -> list[tuple[int, ...]]:
@@ -147,7 +147,10 @@ def name_of(target: Any) -> str:
 
 def _sum(call: DoubledCall) -> Growth:
     """Sums; a small number next to what grows keeps it from being zero."""
-    terms = [call.given(0), product([call.given(1, "other"), call.given(2, "alpha")])]
+    terms = [
+        call.growth_at(0),
+        product([call.growth_at(1, "other"), call.growth_at(2, "alpha")]),
+    ]
     for i, guard in enumerate((call.number(0), call.number(1, "other"))):
         if guard is not None and abs(guard) <= _GUARD and (terms[1 - i].power or 0) > 0:
             return terms[1 - i]
@@ -155,32 +158,32 @@ def _sum(call: DoubledCall) -> Growth:
 
 
 def _product(call: DoubledCall) -> Growth:
-    return product([call.given(0), call.given(1, "other")])
+    return product([call.growth_at(0), call.growth_at(1, "other")])
 
 
 def _quotient(call: DoubledCall) -> Growth:
-    return product([call.given(0), call.given(1, "other").times(-1.0)])
+    return product([call.growth_at(0), call.growth_at(1, "other").times(-1.0)])
 
 
 def _same(call: DoubledCall) -> Growth:
-    return call.given(0)
+    return call.growth_at(0)
 
 
 def _power(exponent: float) -> Callable[[DoubledCall], Growth]:
-    return lambda call: call.given(0).times(exponent)
+    return lambda call: call.growth_at(0).times(exponent)
 
 
 def _pow(call: DoubledCall) -> Growth:
-    base, exponent = call.given(0), call.number(1, "exponent")
-    if base.is_fixed and call.given(1, "exponent").is_fixed:
-        return Growth(mixed=base.mixed or call.given(1, "exponent").mixed)
+    base, exponent = call.growth_at(0), call.number(1, "exponent")
+    if base.is_fixed and call.growth_at(1, "exponent").is_fixed:
+        return Growth(mixed=base.mixed or call.growth_at(1, "exponent").mixed)
     if exponent is None or base.power is None:
         return unknown("a power of what grows") if base.power is not None else base
     return base.times(float(exponent))
 
 
 def _logarithm(call: DoubledCall) -> Growth:
-    x = call.given(0)
+    x = call.growth_at(0)
     if x.power is None:
         return x
     return Growth(mixed=x.mixed)
@@ -188,9 +191,9 @@ def _logarithm(call: DoubledCall) -> Growth:
 
 def _at_least(call: DoubledCall) -> Growth:
     """A bound from below that is a number keeps counts from being zero."""
-    x = call.given(0)
+    x = call.growth_at(0)
     upper = call.number(2, "max") if call.name == "clamp" else None
-    lower = call.given(1, "min" if call.name == "clamp" else "other")
+    lower = call.growth_at(1, "min" if call.name == "clamp" else "other")
     if x.power is None or x.power <= 0.0 or (upper is None and lower.is_fixed):
         return x if upper is None or x.is_fixed else _unbounded(call)
     if lower.power == x.power:
@@ -199,37 +202,39 @@ def _at_least(call: DoubledCall) -> Growth:
 
 
 def _at_most(call: DoubledCall) -> Growth:
-    x, bound = call.given(0), call.given(1, "other")
+    x, bound = call.growth_at(0), call.growth_at(1, "other")
     return total([x, bound]) if x.power == bound.power else _unbounded(call)
 
 
 def _greatest(call: DoubledCall) -> Growth:
-    terms = [call.given(0), call.given(1, "other")]
+    terms = [call.growth_at(0), call.growth_at(1, "other")]
     return total(terms)
 
 
 def _unbounded(call: DoubledCall) -> Growth:
-    x = call.given(0)
+    x = call.growth_at(0)
     return x if x.power is None else unknown(f"{call.name} of what grows")
 
 
 def _chosen(call: DoubledCall) -> Growth:
     """One of two values, by a condition."""
-    return total([call.given(1), call.given(2)])
+    return total([call.growth_at(1), call.growth_at(2)])
 
 
 def _filled(call: DoubledCall) -> Growth:
-    return total([call.given(0), call.given(2)])
+    return total([call.growth_at(0), call.growth_at(2)])
 
 
 def _fused(call: DoubledCall) -> Growth:
     """``x + a * b``, or divided by ``b``."""
     sign = -1.0 if call.name == "addcdiv" else 1.0
-    return total([call.given(0), product([call.given(1), call.given(2).times(sign)])])
+    return total(
+        [call.growth_at(0), product([call.growth_at(1), call.growth_at(2).times(sign)])]
+    )
 
 
 def _sign(call: DoubledCall) -> Growth:
-    x = call.given(0)
+    x = call.growth_at(0)
     return x if x.power is None else FIXED
 
 

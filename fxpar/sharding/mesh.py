@@ -103,9 +103,9 @@ class Mesh:
         for axis in read_axes(text):
             parts = axes_of_parts(axis.name, axis.sizes)
             axes += parts
-            for numbers, given in ((speeds, axis.speeds), (shares, axis.shares)):
-                numbers += [given] if len(parts) == 1 else [None] * len(parts)
-                if given is not None and len(parts) > 1:
+            for numbers, number in ((speeds, axis.speeds), (shares, axis.shares)):
+                numbers += [number] if len(parts) == 1 else [None] * len(parts)
+                if number is not None and len(parts) > 1:
                     raise uncut(axis.name)
         return cls(tuple(axes), speeds=tuple(speeds), shares=tuple(shares))
 
@@ -233,8 +233,8 @@ class Mesh:
         return place
 
     def _unknown(self, axis: str) -> MeshError:
-        known = ", ".join(self._whole)
-        return MeshError(f"mesh {self} has no axis {axis!r}", fix=f"use one of {known}")
+        names = ", ".join(self._whole)
+        return MeshError(f"mesh {self} has no axis {axis!r}", fix=f"use one of {names}")
 
     def parts(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The axes of this mesh that make the given axes and parts, in order.
@@ -275,8 +275,10 @@ class Mesh:
     @property
     def unlike(self) -> tuple[str, ...]:
         """Axes whose ranks compute at different speeds."""
-        found = zip(self.names, self.speeds, strict=True)
-        return tuple(name for name, speeds in found if speeds and len(set(speeds)) > 1)
+        speeds_of_axes = zip(self.names, self.speeds, strict=True)
+        return tuple(
+            name for name, speeds in speeds_of_axes if speeds and len(set(speeds)) > 1
+        )
 
     def speeds_of(self, axis: str) -> tuple[float, ...]:
         """Relative speed of each rank of a whole axis."""
@@ -321,8 +323,8 @@ class Mesh:
 
     def with_shares(self, shares: Mapping[str, tuple[float, ...] | None]) -> Mesh:
         """The mesh with these shares of axes; others keep theirs."""
-        given = dict(zip(self.names, self.shares, strict=True)) | dict(shares)
-        return replace(self, shares=tuple(given.values()))
+        shares_of_axes = dict(zip(self.names, self.shares, strict=True)) | dict(shares)
+        return replace(self, shares=tuple(shares_of_axes.values()))
 
     @property
     def slowest(self) -> float:
@@ -375,9 +377,11 @@ class Mesh:
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` only on ``axes``, in mesh order."""
-        found = [self._find(axis) for axis in self.ordered(axes)]
-        members = [rank - sum(rank // step % size * step for _, size, step in found)]
-        for _, size, step in found:
+        axis_steps = [self._find(axis) for axis in self.ordered(axes)]
+        members = [
+            rank - sum(rank // step % size * step for _, size, step in axis_steps)
+        ]
+        for _, size, step in axis_steps:
             members = [member + i * step for member in members for i in range(size)]
         return tuple(members)
 
@@ -390,8 +394,8 @@ class Mesh:
 
     def __str__(self) -> str:
         parts: dict[str, str] = {}
-        given = zip(self.axes, self.speeds, self.shares, strict=True)
-        for (name, size), speeds, shares in given:
+        axes = zip(self.axes, self.speeds, self.shares, strict=True)
+        for (name, size), speeds, shares in axes:
             text = f"{size}" + (f"{{{written(speeds)}}}" if speeds else "")
             text += f"[{written(shares)}]" if shares else ""
             axis = axis_of(name)

@@ -173,7 +173,7 @@ class Plan:
         try:
             return self._specs[name]
         except KeyError:
-            near = [known for known in self._specs if name in known][:5]
+            near = [full_name for full_name in self._specs if name in full_name][:5]
             raise PlanError(
                 f"the plan has no value named {name!r}",
                 fix=f"names are such as {near or list(self._specs)[:5]}",
@@ -182,8 +182,8 @@ class Plan:
     def why(self, name: str) -> str:
         """Why a value has its spec: for each axis the seed and the way it came."""
         spec = self.spec(name)
-        found = dict(self.reasons).get(name)
-        return f"{name}: {spec}\n{found or '  whole: no axis reached it'}"
+        reason = dict(self.reasons).get(name)
+        return f"{name}: {spec}\n{reason or '  whole: no axis reached it'}"
 
     @cached_property
     def hash(self) -> str:

@@ -42,22 +42,22 @@ def owners(program: Program) -> list[str]:
     """Phase and module path of each op, in order."""
     ops = program.ops
     nodes = backward_of(ops[0].node.graph) if ops else set()
-    late = [op.node in nodes for op in ops]
-    paths = [_noted(op.node) for op in ops]
-    forward = [op.index for op in ops if not late[op.index]]
+    in_backward = [op.node in nodes for op in ops]
+    paths = [_module_path(op.node) for op in ops]
+    forward = [op.index for op in ops if not in_backward[op.index]]
     if any(path is not None for path in paths):
         for i in forward:
             paths[i] = paths[i] or ()
     else:
         for i, path in _readers(program).items():
-            paths[i] = None if late[i] else path
+            paths[i] = None if in_backward[i] else path
         _fill([ops[i] for i in forward], paths)
     made_by: dict[Any, Path | None] = {}
     for i in forward:
         # The first with a number is the one that autograd saw: later ones, which need
         # no gradient, carry the number of the last that did.
         made_by.setdefault(ops[i].node.meta.get("seq_nr"), paths[i])
-    backward = [op.index for op in ops if late[op.index]]
+    backward = [op.index for op in ops if in_backward[op.index]]
     for i in backward:
         # A sum of gradients has the number of whatever autograd saw last.
         if paths[i] is None and not ops[i].node.meta.get("is_gradient_acc"):
@@ -65,11 +65,11 @@ def owners(program: Program) -> list[str]:
     _fill([ops[i] for i in backward], paths)
     return [
         ("backward/" if is_late else "forward/") + ".".join(path or ())
-        for is_late, path in zip(late, paths, strict=True)
+        for is_late, path in zip(in_backward, paths, strict=True)
     ]
 
 
-def _noted(node: fx.Node) -> Path | None:
+def _module_path(node: fx.Node) -> Path | None:
     """The path of the innermost module that tracing noted, ``L['self']`` cut off."""
     stack = next((node.meta[key] for key in _STACKS if node.meta.get(key)), None)
     if not stack:
@@ -169,16 +169,20 @@ def describe(
     results = list(zip(signature.outputs, edges.outputs, strict=True))
     mesh = decision.mesh
 
-    def named(pairs: Iterable[tuple[str, Spec]]) -> tuple[tuple[str, Spec], ...]:
+    def written_pairs(
+        pairs: Iterable[tuple[str, Spec]],
+    ) -> tuple[tuple[str, Spec], ...]:
         return tuple((name, spec.joined(mesh)) for name, spec in pairs)
 
     return Plan(
         mesh,
-        _joined(plain, mesh),
-        _joined((s for o, s in results if o.kind == "output" and s is not None), mesh),
-        named(parameters),
-        named((o.name, s) for o, s in results if o.kind == "gradient" and s),
-        named((v.name, decision.settled[v.index]) for v in program.values),
+        _as_written(plain, mesh),
+        _as_written(
+            (s for o, s in results if o.kind == "output" and s is not None), mesh
+        ),
+        written_pairs(parameters),
+        written_pairs((o.name, s) for o, s in results if o.kind == "gradient" and s),
+        written_pairs((v.name, decision.settled[v.index]) for v in program.values),
         nodes,
         tuple(replace(c, axes=mesh.joined(c.axes)) for c in collectives),
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.has_rule)),
@@ -189,7 +193,7 @@ def describe(
     )
 
 
-def _joined(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
+def _as_written(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
     """Specs as users write them."""
     return tuple(spec.joined(mesh) for spec in specs)
 
@@ -208,9 +212,9 @@ def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
         str(op.target),
         tuple((factor, mesh.joined(axes)) for factor, axes in strategy.factors),
         strategy.passes,
-        _joined((edges.reads[op.index, i] for i in range(len(op.operands))), mesh),
-        _joined((edges.specs[v] for v in op.results), mesh),
-        _joined((decision.settled[v] for v in op.results), mesh),
+        _as_written((edges.reads[op.index, i] for i in range(len(op.operands))), mesh),
+        _as_written((edges.specs[v] for v in op.results), mesh),
+        _as_written((decision.settled[v] for v in op.results), mesh),
         tuple(v.shape for v in values),
         tuple(str(v.dtype).removeprefix("torch.") for v in values),
         str(op.rule),
@@ -266,10 +270,10 @@ def cause(decision: Decision, reshard: Reshard) -> str:
     else:
         assert reshard.reader is not None, "a reshard has a reader or an output"
         op = program.ops[reshard.reader]
-    return said(op)
+    return op_line(op)
 
 
-def said(op: Op) -> str:
+def op_line(op: Op) -> str:
     """An op's name and user line."""
     line = user_line(op.node)
     return f"{op.name} ({line})" if line else op.name

@@ -181,7 +181,7 @@ def local_batch(
     inputs = tuple(map(fed, signature.inputs))
     summands = {f"output_{i}" for i in own}
 
-    def left(x: Output) -> Output:
+    def as_left(x: Output) -> Output:
         of = None if x.of is None else inputs[x.of]
         is_fed = of is not None and of.name in local
         if x.kind == "mutation" and of is not None and of.is_sharded:
@@ -191,7 +191,7 @@ def local_batch(
         batched = x.kind == "output" or (x.kind == "gradient" and is_fed)
         return replace(x, lie="batch") if batched else x
 
-    outputs = tuple(map(left, signature.outputs))
+    outputs = tuple(map(as_left, signature.outputs))
     return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
 
 

@@ -77,8 +77,8 @@ def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
         names_by_spec[str(spec)].append(name)
     out = []
     for text, names in names_by_spec.items():
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        out.append(f"  {text:<16} {len(names):>4}  {shown}")
+        first_names = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        out.append(f"  {text:<16} {len(names):>4}  {first_names}")
     return out or ["  none"]
 
 
@@ -103,8 +103,8 @@ def _short_line(line: str) -> str:
     inside, _, after = rest.partition("]")
     names = inside.split(", ")
     if bracket and len(names) > _NAMES:
-        shown = ", ".join(names[:_NAMES])
-        return f"  {before}[{shown}, ... {len(names)} in all]{after}"
+        first_names = ", ".join(names[:_NAMES])
+        return f"  {before}[{first_names}, ... {len(names)} in all]{after}"
     return f"  {line}"
 
 

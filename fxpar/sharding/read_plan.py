@@ -37,9 +37,11 @@ class Saved:
         )
 
     def _want(self, what: str) -> PlanError:
-        shown = repr(self.value)
-        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-        return self.refuse(f"{what} should stand there, not {shown}")
+        value_text = repr(self.value)
+        value_text = (
+            value_text if len(value_text) <= _SHOWN else f"{value_text[:_SHOWN]}..."
+        )
+        return self.refuse(f"{what} should stand there, not {value_text}")
 
     def __getitem__(self, key: str) -> Saved:
         """An entry of a table."""
@@ -102,8 +104,8 @@ class Saved:
 
     def number(self) -> float:
         """A number from 0; infinity is one."""
-        known = isinstance(self.value, (int, float)) and self.value is not True
-        if not known or self.value is False or not self.value >= 0:
+        is_number = isinstance(self.value, (int, float)) and self.value is not True
+        if not is_number or self.value is False or not self.value >= 0:
             raise self._want("a number from 0")
         return self.value
 
@@ -144,19 +146,19 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     def specs(name: str) -> tuple[Spec, ...]:
         return saved[name].each(lambda x: x.spec(mesh))
 
-    def named(name: str) -> tuple[tuple[str, Spec], ...]:
+    def spec_pairs(name: str) -> tuple[tuple[str, Spec], ...]:
         return saved[name].each(lambda x: x.pair(Saved.text, lambda y: y.spec(mesh)))
 
     def texts(name: str) -> tuple[str, ...]:
         return saved.get(name, ()).each(Saved.text)
 
-    values = named("values")
+    values = spec_pairs("values")
     return Plan(
         mesh,
         specs("inputs"),
         specs("outputs"),
-        named("parameters"),
-        named("gradients"),
+        spec_pairs("parameters"),
+        spec_pairs("gradients"),
         values,
         _nodes(saved, mesh, [name for name, _ in values]),
         _collectives(saved, mesh),

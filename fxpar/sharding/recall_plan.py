@@ -117,8 +117,8 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
         return f"inside its manual region it has {rule.pinned}"
     for factor in strategy.axes_of:
         if factor not in rule.free and factor not in pinned:
-            known = ", ".join(rule.free) or "none"
-            return f"it splits {factor!r}, and what can be split is {known}"
+            factors = ", ".join(rule.free) or "none"
+            return f"it splits {factor!r}, and what can be split is {factors}"
     for _, reduction, passage in strategy.passes:
         if passage >= len(rule.passages):
             return f"it has no way {passage} for partial values to pass"

@@ -81,7 +81,7 @@ class Exchange:
 def runs(exchange: Exchange, mesh: Mesh) -> Runs:
     """What goes from each member of a group along the axes, in mesh order, to each."""
     moves, members = exchange.moves, mesh.group(0, exchange.axes)
-    held, wanted = (
+    source_rows, target_rows = (
         [
             [
                 shard_sizes.shard(n, mesh, exchange.axes, rank) if split else (0, n)
@@ -95,19 +95,19 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
         )
     )
     table: list[list[list[Run]]] = [[[] for _ in members] for _ in members]
-    for (taker, to), piece in itertools.product(enumerate(wanted), moves.pieces):
+    for (taker, to), piece in itertools.product(enumerate(target_rows), moves.pieces):
         begin, size = to[piece.target]
         inside = _meeting(piece.at, piece.stride, piece.count, begin, size)
         givers = (
             range(len(members)) if exchange.split_sources[piece.source] else [taker]
         )
         for giver in givers if inside else ():
-            start, rows = held[giver][piece.source]
+            start, rows = source_rows[giver][piece.source]
             first = piece.first + piece.step * inside.start
             own = _meeting(first, piece.step, len(inside), start, rows)
             if not own:
                 continue
-            before = sum(n for _, n in held[giver][: piece.source]) - start
+            before = sum(n for _, n in source_rows[giver][: piece.source]) - start
             behind = sum(n for _, n in to[: piece.target]) - begin
             run = Run(
                 before + first + piece.step * own.start,
@@ -121,11 +121,11 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
 
 
 def _append(out: list[Run], run: Run) -> None:
-    joined = out[-1].joined(run) if out else None
-    if joined is None:
+    longer = out[-1].joined(run) if out else None
+    if longer is None:
         out.append(run)
     else:
-        out[-1] = joined
+        out[-1] = longer
 
 
 def _meeting(first: int, step: int, count: int, start: int, size: int) -> range:

@@ -128,5 +128,5 @@ def are_chunks(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
 
 def idle(rows: int, mesh: Mesh, axes: Sequence[str]) -> float:
     """Share of the time of ranks, alike, that is lost where their shards are not."""
-    held = largest(rows, mesh, axes) * mesh.count(axes)
-    return 1 - rows / held if held else 0.0
+    padded_rows = largest(rows, mesh, axes) * mesh.count(axes)
+    return 1 - rows / padded_rows if padded_rows else 0.0

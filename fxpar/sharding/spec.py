@@ -47,8 +47,8 @@ class Spec:
     ) -> None:
         pairs = partial.items() if isinstance(partial, Mapping) else partial
         object.__setattr__(self, "dims", tuple(_entry(entry) for entry in dims))
-        named = sorted((full_name(axis), op) for axis, op in map(tuple, pairs))
-        object.__setattr__(self, "partial", tuple(named))
+        reductions = sorted((full_name(axis), op) for axis, op in map(tuple, pairs))
+        object.__setattr__(self, "partial", tuple(reductions))
         # Not ``self.axes``: Dynamo, which traces this, has no cached properties.
         used = [axis for dim in self.dims for axis in dim]
         used += [axis for axis, _ in self.partial]

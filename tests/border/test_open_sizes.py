@@ -282,6 +282,37 @@ def test_what_cannot_stay_open_is_fixed_and_says_so() -> None:
     assert not said(notes, "holds for")
 
 
+def planned_again(replan: float | None, rows: Sequence[int]) -> list[tuple[int, str]]:
+    """The number of plans, and the last one's hash, after a call of each size."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    options = {"mesh": "tp=2", "codegen": "eager", "plan": "search", "replan": replan}
+    options |= {"search_seconds": 2, "cache_plans": False}
+    with mock.patch.dict(os.environ, {"FXPAR_HARDWARE": "h100"}):
+        run = torch.compile(model, backend="fxpar", options=options, dynamic=True)
+        before, plans = len(fxpar.plans()), []
+        for count in rows:
+            x = torch.randn(count, 512)
+            torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-6)
+            made = fxpar.plans()[before:]
+            plans.append((len(made), made[-1].hash))
+            assert any("holds for" in note for note in made[-1].notes)
+    return plans
+
+
+@pytest.mark.parametrize(("replan", "count"), [(None, 1), (1.2, 2), (1e6, 1)])
+def test_sizes_far_from_those_planned_for_are_planned_again(
+    replan: float | None, count: int
+) -> None:
+    """A few rows are computed by all ranks, many are split: if asked, both plans are
+    there, one is not if it has to be a million times as fast."""
+    rows = [16, 24, 4096, 3072, 20]
+    for plans in shared_pool(2).run(planned_again, replan, rows, timeout=300.0):
+        assert [number for number, _ in plans] == [1, 1, count, count, count]
+        assert len({name for _, name in plans}) == count
+
+
 def add_in_place() -> list[torch.Tensor]:
     """What is written to inputs of open sizes; the last is a part of another tensor,
     which lies in memory as none before."""

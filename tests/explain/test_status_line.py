@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def said(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, **how: bool) -> str:
     """What two steps of some hundredths of a second print."""
     monkeypatch.setattr("sys.stderr", stream)
-    with status_line.shown("graph0", 7, **({"on": True} | how)):
+    with status_line.status_of("graph0", 7, **({"on": True} | how)):
         for step in ("plan", "lower"):
             status_line.begin(step)
             time.sleep(0.1)
@@ -78,7 +78,7 @@ def test_other_processes_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_it_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    with pytest.raises(ValueError), status_line.shown("graph0", 7, on=True):
+    with pytest.raises(ValueError), status_line.status_of("graph0", 7, on=True):
         raise ValueError
     assert not status_line._CURRENT
 

@@ -19,3 +19,10 @@ def machine() -> Hardware:
         peaks=peaks,
         levels=levels,
     )
+
+
+def ideal_gpu(link: float, peak: float, memory: float) -> Hardware:
+    """A GPU with no latencies: bytes/s of its link, flops/s in bfloat16, bytes/s of its
+    memory."""
+    peaks, levels = (("bfloat16", Peak(peak)),), (Level(0, link, 0.0),)
+    return replace(lookup("h100"), peaks=peaks, levels=levels, bandwidth=memory)

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.errors import ScheduleError
 from fxpar.passes import lower_uneven
 from fxpar.passes.local import local_reductions
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding import shard_sizes
-from tests.helpers.odd_sizes import arguments, check
+from tests.helpers.odd_sizes import check
 
 F = nn.functional
 aten = torch.ops.aten
@@ -103,9 +102,3 @@ def test_what_is_wrong_is_noticed(
     broken(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check(program, (6, 5, 7), "dp=4")
-
-
-def test_a_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXPAR_SCHEDULE", "split(all_reduce) -> rs, ag")
-    with pytest.raises(ScheduleError, match="shards are not alike"):
-        check(mlp, (6, 5, 7), "dp=4").simulate(*arguments(6, 5, 7))

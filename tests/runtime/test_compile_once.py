@@ -296,7 +296,9 @@ def bound(plan: Any, rank: int, late: bool) -> fx.Graph:
     result = plan.result
     nodes = result.local.find_nodes(op="placeholder")
     mode = _torch.fake.fake_mode_of([node.meta["val"] for node in nodes])
-    return bind(result.local, plan.mesh, rank, "+".join, mode, inductor=True, late=late)
+    return bind(
+        result.local, plan.mesh, rank, "+".join, mode, inductor=True, at_run_time=late
+    )
 
 
 def lookup(ids: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.mesh import Mesh
@@ -123,7 +123,11 @@ def compare() -> dict[str, object]:
     check("batch wrong", ("x", "batch", torch.ones(2) * me))
     check("other", ("part", "shard", torch.ones(2) * me))
 
-    named = [Named("weight", "parameter"), Named("x", "input"), Named("n", "input")]
+    named = [
+        NamedInput("weight", "parameter"),
+        NamedInput("x", "input"),
+        NamedInput("n", "input"),
+    ]
     for mode in ("global", "local"):
         ranks = Ranks(MESH, me)
         checks = check_inputs.Checks(named, Options(inputs=mode), ranks)

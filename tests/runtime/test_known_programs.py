@@ -21,7 +21,7 @@ import fxpar
 from fxpar import _torch, cache_files, pipeline
 from fxpar.config import Options
 from fxpar.runtime.caches import known_programs
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import local_results
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.mesh import Mesh
@@ -50,7 +50,7 @@ def text(
     args = torch.ones(rows, 8), torch.ones(8, width)
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
         node.meta["example_value"] = x
-    named = [Named("a", "input"), Named("b", "parameter")]
+    named = [NamedInput("a", "input"), NamedInput("b", "parameter")]
     place = Ranks(Mesh.parse(ranks), 0)
     return known_programs.text_of(gm, named, args, Options(**options), place, asked)
 

@@ -28,6 +28,7 @@ from fxpar.errors import (
 from fxpar.runtime.at_rest.shard import is_sharded
 from fxpar.runtime.at_rest.sharded_modules import HOME, Home
 from tests.helpers.spawn import shared_pool
+from tests.helpers.training import whole
 
 multiprocess = pytest.mark.multiprocess
 
@@ -103,6 +104,21 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 
+class Rescaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
+class Broken(nn.Linear):
+    """Its parameters leave a graph and are read by the next."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        torch._dynamo.graph_break()
+        return x @ weight.t() + bias
+
+
 def written_in_the_forward(cls: type[nn.Linear], param_dtype: str | None) -> None:
     torch._dynamo.reset()
     model = fxpar.shard(nn.Sequential(cls(8, 8)), mesh="dp=2")
@@ -128,6 +144,15 @@ def read_by_data() -> None:
     )
 
 
+def read_across_a_break() -> None:
+    torch._dynamo.reset()
+    model = fxpar.shard(nn.Sequential(Broken(8, 8), nn.Linear(8, 8)), mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": "eager"}
+    compiled, x = torch.compile(model, backend="fxpar", options=how), torch.ones(4, 8)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 def renormalized_in_the_forward() -> None:
     torch._dynamo.reset()
     model = fxpar.shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), mesh="dp=2")
@@ -143,11 +168,45 @@ def test_a_parameter_that_the_forward_writes() -> None:
         pool.errors(written_in_the_forward, Halves, None),
         pool.errors(written_in_the_forward, Halves, "bfloat16"),
         pool.errors(written_in_the_forward, Clamped, None),
+        pool.errors(written_in_the_forward, Rescaled, None),
+        pool.errors(written_in_the_forward, Rescaled, "bfloat16"),
         pool.errors(renormalized_in_the_forward),
     ]
     for error in (error for errors in runs for error in errors):
         assert isinstance(error, ShardError) and words in str(error), repr(error)
     pool.run(read_by_data)
+    pool.run(read_across_a_break)
+
+
+def data_that_are_set() -> list[Any]:
+    """What a parameter at rest holds after ``.data = ``: values, parts, DTensors."""
+    torch._dynamo.reset()
+    model = fxpar.shard(nn.Linear(8, 8), mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": "eager"}
+    compiled, x = torch.compile(model, backend="fxpar", options=how), torch.ones(4, 8)
+    compiled(x)
+    rows = torch.arange(64.0).view(8, 8)
+    model.weight.data = rows
+    model.bias.data = torch.zeros(8)
+    torch.testing.assert_close(compiled(x), x @ rows.t())
+    ema = model.weight.detach().clone() * 2
+    model.weight.data = ema.data
+    torch.testing.assert_close(compiled(x), x @ rows.t() * 2)
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    assert torch.equal(whole(ema), rows), "it has the memory of what it was set to"
+    model.weight.data = model.weight.redistribute(placements=[Replicate()]) + 1
+    torch.testing.assert_close(compiled(x), x @ (rows + 1).t())
+    with pytest.raises(ShardError, match=r"\[8, 8\], is set to .*\[4, 8\]"):
+        model.weight.data = torch.ones(4, 8)
+    return [model.weight.to_local().shape, model.weight.placements]
+
+
+@multiprocess
+def test_data_that_are_set() -> None:
+    """On torch 2.13 a DTensor goes on with what it held."""
+    for shape, placements in shared_pool(2).run(data_that_are_set):
+        assert (shape, placements) == ((4, 8), (Shard(0),))
 
 
 def home_of_model(model: nn.Module) -> Home:
@@ -161,6 +220,7 @@ def calls_that_write(local: bool) -> list[tuple[str, list[str]]]:
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         for layer, x in (
             (Halves(8, 8), torch.ones(4, 8)),
+            (Rescaled(8, 8), torch.ones(4, 8)),
             (nn.Embedding(8, 4, max_norm=1.0), torch.arange(4)),
         ):
             model = fxpar.shard(nn.Sequential(layer), mesh="dp=2")
@@ -182,11 +242,12 @@ def calls_that_write(local: bool) -> list[tuple[str, list[str]]]:
 @multiprocess
 @pytest.mark.parametrize("local", [False, True])
 def test_a_parameter_that_an_eager_forward_writes(local: bool) -> None:
-    """At the end of the model's forward; of a part's, when it is called again."""
+    """At the end of the model's forward; of a part's, when it is called again, or reads
+    what it set the data of."""
     for seen in shared_pool(2).run(calls_that_write, local):
-        assert len(seen) == 6
+        assert len(seen) == 9
         for name, errors in seen:
-            assert len(errors) == 2, (name, errors)
+            assert len(errors) == 2 + (name == "Rescaled"), (name, errors)
             for error in errors:
                 assert f"{name}.weight" in error and __file__ in error, error
 

@@ -92,7 +92,7 @@ def fastest(
             mine = meeting.agreed(partial(_with_runtime_errors, clock, run))
         except Unshared:
             continue
-        seconds[i] = max(map(float, meeting.told(repr(mine))))
+        seconds[i] = max(map(float, meeting.words_of_all(repr(mine))))
     if not seconds:
         raise Unshared("no way to run it could be measured on all ranks")
     best, table = min(seconds, key=seconds.__getitem__), min(seconds)
@@ -123,7 +123,7 @@ def tuned(
     Raises Unshared on all ranks.
     """
     path = _path(program, meeting.ranks, where)
-    recorded = _read(meeting.told(_text_of(path))[0])
+    recorded = _read(meeting.words_of_all(_text_of(path))[0])
     if recorded is not None and recorded in ways:
         return recorded
     way, seconds = fastest(ways, prepare, meeting, clock)

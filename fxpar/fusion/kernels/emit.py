@@ -174,12 +174,12 @@ class _Writer:
 
     def write(self, sources: Mapping[str, Source], sinks: Mapping[str, Sink]) -> Body:
         program = self.program
-        inputs = [t for t in program.inputs if t.name in self.needs.needed]
+        inputs = [t for t in program.inputs if t.name in self.needs.places_of]
         for t in inputs:
-            for place in self.needs.needed[t.name]:
+            for place in self.needs.places_of[t.name]:
                 self._load(t, self.needs.places[place], sources[t.name])
         for line in program.lines:
-            for place in self.needs.needed.get(line.name, {}):
+            for place in self.needs.places_of.get(line.name, {}):
                 self._line(line, self.needs.places[place])
         after: list[str] = []
         parameters = [p for t in inputs for p in sources[t.name].parameters]
@@ -208,7 +208,7 @@ class _Writer:
 
     def _touched(self, inputs: Sequence[Tensor]) -> dict[str, bool]:
         at = self.needs.at
-        touched = {t.name: [*self.needs.needed[t.name]] == [at.text] for t in inputs}
+        touched = {t.name: [*self.needs.places_of[t.name]] == [at.text] for t in inputs}
         for t in self.program.outputs:
             summed = t.name in self.needs.sums
             elementwise = not summed and self.needs.place_of(t) is at

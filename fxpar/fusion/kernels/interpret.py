@@ -70,11 +70,11 @@ def results(
         into[i] if i in into else own(values[t.name], t.stride, owned)
         for i, t in enumerate(program.outputs)
     ]
-    late = {i: values[program.outputs[i].name] for i in into}
-    for i, value in late.items():
+    written = {i: values[program.outputs[i].name] for i in into}
+    for i, value in written.items():
         if value.untyped_storage().data_ptr() in input_storages:
-            late[i] = value.clone()  # it may lie where another one goes
-    for i, value in late.items():
+            written[i] = value.clone()  # it may lie where another one goes
+    for i, value in written.items():
         if value is not into[i]:
             into[i].copy_(value)
     return outputs

@@ -10,7 +10,7 @@ parameter and state. Where a region makes ``new`` for nothing else, it may write
 there. Kernels write in place where that is safe (``run_kernels``), elsewhere a copy is
 made when they are done: a number never depends on it.
 
-Of sizes, the group's ranks, figures of the link and the device: a ``Verdict`` on three
+Of sizes, the group's ranks and the hardware (``sharding.cost``): a ``Verdict`` on three
 forms of a matmul with its collective: one and then the other; chunk by chunk, as
 PyTorch's fused ops (``symm_mem::fused_all_gather_matmul``,
 ``symm_mem::fused_matmul_reduce_scatter``); and one kernel with signals
@@ -33,7 +33,10 @@ from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import dtype_of
 from fxpar.fusion.kernels.select_region import SelectedRegion, is_heavy
 from fxpar.passes.simulate.launches import launches_among
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
+from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default
@@ -75,7 +78,7 @@ def _is_write(user: fx.Node, value: fx.Node) -> bool:
 def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
     """What a region depends on; also what changes a value it depends on before that is
     read, as the wait of a gather does."""
-    needed: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     pending = list(members)
     while pending:
         node = pending.pop()
@@ -83,10 +86,10 @@ def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
             changed = {
                 u for u in read.users if op_facts_of(u.target).mutates and u < node
             }
-            added = ({read} | changed) - needed - set(members)
-            needed |= added
+            added = ({read} | changed) - ancestors - set(members)
+            ancestors |= added
             pending += added
-    return needed
+    return ancestors
 
 
 def _is_free(
@@ -215,9 +218,7 @@ def profitable(
     n: int,
     k: int,
     ranks: int,
-    link: float,
-    peak: float,
-    memory: float,
+    hardware: Hardware,
     *,
     dtype: str = "bfloat16",
     programs: int = 132,
@@ -225,34 +226,38 @@ def profitable(
     further: int = 0,
 ) -> Verdict:
     """Whether a matmul is worth joining with its collective: [m, k] times [k, n] as one
-    rank computes it, m over all chunks. ``link``: bytes/s one way; ``peak``: flops/s
-    that the library reaches; ``memory``: bytes/s that the device's streams at.
-    ``units``: multiprocessors, as many as ``programs`` if 0;
-    ``further``: columns of further weights of a gather, which a kernel with signals
-    leaves for later.
+    rank computes it, m over all chunks. ``units``: multiprocessors, as many as
+    ``programs`` if 0; ``further``: columns of further weights of a gather, which a
+    kernel with signals leaves for later.
 
-    The collective moves (ranks - 1) / ranks of A's or the product's bytes. Programs go
+    One after the other they take what ``sharding.cost`` says of them. Chunks move
+    (ranks - 1) / ranks of A's or the product's bytes over the link. Programs go
     in waves of tiles, and a wave of a gather waits for the last chunk it reads; a
     scatter is the same backwards in time. All is hidden from n (gather) or k (scatter)
     of peak * bytes of an element / (2 * link) on, for many ranks. Chunk by chunk, each
     chunk's tiles fill the device or do not.
     """
     size = dtype_of(dtype).itemsize
-    nbytes = m * (k if kind == "gather" else n) * size * (ranks - 1) / ranks
-    collective, matmul = nbytes / link, 2.0 * m * (n + further) * k / peak
+    whole = m * (k if kind == "gather" else n) * size
+    link, peak = _link(hardware, ranks), hardware.peak(dtype).rate(math.inf)
+    step, nbytes = _STEPS[kind], whole / ranks if kind == "gather" else whole
+    collective = collectives.seconds(step, [ranks], [link], nbytes)
+    flops, smallest = 2.0 * m * (n + further) * k, min(m, n + further, k)
+    matmul = hardware.arithmetic(flops, smallest, dtype)
     serial = collective + matmul
     why = never(kind, m, n, k, ranks, dtype)
     if why:
         return Verdict(False, why, serial, serial)
     units = units or programs
-    moving = collective + (ranks - 1) * COPY
-    summing = 0.0 if kind == "gather" else (1 + 1 / ranks) * m * n * size / memory
+    moving = (ranks - 1) * (whole / ranks / link.bandwidth + COPY)
+    summed = 0.0 if kind == "gather" else (1 + 1 / ranks) * whole
+    summing = hardware.streaming(summed)
     work = _Work(
         ranks, m // ranks, n, k, dtype, peak / units, units, moving, summing, further
     )
     overlapped, chunked = _signals(work, programs), _chunked(work, kind)
     name, free = ("n", n) if kind == "gather" else ("k", k)
-    least = math.ceil(peak * size * (ranks - 1) / ranks / (2 * link))
+    least = math.ceil(peak * size * (ranks - 1) / ranks / (2 * link.bandwidth))
     why = (
         f"{serial / overlapped:.2f} times as fast as one after the other, "
         f"{chunked / overlapped:.2f} as chunk by chunk: {collective * 1e6:.0f} us to "
@@ -261,6 +266,16 @@ def profitable(
     )
     pays = min(serial, chunked) >= MARGIN * overlapped
     return Verdict(pays, why, serial, overlapped, chunked)
+
+
+# The steps that a kernel with signals stands for.
+_STEPS = {"gather": "all_gather", "scatter": "reduce_scatter"}
+
+
+def _link(hardware: Hardware, ranks: int) -> Link:
+    """What joins so many ranks, all of those that there are."""
+    (link,) = hardware.links(Mesh((("ranks", ranks),)))
+    return link
 
 
 def never(kind: str, m: int, n: int, k: int, ranks: int, dtype: str) -> str:

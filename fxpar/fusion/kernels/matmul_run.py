@@ -211,7 +211,7 @@ def _kernel(
     signals: bool,
 ) -> Gemm:
     """``a``: of all chunks."""
-    return _made(
+    return _cached_gemm(
         kind,
         *(a.shape[0], w.shape[1], a.shape[1], provider.ranks),
         str(a.dtype).removeprefix("torch."),
@@ -222,7 +222,7 @@ def _kernel(
     )
 
 
-_made = cache(gemm)
+_cached_gemm = cache(gemm)
 
 
 def _call(

@@ -182,12 +182,12 @@ class Needs:
                 by_row = Map(((space.columns, None, 1),))
                 by_column = Map(((1, space.columns, 1),))
                 self.derived = {("at", by_row): self.row, ("at", by_column): col}
-        self.needed: dict[str, dict[str, None]] = {}
+        self.places_of: dict[str, dict[str, None]] = {}
         self.chosen: dict[tuple[str, str], list[Part]] = {}
         self.sums: dict[str, Reduction] = {}
         self._outputs()
         for line in reversed(program.lines):
-            for place in list(self.needed.get(line.name, {})):
+            for place in list(self.places_of.get(line.name, {})):
                 self._operands(line, self.places[place])
 
     def derive(self, place: Place, to: Map) -> Place:
@@ -207,7 +207,7 @@ class Needs:
         return self.derived[key]
 
     def _need(self, name: str, place: Place) -> None:
-        at = self.needed.setdefault(name, {})
+        at = self.places_of.setdefault(name, {})
         at[place.text] = None
         self.places.setdefault(place.text, place)
         if len(at) > _MOST_PLACES:
@@ -265,7 +265,7 @@ class Needs:
                 for part in formed(line, choices_of, line, shapes)
             ]
         elif line.op == SEED:
-            self.needed.setdefault(line.refs[0], {})
+            self.places_of.setdefault(line.refs[0], {})
         elif line.op == RANDOM:
             self._need(line.refs[0], ZERO)
         elif line.op in OPS:

@@ -157,8 +157,8 @@ class RegionProgram:
         lines = [f"region {self.hash} of {self.ranks} ranks"]
         lines += [f"{t.name}: {short(t)} = input {t.stride}" for t in self.inputs]
         for line in self.lines:
-            args = [_shown(a) for a in line.args]
-            args += [f"{k}={_shown(v)}" for k, v in line.kwargs]
+            args = [_text_of(a) for a in line.args]
+            args += [f"{k}={_text_of(v)}" for k, v in line.kwargs]
             lines.append(f"{line.name}: {short(line)} = {line.op}({', '.join(args)})")
         return "\n".join([*lines, f"return {', '.join(t.name for t in self.outputs)}"])
 
@@ -209,7 +209,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _shown(x: Any) -> str:
+def _text_of(x: Any) -> str:
     if isinstance(x, Ref):
         return x.name
     if isinstance(x, Number):
@@ -217,7 +217,7 @@ def _shown(x: Any) -> str:
     if isinstance(x, GroupName):
         return "group"
     if isinstance(x, tuple):
-        return f"[{', '.join(map(_shown, x))}]"
+        return f"[{', '.join(map(_text_of, x))}]"
     return str(x).removeprefix("torch.")
 
 

@@ -134,11 +134,11 @@ def under_way(region: SelectedRegion) -> fx.Node | None:
     at = max([first.prev, *region.outline.inputs])
     for node in before(at):
         waits = [u for u in _waits(node) if u.args[0] is node]  # not what it sends
-        late = not waits or min(waits) > at
+        is_launched = not waits or min(waits) > at
         has_begun = (
             bool(waits) or op_name(node) in _STARTS
         )  # also an exchange, a message
-        if has_begun and node not in inside and late:
+        if has_begun and node not in inside and is_launched:
             return node
     return None
 
@@ -281,9 +281,9 @@ class _Growth:
         wrong = _dtypes(node)
         if wrong:
             return wrong
-        late = [n for n in node.all_input_nodes if not self._is_soon(n)]
-        if late:
-            return f"the collective would wait for {late[0].name}"
+        sources = [n for n in node.all_input_nodes if not self._is_soon(n)]
+        if sources:
+            return f"the collective would wait for {sources[0].name}"
         if op in SUMS:
             return self._why_not_reduced(node, stage)
         if op == "getitem":

@@ -84,16 +84,16 @@ def _stages(program: RegionProgram) -> dict[str, int]:
             assert after <= started, "a collective needs one that is after it"
             after, started = started, started + 1
         least[line.name] = after
-    late: dict[str, int] = {}  # by what reads it
+    last_stage: dict[str, int] = {}  # by what reads it
     end = started
     outputs = {t.name for t in program.outputs}
     for line in reversed(program.lines):
         free = least[line.name] == 0 and line.op not in MOVES
-        if free and line.name in late and line.name not in outputs:
-            least[line.name] = late[line.name]
+        if free and line.name in last_stage and line.name not in outputs:
+            least[line.name] = last_stage[line.name]
         stage = least[line.name]
         for name in line.refs:
-            late[name] = min(late.get(name, end), stage)
+            last_stage[name] = min(last_stage.get(name, end), stage)
     return least
 
 
@@ -217,10 +217,10 @@ def _masks_behind(
 
 def _cone(part: RegionProgram, names: set[str]) -> tuple[Statement, ...]:
     """The lines that values are made by."""
-    needed, lines = set(names), []
+    names_read, lines = set(names), []
     for line in reversed(part.lines):
-        if line.name in needed:
-            needed.update(line.refs)
+        if line.name in names_read:
+            names_read.update(line.refs)
             lines.append(line)
     return tuple(reversed(lines))
 

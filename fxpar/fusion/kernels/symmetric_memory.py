@@ -140,7 +140,7 @@ class Provider:
     def check(self) -> None:
         """Wait for what kernels say. Raises FxparError if one missed a rank."""
         if self._memory is not None:
-            _raise_missed(self._said(self._memory).tolist())
+            _raise_missed(self._head(self._memory).tolist())
 
     def _grow(self, nbytes: int) -> None:
         half = max(_LEAST, 1 << (nbytes - 1).bit_length())
@@ -188,10 +188,10 @@ class Provider:
             assert self._memory is not None
             self._looked, self._copied = now, torch.cuda.Event()
             self._words = torch.empty(HEAD, dtype=torch.int32, pin_memory=True)
-            self._words.copy_(self._said(self._memory), non_blocking=True)
+            self._words.copy_(self._head(self._memory), non_blocking=True)
             self._copied.record()
 
-    def _said(self, memory: Memory) -> torch.Tensor:
+    def _head(self, memory: Memory) -> torch.Tensor:
         return memory.own[: 4 * HEAD].view(torch.int32)
 
 
@@ -234,7 +234,7 @@ class Meeting:
         times = (store.add(f"{name}/meetings", 1) - 1) // ranks
         return Meeting(store, rank, ranks, f"{name}/{times}")
 
-    def told(self, mine: str = "") -> list[str]:
+    def words_of_all(self, mine: str = "") -> list[str]:
         """What all ranks say, once all have."""
         self.turn += 1
         self.store.set(f"{self.name}/{self.turn}/{self.rank}", mine or "-")
@@ -243,7 +243,7 @@ class Meeting:
 
     def meet(self) -> None:
         """A barrier."""
-        self.told()
+        self.words_of_all()
 
     def agreed(self, fn: Callable[[], T]) -> T:
         """``fn()``, if it is well on all ranks. Raises Unshared on all of them if one
@@ -253,7 +253,7 @@ class Meeting:
             result = fn()
         except Exception as problem:
             error = problem
-        words = self.told("ok" if error is None else f"failed: {error!r}"[:300])
+        words = self.words_of_all("ok" if error is None else f"failed: {error!r}"[:300])
         if error is not None and not isinstance(error, (RuntimeError, OSError)):
             raise error
         for rank, word in enumerate(words):
@@ -271,7 +271,7 @@ def shared_files(
     folder = Path("/dev/shm")
     if not folder.is_dir():
         folder = Path(tempfile.gettempdir())
-    token = meeting.told(uuid.uuid4().hex)[0]
+    token = meeting.words_of_all(uuid.uuid4().hex)[0]
 
     def mapped(path: Path, nbytes: int) -> torch.Tensor:
         return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
@@ -329,7 +329,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
     properties = torch.cuda.get_device_properties(device)
     words = f"{_machine()}\n{properties.uuid}\n{properties.multi_processor_count}"
     machines, devices, counts = zip(
-        *(word.split("\n") for word in meeting.told(words)), strict=True
+        *(word.split("\n") for word in meeting.words_of_all(words)), strict=True
     )
     try:
         _check_places(machines, devices)
@@ -340,7 +340,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
         log.log(level, f"{text} run between their kernels: %s", group, error)
         return None
     least = max(1, min(map(int, counts)) - FREE)
-    switch = "0" not in meeting.told(str(int(first.multicast > 0)))
+    switch = "0" not in meeting.words_of_all(str(int(first.multicast > 0)))
     return Provider(
         rank,
         ranks,

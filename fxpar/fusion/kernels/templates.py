@@ -210,9 +210,9 @@ class _TemplateBuilder:
         if k:
             sources[moves[k - 1].result] = self._received(k - 1)
         available = sources.keys() | {t.name for t in self.program.inputs}
-        lost = [t.name for t in part.inputs if t.name not in available]
-        if lost:
-            raise CannotEmit(lost[0], "is not made block by block")
+        missing = [t.name for t in part.inputs if t.name not in available]
+        if missing:
+            raise CannotEmit(missing[0], "is not made block by block")
         for t in part.outputs:
             self.phase_outputs[t.name] = t
         if k < len(moves):

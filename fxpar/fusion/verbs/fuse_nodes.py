@@ -26,6 +26,7 @@ from fxpar.fusion.node_legality import CallableRegion as CallableRegion
 from fxpar.fusion.node_legality import arrange as arrange
 from fxpar.fusion.node_legality import is_message
 from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.unlike_shards import UnlikeOp
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous
@@ -111,14 +112,20 @@ def inline(graph: fx.Graph) -> None:
             for node in part.nodes:
                 if node.op == "call_function":
                     copies[node] = graph.node_copy(node, copies.__getitem__)
-                    custom = (node.meta.get("custom") or {}) | {REGION: region.name}
-                    copies[node].meta = node.meta | {"custom": custom}
+                    copies[node].meta = node.meta | _said(node, region)
         results: Any = part.output_node().args[0]
         for item in list(region.users):
             item.replace_all_uses_with(copies[results[item.args[1]]])
             graph.erase_node(item)
         graph.erase_node(region)
     graph.lint()
+
+
+def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:
+    """What a node says of the region that it was in."""
+    if isinstance(region.target, UnlikeOp):
+        return {}
+    return {"custom": (node.meta.get("custom") or {}) | {REGION: region.name}}
 
 
 def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:
@@ -180,9 +187,9 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
 def _reduced(build: Builder, nodes: Nodes) -> Any:
     """All-reduces: flat, one behind the other."""
     flat = [build.call(aten.reshape.default, n.args[0], [-1]) for n in nodes]
-    joined = build.call(aten.cat.default, flat)
+    row = build.call(aten.cat.default, flat)
     whole = collective_nodes.step(
-        build, collective_nodes.all_reduce, joined, *nodes[0].args[1:]
+        build, collective_nodes.all_reduce, row, *nodes[0].args[1:]
     )
     starts = _starts(nodes, nodes)
     return whole, _cutting(build, whole, 0, starts)
@@ -199,9 +206,11 @@ def _scattered(build: Builder, nodes: Nodes) -> Any:
         rows = build.call(aten.reshape.default, x, cut_up)
         rows = build.call(aten.movedim.int, rows, dim, 0)
         flat.append(build.call(aten.reshape.default, rows, [count, -1]))
-    joined = build.call(aten.cat.default, flat, 1)
+    whole_row = build.call(aten.cat.default, flat, 1)
     args: Any = (0, *nodes[0].args[2:])
-    whole = collective_nodes.step(build, collective_nodes.reduce_scatter, joined, *args)
+    whole = collective_nodes.step(
+        build, collective_nodes.reduce_scatter, whole_row, *args
+    )
     starts = _starts(nodes, nodes)
     return whole, _cutting(build, whole, 1, starts)
 
@@ -210,11 +219,11 @@ def _collected(build: Builder, nodes: Nodes) -> Any:
     """All-gathers: one row per rank, in it what the rank had."""
     count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
     flat = [build.call(aten.reshape.default, n.args[0], [1, -1]) for n in nodes]
-    joined = build.call(aten.cat.default, flat, 1)
+    rows = build.call(aten.cat.default, flat, 1)
     whole = collective_nodes.step(
         build,
         collective_nodes.all_gather,
-        joined,
+        rows,
         0,
         collective_nodes.axes_of(nodes[0]),
     )

@@ -206,10 +206,10 @@ def _collective_first(
             skew.end()
         if how.ring is None:
             skew.order()
-        lost = [end for end in ends if end not in results[0]]
-        if lost:
-            raise refuse("overlap", lost[0], "gives no one tensor")
-        joined = [
+        without_result = [end for end in ends if end not in results[0]]
+        if without_result:
+            raise refuse("overlap", without_result[0], "gives no one tensor")
+        wholes = [
             layout.join(build, [m[end][0] for m in results], results[0][end][1])
             for end in ends
         ]
@@ -220,13 +220,13 @@ def _collective_first(
         raise refuse(
             "overlap", read_outside[0], "is read outside of what runs in chunks"
         )
-    for end, node in zip(ends, joined, strict=True):
+    for end, node in zip(ends, wholes, strict=True):
         end.replace_all_uses_with(node)
     edit.erase(reversed(region))
     first.replace_all_uses_with(whole)
     edit.erase([first, whole])
     arrange(edit.graph)
-    return joined
+    return wholes
 
 
 def _coming(
@@ -274,11 +274,11 @@ def _collective_last(
             raise refuse("overlap", node, f"is read by {outside[0].name} too")
     with edit.before(last) as build:
         if how.ring is not None:
-            joined = _ring_last(edit, build, region, how)
+            whole = _ring_last(edit, build, region, how)
         else:
-            joined = _chunks_last(edit, build, region, how)
-    edit.swap(last, joined)
-    return [joined]
+            whole = _chunks_last(edit, build, region, how)
+    edit.swap(last, whole)
+    return [whole]
 
 
 def _ring_last(
@@ -422,18 +422,18 @@ class _Skew:
 
     def order(self) -> None:
         """Move the nodes."""
-        late: dict[fx.Node, int] = {}
+        hops: dict[fx.Node, int] = {}
         place = []
         for i, chunk in enumerate(self.chunks):
             for k, node in enumerate(chunk):
-                late[node] = max(
+                hops[node] = max(
                     (
-                        late[n] + (n.target in collective_nodes.COLLECTIVE)
+                        hops[n] + (n.target in collective_nodes.COLLECTIVE)
                         for n in node.all_input_nodes
-                        if n in late
+                        if n in hops
                     ),
                     default=0,
                 )
-                place.append((i + late[node], late[node], k, node))
+                place.append((i + hops[node], hops[node], k, node))
         for *_, node in sorted(place, key=lambda p: p[:3]):
             self.anchor.prepend(node)

@@ -232,8 +232,8 @@ def _math_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
     dtype, groups = weights.dtype, q.shape[1] // k.shape[1]
     grad, out = grad.to(dtype), out.to(dtype)
     keys, values = (_each(x, groups).to(dtype) for x in (k, v))
-    late = grad @ values.mT - (grad * out).sum(-1, keepdim=True)
-    scores = weights * late * scale
+    centered = grad @ values.mT - (grad * out).sum(-1, keepdim=True)
+    scores = weights * centered * scale
     dk, dv = scores.mT @ q.to(dtype), weights.mT @ grad
     dk, dv = (_shared(x, groups).to(k.dtype) for x in (dk, dv))
     return (scores @ keys).to(q.dtype), dk, dv

@@ -164,8 +164,8 @@ def _call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
     """The op itself on arguments by name."""
     declared = _torch.objects.schema_of(call.node.target).arguments
     positional = [arguments[a.name] for a in declared if not a.kwarg_only]
-    named = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
-    return call.same(*positional, **named)
+    options = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
+    return call.same(*positional, **options)
 
 
 def _per_query(call: LocalCall, lse: fx.Node, rows: Size) -> fx.Node:

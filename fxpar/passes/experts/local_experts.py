@@ -124,10 +124,10 @@ def _within(
     chosen = build.call(aten.eq.Tensor, group, group_numbers)
     most = build.call(aten.amax.default, build.call(aten.sum.dim_IntList, chosen, [1]))
     where = user_line(call.node) or ""
-    return _told(build, ends, most, room, where, axes)
+    return _within_all(build, ends, most, room, where, axes)
 
 
-def _told(
+def _within_all(
     build: Builder, x: fx.Node, most: fx.Node, room: int, where: str, axes: str
 ) -> fx.Node:
     """``fxpar::within``, the ranks along ``axes`` told of one another's rows."""
@@ -279,8 +279,8 @@ def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
     for node in list(graph.nodes):
         if node.target is WITHIN and len(node.args) == 5:
             with build.before(node):
-                told = _told(build, *node.args)
-            build.replace(node, told)
+                checked = _within_all(build, *node.args)
+            build.replace(node, checked)
         if node.target not in _SORTED:
             continue
         tensors = [*node.args[:3], node]

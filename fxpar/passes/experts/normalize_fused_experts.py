@@ -46,9 +46,9 @@ def split_fused_experts(graph: fx.Graph, build: Builder) -> None:
         if node.target is MM:
             _split_result(node, build)
     for node in list(graph.nodes):
-        joined = _joined(node)
-        if joined is not None and _reads_columns(node):
-            _split_operand(node, joined, build)
+        parts = _parts_of(node)
+        if parts is not None and _reads_columns(node):
+            _split_operand(node, parts, build)
     graph.eliminate_dead_code()
 
 
@@ -133,7 +133,7 @@ def _turns(rows: fx.Node) -> _Parts | None:
 # Backward
 
 
-def _joined(node: fx.Node) -> _Parts | None:
+def _parts_of(node: fx.Node) -> _Parts | None:
     """The parts that a value [rows, columns] is joined of; None of others."""
     if node.target is aten.cat.default and len(shape_of(node)) == 2:
         pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0

@@ -266,11 +266,11 @@ def _scatter(
     index: fx.Node,
     src: Any,
     *settings: Any,
-    **named: Any,
+    **options: Any,
 ) -> fx.Node:
     if not call.operands[0].dims[dim]:
-        return call.same(x, dim, index, src, *settings, **named)
-    if not settings and not named and _one_per_row(call, x, dim, index, src):
+        return call.same(x, dim, index, src, *settings, **options)
+    if not settings and not options and _one_per_row(call, x, dim, index, src):
         hit = _index_mask(call, x, dim, index)
         if not isinstance(src, fx.Node):
             like = x.meta["val"]
@@ -281,7 +281,7 @@ def _scatter(
     part = part_of(call, dim, index)
     assert part is not None
     spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
-    put = call.same(spare, dim, part.store(), src, *settings, **named)
+    put = call.same(spare, dim, part.store(), src, *settings, **options)
     return _without_spares(call, put, [part])
 
 
@@ -325,14 +325,19 @@ def _index_add(
 
 
 def _index_store(
-    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, *settings: Any, **named: Any
+    call: LocalCall,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    *settings: Any,
+    **options: Any,
 ) -> fx.Node:
     part = part_of(call, dim, index, signed=True)
     if part is None:
-        return call.same(x, dim, index, *settings, **named)
+        return call.same(x, dim, index, *settings, **options)
     spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
     return _without_spares(
-        call, call.same(spare, dim, part.store(), *settings, **named), [part]
+        call, call.same(spare, dim, part.store(), *settings, **options), [part]
     )
 
 

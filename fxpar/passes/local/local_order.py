@@ -200,15 +200,15 @@ def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
 
 
 def _topk(
-    call: LocalCall, x: fx.Node, k: int, dim: int = -1, *settings: Any, **named: Any
+    call: LocalCall, x: fx.Node, k: int, dim: int = -1, *settings: Any, **options: Any
 ) -> Any:
     d, axes = _axes(call, x, dim)
     if not axes:
-        return call.same(x, k, dim, *settings, **named)
+        return call.same(x, k, dim, *settings, **options)
     rows = x.meta["val"].shape[d]
-    values, places = _results(call, call.same(x, min(k, rows), d, *settings, **named))
+    values, places = _results(call, call.same(x, min(k, rows), d, *settings, **options))
     values, places = _candidates(call, values, places, d, axes)
-    values, winner = _results(call, call.same(values, k, d, *settings, **named))
+    values, winner = _results(call, call.same(values, k, d, *settings, **options))
     return values, call.build.call(aten.gather.default, places, d, winner)
 
 

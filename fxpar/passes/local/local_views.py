@@ -218,12 +218,17 @@ def _counted(call: LocalCall, offs: fx.Node, operand: int, dim: int) -> fx.Node:
 
 
 def _grouped_mm(
-    call: LocalCall, x: fx.Node, y: fx.Node, offs: Any = None, *args: Any, **named: Any
+    call: LocalCall,
+    x: fx.Node,
+    y: fx.Node,
+    offs: Any = None,
+    *args: Any,
+    **options: Any,
 ) -> fx.Node:
     if offs is not None:
         at = counted_dim(x.meta["val"], y.meta["val"])
         offs = _counted(call, offs, *at)
-    return call.same(x, y, offs, *args, **named)
+    return call.same(x, y, offs, *args, **options)
 
 
 def _grouped_mm_fallback(

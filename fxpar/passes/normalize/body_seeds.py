@@ -76,12 +76,12 @@ class _Draws:
     # Seeds count down: of a test, beside a body that counts up.
     down: bool = False
     # What was drawn, in order.
-    drawn: list[tuple[Any, ...]] = field(default_factory=list)
+    requests: list[tuple[Any, ...]] = field(default_factory=list)
 
     def next(self, device: Any, *request: Any) -> torch.Tensor:
         """A seed that no other draw of this body has. ``request``: of what draw."""
-        count = len(self.drawn)
-        self.drawn.append(request)
+        count = len(self.requests)
+        self.requests.append(request)
         place = -1 - count if self.down else count
         seed = self.seed if place == 0 else self.seed + place
         device = torch.device(device or torch.get_default_device())
@@ -118,7 +118,7 @@ class _Draws:
     def called(self, name: str, args: tuple[Any, ...]) -> None:
         """Note what a call of higher order would draw for its bodies."""
         if name in _CALLS and _draws(_CALLS[name], args):
-            self.drawn.append((_SEEDS, *_CALLS[name].seeds(args)))
+            self.requests.append((_SEEDS, *_CALLS[name].seeds(args)))
 
 
 # What draws by itself. What is asked of the tensor (dtype, device) comes last.
@@ -210,7 +210,7 @@ def _draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
         step = [x[0] if i in rows else x for i, x in enumerate(values)]
         draws = _Draws(torch.zeros((), dtype=torch.int64))
         _run(body, draws, step)
-        return bool(draws.drawn)
+        return bool(draws.requests)
 
     tests = () if call.test is None else (call.test,)
     return any(
@@ -266,8 +266,8 @@ def with_seed(
         operands = (*inputs[:place], *inputs[place + 1 :])
         draws = _Draws(seed, down=down)
         results = _run(body, draws, operands)
-        draws_of_runs.append(draws.drawn)
-        if draws_of_runs[0] != draws.drawn:
+        draws_of_runs.append(draws.requests)
+        if draws_of_runs[0] != draws.requests:
             what = "random numbers inside a branch or loop are drawn in another order"
             raise PlanError(f"{what} in its backward", fix=_FIX)
         return (*results, seed + STEP) if hands_on else results

@@ -58,5 +58,5 @@ def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
 def _are_alike(nodes: list[fx.Node], dim: int) -> bool:
     """Whether tensors are of one dtype and number of dims, of known rows."""
     values = [node.meta["val"] for node in nodes]
-    known = all(isinstance(x.shape[dim], int) for x in values if x.dim() > dim)
-    return known and len({(x.dtype, x.dim()) for x in values}) == 1
+    have_sizes = all(isinstance(x.shape[dim], int) for x in values if x.dim() > dim)
+    return have_sizes and len({(x.dtype, x.dim()) for x in values}) == 1

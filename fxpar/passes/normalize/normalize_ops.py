@@ -128,8 +128,8 @@ def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
         else:
             continue
         with rewriter.before(node):
-            drawn = rewriter.call(op, *args)
-        rewriter.replace(node, drawn)
+            random = rewriter.call(op, *args)
+        rewriter.replace(node, random)
 
 
 def moments_of(program: Program) -> list[fx.Node]:

@@ -118,8 +118,8 @@ def _dim_of(node: fx.Node) -> int | None:
     dim, shape = candidate(node), shape_of(node)
     if dim is None or not shape:
         return None
-    told = counts_from_ends(node) or not is_open_dim(node, dim)
-    return dim % len(shape) if told else None
+    is_counted = counts_from_ends(node) or not is_open_dim(node, dim)
+    return dim % len(shape) if is_counted else None
 
 
 def _dim_argument(node: fx.Node) -> int | None:

@@ -33,9 +33,15 @@ c10d = torch.ops._c10d_functional
 # there the bandwidth of the link counts and not its latency.
 FULL = 1 << 20
 
+# The checkpointed region of what is gathered again in the backward, among the user's.
+REGATHERED = 1 << 20
+
 # What a node says of itself, in ``meta["custom"]``, which all passes keep: which region
 # a schedule made of it.
 REGION = "fxpar_region"
+# And what ``whole_bytes`` are on the rank with the largest shards, where these are not
+# alike.
+LARGEST = "fxpar_largest"
 
 _GATHER = c10d.all_gather_into_tensor.default
 _SCATTER = c10d.reduce_scatter_tensor.default
@@ -68,7 +74,9 @@ def bucket(
     home: dict[fx.Node, _Bucket] = {}
     for node in list(graph.nodes):
         if node.target is _GATHER:
-            joins = node.args[0] in input_derived
+            joins = node.args[0] in input_derived and (
+                not reductions or _is_read_alike(node)
+            )
         else:
             joins = (
                 reductions
@@ -77,7 +85,7 @@ def bucket(
             )
         if not joins or not _may_join(node):
             continue
-        value, size = node.args[0].meta["val"], _size(node)
+        value, size = node.args[0].meta["val"], whole_bytes(node)
         room = gathers if node.target is _GATHER else most
         if size >= room:
             continue
@@ -108,14 +116,22 @@ def _may_join(node: fx.Node) -> bool:
     return real and not is_chunk(node) and not region_of(node)
 
 
+def _is_read_alike(node: fx.Node) -> bool:
+    """Whether all ranks gather in a backward what it is given: where shards are not
+    alike some may save what others compute again, but for what is made of parameters.
+    """
+    return LARGEST not in _custom(node) or node.meta.get("ac_graph_id") == REGATHERED
+
+
 def bucket_sizes(graph: fx.Graph) -> tuple[list[int], list[int]]:
     """Bytes of the reductions of a joint graph that may be in buckets if they are
     small, and of all gathers: what one reads may be given to the backward."""
     near_output = _near_output(graph)
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    joinable_gathers = filter(_may_join, gathers)
     reductions = (n for n in graph.nodes if n.target in (_SCATTER, _REDUCE))
     joinable = [n for n in reductions if n in near_output and _may_join(n)]
-    return list(map(_size, joinable)), list(map(_size, filter(_may_join, gathers)))
+    return list(map(whole_bytes, joinable)), list(map(whole_bytes, joinable_gathers))
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
@@ -161,7 +177,11 @@ def _near_output(graph: fx.Graph) -> set[fx.Node]:
 
 def region_of(node: fx.Node) -> str | None:
     """The region that a schedule's line ``fuse`` made of it and others."""
-    return (node.meta.get("custom") or {}).get(REGION)
+    return _custom(node).get(REGION)
+
+
+def _custom(node: fx.Node) -> dict[str, Any]:
+    return node.meta.get("custom") or {}
 
 
 def _reductions_before(
@@ -198,9 +218,11 @@ def _buckets(
     return ids
 
 
-def _size(node: fx.Node) -> int:
-    """Bytes of the larger of operand and result."""
-    return max(nbytes_of(x.meta["val"]) for x in (node, node.args[0]))
+def whole_bytes(node: fx.Node) -> int:
+    """Bytes of the larger of operand and result; where shards are not alike of the
+    largest ones, so that all ranks fill their buckets with the same."""
+    largest = _custom(node).get(LARGEST)
+    return largest or max(nbytes_of(x.meta["val"]) for x in (node, node.args[0]))
 
 
 def _wait_of(node: fx.Node) -> fx.Node:
@@ -239,8 +261,8 @@ def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         for member in members:
             _hoist(member.args[0], first)
         row = _flat(rewriter, [m.args[0] for m in members], 1)
-        joined = rewriter.call(_GATHER, row, count, group)
-        whole = rewriter.call(WAIT, joined)
+        bucket_gather = rewriter.call(_GATHER, row, count, group)
+        whole = rewriter.call(WAIT, bucket_gather)
         _split_result(rewriter, whole, count, members)
 
 
@@ -259,8 +281,8 @@ def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     _, op, count, group = last.args
     with rewriter.before(last):
         rows = _flat(rewriter, [m.args[0] for m in members], count)
-        joined = rewriter.call(_SCATTER, rows, op, count, group)
-        mine = rewriter.call(WAIT, joined)
+        bucket_scatter = rewriter.call(_SCATTER, rows, op, count, group)
+        mine = rewriter.call(WAIT, bucket_scatter)
         _split_result(rewriter, mine, 1, members)
 
 
@@ -268,8 +290,8 @@ def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     with rewriter.before(last):
         row = _flat(rewriter, [m.args[0] for m in members], 1)
-        joined = rewriter.call(_REDUCE, row, *last.args[1:])
-        whole = rewriter.call(WAIT, joined)
+        bucket_reduce = rewriter.call(_REDUCE, row, *last.args[1:])
+        whole = rewriter.call(WAIT, bucket_reduce)
         _split_result(rewriter, whole, 1, members)
 
 

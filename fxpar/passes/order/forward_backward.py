@@ -32,6 +32,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.builder import PLACE, copy_node
+from fxpar.passes.order.bucket_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.stages.pipeline_ops import CROSSINGS, EVERY
@@ -39,9 +40,6 @@ from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
 transfer = torch.ops.fxpar.transfer.default
-
-# A region of its own among the user's checkpointed ones.
-_REGION = 1 << 20
 
 
 def save_alike(graph: fx.Graph) -> None:
@@ -78,7 +76,7 @@ def regather(graph: fx.Graph) -> None:
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
             tagged.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _REGION
+            node.meta["ac_graph_id"] = REGATHERED
 
 
 def as_run(
@@ -94,21 +92,21 @@ def as_run(
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     results = list(graph.output_node().args[0])
-    late = depending_on_tangents(graph)
+    backward_nodes = depending_on_tangents(graph)
     first, second = phases(graph)
-    if not late:
+    if not backward_nodes:
         whole = _graph(inputs, first, results)
         of_step = any(map(phase_of, first))  # which has its backward inside
         schedule(whole, backward=of_step, disable=disable, settings=settings)
         return whole
-    given = given_of(first, second)
-    early = [r for r in results if r not in late]
-    grads = [r for r in results if r in late]
-    forward = _graph(inputs, first, [*early, *given])
-    backward = _graph([*inputs, *given], second, grads)
+    saved = given_of(first, second)
+    early = [r for r in results if r not in backward_nodes]
+    grads = [r for r in results if r in backward_nodes]
+    forward = _graph(inputs, first, [*early, *saved])
+    backward = _graph([*inputs, *saved], second, grads)
     schedule(forward, backward=False, disable=disable, settings=settings)
     schedule(backward, backward=True, disable=disable, settings=settings)
-    return _joined(forward, backward, [r in late for r in results])
+    return _joined(forward, backward, [r in backward_nodes for r in results])
 
 
 def _graph(
@@ -116,43 +114,47 @@ def _graph(
 ) -> fx.Graph:
     """A graph of copies; ``inputs`` that are no placeholders become such."""
     graph = fx.Graph()
-    made: dict[Any, Any] = {}
+    copies: dict[Any, Any] = {}
     for node in inputs:
         if node.op == "placeholder":
-            made[node] = copy_node(graph, node, made)
+            copies[node] = copy_node(graph, node, copies)
         else:
-            made[node] = graph.placeholder(node.name)
-            made[node].meta = dict(node.meta)
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
     for node in calls:
-        made[node] = copy_node(graph, node, made)
-    graph.output([made.get(r, r) for r in results])
+        copies[node] = copy_node(graph, node, copies)
+    graph.output([copies.get(r, r) for r in results])
     return graph
 
 
-def _joined(forward: fx.Graph, backward: fx.Graph, late: Sequence[bool]) -> fx.Graph:
+def _joined(
+    forward: fx.Graph, backward: fx.Graph, is_backward: Sequence[bool]
+) -> fx.Graph:
     """The backward behind the forward, whose graph it is added to: both are copies of
-    their own. ``late``: which of the results are of the backward."""
+    their own. ``is_backward``: which of the results are of the backward."""
     graph, end = forward, forward.output_node()
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.nodes:
         node.meta["partitioner_tag"] = "is_forward"
     results = list(end.args[0])
     graph.erase_node(end)
-    count = late.count(False)
+    count = is_backward.count(False)
     grads = _append(graph, backward, [*inputs, *results[count:]])
     of = iter(results[:count]), iter(grads)
-    graph.output([next(of[is_late]) for is_late in late])
+    graph.output([next(of[is_late]) for is_late in is_backward])
     graph.lint()
     return graph
 
 
-def _append(graph: fx.Graph, backward: fx.Graph, given: Sequence[fx.Node]) -> list[Any]:
-    """Add tagged copies of a backward's calls, ``given`` being its inputs; returns its
+def _append(
+    graph: fx.Graph, backward: fx.Graph, inputs: Sequence[fx.Node]
+) -> list[Any]:
+    """Add tagged copies of a backward's calls, ``inputs`` being its inputs; returns its
     results."""
-    made = dict(zip(backward.find_nodes(op="placeholder"), given, strict=True))
+    copies = dict(zip(backward.find_nodes(op="placeholder"), inputs, strict=True))
     for node in backward.nodes:
         if node.op not in ("placeholder", "output"):
-            made[node] = copy_node(graph, node, made)
-            made[node].meta["partitioner_tag"] = "is_backward"
+            copies[node] = copy_node(graph, node, copies)
+            copies[node].meta["partitioner_tag"] = "is_backward"
     results = backward.output_node().args[0]
-    return [made[r] if isinstance(r, fx.Node) else r for r in results]
+    return [copies[r] if isinstance(r, fx.Node) else r for r in results]

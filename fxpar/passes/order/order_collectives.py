@@ -112,8 +112,12 @@ def may_differ(graph: fx.Graph, before: Settings, after: Settings) -> bool:
     rooms = zip(_rooms(before), _rooms(after), (reductions, gathers), strict=True)
     for one, other, sizes in rooms:
         small, large = sorted((one, other))
-        joined = [size for size in sizes if size < large]
-        if small != large and joined and max(sum(joined), max(joined) + 1) > small:
+        small_sizes = [size for size in sizes if size < large]
+        if (
+            small != large
+            and small_sizes
+            and max(sum(small_sizes), max(small_sizes) + 1) > small
+        ):
             return True
     return False
 
@@ -226,16 +230,16 @@ def drain(graph: fx.Graph) -> None:
 
 def _needed(node: fx.Node) -> list[fx.Node]:
     """``node`` and what it is computed from, inputs left out, in order."""
-    needed: dict[fx.Node, None] = {}
+    sources: dict[fx.Node, None] = {}
 
     def visit(n: fx.Node) -> None:
         for read in n.all_input_nodes:
-            if read.op != "placeholder" and read not in needed:
+            if read.op != "placeholder" and read not in sources:
                 visit(read)
-        needed[n] = None
+        sources[n] = None
 
     visit(node)
-    return list(needed)
+    return list(sources)
 
 
 def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:

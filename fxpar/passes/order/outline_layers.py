@@ -56,8 +56,8 @@ class LayerSegment:
 
 def outline_layers(graph: fx.Graph) -> int:
     """Put calls of bodies in the place of layers that repeat; how many calls."""
-    root, given = graph.owning_module, graph.find_nodes(op="placeholder")
-    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in given):
+    root, inputs = graph.owning_module, graph.find_nodes(op="placeholder")
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
         return 0  # sizes are open
     if root is None or not _torch.inductor.calls_bodies():
         return 0
@@ -88,7 +88,7 @@ def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
     """What of the graph's layers can be bodies."""
     nodes, sections = _computing(graph)
     labels = labels_of(nodes)
-    taken = np.zeros(len(nodes), bool)
+    outlined = np.zeros(len(nodes), bool)
     for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
         # Where they begin and end, what is around ops is not alike.
         while begin and labels[begin - 1] == labels[begin - 1 + distance]:
@@ -99,21 +99,24 @@ def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
         for layer in range(begin, end - distance + 1, distance):
             for first, last in _runs(sections, layer, layer + distance):
                 pattern = labels[first:last]
-                if last - first >= LEAST_OPS and not taken[first:last].any():
-                    for at in _matches(labels, sections, pattern, taken):
+                if last - first >= LEAST_OPS and not outlined[first:last].any():
+                    for at in _matches(labels, sections, pattern, outlined):
                         yield _segment(nodes[at], labels[at])
 
 
 def _matches(
-    labels: np.ndarray, sections: np.ndarray, pattern: np.ndarray, taken: np.ndarray
+    labels: np.ndarray,
+    sections: np.ndarray,
+    pattern: np.ndarray,
+    outlined: np.ndarray,
 ) -> Iterator[slice]:
     """Where in a section the labels have a pattern, and nothing was taken yet."""
     for first in np.flatnonzero(labels == pattern[0]).tolist():
         at = slice(first, first + len(pattern))
-        if taken[at].any() or not np.array_equal(labels[at], pattern):
+        if outlined[at].any() or not np.array_equal(labels[at], pattern):
             continue
         if sections[first] == sections[at.stop - 1]:
-            taken[at] = True
+            outlined[at] = True
             yield at
 
 
@@ -139,13 +142,13 @@ def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
 
 def _fits(node: fx.Node) -> bool:
     """Whether an op may be in a body."""
-    made = tensors_in(node.meta.get("val"))
-    if node.op != "call_function" or not made:
+    results = tensors_in(node.meta.get("val"))
+    if node.op != "call_function" or not results:
         return False
     if node.target is operator.getitem:
         return _fits(node.args[0])
     read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
-    every = [*made, *(x for each in read for x in each)]
+    every = [*results, *(x for each in read for x in each)]
     if not {x.device.type for x in every} <= DEVICES:
         return False
     sizes = (n for x in every for n in (*x.shape, *x.stride()))
@@ -203,8 +206,8 @@ def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
         (label, tuple(map(place.__getitem__, _reads(node))))
         for node, label in zip(nodes, labels.tolist(), strict=True)
     ]
-    needed = {_home(n) for n in nodes if any(u not in inside for u in n.users)}
-    results = tuple(node for node in nodes if node in needed)
+    read_outside = {_home(n) for n in nodes if any(u not in inside for u in n.users)}
+    results = tuple(node for node in nodes if node in read_outside)
     return LayerSegment(
         tuple(nodes), results, (*lines, tuple(map(inside.get, results)))
     )

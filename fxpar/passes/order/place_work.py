@@ -89,7 +89,7 @@ def _unneeded(
     """Of the nodes ``since`` a wait, in order, those that neither ``node`` needs nor
     anything that stays. What else reads an all-reduce's operand stays: it is done in
     place if nothing does later."""
-    needed, operand = set(node.all_input_nodes), node.all_input_nodes[0]
+    stay_reads, operand = set(node.all_input_nodes), node.all_input_nodes[0]
     source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
     room = HELD * max(bytes_of(node), bytes_of(operand))
     read_longer: set[fx.Node] = set()
@@ -100,9 +100,11 @@ def _unneeded(
         size = sum(map(bytes_of, longer)) - (
             bytes_of(candidate) if candidate in read_longer else 0
         )
-        stays = candidate in needed or candidate in delayed or not _may_move(candidate)
+        stays = (
+            candidate in stay_reads or candidate in delayed or not _may_move(candidate)
+        )
         if stays or size > room or source in reads:
-            needed.update(candidate.all_input_nodes)
+            stay_reads.update(candidate.all_input_nodes)
             continue
         movable.append(candidate)
         read_longer.update(reads)

@@ -45,7 +45,7 @@ def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
     inside = manual_axes(graph)
     varying: dict[fx.Node, Axes] = {}
     regions: dict[fx.Node, frozenset[int]] = {}
-    drawn: set[fx.Node] = set()
+    random: set[fx.Node] = set()
     over = {n.args[4]: n.args[3].split("+") for n in graph.nodes if n.target in EDGES}
     for node in graph.nodes:
         reads = node.all_input_nodes
@@ -56,12 +56,12 @@ def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
             continue
         _check_group(node, node in inside, mesh)
         _check_apart(node, own, over)
-        if _draws(node) or not drawn.isdisjoint(reads):
+        if _draws(node) or not random.isdisjoint(reads):
             _check_draws(node, node in inside)
-            drawn.add(node)
+            random.add(node)
         if node.target in EDGES:
             own, axes = _cross(node, own, axes)
-            drawn.discard(node)
+            random.discard(node)
         elif node in inside:
             axes = _after(node, axes)
         regions[node], varying[node] = own, axes
@@ -123,8 +123,8 @@ def _check_apart(
     node: fx.Node, regions: frozenset[int], over: Mapping[int, Sequence[str]]
 ) -> None:
     """Values of two regions over one axis meet outside of both."""
-    named = [axis for number in regions for axis in over[number]]
-    if len(set(named)) < len(named):
+    axes = [axis for number in regions for axis in over[number]]
+    if len(set(axes)) < len(axes):
         raise RegionError(
             f"{node.name} ({node.target}) reads values of two manual regions: one left "
             "its region otherwise than as a result",
@@ -155,14 +155,14 @@ def _draws(node: fx.Node) -> bool:
     if not op_facts_of(node.target).random:
         return False
     schema = _torch.objects.schema_of(node.target)
-    named = (
+    places = (
         {} if schema is None else {a.name: i for i, a in enumerate(schema.arguments)}
     )
-    i = named.get("dropout_p")
+    i = places.get("dropout_p")
     if i is None:
         return True
-    given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return given != 0.0
+    chance = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return chance != 0.0
 
 
 def _check_draws(node: fx.Node, inside: bool) -> None:

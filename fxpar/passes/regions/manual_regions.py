@@ -174,7 +174,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
         if kind == "all_to_all":
             _check_even(node, mesh.count(axes))
         with build.before(node):
-            made = build.call(
+            collective = build.call(
                 ours.collective.default,
                 node.args[0],
                 kind,
@@ -183,7 +183,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
                 str(mesh),
                 "+".join(axes),
             )
-        build.replace(node, made)
+        build.replace(node, collective)
 
 
 def _are_axes(group: str, mesh: Mesh) -> bool:
@@ -232,11 +232,11 @@ def _on_dim(
     """The collective of ``node`` on another dim, for ``by``."""
     first, kind, _, *rest = node.args
     with build.before(by):
-        made = build.call(ours.collective.default, x or first, kind, [dim], *rest)
+        collective = build.call(ours.collective.default, x or first, kind, [dim], *rest)
     for key in ("stack_trace", "seq_nr", "partitioner_tag"):
         if key in node.meta:
-            made.meta[key] = node.meta[key]
-    build.replace(by, made)
+            collective.meta[key] = node.meta[key]
+    build.replace(by, collective)
 
 
 def _readers(x: fx.Node) -> set[fx.Node]:
@@ -276,11 +276,11 @@ def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     target = node.args[1] if len(node.args) > 1 else 0
     if any(part is None for part in parts):
         return None
-    known: Sequence[Any] = parts
-    x, dim, _, size = known[0]
+    entries: Sequence[Any] = parts
+    x, dim, _, size = entries[0]
     whole = int(x.meta["val"].shape[dim])
-    same = all((p[0], p[1], p[3]) == (x, dim, size) for p in known)
-    starts = [p[2] for p in known]
+    same = all((p[0], p[1], p[3]) == (x, dim, size) for p in entries)
+    starts = [p[2] for p in entries]
     if not same or starts != list(range(0, whole, size)) or target == dim:
         return None
     return x, dim, target % x.meta["val"].dim()

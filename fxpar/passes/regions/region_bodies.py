@@ -71,12 +71,12 @@ def _choices(graph: fx.Graph) -> dict[Any, tuple[set[int], int]]:
             region = node.args[1]
             shapes.setdefault(region, []).append(_shape(node.args[0][0]))
             first.setdefault(region, node)
-    found: dict[Any, tuple[set[int], int]] = {}
+    choice_of: dict[Any, tuple[set[int], int]] = {}
     for region, node in first.items():
         bodies = len(node.args[0])
         key = user_line(node), bodies, tuple(shapes[region])
-        found.setdefault(key, (set(), bodies))[0].add(region)
-    return found
+        choice_of.setdefault(key, (set(), bodies))[0].add(region)
+    return choice_of
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:
@@ -90,12 +90,12 @@ def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
 
     Raises PlanError if they are of another program.
     """
-    known = list(_choices(graph).values())
-    bodies = bodies or [0] * len(known)
-    if len(bodies) != len(known) or any(
-        body >= count for body, (_, count) in zip(bodies, known, strict=True)
+    all_choices = list(_choices(graph).values())
+    bodies = bodies or [0] * len(all_choices)
+    if len(bodies) != len(all_choices) or any(
+        body >= count for body, (_, count) in zip(bodies, all_choices, strict=True)
     ):
-        counts = [count for _, count in known]
+        counts = [count for _, count in all_choices]
         raise PlanError(
             f"the plan chooses bodies {list(bodies)} of manual regions, the "
             f"program has {counts}",
@@ -103,7 +103,7 @@ def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
         )
     of = {
         region: body
-        for body, (regions, _) in zip(bodies, known, strict=True)
+        for body, (regions, _) in zip(bodies, all_choices, strict=True)
         for region in regions
     }
     dropped: set[fx.Node] = set()
@@ -116,8 +116,8 @@ def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
                 dropped.add(piece)
             dropped.add(node)
         elif _is(node, CHOOSE):
-            kept = node.args[0][of[node.args[1]]]
-            node.replace_all_uses_with(kept)
+            body_result = node.args[0][of[node.args[1]]]
+            node.replace_all_uses_with(body_result)
             dropped.add(node)
         elif not dropped.isdisjoint(node.all_input_nodes):
             dropped.add(node)

@@ -58,7 +58,7 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     by axes, as those of a bound graph are not.
     """
     reader = _LocalReader(fused)
-    late = backward_of(graph)
+    backward = backward_of(graph)
     for i, node in enumerate(graph.nodes):
         if is_collective(node) and not _group_of(node).startswith(GROUP_PREFIX):
             raise PlanError(
@@ -66,7 +66,7 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
                 "axes",
                 fix="simulate the local graph, before it is bound to process groups",
             )
-        reader.step(node, float(i), node in late)
+        reader.step(node, float(i), node in backward)
     return reader.launches()
 
 
@@ -77,7 +77,7 @@ def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Laun
     reads = (read for node in nodes for read in node.all_input_nodes)
     for node in dict.fromkeys(reads):
         if node not in inside:
-            reader.given(node)
+            reader.add_inputs(node)
     for i, node in enumerate(nodes):
         reader.step(node, float(i), False)
     reader.returned(results)
@@ -139,14 +139,14 @@ class _LocalReader(KernelReader):
         if group.startswith(GROUP_PREFIX):
             launch.axes = group_axes(group)
         launch.before = sum(self.read(launch, v) for v in self.operands(node))
-        made = self.make(node, launch)
+        views = self.make(node, launch)
         launch.after = sum(buffer.nbytes for buffer in launch.makes)
         if node.target is ours.move_rows.default:
             launch.kind, sent = message_of(node)
             launch.before = launch.after = round(sent)
         for buffer in launch.makes:
             buffer.late = launch
-        return made
+        return views
 
 
 def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:

@@ -155,21 +155,21 @@ def simulate(
 
     Raises PlanError on a collective it does not know or of a group that names no axes.
     """
-    found = launches_of(graph, fused=fused)
-    work = _work(found, mesh, _machine(hardware, fused), tf32)
+    launches = launches_of(graph, fused=fused)
+    work = _work(launches, mesh, _machine(hardware, fused), tf32)
     times = Simulation(work.tasks, compiled=False)
-    live = residency(found, keep_inputs=keep_inputs, in_place=fused)
-    events = _events(found.launches, work, times)
-    late = (i for i, launch in enumerate(found.launches) if launch.backward)
-    first = next(late, None)
-    waited = sum(e.duration for e in events if e.of) + work.lost()
+    live = residency(launches, keep_inputs=keep_inputs, in_place=fused)
+    events = _events(launches.launches, work, times)
+    in_backward = (i for i, launch in enumerate(launches.launches) if launch.backward)
+    first = next(in_backward, None)
+    waited = sum(e.duration for e in events if e.of) + work.seconds_beside()
     return Timeline(
         events,
         times.seconds,
         sum(e.duration for e in events if not e.axes and e.of is None),
         sum(e.duration for e in events if e.axes),
         waited + times.seconds - times.clock(-1),
-        _traffic(found.launches, mesh),
+        _traffic(launches.launches, mesh),
         tuple(_curve(live, work, times).items()),
         live.peak[0],
         _largest(live),
@@ -186,8 +186,8 @@ def tasks_of(
     tf32: bool = False,
 ) -> list[Task]:
     """What ``simulate`` times, for a ``Simulation``; arguments and errors as there."""
-    found = launches_of(graph, fused=fused)
-    return _work(found, mesh, _machine(hardware, fused), tf32).tasks
+    launches = launches_of(graph, fused=fused)
+    return _work(launches, mesh, _machine(hardware, fused), tf32).tasks
 
 
 def launch_seconds(
@@ -195,9 +195,9 @@ def launch_seconds(
 ) -> dict[str, float]:
     """What each launch takes by itself, by the name of its last node; arguments and
     errors as of ``simulate``."""
-    found = launches_of(graph, fused=fused)
-    work = _work(found, mesh, _machine(hardware, fused), False)
-    names = (launch.nodes[-1].name for launch in found.launches)
+    launches = launches_of(graph, fused=fused)
+    work = _work(launches, mesh, _machine(hardware, fused), False)
+    names = (launch.nodes[-1].name for launch in launches.launches)
     return {name: work.seconds(i) for i, name in enumerate(names)}
 
 
@@ -219,31 +219,33 @@ class _LaunchTasks:
         """What launch i takes, waits left out."""
         return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
 
-    def lost(self) -> float:
+    def seconds_beside(self) -> float:
         """What collectives take from kernels."""
         pairs = zip(self.first, self.last, strict=True)
         return sum(self.tasks[a].seconds for a, b in pairs if a != b)
 
 
-def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _LaunchTasks:
-    where = {launch: i for i, launch in enumerate(found.launches)}
+def _work(
+    program: Launches, mesh: Mesh, hardware: Hardware, tf32: bool
+) -> _LaunchTasks:
+    where = {launch: i for i, launch in enumerate(program.launches)}
     work = _LaunchTasks([], [], [])
-    for launch in found.launches:
+    for launch in program.launches:
         work.first.append(len(work.tasks))
         if launch.of is not None:
             work.tasks.append(Task(launch.name, of=work.last[where[launch.of]]))
         elif launch.axes:
             curve = collectives.along(launch.kind, mesh, launch.axes)
-            taken = curve.seconds(launch.before)
-            lost = taken * hardware.beside
-            if lost:
-                work.tasks.append(Task(f"{launch.name}_beside", lost))
-            work.tasks.append(Task(launch.name, taken - lost, launch.axes))
+            seconds = curve.seconds(launch.before)
+            seconds_beside = seconds * hardware.beside
+            if seconds_beside:
+                work.tasks.append(Task(f"{launch.name}_beside", seconds_beside))
+            work.tasks.append(Task(launch.name, seconds - seconds_beside, launch.axes))
         elif launch.kind == "fused":
-            taken = hardware.fused(launch.moved, launch.light)
-            work.tasks.append(Task(launch.name, taken))
+            seconds = hardware.fused(launch.moved, launch.light)
+            work.tasks.append(Task(launch.name, seconds))
         else:
-            taken = hardware.seconds(
+            seconds = hardware.seconds(
                 launch.moved,
                 launch.flops,
                 launch.least,
@@ -251,7 +253,7 @@ def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _Launc
                 tf32=tf32,
                 family=launch.family,
             )
-            work.tasks.append(Task(launch.name, taken))
+            work.tasks.append(Task(launch.name, seconds))
         work.last.append(len(work.tasks) - 1)
     return work
 
@@ -287,13 +289,13 @@ class _Lines:
     """User lines, each stack trace read once."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, str | None] = {}
+        self.text_of: dict[Any, str | None] = {}
 
     def of(self, node: fx.Node) -> str | None:
         trace = node.meta.get("stack_trace")
-        if trace not in self.known:
-            self.known[trace] = user_line(node)
-        return self.known[trace]
+        if trace not in self.text_of:
+            self.text_of[trace] = user_line(node)
+        return self.text_of[trace]
 
 
 def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
@@ -317,11 +319,11 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
 def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
     """Time -> bytes in memory."""
     curve: dict[float, int] = {}
-    for i, made, during, behind in live.usage:
+    for i, begin, during, behind in live.usage:
         if i < 0:
             curve[0.0] = behind
             continue
-        if made:
+        if begin:
             curve[times.clock(work.last[i - 1]) if i else 0.0] = during
         if behind != during:
             curve[times.clock(work.last[i])] = behind

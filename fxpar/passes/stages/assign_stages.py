@@ -31,7 +31,7 @@ from fxpar.passes.stages.stage_kinds import (
     StageHome,
     home_of,
     is_loose_view,
-    shown,
+    viewed_value,
 )
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware import Hardware
@@ -121,7 +121,7 @@ def assign_stages(
         if node in kinds.everywhere:
             node.meta[STAGE] = ALL
         elif node in kinds.forward and node.target is operator.getitem:
-            node.meta[STAGE] = shown(node.args[0]).meta[STAGE]
+            node.meta[STAGE] = viewed_value(node.args[0]).meta[STAGE]
     _assign_backward(graph, kinds, count)
     begin_names = [_origin(chain[i]) for i in (0, *begins)]
     return _stages(graph, program, priced, places, kinds, begin_names)
@@ -188,7 +188,7 @@ def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
     place = {node: i for i, node in enumerate(chain)}
     for node in kinds.graph.nodes:
         if node in kinds.forward and node.target is operator.getitem:
-            place[node] = place[shown(node.args[0])]
+            place[node] = place[viewed_value(node.args[0])]
     last: dict[fx.Node, int] = {}
     for node in reversed(list(kinds.graph.nodes)):
         at = place.get(node, last.get(node, -1))
@@ -233,11 +233,11 @@ def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
         if node in kinds.backward:
             source: Any = node.args[0] if node.args else None
             if node.target is operator.getitem or steps.is_step(node):
-                base = shown(source)
+                base = viewed_value(source)
                 node.meta[STAGE] = base.meta[STAGE]
                 continue
             limit, common = count - 1, every
-            for read in map(shown, node.all_input_nodes):
+            for read in map(viewed_value, node.all_input_nodes):
                 home = home_of(read)
                 if home is not None and home.phase == BACKWARD:
                     limit = min(limit, home.stage)

@@ -206,11 +206,11 @@ class _StageLayout:
         self.group = group_name(self.mesh, (self.axis,))
 
     def run(self) -> None:
-        needed = self._needed()
+        places_of = self._places_by_node()
         inputs = [node for node in self.order if node.op in ("placeholder", "get_attr")]
         for node in inputs:
             self.value_at[node, EVERY] = self._copy(node, EVERY)
-        self._gather_weights(needed)
+        self._gather_weights(places_of)
         for node in self.order:
             if node.op in ("placeholder", "get_attr"):
                 continue
@@ -219,10 +219,10 @@ class _StageLayout:
                 self._await(node, at)
             elif at is not None:
                 self.value_at[node, at] = self._copy(node, at)
-                targets = needed[node] - {at, EVERY} if at != EVERY else ()
+                targets = places_of[node] - {at, EVERY} if at != EVERY else ()
                 for target in sorted(targets):
                     self._cross(node, at, target)
-                if at != EVERY and EVERY in needed[node]:
+                if at != EVERY and EVERY in places_of[node]:
                     self._await(node, at)
         output = self.graph.output_node()
         results = fx.node.map_arg(output.args[0], lambda n: self.at(n, EVERY))
@@ -235,7 +235,7 @@ class _StageLayout:
             return None
         return EVERY if home.phase == EVERYWHERE else self.places[home.stage]
 
-    def _needed(self) -> Mapping[fx.Node, set[int]]:
+    def _places_by_node(self) -> Mapping[fx.Node, set[int]]:
         """The places at which each node is read."""
         out: dict[fx.Node, set[int]] = defaultdict(set)
         for read in self.graph.output_node().all_input_nodes:
@@ -302,7 +302,7 @@ class _StageLayout:
         is_staged = home is not None and home.phase != EVERYWHERE
         return is_staged and self._is_along_stages(node)
 
-    def _gather_weights(self, needed: Mapping[fx.Node, set[int]]) -> None:
+    def _gather_weights(self, places_of: Mapping[fx.Node, set[int]]) -> None:
         """Put together, where it is read, what rests split along the axis."""
         gathers = [
             node
@@ -310,23 +310,23 @@ class _StageLayout:
             if self._place(node) is None and self._is_along_stages(node)
         ]
         for node in gathers:
-            if EVERY in needed[node]:
+            if EVERY in places_of[node]:
                 self.value_at[node, EVERY] = self._copy(node, EVERY)
         places = range(self.mesh.axis_size(self.axis))
         for target in places:
             reads = [
                 node
                 for node in gathers
-                if target in needed[node] and EVERY not in needed[node]
+                if target in places_of[node] and EVERY not in places_of[node]
             ]
             for bucket in messages.buckets(reads):
                 shards = [[self.at(n.args[0], i) for n in bucket] for i in places]
                 dims = [n.args[1] for n in bucket]
                 with self.build.at(bucket[0]):
-                    joined = messages.gather_at(
+                    gathered = messages.gather_at(
                         self._put, target, shards, dims, self.group
                     )
-                for node, value in zip(bucket, joined, strict=True):
+                for node, value in zip(bucket, gathered, strict=True):
                     self.value_at[node, target] = value
 
     def _key(self, node: fx.Node) -> Any:

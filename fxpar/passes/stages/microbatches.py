@@ -32,7 +32,7 @@ from fxpar.passes.local.localize import partition
 from fxpar.passes.lower import contiguous
 from fxpar.passes.moved_rows import exchanged
 from fxpar.passes.stages.rows_of_parts import rows_of_parts
-from fxpar.passes.stages.stage_kinds import shown
+from fxpar.passes.stages.stage_kinds import viewed_value
 from fxpar.passes.stages.steps_over_parts import NOTED
 from fxpar.sharding.cut_in_time import MEMORY, TIME
 from fxpar.sharding.decide import Decision, decide
@@ -143,7 +143,9 @@ def _adds_stages(node: fx.Node) -> bool:
     """Whether a sum that is read once is of values of two stages, alike in shape."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.users) > 1:
         return False
-    homes = [shown(x).meta.get(STAGE) for x in node.args if isinstance(x, fx.Node)]
+    homes = [
+        viewed_value(x).meta.get(STAGE) for x in node.args if isinstance(x, fx.Node)
+    ]
     shapes = {x.meta["val"].shape for x in (node, *node.all_input_nodes)}
     in_two_stages = len(homes) == 2 and None not in homes and homes[0] != homes[1]
     return in_two_stages and len(shapes) == 1
@@ -251,7 +253,7 @@ class _Unroller:
         with self.build.at(node):
             join = _JOINS[node.target]
             self.values[node] = join(self, self._each(node.args[0]), *node.args)
-        home = node.meta[STAGE] = shown(node.args[0]).meta.get(STAGE)
+        home = node.meta[STAGE] = viewed_value(node.args[0]).meta.get(STAGE)
         for step in reversed(self.graph.nodes):
             if step is before:
                 break

@@ -47,8 +47,8 @@ def home_of(node: fx.Node) -> StageHome | None:
 def draws(node: fx.Node) -> bool:
     """Whether a node draws numbers, the same ones on every rank."""
     facts = op_facts_of(node.target)
-    drawn = facts.draws or (facts.random and not node.all_input_nodes)
-    return drawn and isinstance(node.meta.get("val"), torch.Tensor)
+    is_random = facts.draws or (facts.random and not node.all_input_nodes)
+    return is_random and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_loose_view(node: fx.Node) -> bool:
@@ -64,7 +64,7 @@ def is_loose_view(node: fx.Node) -> bool:
     )
 
 
-def shown(node: fx.Node) -> fx.Node:
+def viewed_value(node: fx.Node) -> fx.Node:
     """What a chain of such views shows."""
     while is_loose_view(node):
         node = node.all_input_nodes[0]
@@ -103,13 +103,13 @@ class Kinds:
         if steps.is_step(node) or node.target is operator.getitem:
             # As the value that it moves, or takes a part of.
             source: Any = node.args[0]
-            base = shown(source)
+            base = viewed_value(source)
             kinds = (self.forward, self.backward, self.everywhere)
             return next((kind for kind in kinds if base in kind), None)
         writes = op_facts_of(node.target).mutates
         if phase_of(node) == "update" or writes or draws(node):
             return self.everywhere
-        read = set(map(shown, node.all_input_nodes))
+        read = set(map(viewed_value, node.all_input_nodes))
         if is_loose_view(node):
             return None
         sources = [self.tangents, self.backward, *[self.forward] * (node in tagged)]

@@ -16,6 +16,9 @@ product. Here the gradient is gathered, every rank makes it orthogonal by itself
 takes its part: two reshards, and the numbers of one device. In a traced step it is one
 op, since a pass that parts a product from what is added to it would round twice.
 
+Data that are set (``p.data = ema``): each rank takes its part. DTensor (2.13) goes on
+with what it held.
+
 All of it holds for every DTensor in the process.
 """
 
@@ -30,6 +33,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fxpar import _torch
+from fxpar.errors import ShardError
+from fxpar.runtime.ranks.presence import user_line
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
 
 
 @functools.cache
@@ -37,6 +44,40 @@ def complete_partials() -> None:
     """Reduce partial values before ``item()`` and after a norm."""
     _torch.dtensor.reduce_before_item()
     _torch.dtensor.reduce_norms(norm)
+
+
+@functools.cache
+def set_parts() -> None:
+    """Let ``.data = `` change what a DTensor holds."""
+    _torch.dtensor.on_set_data(_part_to_hold)
+
+
+def _part_to_hold(x: Any, y: Any) -> torch.Tensor:
+    """This rank's part of ``y``, a DTensor or the global value on every rank, to stand
+    in for that of ``x``. Raises ShardError unless it is of the same shape and dtype."""
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        old_form, new_form = (f"{t.dtype} {list(t.shape)}" for t in (x, y))
+        raise ShardError(
+            f"the data of a split tensor, {old_form}, is set to {new_form}",
+            where=user_line(),
+            fix="set it to a tensor of the same shape and dtype, or change the model "
+            "before fxpar.shard",
+        )
+    y = y.detach()
+    if isinstance(y, DTensor):
+        y = _whole(y)
+        if (y.device_mesh, y.placements) == (x.device_mesh, x.placements):
+            return y.to_local()
+        lies = str(_spec(y)), "", str(Mesh.from_device_mesh(y.device_mesh)), "", "", -1
+        y = torch.ops.fxpar.to_global(y.to_local(), list(y.shape), *lies)
+    mesh = Mesh.from_device_mesh(x.device_mesh)
+    part: torch.Tensor = torch.ops.fxpar.to_local(y, str(_spec(x)), str(mesh), "")
+    return part
+
+
+def _spec(x: Any) -> Spec:
+    mesh = Mesh.from_device_mesh(x.device_mesh)
+    return Spec.from_placements(x.placements, mesh, x.dim())
 
 
 def norm(

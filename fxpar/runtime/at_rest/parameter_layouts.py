@@ -72,7 +72,7 @@ def layouts_of(
     stages = pipeline_axis(mesh)
     decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, decided))}
-    wanted: dict[int, tuple[Any, ...]] = {}  # what ``at_rest`` takes
+    arguments: dict[int, tuple[Any, ...]] = {}  # what ``at_rest`` takes
     hints: dict[int, str] = {}
     for key, names in names_of.items():
         shape = tuple(parameters[key].shape)
@@ -81,11 +81,11 @@ def layouts_of(
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
         ]
-        wanted[key] = shape, without_stages(mesh), dims, closed, decided
+        arguments[key] = shape, without_stages(mesh), dims, closed, decided
         hints[key] = ",".join(words)
-    alike = stages is not None or not is_worth_chunks(wanted.values())
+    alike = stages is not None or not is_worth_chunks(arguments.values())
     layouts = {}
-    for key, (shape, *rest) in wanted.items():
+    for key, (shape, *rest) in arguments.items():
         spec = at_rest(shape, *rest, alike=alike)
         if stages is not None:
             spec = split_over_stages(spec, shape, mesh, stages)

@@ -15,7 +15,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, cast
@@ -54,8 +54,11 @@ class Home:
     hooked: bool = False
     # Each rank feeds its own part of the batch. ``number`` stands for it in graphs.
     local: bool = False
-    # What eager code read last of each parameter, by id, until the forward ends.
-    reads: dict[int, EagerRead] = field(default_factory=dict)
+    # What eager code read last of each parameter, until the forward ends: by the id of
+    # the parameter, or the graph that it leaves and its place there.
+    reads: dict[Hashable, EagerRead] = field(default_factory=dict)
+    # The latest of them with its value, which it may set ``.data`` of.
+    latest: tuple[EagerRead, torch.Tensor] | None = None
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def __post_init__(self) -> None:
@@ -73,22 +76,31 @@ class EagerRead:
     # "Class.name" of the parameter, and the user's line.
     parameter: str
     line: str
+    # The global value, if it still is there, and the memory that it then had.
+    value: weakref.ref[torch.Tensor]
+    memory: int
     # Counts the writes to the global value, and holds none of it.
     counter: torch.Tensor
     # As many there were when it was read.
     writes: int
 
     @staticmethod
-    def of(value: torch.Tensor, parameter: str) -> EagerRead:
+    def of(value: torch.Tensor, parameter: str, line: str) -> EagerRead:
         counter = value.detach()  # shares the count of writes
         counter.data = value.new_empty(0)
-        writes = _torch.objects.version_of(value)
-        return EagerRead(parameter, user_line(), counter, writes)
+        writes, memory = _torch.objects.version_of(value), _memory(value)
+        return EagerRead(parameter, line, weakref.ref(value), memory, counter, writes)
 
     def refuse_writes(self) -> None:
-        """Raise ShardError if there was one: the value that it changed is lost."""
-        if _torch.objects.version_of(self.counter) != self.writes:
+        """Raise ShardError if there was one, in place or by ``.data = ``: the value
+        that it changed is lost."""
+        value = self.value()
+        moved = value is not None and _memory(value) != self.memory
+        if moved or _torch.objects.version_of(self.counter) != self.writes:
             raise written_parameter(self.parameter, self.line)
+
+
+_memory = _torch.objects.memory_of
 
 
 def home_of(number: int) -> Home | None:
@@ -157,11 +169,29 @@ def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def refuse_writes(home: Home) -> None:
-    """Raise ShardError if eager code wrote to a parameter that it read."""
-    reads, home.reads = home.reads, {}
-    for read in reads.values():
+def refuse_writes(home: Home, *, ends: bool = True) -> None:
+    """Raise ShardError if eager code wrote to a parameter that it read. ``ends``: the
+    forward does, and the values that it read are gone."""
+    reads, latest = list(home.reads.values()), home.latest
+    if ends:
+        home.reads, home.latest = {}, None
+    for read in reads:
         read.refuse_writes()
+    del latest  # lived until it was compared
+
+
+def note_read(
+    home: Home, key: Hashable, value: torch.Tensor, parameter: str, line: str
+) -> None:
+    """Eager code reads the ``value`` of a parameter. Raises ShardError if it wrote to
+    what it read of it before, or last."""
+    latest, home.latest = home.latest, None
+    if latest is not None:
+        latest[0].refuse_writes()
+    if key in home.reads:
+        home.reads.pop(key).refuse_writes()
+    read = home.reads[key] = EagerRead.of(value, parameter, line)
+    home.latest = read, value
 
 
 def written_parameter(parameter: str, line: str | None) -> ShardError:
@@ -203,13 +233,11 @@ def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) ->
     has a gradient of its own part of the batch."""
     if home.local:
         reduce.meet(f"{name} {list(at_rest.shape)}")
-    if id(parameter) in home.reads:
-        home.reads.pop(id(parameter)).refuse_writes()
     with _counting_writes():
         value = _globally(parameter, home, at_rest)
         if home.local:
             value = reduce.mean_of_gradient(value)
-        home.reads[id(parameter)] = EagerRead.of(value, name)
+        note_read(home, id(parameter), value, name, user_line())
     return value
 
 

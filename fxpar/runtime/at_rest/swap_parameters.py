@@ -21,6 +21,7 @@ from fxpar.runtime.at_rest.dtensor_ops import (
     complete_partials,
     draw_as_one_device,
     orthogonalize_whole,
+    set_parts,
 )
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
 from fxpar.runtime.at_rest.sharded_modules import Home, ParameterAtRest, adopt
@@ -71,6 +72,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     complete_partials()
     orthogonalize_whole()
+    set_parts()
     if device == "cpu":
         draw_as_one_device()
     shape = torch.Size(p.shape)

@@ -28,7 +28,7 @@ from fxpar.errors import FxparError
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
-from fxpar.runtime.caches.program_identity import Named, fixed_content
+from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import current
@@ -178,7 +178,7 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
 
 def text_of(
     gm: fx.GraphModule,
-    inputs: Sequence[Named],
+    inputs: Sequence[NamedInput],
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,

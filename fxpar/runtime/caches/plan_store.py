@@ -72,13 +72,15 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
 def lines_of(graph: fx.Graph) -> Iterator[str]:
     """Nodes with their arguments and what they make."""
 
-    def made(value: Any) -> Any:
+    def rebuilt(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.dtype, tuple(value.shape), value.stride(), str(value.device)
         if isinstance(value, SYMBOLIC):
             return str(value)
         return (
-            tuple(map(made, value)) if isinstance(value, (list, tuple)) else type(value)
+            tuple(map(rebuilt, value))
+            if isinstance(value, (list, tuple))
+            else type(value)
         )
 
     for node in graph.nodes:
@@ -86,7 +88,7 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
         if inspect.isroutine(target):  # its address would differ between runs
             target = f"{target.__module__}.{target.__qualname__}"
         call = f"{node.name} {node.op} {target} {node.args} {node.kwargs}"
-        yield f"{call} {made(node.meta.get('val'))}"
+        yield f"{call} {rebuilt(node.meta.get('val'))}"
         body = body_of(node)
         if body is not None:
             yield from lines_of(body.graph)

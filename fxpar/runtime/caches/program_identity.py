@@ -30,7 +30,7 @@ SUMMAND_MARK = "_fxpar_summand"
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedInput:
     """An input of a graph, as the user knows it."""
 
     # As in the user's code.
@@ -49,7 +49,7 @@ def _source(node: fx.Node) -> str:
     return name() if callable(name) else str(name)
 
 
-def _name_input(source: str, example: Any) -> Named:
+def _name_input(source: str, example: Any) -> NamedInput:
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -70,11 +70,11 @@ def _name_input(source: str, example: Any) -> Named:
         kind = "parameter"
     if getattr(example, SUMMAND_MARK, False):
         kind = "summand"
-    return Named(name, kind)
+    return NamedInput(name, kind)
 
 
-def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[Named]:
-    """One Named per placeholder of a Dynamo graph, names unique."""
+def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
+    """One NamedInput per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
         _name_input(_source(node), example)
@@ -89,7 +89,7 @@ def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[Named]:
             seen[name] += 1
             if seen[name] > 1:
                 name = f"{name}#{seen[name]}"
-        unique.append(Named(name, entry.kind))
+        unique.append(NamedInput(name, entry.kind))
     return unique
 
 
@@ -149,7 +149,7 @@ def _becomes_number(node: fx.Node) -> bool:
     return True
 
 
-def program_text(gm: fx.GraphModule, inputs: Sequence[Named]) -> str:
+def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
     """The program, a line for each op, sizes left out. ``inputs``: of it; those of
     the body of a region have no names."""
     lines, places = [], dict[fx.Node, str]()
@@ -165,17 +165,17 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[Named]) -> str:
             )
 
     starts = _starts(places)
-    to_bodies = dict[str, str]()  # of the call that is shown, what its numbers are
+    to_bodies = dict[str, str]()  # of the call that is written, what its numbers are
 
-    def shown(x: Any) -> str:
+    def text_of(x: Any) -> str:
         if isinstance(x, fx.Node):
             return places.get(x) or to_bodies.get(str(value_of(x)), "n")
         if isinstance(x, (tuple, list)):
-            return f"({', '.join(map(shown, x))})"
+            return f"({', '.join(map(text_of, x))})"
         if isinstance(x, dict):
-            return ", ".join(f"{key}={shown(value)}" for key, value in x.items())
+            return ", ".join(f"{key}={text_of(value)}" for key, value in x.items())
         if isinstance(x, slice):
-            return shown((x.start, x.stop, x.step))
+            return text_of((x.start, x.stop, x.step))
         if isinstance(x, _NUMBERS) and not isinstance(x, bool):
             return "n"
         return repr(x) if isinstance(x, _PRINTED) else type(x).__name__
@@ -185,15 +185,16 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[Named]) -> str:
             continue
         if node.op == "output":
             results = [x for x in _flat(node.args) if not _is_number(x)]
-            lines.append(f"return {shown(results)}")
+            lines.append(f"return {text_of(results)}")
             continue
         places[node] = f"%{len(places)}"
         target = node.target
         target = getattr(target, "__name__", None) or str(target).split(" at 0x")[0]
         line = user_line(node)
         to_bodies = starts if _torch.aot.higher_order_name(node.target) else {}
+        call = f"{target}{text_of(node.args)} {text_of(node.kwargs)}".rstrip()
         lines.append(
-            f"{places[node]} = {target}{shown(node.args)} {shown(node.kwargs)}".rstrip()
+            f"{places[node]} = {call}"
             + (f"  # {line.rsplit('/', 1)[-1]}" if line else "")
         )
         body = node.op == "get_attr" and _attribute(gm, str(node.target))
@@ -204,7 +205,7 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[Named]) -> str:
 
 
 def content(
-    gm: fx.GraphModule, inputs: Sequence[Named], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str:
     """All that compiling a graph depends on, but its sizes."""
     lines = [node.format_node() or "" for node in gm.graph.nodes]
@@ -236,7 +237,7 @@ def content(
 
 
 def fixed_content(
-    gm: fx.GraphModule, inputs: Sequence[Named], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str | None:
     """``content`` on these sizes, the same text in every process; None for a graph that
     holds more than other graphs."""

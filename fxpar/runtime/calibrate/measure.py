@@ -52,7 +52,10 @@ def calibrate(
     base = _base()
     eager, launch = probe_device.launches(probe)
     *near, far = probe_device.streams(probe, eager or 0.0) or [(0.0, base.bandwidth)]
-    levels, lost = probe_network.levels(probe, base), probe_network.beside(probe)
+    levels, share_beside = (
+        probe_network.levels(probe, base),
+        probe_network.beside(probe),
+    )
     light = dict(base.light) | dict(probe_device.light(probe))
     peaks = dict(base.peaks) | dict(probe_device.peaks(probe, far[1]))
     peaks |= dict(probe_device.families(probe))
@@ -67,7 +70,7 @@ def calibrate(
         f"measured with {size} ranks on mesh {ranks.mesh}, "
         f"{torch.get_num_threads()} threads each, torch {torch.__version__}",
         tuple(near),
-        base.beside if lost is None else lost,
+        base.beside if share_beside is None else share_beside,
         tuple(light.items()),
     )
 

@@ -113,8 +113,8 @@ class Probe:
         """Seconds a call takes, until the last rank is done: the median of five or
         more. None once time is up. Ranks call it together, and ``fn`` equally often."""
         fn()
-        pilot, late = self._worst(self._time(fn, 1), time.monotonic() - self.end)
-        if late > 0:
+        pilot, overrun = self._worst(self._time(fn, 1), time.monotonic() - self.end)
+        if overrun > 0:
             return None
         calls = int(min(max(_LONG / pilot, 1), 20000))
         repeats = range(5 if pilot > 0.05 else 11)
@@ -229,8 +229,8 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
 
     def draw(x: torch.Tensor) -> torch.Tensor:
         local, whole = [4, 64, _ELEMENTS // 256], [8, 64, _ELEMENTS // 256]
-        drawn = torch.ops.fxpar.random(local, seed, "rand", whole, [4, 0, 0])
-        return x * drawn.view(_ELEMENTS)
+        numbers = torch.ops.fxpar.random(local, seed, "rand", whole, [4, 0, 0])
+        return x * numbers.view(_ELEMENTS)
 
     def seconds(fn: Callable[[torch.Tensor], torch.Tensor]) -> float | None:
         return probe.median(partial(probe.compiled(fn, x), x))
@@ -337,11 +337,11 @@ def _family(
             torch.ones_like(result),
             retain_graph=True,
         )
-        late = probe.median(back)
-        if seconds is None or late is None:
+        back_seconds = probe.median(back)
+        if seconds is None or back_seconds is None:
             break
         points[name].append((flops, least, seconds))
-        points[f"{name} backward"].append((late_flops, least, late))
+        points[f"{name} backward"].append((late_flops, least, back_seconds))
     for key, measured in points.items():
         if len(measured) > 2:
             yield f"{str(dtype).removeprefix('torch.')} {key}", fit_peak(measured)

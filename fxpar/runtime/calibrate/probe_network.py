@@ -84,9 +84,9 @@ def beside(probe: Probe) -> float | None:
             torch.mm(y, y)
 
     def both(times: int) -> None:
-        late = _C10D.all_reduce(x, "sum", group)
+        pending = _C10D.all_reduce(x, "sum", group)
         work(times)
-        _C10D.wait_tensor(late)
+        _C10D.wait_tensor(pending)
 
     one = probe.median(partial(work, 1))
     collective_seconds = probe.median(partial(both, 0))
@@ -99,10 +99,10 @@ def beside(probe: Probe) -> float | None:
     )
     if worked is None or together is None:
         return None
-    lost = (together - max(worked, collective_seconds)) / min(
+    share = (together - max(worked, collective_seconds)) / min(
         worked, collective_seconds
     )
-    return min(max(lost, 0.0), 1.0)
+    return min(max(share, 0.0), 1.0)
 
 
 def _level(points_of: dict[str, list[Point]]) -> Level:

@@ -8,6 +8,7 @@ they launch on these sizes, once each has compiled it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import FxparError, InputMismatchError, RankMismatchError
-from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
 from fxpar.runtime.ranks import consensus
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -34,6 +35,22 @@ class Sizes:
 
     shapes: Shapes
     numbers: tuple[Any, ...]
+
+    def apart(self, other: Sizes) -> float:
+        """How many times as large a size is as the other's, or that as this; of the
+        sizes for which that is the most. Infinite if they are of unlike ranks."""
+        pairs = zip(
+            (self.numbers, *self.shapes), (other.numbers, *other.shapes), strict=True
+        )
+        most = 1.0
+        for mine, theirs in pairs:
+            if len(mine) != len(theirs):
+                return math.inf
+            for a, b in zip(mine, theirs, strict=True):
+                if a != b:
+                    small, large = sorted((abs(a), abs(b)))
+                    most = max(most, large / small if small else math.inf)
+        return most
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ class Fed:
     def __init__(
         self,
         gm: fx.GraphModule,
-        inputs: Sequence[Named],
+        inputs: Sequence[NamedInput],
         local: Sequence[int],
         mesh: Mesh,
         where: str | None,
@@ -169,7 +186,7 @@ def _on_all_ranks(fact: str, fix: str, where: str | None) -> InputMismatchError:
     return error
 
 
-def _varies(entry: Named, value: torch.Tensor) -> bool:
+def _varies(entry: NamedInput, value: torch.Tensor) -> bool:
     """Whether an input may have another shape at another call."""
     open_sizes = any(isinstance(size, torch.SymInt) for size in value.shape)
     return entry.kind == "input" or open_sizes

@@ -22,7 +22,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.caches.program_identity import (
     BEGINS,
-    Named,
+    NamedInput,
     content,
     digest,
     placeholders,
@@ -72,7 +72,7 @@ class Calls:
         self,
         gm: fx.GraphModule,
         examples: Sequence[Any],
-        inputs: Sequence[Named],
+        inputs: Sequence[NamedInput],
         local: Sequence[int],
         counts: Collection[int],
         options: Options,
@@ -114,6 +114,7 @@ class Calls:
             and not takes_more
             and options.microbatches in (None, 1),
             where=self.where,
+            replan=options.replan,
             compile=compile_graph,
             variants=self.variants,
         )
@@ -130,9 +131,11 @@ class Calls:
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
         words = meet(f"{head}\t{sums}\t{gradient_sketches.word()}", self.what)
-        heads, all_sums, noted = zip(*(word.split("\t") for word in words), strict=True)
-        if any(noted):
-            gradient_sketches.compare(noted)
+        heads, all_sums, sketches = zip(
+            *(word.split("\t") for word in words), strict=True
+        )
+        if any(sketches):
+            gradient_sketches.compare(sketches)
         run = self.ready.get(heads)
         if run is None:
             with stage(CHECKS):
@@ -158,7 +161,9 @@ class Calls:
     def _head(self, sizes: Sizes) -> str:
         """The word of a call on these sizes, without sums: which program, the variant
         to run if others have the sizes they had last, whether all must be compared."""
-        last = self.variants.last.get(sizes, 0) or self.variants.in_range(sizes)
+        far = self.options.replan is None
+        last = self.variants.last.get(sizes, 0)
+        last = last or self.variants.in_range(sizes, far=far)
         entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
         self.heads[sizes] = json.dumps(entries, default=str)
         return self.heads[sizes]
@@ -206,7 +211,7 @@ class Calls:
         except RankMismatchError as error:
             if BEGINS in error.what:
                 clearer = RankMismatchError(error.what, fix=_OWN_MEMORY)
-                raise consensus.told(clearer) from None
+                raise consensus.as_told(clearer) from None
             raise
 
     def _names(self) -> list[str]:
@@ -229,11 +234,12 @@ class Calls:
         self.variants.run[number] = run
         if range_ is not None:
             self.variants.ranges[number] = range_
+            self.variants.planned_for[key[0]] = number
         return number
 
 
 def with_open_sizes(
-    gm: fx.GraphModule, inputs: Sequence[Named]
+    gm: fx.GraphModule, inputs: Sequence[NamedInput]
 ) -> Callable[..., Any] | None:
     """For a graph that Dynamo fixed to one sample, or none: the same program with open
     sizes, if it was traced before."""
@@ -257,10 +263,10 @@ def with_open_sizes(
     return call
 
 
-_made = itertools.count(1)  # variants of a process by itself
+_variant_numbers = itertools.count(1)  # variants of a process by itself
 
 
 def _number() -> int:
     """Of what all ranks compile now: that of the call, which they count alike."""
     channel = current()
-    return next(_made) if channel is None else channel.calls
+    return next(_variant_numbers) if channel is None else channel.calls

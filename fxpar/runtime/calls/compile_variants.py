@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
-from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
 from fxpar.runtime.calls.call_sizes import SAME, UNEVEN, Fed, SizeAgreement, Sizes
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSize,
     OpenSizesRefused,
+    PlanStands,
     SizeRange,
     open_program,
 )
@@ -33,6 +34,9 @@ from fxpar.runtime.calls.uneven_batch import Parts, Whole, parts_of
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
+
+# So many times as large sizes may be better off with another plan.
+TWICE = 2.0
 
 # What could not be left open for so many sets of sizes is fixed from then on.
 MOST_REFUSALS = 2
@@ -61,18 +65,20 @@ class Variants:
     closed: set[str] = field(default_factory=set)
     # Results that hold the batch, once known.
     rows: frozenset[int] | None = None
+    # Sizes that a plan was made for, or looked for, and the variant that they run.
+    planned_for: dict[Sizes, int] = field(default_factory=dict)
 
-    def in_range(self, sizes: Sizes) -> int:
-        """The number of a variant that leaves sizes open, and holds for these; 0 if
-        none does."""
-        return next(
-            (
-                number
-                for number, size_range in self.ranges.items()
-                if size_range.contains(sizes.shapes, sizes.numbers)
-            ),
-            0,
-        )
+    def in_range(self, sizes: Sizes, *, far: bool = True) -> int:
+        """The number of a variant that leaves sizes open, and holds for these: of the
+        nearest ones that were planned for. 0 if none does, or, unless they may be
+        ``far`` from these, if one is twice or half of what it was."""
+        distances = [
+            (sizes.apart(near), number)
+            for near, number in self.planned_for.items()
+            if self.ranges[number].contains(sizes.shapes, sizes.numbers)
+        ]
+        apart, number = min(distances, default=(math.inf, 0))
+        return number if far or apart < TWICE else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,7 @@ class VariantCompiler:
     """Compiles one Dynamo graph, as it is called, for sizes."""
 
     gm: fx.GraphModule
-    inputs: Sequence[Named]
+    inputs: Sequence[NamedInput]
     # Positions of inputs of which each rank feeds a part, of those that Dynamo would
     # keep open, and of results that leave as each rank's summand.
     local: frozenset[int]
@@ -93,6 +99,8 @@ class VariantCompiler:
     opens: bool
     # The user's line.
     where: str | None
+    # As the option.
+    replan: float | None
     compile: CompileGraph
     # What is known so far; kept up to date.
     variants: Variants
@@ -109,8 +117,9 @@ class VariantCompiler:
         return self._in_parts(agreement, args), None
 
     def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
-        """A variant that leaves sizes open, and the sizes that it holds for; None if
-        they are to be fixed."""
+        """A variant that leaves sizes open, and the sizes that it holds for; one that
+        is there, if it holds for these sizes, and its plan stands. None if they are to
+        be fixed."""
         sizes = self._to_open(args)
         if not self.opens and sizes:
             self.variants.refused = "what is asked for takes sizes that are known"
@@ -122,16 +131,21 @@ class VariantCompiler:
             for size in sizes
             if size.dim == 0 and size.place not in self.local
         }
-        plan = None
+        plan = rival = None
+        held = self.variants.in_range(self.fed.sizes(args))
+        if held and self.replan is not None:
+            rival = self.variants.ranges[held].plan
         while True:
             try:
-                return self._opened(args, sizes, units, plan)
+                return self._opened(args, sizes, units, plan, rival)
+            except PlanStands:
+                return self.variants.run[held], self.variants.ranges[held]
             except OpenSizesRefused as error:
                 self.variants.refused = str(error)
                 self.variants.refusals += 1
                 return None
             except DivisorsAsked as asked:
-                plan = asked.plan
+                plan, rival = asked.plan, None
                 for name, divisor in asked.divisors.items():
                     units[name] = units.get(name, 1) * divisor
 
@@ -141,9 +155,10 @@ class VariantCompiler:
         sizes: Sequence[OpenSize],
         units: Mapping[str, int],
         plan: Plan | None,
+        rival: Plan | None,
     ) -> tuple[Callable[..., Any], SizeRange]:
         """``_open`` of these sizes, multiples of their ``units``, by a plan if one is
-        given."""
+        given. Raises PlanStands if ``rival`` is not to be replaced."""
         gm = _torch.dynamo.copy_graph(self.gm)
         parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
         several = [x for x in sizes if x.of(args) > units.get(x.name, 1)]
@@ -157,11 +172,13 @@ class VariantCompiler:
             opened.examples,
             open_program=opened,
             recalled=plan,
+            rival=rival,
         )
         self._note_rows(run)
         self.variants.closed |= {size.name for size in run.sizes.fixed}
         self.variants.refused = ""
-        return opened.caller(run, run.sizes.written), run.sizes
+        size_range = replace(run.sizes, plan=run.plan)
+        return opened.caller(run, run.sizes.written), size_range
 
     def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
         """Sizes to leave open: those that Dynamo does, but for the rows of a part of

@@ -19,13 +19,15 @@ from fxpar.passes.regions.manual_regions import on_one_rank
 from fxpar.runtime.at_rest.sharded_modules import (
     Home,
     home_of,
+    note_read,
+    refuse_writes,
     to_global_unreduced,
     written_parameter,
 )
-from fxpar.runtime.caches.program_identity import SUMMAND_MARK, Named
+from fxpar.runtime.caches.program_identity import SUMMAND_MARK, NamedInput
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
-from fxpar.runtime.ranks import meeting
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.stage_times import FIRST, stage
@@ -34,6 +36,8 @@ from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 _PLANS: list[Plan] = []
+
+Calling = Callable[..., Any]
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -126,7 +130,7 @@ class Compiled:
         broken_at: str | None,
         sizes: SizeRange | None = None,
     ) -> None:
-        self.broken_at, self.sizes = broken_at, sizes
+        self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
         self.results, self.options, self.ranks = results, options, ranks
         if plan is not None:
@@ -204,6 +208,34 @@ def refuse_written_parameters(gm: fx.GraphModule) -> None:
             raise written_parameter(shape, user_line(next(iter(node.users), node)))
 
 
+def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
+    """What makes of the call of a Dynamo graph one that raises ShardError if code
+    between graphs wrote to a parameter at rest: what that writes to is the global
+    value, which a graph returned. Asked before ``forget_homes``."""
+    models, results = homes(gm), gm.graph.output_node().args[0]
+    returned: dict[int, tuple[Home, str]] = {}
+    for crossing in _crossings(gm):
+        home, shape = home_of(crossing.args[-1]), crossing.args[1]
+        casts = [user for user in crossing.users if user.target == "to"]
+        for i, node in enumerate(results):
+            if home is not None and node in (crossing, *casts):
+                returned[i] = home, f"of shape {shape}"
+
+    def compared(call: Calling) -> Calling:
+        def compare(*args: Any) -> Any:
+            for home in models:
+                refuse_writes(home, ends=False)
+            outputs = call(*args)
+            for i, (home, parameter) in returned.items():
+                key, line = (id(compare), i), presence.user_line()
+                note_read(home, key, outputs[i], parameter, line)
+            return outputs
+
+        return compare if models else call
+
+    return compared
+
+
 def forget_homes(gm: fx.GraphModule) -> None:
     """Leave out of a Dynamo graph which models of this process its parameters are of,
     so that it is the same program at every start."""
@@ -234,7 +266,7 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
 
 
 def local_inputs(
-    inputs: Sequence[Named], examples: Sequence[Any], options: Options
+    inputs: Sequence[NamedInput], examples: Sequence[Any], options: Options
 ) -> tuple[int, ...]:
     """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
     save those another graph returned whole."""

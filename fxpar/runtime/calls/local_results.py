@@ -26,7 +26,7 @@ from fxpar.errors import FxparWarning, compose
 from fxpar.passes.graph_bodies import show_bodies
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.compile_once import first_does
-from fxpar.runtime.caches.program_identity import Named, fixed_content
+from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.calls.divide_summands import (
     divided,
     example,
@@ -56,7 +56,9 @@ class LocalResults:
     # What was done to results, for the plan.
     notes: tuple[str, ...] = ()
 
-    def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
+    def lines_of_results(
+        self, specs: Mapping[int, Spec], parts: int
+    ) -> tuple[str, ...]:
         """The notes on a plan in which results have these specs."""
         summands = [name for i, name in self.summand_names.items() if specs[i].partial]
         whole = [name for i, name in self.summand_names.items() if specs[i].is_whole]
@@ -72,7 +74,7 @@ class LocalResults:
 
 
 def scale_results(
-    gm: fx.GraphModule, inputs: Sequence[Named], sized: Sized, parts: int
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], sized: Sized, parts: int
 ) -> LocalResults:
     """Divide the results of a Dynamo graph, in place; warn of those that grow and
     cannot be."""
@@ -160,7 +162,7 @@ class _Growths:
     results, when they are made."""
 
     def __init__(
-        self, gm: fx.GraphModule, names: Sequence[Named], sized: Sized, parts: int
+        self, gm: fx.GraphModule, names: Sequence[NamedInput], sized: Sized, parts: int
     ) -> None:
         results = gm.graph.output_node().args[0]
         self.ways = linear_ways(results)
@@ -184,7 +186,7 @@ class _Growths:
         self.of = dict(zip(self.ways, growths[count:], strict=False))
 
     def _growths(
-        self, gm: fx.GraphModule, names: Sequence[Named], sized: Sized, parts: int
+        self, gm: fx.GraphModule, names: Sequence[NamedInput], sized: Sized, parts: int
     ) -> Sequence[Growth]:
         """Of the results, then of ``ways``."""
         try:
@@ -196,7 +198,7 @@ class _Growths:
             return [unknown(f"it cannot be traced: {why}")] * 10**6
 
     def _traced(
-        self, gm: fx.GraphModule, inputs: Sequence[Named], args: Sequence[Any]
+        self, gm: fx.GraphModule, inputs: Sequence[NamedInput], args: Sequence[Any]
     ) -> _Traced:
         """The ATen graph of the program without its backward. Outputs: the results,
         then the values of ``ways``."""
@@ -215,7 +217,7 @@ class _Growths:
 
 
 def _key(
-    gm: fx.GraphModule, inputs: Sequence[Named], args: Sequence[Any], parts: int
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], args: Sequence[Any], parts: int
 ) -> str | None:
     """Of the growths of a program on disk; None if they are not to be kept."""
     content = fixed_content(gm, inputs, args)
@@ -245,7 +247,7 @@ def _path(key: str) -> Path:
     return cache_files.folder() / f"{key}.growths.json"
 
 
-def _of_input(entry: Named) -> Growth:
+def _of_input(entry: NamedInput) -> Growth:
     return Growth(1.0) if entry.kind == "summand" else FIXED
 
 

@@ -20,8 +20,9 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.symbols import is_symbol, substituted
 from fxpar.passes import size_nodes
-from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
 from fxpar.runtime.calls.call_sizes import Fed
+from fxpar.sharding.plan import Plan
 
 # Mark of an input whose rows stay open because fxpar wants it, not the user.
 OPENED_MARK = "_fxpar_opened"
@@ -46,6 +47,11 @@ class DivisorsAsked(Exception):
         self.divisors, self.plan = divisors, plan
 
 
+class PlanStands(Exception):
+    """For the sizes of a call no plan is predicted to be faster than the one at hand by
+    what was asked."""
+
+
 @dataclass(frozen=True)
 class OpenSize:
     """A size that Dynamo left open, and where it is found at a call."""
@@ -64,7 +70,9 @@ class OpenSize:
         return int(x if self.dim is None else x.shape[self.dim])
 
 
-def open_sizes(gm: fx.GraphModule, inputs: Sequence[Named], fed: Fed) -> list[OpenSize]:
+def open_sizes(
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], fed: Fed
+) -> list[OpenSize]:
     """The sizes that Dynamo left open in the inputs of a graph, each where it stands by
     itself: first as the rows of an input that is fed in parts."""
     values = [value_of(node) for node in placeholders(gm)]
@@ -90,7 +98,7 @@ class OpenProgram:
     graph: fx.GraphModule
     # Fakes whose sizes are symbols, the symbols first.
     examples: Sequence[Any]
-    inputs: tuple[Named, ...]
+    inputs: tuple[NamedInput, ...]
     # Positions of the inputs of which each rank feeds a part.
     local: frozenset[int]
     fake_mode: Any
@@ -144,7 +152,7 @@ class OpenProgram:
 def open_program(
     gm: fx.GraphModule,
     args: Sequence[Any],
-    inputs: Sequence[Named],
+    inputs: Sequence[NamedInput],
     fed: Fed,
     sizes: Sequence[OpenSize],
     units: Mapping[str, int],
@@ -202,7 +210,10 @@ def open_program(
     return OpenProgram(
         gm,
         [*symbols, *(examples[i] for i in tensors)],
-        (*(Named(size.text, "size") for size in sizes), *(inputs[i] for i in tensors)),
+        (
+            *(NamedInput(size.text, "size") for size in sizes),
+            *(inputs[i] for i in tensors),
+        ),
         frozenset(first + tensors.index(i) for i in fed.local),
         mode,
         tuple(sizes),
@@ -287,6 +298,8 @@ class SizeRange:
     contains: Callable[[Any, Any], bool] = field(repr=False)
     # As the plan says it.
     text: str
+    # The plan that was made for some of them.
+    plan: Plan | None = None
 
 
 def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange:

@@ -63,7 +63,7 @@ class _CompiledCallable:
     options: dict[str, Any] | None
     settings: Options | None = None
     # Modules in the frames Dynamo met.
-    met: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    by_id: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
     # Of each graph that ran, whether the whole call was in it.
     whole: weakref.WeakKeyDictionary[Any, bool] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -73,7 +73,7 @@ class _CompiledCallable:
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     # Code that Dynamo began to trace.
     begun: set[types.CodeType] = field(default_factory=set)
-    joined: bool = False
+    is_joined: bool = False
     group: Any = None  # a weak reference: the one whose ranks know of it
     reduced: bool = False
 
@@ -87,8 +87,10 @@ class _CompiledCallable:
         modules = modules_of(fn) if fn is not None else {}
         if not isinstance(fn, nn.Module) and "" not in modules:
             listed = {id(module) for module in modules.values()}
-            met = [m for key, r in self.met.items() if (m := r()) and key not in listed]
-            modules |= {f"{type(m).__name__}#{i}": m for i, m in enumerate(met)}
+            more = [
+                m for key, r in self.by_id.items() if (m := r()) and key not in listed
+            ]
+            modules |= {f"{type(m).__name__}#{i}": m for i, m in enumerate(more)}
         return modules
 
 
@@ -190,9 +192,9 @@ def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
     if not watched.local or code in watched.begun or _torch.dynamo.is_resumed(code):
         return
     watched.begun.add(code)
-    held = {id(x) for root in watched.modules().values() for x in root.buffers()}
+    buffers = {id(x) for root in watched.modules().values() for x in root.buffers()}
     for x in _torch.fake.tree_leaves(dict(frame.f_locals)):
-        plain = type(x) is torch.Tensor and x.dim() > 0 and id(x) not in held
+        plain = type(x) is torch.Tensor and x.dim() > 0 and id(x) not in buffers
         if (
             plain
             and getattr(x, LOCAL_MARK, True)
@@ -207,7 +209,7 @@ def _meet_frame(
     """Dynamo met a frame; an error means that it skips it."""
     for value in frame.f_locals.values():
         if isinstance(value, nn.Module):
-            watched.met.setdefault(id(value), weakref.ref(value))
+            watched.by_id.setdefault(id(value), weakref.ref(value))
             _tell_home(value, watched.local)
     if error is None:
         return
@@ -249,8 +251,8 @@ def _leave() -> None:
         return
     if watched.settings is None:
         return
-    if not call.ran and not watched.joined:
-        watched.joined = True
+    if not call.ran and not watched.is_joined:
+        watched.is_joined = True
         join(watched.settings)  # as the backend does, which is not called here
     _settle(watched, compiled=bool(call.ran))
 
@@ -305,7 +307,7 @@ def _say(watched: _CompiledCallable) -> None:
     else:
         cost = "Each rank runs the whole of it as it stands: nothing of it is split"
     fix = "change it so that Dynamo traces it: TORCH_LOGS=graph_breaks tells more"
-    for outside in [x for x, said in watched.outside.items() if not said]:
+    for outside in [x for x, was_said in watched.outside.items() if not was_said]:
         watched.outside[outside] = True
         if dist.get_rank() == 0:
             why = outside.why and f": {outside.why}"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError, compose
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks, check_devices
 from fxpar.sharding.mesh import Mesh
@@ -42,7 +42,7 @@ Fed = tuple[str, str, torch.Tensor]
 class Checks:
     """What to compare when a compiled graph is called first."""
 
-    inputs: Sequence[Named]
+    inputs: Sequence[NamedInput]
     options: Options
     ranks: Ranks
 
@@ -64,7 +64,7 @@ class Checks:
             check_devices(device)
         check_same(fed, self.ranks.mesh)
 
-    def _kind(self, entry: Named, x: torch.Tensor) -> str:
+    def _kind(self, entry: NamedInput, x: torch.Tensor) -> str:
         local = self.options.inputs == "local" and entry.kind == "input" and x.dim() > 0
         return "batch" if local and getattr(x, LOCAL_MARK, True) else entry.kind
 

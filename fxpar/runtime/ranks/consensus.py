@@ -68,7 +68,7 @@ def agree(
             return
         diff = _difference(channel, verdict, text, timeout)
     fact = f"ranks disagree about {what}: {_ranks(verdict['differ'])} from rank 0"
-    raise told(error(f"{fact}\n{diff}", fix=fix or SAME))
+    raise as_told(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
 def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
@@ -109,7 +109,7 @@ def abort(error: BaseException) -> None:
         channel.store.set(channel.key(channel.rounds, "verdict"), verdict)
 
 
-def told(error: FxparError) -> FxparError:
+def as_told(error: FxparError) -> FxparError:
     """The error, marked as one that every rank raises."""
     error.told = True
     return error
@@ -135,7 +135,7 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise told(
+        raise as_told(
             RankMismatchError(
                 f"the store of the process group does not answer: {error}",
                 fix="the process that holds it, mostly rank 0, has ended: see its "
@@ -189,7 +189,7 @@ def _raise_if_failed(channel: Channel, verdict: Verdict) -> None:
         )
     else:
         return
-    raise told(RankMismatchError(what, fix=fix))
+    raise as_told(RankMismatchError(what, fix=fix))
 
 
 def _await_verdict(channel: Channel, tag: str, wait: float) -> None:
@@ -216,7 +216,7 @@ def _await_verdict(channel: Channel, tag: str, wait: float) -> None:
         {"tag": tag, "gone": f"rank {channel.rank} waits no more: {what}"}
     )
     channel.store.set(channel.key(number, channel.rank), message)
-    raise told(
+    raise as_told(
         RankMismatchError(
             what,
             fix="see what rank 0 printed; it may wait in a collective or have ended",
@@ -240,16 +240,16 @@ def _judge_round(
 
     patience = Patience(channel.presence, wait)
     if not poll(done, patience, missing):
-        late = _lateness(channel, tag, missing(), wait)
-        verdict: Verdict = {"late": late + patience.tell(missing())}
+        reason = _lateness(channel, tag, missing(), wait)
+        verdict: Verdict = {"late": reason + patience.tell(missing())}
     elif channel.has(verdict_key):
         return
     else:
         parts = [json.loads(channel.read(key)) for key in keys]
         tags = [part["tag"] for part in parts]
-        gone = [part["gone"] for part in parts if "gone" in part]
-        if gone:
-            verdict = {"late": gone[0]}
+        reasons = [part["gone"] for part in parts if "gone" in part]
+        if reasons:
+            verdict = {"late": reasons[0]}
         elif len(set(tags)) > 1:
             verdict = {"tags": tags}
         else:

@@ -42,14 +42,14 @@ class _StepSketches:
     sketches: dict[str, tuple[float, float]]
 
 
-_noted: list[_StepSketches] = []  # since this rank's last call
+_steps: list[_StepSketches] = []  # since this rank's last call
 
 
 def note(optimizer: Optimizer, gradients: Mapping[str, torch.Tensor]) -> None:
     """Let the next call compare gradients. ``gradients``: by names."""
     sketches = {name: _sketch(gradient) for name, gradient in gradients.items()}
     if sketches:
-        _noted.append(
+        _steps.append(
             _StepSketches(weakref.ref(optimizer), _parameters_of(optimizer), sketches)
         )
 
@@ -62,21 +62,21 @@ def _sketch(gradient: torch.Tensor) -> tuple[float, float]:
 
 def forget() -> None:
     """Note nothing of the steps so far: they belong to programs that are gone."""
-    _noted.clear()
+    _steps.clear()
 
 
 def word() -> str:
     """What this rank noted, once; not of optimizers that are gone."""
-    if not _noted:
+    if not _steps:
         return ""
     sketches: dict[str, tuple[float, float]] = {}
     steps: Counter[str] = Counter()
-    for noted in _noted:
-        which = f"{_SEPARATOR}{noted.parameters} {steps[noted.parameters]}"
-        steps[noted.parameters] += 1
-        if noted.optimizer() is not None:
-            sketches |= {name + which: x for name, x in noted.sketches.items()}
-    _noted.clear()
+    for step in _steps:
+        which = f"{_SEPARATOR}{step.parameters} {steps[step.parameters]}"
+        steps[step.parameters] += 1
+        if step.optimizer() is not None:
+            sketches |= {name + which: x for name, x in step.sketches.items()}
+    _steps.clear()
     return json.dumps(sketches) if sketches else ""
 
 
@@ -93,9 +93,13 @@ def _parameters_of(optimizer: Optimizer) -> str:
 
 def compare(words: Sequence[str]) -> None:
     """Raise GradientError, on all ranks, if gradients that several noted differ."""
-    noted = [json.loads(text) if text else {} for text in words]
-    names = dict.fromkeys(name for each in noted for name in each)
-    wrong = [name for name in names if _differ([x[name] for x in noted if name in x])]
+    sketches_of_ranks = [json.loads(text) if text else {} for text in words]
+    names = dict.fromkeys(name for each in sketches_of_ranks for name in each)
+    wrong = [
+        name
+        for name in names
+        if _differ([x[name] for x in sketches_of_ranks if name in x])
+    ]
     if wrong:
         raise GradientError(
             f"gradients of {_listed(wrong)} differed between ranks at an optimizer's "

@@ -47,7 +47,7 @@ class Channel:
     boxes: Mailboxes | None = None
     rounds: int = 0
     calls: int = 0
-    heard: int = 0  # questions of waiting ranks before the last call
+    questions: int = 0  # questions of waiting ranks before the last call
     wrote: list[str] = field(default_factory=list)  # this rank's keys of the last call
 
     def key(self, number: int, *parts: object) -> str:
@@ -184,10 +184,10 @@ def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[
 def _near(channel: Channel, key: str, word: str) -> list[str] | None:
     """Write this rank's word; those of all, if they are on this machine and come in a
     moment."""
-    heard = channel.presence.heard
-    if heard != channel.heard:
+    questions = channel.presence.questions
+    if questions != channel.questions:
         # Some rank waits for long, maybe for this one, and may have given up.
-        channel.heard = heard
+        channel.questions = questions
         channel.store.compare_set(key, "", word)
         return None
     channel.store.set(key, word)

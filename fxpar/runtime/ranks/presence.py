@@ -82,7 +82,7 @@ class Presence:
     rank: int
     size: int
     prefix: str
-    heard: int = 0  # questions so far, of any rank
+    questions: int = 0  # questions so far, of any rank
     # Keys that every rank has read, to be deleted; called at every beat.
     read: list[str] = field(default_factory=list)
     watch: Callable[[], None] | None = None
@@ -134,10 +134,10 @@ class Presence:
                 if group is None or group is not _torch.distributed.default_group():
                     return
                 del group
-                heard = self.store.add(f"{self.prefix}/asked", 0)
-                if heard != self.heard:
+                questions = self.store.add(f"{self.prefix}/asked", 0)
+                if questions != self.questions:
                     self._publish()
-                    self.heard = heard
+                    self.questions = questions
                 self._cpu = time.process_time(), time.monotonic()
                 if self.watch is not None:
                     self.watch()
@@ -181,15 +181,15 @@ class Patience:
     def __init__(self, presence: Presence, seconds: float) -> None:
         self.presence, self.seconds = presence, seconds
         self.begin = self.worked = time.monotonic()
-        self.asked = self.begin
+        self.last_question = self.begin
         self.seen: dict[int, tuple[str, str]] = {}
 
     def is_over(self, missing: Callable[[], Sequence[int]]) -> bool:
         """Whether to wait no longer. ``missing``: the ranks that have not come."""
         now = time.monotonic()
-        if now - self.asked >= BEAT:
+        if now - self.last_question >= BEAT:
             self.presence.ask()
-            self.asked = now
+            self.last_question = now
             self.seen = self.presence.others()
             states = [state for state, _ in self.seen.values()]
             if "works" in states:

@@ -49,7 +49,7 @@ class _Buffer:
 
     module: weakref.ref[nn.Module]
     name: str
-    watched: int  # number of the ``watch`` it came with
+    watch_number: int  # number of the ``watch`` it came with
     agreed: tuple[int, int] | None = None
 
     def value(self) -> torch.Tensor | None:
@@ -81,7 +81,9 @@ class _Reducer:
     so that a place means the same on all ranks."""
 
     parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
-    watched: list[int] = field(default_factory=list)  # of each, number of its ``watch``
+    watch_number: list[int] = field(
+        default_factory=list
+    )  # of each, number of its ``watch``
     buffers: list[_Buffer] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)  # of parameters, by id
     open: set[int] = field(default_factory=set)  # places of parameters without a hook
@@ -96,9 +98,11 @@ class _Reducer:
         collected on other ranks."""
         touched, self.touched = self.touched, set()
         count = len(self.parameters)
-        used_watches = {self.watched[place] for place in touched}
+        used_watches = {self.watch_number[place] for place in touched}
         buffers = enumerate(self.buffers)
-        changed = [i for i, b in buffers if b.watched in used_watches and b.changed()]
+        changed = [
+            i for i, b in buffers if b.watch_number in used_watches and b.changed()
+        ]
         mask = torch.zeros(count + len(self.buffers), dtype=torch.int32)
         mask[[*touched, *(count + i for i in changed)]] = 1
         mask = mask.to(check_inputs.transport(torch.device("cpu")))
@@ -167,10 +171,10 @@ def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
         text,
         what="parameters used outside all graphs",
     )
-    number = 1 + max(reducer.watched, default=0)
+    number = 1 + max(reducer.watch_number, default=0)
     for p in parameters.values():
         place = len(reducer.parameters)
-        reducer.watched.append(number)
+        reducer.watch_number.append(number)
         reducer.open.add(place)
         reducer.parameters.append(weakref.ref(p))
         reducer.places[id(p)] = place

@@ -11,9 +11,7 @@ sharded compiles as on one device; what is drawn comes from rank 0.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -22,15 +20,15 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes import custom_ops, size_nodes
 from fxpar.passes.builder import Builder, value_of
-from fxpar.passes.graph_bodies import all_nodes, bodies_of, body_of, bound_body
+from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
 from fxpar.passes.local import own_shard
 from fxpar.passes.local.local_flex import op_by_op
-from fxpar.passes.local.local_ops import resized
 from fxpar.passes.moved_rows import bound_exchange
+from fxpar.passes.order.bucket_collectives import LARGEST, whole_bytes
+from fxpar.passes.rank_sizes import is_size, is_uneven, restate
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.rules.table import tensors_of
 
 GroupOf = Callable[[tuple[str, ...]], str]
 
@@ -69,10 +67,10 @@ def bind(
     fake_mode: Any,
     *,
     inductor: bool,
-    late: bool = False,
+    at_run_time: bool = False,
 ) -> fx.Graph:
     """The bound graph of ``rank``. ``group_of``: axes -> name of the process group;
-    ``late``: its coordinates are looked up when it runs, where ops can."""
+    ``at_run_time``: its coordinates are looked up when it runs, where ops can."""
     rank_graph = fx.Graph()
     build = Builder(rank_graph, fake_mode, mesh)
     bound: dict[fx.Node, Any] = {}
@@ -87,7 +85,7 @@ def bind(
             rank_dependent.add(node)
             continue
         depends_on_rank = not rank_dependent.isdisjoint(node.all_input_nodes)
-        if _is_size(node) and all(isinstance(x, int) for x in args):
+        if is_size(node) and all(isinstance(x, int) for x in args):
             bound[node] = node.target(*args)
             rank_dependent.update([node] if depends_on_rank else [])
             continue
@@ -117,8 +115,10 @@ def bind(
         if wire_dtype is not None:
             with build.at(node):
                 bound[node] = build.call(node.target, *args)
+            if uneven:
+                _note_largest(bound[node], node)
             continue
-        late_op = _bound_late(build, node, args, kwargs) if late else None
+        late_op = _bound_late(build, node, args, kwargs) if at_run_time else None
         if late_op is not None:
             bound[node] = late_op
             continue
@@ -134,7 +134,8 @@ def bind(
         copy.meta = dict(node.meta)
         copy.meta[OF_RANK] = depends_on_rank or uneven
         if uneven:
-            _restate(copy, node, bound, mesh, rank, fake_mode)
+            _note_largest(copy, node)
+            restate(copy, node, bound, mesh, rank, fake_mode)
         body = body_of(node)
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
@@ -151,78 +152,16 @@ def bind(
     return rank_graph
 
 
-def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
-    """The local graph with numbers and fake values of one rank, and all else as it is:
-    what a simulation of that rank reads."""
-    rank_graph, bound = fx.Graph(), dict[fx.Node, Any]()
-    for node in graph.nodes:
-        if node.target in custom_ops.PLACES:
-            at = custom_ops.place(node.target, value_of(node.args), rank)
-            bound[node] = size_nodes.as_nodes(rank_graph, at)
-            continue
-        args = fx.node.map_arg(node.args, bound.__getitem__)
-        if _is_size(node) and all(isinstance(x, int) for x in args):
-            bound[node] = node.target(*args)
-            continue
-        copy = bound[node] = rank_graph.node_copy(node, bound.__getitem__)
-        copy.meta = dict(node.meta)
-        _restate(copy, node, bound, mesh, rank, fake_mode)
-    return rank_graph
+def _note_largest(copy: fx.Node, node: fx.Node) -> None:
+    """Of a collective, what buckets are filled by, alike on all ranks."""
+    if node.target in _SENDS:
+        custom = (node.meta.get("custom") or {}) | {LARGEST: whole_bytes(node)}
+        copy.meta["custom"] = custom
 
 
 def is_of_all(bound: fx.Graph) -> bool:
     """Whether a bound graph is that of every rank, as it stands."""
     return not any(node.meta.get(OF_RANK) for node in bound.nodes)
-
-
-def is_uneven(graph: fx.Graph) -> bool:
-    """Whether not all ranks hold as much of each value of a local graph."""
-    return any(
-        node.target in custom_ops.SIZES or "fxpar_global_shape" in node.meta
-        for node in graph.nodes
-    )
-
-
-def _restate(
-    copy: fx.Node,
-    node: fx.Node,
-    bound: dict[fx.Node, Any],
-    mesh: Mesh,
-    rank: int,
-    fake_mode: Any,
-) -> None:
-    """Give a node the fake value that it has on this rank: in a local graph that is the
-    one of the largest shard. ``bound``: the bound form of each node before it."""
-    if "fxpar_global_shape" in node.meta:
-        shape = node.meta["fxpar_global_shape"]
-        shape = node.meta["fxpar_spec"].rank_shape(mesh, shape, rank)
-        copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
-    if node.op != "call_function" or bodies_of(node):
-        return
-    if all(_is_alike(read, bound[read]) for read in node.all_input_nodes):
-        return
-    bound_args = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
-    args, kwargs = value_of(bound_args)
-    with fake_mode:
-        copy.meta["val"] = node.target(*args, **kwargs)
-    copy.meta.pop("tensor_meta", None)
-
-
-def _is_alike(node: fx.Node, bound: Any) -> bool:
-    """Whether a value is as large on this rank as in the local graph."""
-    if not isinstance(bound, fx.Node):
-        return not (node.target in custom_ops.SIZES or _is_size(node))
-    pairs = zip(
-        tensors_of(node.meta.get("val")), tensors_of(bound.meta.get("val")), strict=True
-    )
-    return all(a is b or a.shape == b.shape for a, b in pairs)
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Whether a node computes a size of other sizes."""
-    return isinstance(node.target, BuiltinFunctionType | type) and (
-        isinstance(node.meta.get("val"), int) and node.target is not operator.getitem
-    )
 
 
 def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:

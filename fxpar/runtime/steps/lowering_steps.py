@@ -47,14 +47,8 @@ def insert_reshards(state: JointState) -> None:
     state.graph = resharding.insert_reshards(state.graph, _open_decision(state))
 
 
-# Ranks with shards of unlike sizes would fill their buckets with other collectives.
-_UNEVEN = Schedule.of("buckets(bytes=0)")
-
-
 def localize(state: JointState) -> None:
     state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
-    if not state.decided.is_even:
-        state.schedule = _UNEVEN
 
 
 def sort_by_expert(state: JointState) -> None:
@@ -115,9 +109,6 @@ def apply_schedule(state: JointState) -> None:
     recalled = state.plan_with_schedule
     if request.pipeline is not None:
         return
-    if not state.decided.is_even:
-        _refuse_uneven(request.schedule)
-        return
     if request.schedule == "auto" and recalled is None:
         if request.hardware is None or mesh.size == 1:
             return
@@ -127,7 +118,7 @@ def apply_schedule(state: JointState) -> None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
-        state.notes += (chosen.note,) if chosen.schedule else ()
+        state.notes += chosen.notes
     else:
         text = "" if request.schedule == "none" else request.schedule
         if recalled is not None and text == "auto":
@@ -153,15 +144,6 @@ def _leave_unscheduled(state: JointState) -> None:
         state.notes = (_UNSCHEDULED,)
 
 
-def _refuse_uneven(text: str) -> None:
-    """Raise ScheduleError if a schedule has verbs: they cut all shards alike."""
-    if text not in ("auto", "none") and Schedule.of(text).lines:
-        raise ScheduleError(
-            "the schedule rewrites a program some of whose shards are not alike",
-            fix="leave the schedule out, or choose mesh sizes that divide the dims",
-        )
-
-
 def lower(state: JointState) -> None:
     if state.graph is state.unscheduled:
         state.graph = copy_of(state.graph)
@@ -185,7 +167,7 @@ def bind(state: RankState) -> None:
         ranks.group,
         state.fake_mode,
         inductor=state.inductor,
-        late=state.late,
+        at_run_time=state.at_run_time,
     )
 
 
@@ -206,9 +188,9 @@ def fuse_regions(state: PhaseState) -> None:
     with ``options={"fuse": ...}``, those that pay."""
     request, which = state.request, state.which
     if state.mesh is None:
-        return
+        return  # nothing was planned
     folder = f"{request.dump}/{state.label}" if request.dump else None
-    beyond_schedule = request.fuse != "none"
+    beyond_schedule = request.fuse != "none" and state.even
     values = [n.meta.get("val") for n in state.graph.find_nodes(op="placeholder")]
     device = device_of([x for x in values if isinstance(x, torch.Tensor)])
     kernels = request.fuse in ("none", "triton")

@@ -35,7 +35,7 @@ class PipelineState:
     graph: fx.Graph
     request: Request
     # So many stages were dumped.
-    shown: int = 0
+    stage_number: int = 0
     # Of each step, by its name.
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class JointState(PipelineState):
     def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
         program, specs = self.decided.program, defaultdict[fx.Node, list[Spec]](list)
         for (node, _), value in sorted(
-            program.value_of.items(), key=lambda made: made[0][1]
+            program.value_of.items(), key=lambda item: item[0][1]
         ):
             specs[node].append(self.decided.settled[value])
         return specs
@@ -110,7 +110,7 @@ class RankState(PipelineState):
     # The graph goes to Inductor.
     inductor: bool
     # Its coordinates are looked up when it runs.
-    late: bool
+    at_run_time: bool
     # The last results, which are written to inputs.
     writes: tuple[Write, ...]
     # Positions of the inputs whose written values are copied.
@@ -126,6 +126,8 @@ class PhaseState(PipelineState):
     which: str
     # None where nothing was planned: no regions are fused.
     mesh: Mesh | None
+    # All shards are alike; if not, only regions of the schedule are fused.
+    even: bool = True
     # The graph goes to Inductor.
     inductor: bool = False
     # What runs as generated kernels.

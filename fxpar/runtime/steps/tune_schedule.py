@@ -96,7 +96,7 @@ def fastest(
         f"is left out: {why}"
         for i, why in dropped.items()
     ]
-    return best, [*notes, _said(seconds, best)]
+    return best, [*notes, _table(seconds, best)]
 
 
 def _fastest(seconds: Mapping[int, float]) -> int:
@@ -111,7 +111,7 @@ NOTHING = (
 )
 
 
-def _said(seconds: Mapping[int, float], best: int) -> str:
+def _table(seconds: Mapping[int, float], best: int) -> str:
     times = ", ".join(f"{each * 1e3:.4g}" for each in seconds.values())
     return (
         f"schedule: of {len(seconds)} measured, in the order predicted, number "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
@@ -29,7 +29,7 @@ _CHECKPOINT = "higher_order::tag_activation_checkpoint"
 
 
 @dataclass(frozen=True)
-class StepInput(Named):
+class StepInput(NamedInput):
     """An input of a step."""
 
     # The spec it lies in, if each rank holds a part.
@@ -58,7 +58,7 @@ def spec_of(x: Any) -> Spec | None:
 
 
 def globally(
-    gm: fx.GraphModule, inputs: Sequence[Named], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> Forward:
     """The forward on global parameters: crossings of parameters at rest are taken out.
 

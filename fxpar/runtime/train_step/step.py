@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
-from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.runtime.shard_map import traced_for
@@ -120,7 +120,7 @@ class TrainStep:
         self,
         gm: fx.GraphModule,
         examples: Sequence[Any],
-        inputs: Sequence[Named],
+        inputs: Sequence[NamedInput],
         compile_step: Compile,
     ) -> Callable[..., Any]:
         """What to run for a forward that Dynamo traced, on concrete shapes.
@@ -190,9 +190,9 @@ class _Stage:
                 for i in self.reached:
                     if args[i] not in owner.gradients:
                         owner.gradients[args[i]] = torch.zeros_like(args[i])
-        elif lost := set(map(id, owner.gradients)) - set(map(id, trained)):
+        elif untrained := set(map(id, owner.gradients)) - set(map(id, trained)):
             names = [
-                name for name, p in owner.model.named_parameters() if id(p) in lost
+                name for name, p in owner.model.named_parameters() if id(p) in untrained
             ]
             raise PlanError(
                 f"{names[0] if names else 'a parameter'} has a gradient of an earlier "

@@ -242,7 +242,7 @@ def _curve(kind: str, stages: tuple[Stage, ...]) -> Curve:
     overhead = max(link.overhead for link in links)
     lines = []
     for name, algorithm in algorithms.items():
-        found = algorithm(group)
-        if found is not None:
-            lines.append(AlphaBeta(name, overhead + found[0], found[1]))
+        line = algorithm(group)
+        if line is not None:
+            lines.append(AlphaBeta(name, overhead + line[0], line[1]))
     return Curve(tuple(lines))

@@ -172,7 +172,7 @@ class KernelReader:
         """The next node, at its place in the order."""
         self.at = at
         if node.op in ("placeholder", "get_attr"):
-            self.given(node)
+            self.add_inputs(node)
             return
         if node.op == "output":
             self.returned(node.args[0])
@@ -189,7 +189,7 @@ class KernelReader:
         used.sort(key=lambda launch: launch.order)
         return Launches(used, self.inputs, self.outputs)
 
-    def given(self, node: fx.Node) -> None:
+    def add_inputs(self, node: fx.Node) -> None:
         """What the graph is given; a part of a graph may be given an op's results."""
 
         def buffered(value: Any) -> TensorView | None:
@@ -263,9 +263,9 @@ class KernelReader:
     ) -> list[TensorView | None]:
         """Fresh buffers for what a node gives, in lists as that is nested."""
 
-        def made(tensor: Any) -> Any:
+        def made_of(tensor: Any) -> Any:
             if isinstance(tensor, (list, tuple)):
-                return [made(each) for each in tensor]
+                return [made_of(each) for each in tensor]
             if not isinstance(tensor, torch.Tensor):
                 return None
             alone = kernel is None
@@ -274,7 +274,7 @@ class KernelReader:
             launch.makes.append(buffer)
             return _value(node, buffer, tensor, kernel)
 
-        nested = made(node.meta.get("val"))
+        nested = made_of(node.meta.get("val"))
         return nested if isinstance(nested, list) else [nested]
 
     def _touch(self, value: TensorView) -> Buffer:

@@ -183,8 +183,8 @@ class ProgramKernels:
         """When the kernel first runs that writes a value; 0 for inputs."""
         if v not in self.program.producers:
             return 0
-        early, late = self.runs[self.program.producers[v][0]]
-        return late if early == NEVER else early
+        forward, backward = self.runs[self.program.producers[v][0]]
+        return backward if forward == NEVER else forward
 
     def made_by_light(self, v: int) -> bool:
         """Whether Inductor generates the op that makes a value, or what it views."""
@@ -239,22 +239,22 @@ class _Run:
     def _read(self, graph: fx.Graph, gathered: Collection[int]) -> None:
         anew = values_by_node(self.program).items() if gathered else ()
         first, second = phases(graph, {node for node, v in anew if v in gathered})
-        late = backward_ops(self.program)
+        backward = backward_ops(self.program)
         phase_ops = [
             [self.op_of.get(node, NEVER) for node in part] for part in (first, second)
         ]
         self.recomputed.update(
             v
             for op in phase_ops[1]
-            if op != NEVER and op not in late
+            if op != NEVER and op not in backward
             for v in self.program.ops[op].results
         )
         self.early = len(first)
         end = len(self.program.ops)
-        turn = min(late, default=end)
+        turn = min(backward, default=end)
         self.times = [
             *_times(phase_ops[0], range(turn), turn),
-            *_times(phase_ops[1], late, end),
+            *_times(phase_ops[1], backward, end),
             end,
         ]
         for node in graph.nodes:
@@ -279,8 +279,8 @@ class _Run:
         """For each value the one whose memory it shows."""
         out = list(range(len(self.program.values)))
         for op in self.program.ops:
-            shown = _flat(self.reader.values.get(op.node, []))
-            for v, view in zip(op.results, shown, strict=False):
+            views = _flat(self.reader.values.get(op.node, []))
+            for v, view in zip(op.results, views, strict=False):
                 if view.buffer is not None:
                     out[v] = self.value_of.get(view.buffer, v)
                 else:

@@ -44,12 +44,12 @@ def phases(
     each in order; what the backward computes again is in both, ``gathered`` in any
     case. All are of the forward in a graph that is not joint."""
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    late = depending_on_tangents(graph)
-    if not late:
+    backward = depending_on_tangents(graph)
+    if not backward:
         return calls, []
-    second = _with_again(calls, late, gathered)
+    second = _with_again(calls, backward, gathered)
     results = [r for r in graph.output_node().args[0] if isinstance(r, fx.Node)]
-    early = [r for r in results if r not in late]
+    early = [r for r in results if r not in backward]
     ahead = _ancestors([*early, *given_of(calls, second)])
     return [n for n in calls if n in ahead], second
 
@@ -73,16 +73,16 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _with_again(
     calls: Sequence[fx.Node],
-    late: Collection[fx.Node],
+    backward: Collection[fx.Node],
     gathered: Collection[fx.Node],
 ) -> list[fx.Node]:
-    """The backward's nodes: those that are ``late``, and others that it computes for
+    """The nodes that the backward runs: ``backward``, and others that it computes for
     itself, each before what reads it."""
-    recomputed = computed_again(calls, late, gathered)
+    recomputed = computed_again(calls, backward, gathered)
     placed: set[fx.Node] = set()
     out: list[fx.Node] = []
     for node in calls:
-        stack = [node] if node in late else []
+        stack = [node] if node in backward else []
         while stack:
             missing = [
                 read
@@ -101,10 +101,10 @@ def _with_again(
 
 def computed_again(
     calls: Sequence[fx.Node],
-    late: Collection[fx.Node],
+    backward: Collection[fx.Node],
     gathered: Collection[fx.Node] = (),
 ) -> set[fx.Node]:
-    """What the backward, the nodes that are ``late``, reads and computes from other
+    """What the backward, the nodes that are ``backward``, reads and computes from other
     values that it is given. Not what it would have to write to memory, where a product
     reads it. ``gathered``: what it makes anew in any case.
     """
@@ -113,7 +113,7 @@ def computed_again(
     must = {node for node in calls if _tag(node) is False}  # be kept
     row: dict[fx.Node, int] = {}  # so many ops after it are computed again
     for node in reversed(calls):
-        if node in late:
+        if node in backward:
             if not is_light(node.target):
                 must.update(viewed(read) for read in node.all_input_nodes)
         elif node in read_nodes and (
@@ -127,7 +127,7 @@ def computed_again(
         else:
             continue
         read_nodes.update(node.all_input_nodes)
-    early = [node for node in calls if node not in late]
+    early = [node for node in calls if node not in backward]
     saved = {node for node in early if node in read_nodes and node not in recomputed}
     for node in _free(early, saved - must, saved | recomputed):
         saved.discard(node)

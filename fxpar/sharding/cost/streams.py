@@ -128,8 +128,8 @@ class Simulation:
         for i in durations:
             if i < 0 or self._kinds[i] == 2:
                 raise ValueError(f"task {i} has no duration of its own")
-        for i, taken in durations.items():
-            self.durations[i] = taken
+        for i, seconds in durations.items():
+            self.durations[i] = seconds
         for i, bits in (along or {}).items():
             assert i in durations and self._kinds[i] == 1, "axes of a collective only"
             self._along[i] = bits

@@ -58,9 +58,11 @@ def choose(
         lie = tuple(specs[v] for v in op.tensors)
         key = (op.rule, lie, batch, experts, rests, free, op.target, messages_of(op))
         if key not in cache:
-            held = (experts, batch)
-            made = _Choice(program, op, specs, held, rests, free, mesh, hardware)
-            cache[key] = made.strategy()
+            conventional = (experts, batch)
+            choice = _Choice(
+                program, op, specs, conventional, rests, free, mesh, hardware
+            )
+            cache[key] = choice.strategy()
         out.append(cache[key])
     return out
 
@@ -135,15 +137,15 @@ class _Choice:
                 return rank
         return len(self.fixed)
 
-    def _build(self, chosen: dict[str, str | None]) -> Strategy | None:
+    def _build(self, factor_of: dict[str, str | None]) -> Strategy | None:
         """The strategy of an axis -> factor assignment; None if it is not expressible.
 
         Axes that share a factor are ordered as in the tensor that has most of them.
         """
         rule: Rule = self.op.rule
         axes_of: dict[str, Axes] = dict(rule.pinned)
-        for factor in dict.fromkeys(f for f in chosen.values() if f):
-            axes = [a for a, f in chosen.items() if f == factor]
+        for factor in dict.fromkeys(f for f in factor_of.values() if f):
+            axes = [a for a, f in factor_of.items() if f == factor]
             lead = max(
                 (view.get(factor, ()) for view in self.views),
                 key=lambda have: sum(a in axes for a in have),
@@ -170,12 +172,12 @@ class _Choice:
                 dict(zip(options, combination, strict=True))
                 for combination in itertools.product(*options.values())
             )
-        chosen: dict[str, str | None] = {}
+        factor_of: dict[str, str | None] = {}
         for axis in sorted(options, key=lambda a: -self.mesh.sizes[a]):
-            trials = [{**chosen, axis: factor} for factor in options[axis]]
+            trials = [{**factor_of, axis: factor} for factor in options[axis]]
             costs = [(self._cost(self._build(t)), i) for i, t in enumerate(trials)]
-            chosen = trials[min(costs)[1]]
-        return self._build(chosen)
+            factor_of = trials[min(costs)[1]]
+        return self._build(factor_of)
 
     def _cheapest(self, assignments: Iterable[dict]) -> Strategy | None:
         best, least = None, math.inf
@@ -201,8 +203,12 @@ class _Choice:
                 self.priced[i], need, mesh, values[v].shape, values[v].dtype.itemsize
             )
         for i, v in enumerate(op.results):
-            made = result_spec(op.rule, strategy, i)
+            made_spec = result_spec(op.rule, strategy, i)
             total += price(
-                made, self.specs[n + i], mesh, values[v].shape, values[v].dtype.itemsize
+                made_spec,
+                self.specs[n + i],
+                mesh,
+                values[v].shape,
+                values[v].dtype.itemsize,
             )
         return total

@@ -97,12 +97,12 @@ def _has_chunks(rows: int, mesh: Mesh, axes: Axes) -> bool:
     return chunks and shard_sizes.smallest(rows, mesh, axes) > 0
 
 
-def is_worth_chunks(wanted: Collection[tuple[Any, ...]]) -> bool:
+def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
     """Whether enough of a model lies in matrices that nothing divides: a plan with
-    shards that are not alike has no schedule, microbatches or open sizes. ``wanted``:
-    what ``at_rest`` takes of each parameter."""
-    sizes = [math.prod(shape) for shape, *_ in wanted]
-    cut = [at_rest(*args) != at_rest(*args, alike=True) for args in wanted]
+    shards that are not alike has no schedule, microbatches or open sizes.
+    ``arguments``: what ``at_rest`` takes of each parameter."""
+    sizes = [math.prod(shape) for shape, *_ in arguments]
+    cut = [at_rest(*args) != at_rest(*args, alike=True) for args in arguments]
     return _FEW * sum(compress(sizes, cut)) > sum(sizes)
 
 
@@ -227,7 +227,10 @@ def gathered_again(program: Program) -> set[int]:
     itself: all but those of parameters which the forward's last reader and the
     backward's first both read. Between the two nothing else is gathered: they would be
     dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
-    parameter_values, late = derived(program, resting(program)), backward_ops(program)
+    parameter_values, backward = (
+        derived(program, resting(program)),
+        backward_ops(program),
+    )
     roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in resting(program)}
     last: frozenset[int] = frozenset()
     first: frozenset[int] | None = None
@@ -235,12 +238,14 @@ def gathered_again(program: Program) -> set[int]:
         of = frozenset[int]().union(*(roots.get(v, frozenset()) for v in op.operands))
         if of and parameter_values.issuperset(op.results) and op.results:
             roots.update(dict.fromkeys(op.results, of))
-        elif of and op.index not in late:
+        elif of and op.index not in backward:
             last = of
         elif of and first is None:
             first = of
-    kept = last & (first or frozenset())
-    return {v for v in parameter_values if kept.isdisjoint(roots.get(v, frozenset()))}
+    still_there = last & (first or frozenset())
+    return {
+        v for v in parameter_values if still_there.isdisjoint(roots.get(v, frozenset()))
+    }
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:

@@ -31,17 +31,17 @@ MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 def batch_axes(mesh: Mesh) -> Axes:
     """Axes that split the batch unless a hint uses them otherwise."""
     kinds = (*BATCH, *EXPERTS)
-    named = tuple(axis for axis in mesh.names if axis_of(axis).lower() in kinds)
+    batch = tuple(axis for axis in mesh.names if axis_of(axis).lower() in kinds)
     first = next((axis_of(x) for x in mesh.names if not is_pipeline(x)), "")
-    if named or not first or first.lower() in MODEL:
-        return named
+    if batch or not first or first.lower() in MODEL:
+        return batch
     return mesh.parts([first])
 
 
 def expert_axes(mesh: Mesh) -> Axes:
     """Axes that split experts; the batch as well, like ``batch_axes``."""
-    named = [axis for axis in mesh.names if axis_of(axis).lower() in EXPERTS]
-    return tuple(axis for axis in named if mesh.sizes[axis] > 1)
+    experts = [axis for axis in mesh.names if axis_of(axis).lower() in EXPERTS]
+    return tuple(axis for axis in experts if mesh.sizes[axis] > 1)
 
 
 def sequence_axes(mesh: Mesh) -> Axes:
@@ -201,8 +201,8 @@ def _seed_heads(
 
 def _heads(program: Program, op: Op, roots: dict[int, int]) -> int | None:
     """How many heads the columns of a weight make, if any do."""
-    found = (heads_of(program, op, factor, roots) for factor in op.rule.free)
-    return next((heads for heads in found if heads is not None), None)
+    heads_of_factors = (heads_of(program, op, factor, roots) for factor in op.rule.free)
+    return next((heads for heads in heads_of_factors if heads is not None), None)
 
 
 def parameter_roots(program: Program) -> dict[int, int]:

@@ -43,13 +43,17 @@ def place_reductions(
     program: Program, state: State, strategies: Sequence[Strategy], mesh: Mesh
 ) -> tuple[list[Strategy], list[Spec]]:
     """(strategies with passages, spec each value settles in)."""
-    chosen = list(strategies)
+    passing_strategies = list(strategies)
     partials: dict[int, list[tuple[str, str]]] = {}
     for axis in mesh.names:
-        for reduction, passing in _cuts(program, state, chosen, mesh, axis, partials):
+        for reduction, passing in _cuts(
+            program, state, passing_strategies, mesh, axis, partials
+        ):
             for index, passage in passing.passages.items():
-                chosen[index] = _with_pass(chosen[index], axis, reduction, passage)
-            for v in passing.kept:
+                passing_strategies[index] = _with_pass(
+                    passing_strategies[index], axis, reduction, passage
+                )
+            for v in passing.partial_values:
                 partials.setdefault(v, []).append((axis, reduction))
     settled = []
     for value in program.values:
@@ -57,7 +61,9 @@ def place_reductions(
         partial = partials.get(v)
         if partial:
             op_index, i = program.producers[v]
-            made_spec = result_spec(program.ops[op_index].rule, chosen[op_index], i)
+            made_spec = result_spec(
+                program.ops[op_index].rule, passing_strategies[op_index], i
+            )
             keep = {axis for axis, _ in partial}
             reduced = [p for p in made_spec.partial if p[0] not in keep]
             spec = Spec.of(made_spec.dims, partial)
@@ -66,13 +72,13 @@ def place_reductions(
             settled.append(spec)
         else:
             settled.append(state.spec(v))
-    return chosen, settled
+    return passing_strategies, settled
 
 
-def _reduced_into(spec: Spec, wanted: Spec, axes: set[str]) -> Spec:
-    """``spec`` with the freed ``axes`` put where ``wanted`` has them as next axis."""
+def _reduced_into(spec: Spec, target: Spec, axes: set[str]) -> Spec:
+    """``spec`` with the freed ``axes`` put where ``target`` has them as next axis."""
     dims = []
-    for have, want in zip(spec.dims, wanted.dims, strict=True):
+    for have, want in zip(spec.dims, target.dims, strict=True):
         extra = want[len(have) :] if want[: len(have)] == have else ()
         next_axes: list[str] = []
         for axis in extra:
@@ -109,7 +115,7 @@ class _Passing:
 
     def __init__(self) -> None:
         self.passages: dict[int, int] = {}
-        self.kept: set[int] = set()
+        self.partial_values: set[int] = set()
 
 
 def _cuts(
@@ -152,9 +158,9 @@ def _grow(
         if reduction == "sum" and op.is_zero:
             region.zeros.update(op.results)
             continue
-        made = [result_spec(op.rule, strategy, r) for r in range(len(op.results))]
-        if any(axis in spec.partial_axes for spec in made):
-            for v, spec in zip(op.results, made, strict=True):
+        made_specs = [result_spec(op.rule, strategy, r) for r in range(len(op.results))]
+        if any(axis in spec.partial_axes for spec in made_specs):
+            for v, spec in zip(op.results, made_specs, strict=True):
                 if (axis, reduction) in spec.partial:
                     region.sources.add(v)
                     region.member.add(v)
@@ -227,10 +233,10 @@ def _reduced_beside(
     if place is None or v not in program.producers:
         return []
     op, i = program.producers[v]
-    made = result_spec(program.ops[op].rule, strategies[op], i)
+    made_spec = result_spec(program.ops[op].rule, strategies[op], i)
     return [
         part
-        for part, reduction in made.partial
+        for part, reduction in made_spec.partial
         if reduction == "sum"
         and axis_of(part) == place[0]
         and (split_name(part) or place) < place
@@ -306,7 +312,7 @@ def _read_cut(program: Program, region: _Region, residual) -> _Passing:
     for v in partial:
         # A partial value all of whose readers take it partial is never reduced.
         if ("read", v) in reached:
-            out.kept.add(v)
+            out.partial_values.add(v)
     return out
 
 

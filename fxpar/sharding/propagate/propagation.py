@@ -269,8 +269,8 @@ class Propagation:
                     and not state.dims[v][d]
                     and is_even(rule.size[dim[0]], self.mesh, (axis,))
                 ]
-                taken = axis in state.origins[v] or not state.active[v]
-                if fit and not taken:
+                is_taken = axis in state.origins[v] or not state.active[v]
+                if fit and not is_taken:
                     _, d = max(fit, key=lambda place: place[0])
                     if self._extend(v, d, (axis,), source, op.name):
                         self._changed(v)
@@ -283,8 +283,8 @@ class Propagation:
                 continue
             for d, (dim, axes) in enumerate(zip(dims, self.state.dims[v], strict=True)):
                 dealt = sum(len(view.get(factor, ())) for factor in dim)
-                lost = axes[dealt:] if len(dim) > 1 else ()
-                for axis in () if dealt_axes.intersection(lost) else lost:
+                undealt = axes[dealt:] if len(dim) > 1 else ()
+                for axis in () if dealt_axes.intersection(undealt) else undealt:
                     origin = self.state.origins[v][axis]
                     self.state.indivisible.setdefault((v, d, axis), origin)
 

@@ -34,10 +34,10 @@ from fxpar.sharding.reshard.moves import (
     Token,
     Tokens,
     as_step,
+    axes_of_tokens,
     count,
     curve,
     moves,
-    named,
     seconds,
 )
 from fxpar.sharding.reshard.steps import ALONE, KINDS, Alone, Step, front, written
@@ -180,8 +180,10 @@ def path(
 
 def _spec(node: Layout, mesh: Mesh, op: str = "sum") -> Spec:
     dims, pending = node
-    partial = [(axis, op) for axis in named([token for token, _ in pending], mesh)]
-    return Spec.of([named(tokens, mesh) for tokens in dims], partial)
+    partial = [
+        (axis, op) for axis in axes_of_tokens([token for token, _ in pending], mesh)
+    ]
+    return Spec.of([axes_of_tokens(tokens, mesh) for tokens in dims], partial)
 
 
 def _one(

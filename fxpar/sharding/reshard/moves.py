@@ -315,7 +315,7 @@ def _move(
     return Move(kind, tokens, at, op, tuple(after), pending)
 
 
-def named(tokens: Sequence[Token], mesh: Mesh) -> tuple[str, ...]:
+def axes_of_tokens(tokens: Sequence[Token], mesh: Mesh) -> tuple[str, ...]:
     """Tokens as names of axes and their parts."""
     return tuple(mesh.sub_axis(mesh.names[i], above, n) for i, above, n in tokens)
 
@@ -325,7 +325,7 @@ def as_step(
 ) -> Step:
     """The step that a move is, between two specs. ``dims``: the tensor's dim of each of
     the layout's. ``op``: its reduction."""
-    row, axes = KINDS[move.kind], named(move.tokens, mesh)
+    row, axes = KINDS[move.kind], axes_of_tokens(move.tokens, mesh)
     return Step(
         move.kind,
         after,
@@ -354,4 +354,4 @@ def curve(
     alone: steps.Alone = steps.ALONE,
 ) -> Curve:
     """Seconds over bytes of a collective along tokens, as ``steps.curve`` has them."""
-    return steps.curve(kind, mesh, named(tokens, mesh), late, alone)
+    return steps.curve(kind, mesh, axes_of_tokens(tokens, mesh), late, alone)

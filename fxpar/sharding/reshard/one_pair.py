@@ -32,12 +32,12 @@ from fxpar.sharding.reshard.moves import (
     agree,
     arrange,
     as_step,
+    axes_of_tokens,
     count,
     cut,
     joined,
     missing,
     moves,
-    named,
     seconds,
 )
 from fxpar.sharding.reshard.steps import KINDS, Step, front
@@ -133,8 +133,8 @@ def _pose(
     position = {name: i for i, name in enumerate(mesh.names)}
 
     def tokens(axes: Sequence[str]) -> Tokens:
-        named = ((position[a], 1, mesh.sizes[a]) for a in axes)
-        return tuple(token for token in named if token[2] > 1)
+        axis_tokens = ((position[a], 1, mesh.sizes[a]) for a in axes)
+        return tuple(token for token in axis_tokens if token[2] > 1)
 
     start, goal = tuple(map(tokens, source.dims)), tuple(map(tokens, target.dims))
     remaining = [axis for axis in before if axis in after]
@@ -214,9 +214,9 @@ class _Problem:
 
     def reduced(self, op: str, pending: Pending) -> Iterator[Tokens]:
         """All axes, those that no dim needs, and each alone."""
-        wanted = {token for want in self.goal for token in want}
+        goal_tokens = {token for want in self.goal for token in want}
         every = tuple(token for token, o in pending if o == op)
-        idle = tuple(token for token in every if token not in wanted)
+        idle = tuple(token for token in every if token not in goal_tokens)
         yield from dict.fromkeys(
             tokens for tokens in (every, idle, *((t,) for t in every)) if tokens
         )
@@ -356,7 +356,7 @@ def _steps(
     for move in _merged(route):
         entries = list(spec.dims)
         for d, tokens in zip(dims, move.dims, strict=True):
-            entries[d] = named(tokens, mesh)
+            entries[d] = axes_of_tokens(tokens, mesh)
         partial = remaining | {mesh.names[token[0]]: op for token, op in move.pending}
         before, spec = spec, Spec(*entries, partial=partial)
         out.append(as_step(move, dims, before, spec, move.op, mesh))

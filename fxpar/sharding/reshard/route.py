@@ -107,14 +107,14 @@ class _Versions:
     def __init__(
         self,
         program: Program,
-        made: list[Spec],
+        made_specs: list[Spec],
         settled: Sequence[Spec],
         mesh: Mesh,
         apart: str | None = None,
     ) -> None:
         self.program, self.mesh, self.apart = program, mesh, apart
-        self.made, self.settled = made, settled
-        self.exist: list[list[Spec]] = [[spec] for spec in made]
+        self.made_specs, self.settled = made_specs, settled
+        self.exist: list[list[Spec]] = [[spec] for spec in made_specs]
         self.reshards: list[Reshard] = []
 
     def _price(self, v: int, source: Spec, target: Spec) -> float:
@@ -162,7 +162,7 @@ class _Versions:
     def _add(
         self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
     ) -> None:
-        early = source == self.made[v] and target == self.settled[v]
+        early = source == self.made_specs[v] and target == self.settled[v]
         early &= v in self.program.producers  # an input moves where it is first read
         self.exist[v].append(target)
         self.reshards.append(Reshard(v, source, target, reader, output, early))

@@ -110,8 +110,8 @@ def row_of(target: Any) -> Row | None:
         return TABLE[target]
     if isinstance(target, _torch.inductor.OpOverload):
         full = target.name()
-        found = _USER.get(full) or _USER.get(full.partition(".")[0])
-        return found or TABLE.get(target) or TABLE.get(full)
+        user_row = _USER.get(full) or _USER.get(full.partition(".")[0])
+        return user_row or TABLE.get(target) or TABLE.get(full)
     if target in _OF_PASSES:
         return _OF_PASSES[target]
     return TABLE.get(target) or TABLE.get(_torch.aot.higher_order_name(target))
@@ -130,7 +130,7 @@ def rule_of(
     Arguments and result are the call's own with fake tensors. Raises RuleError if a
     row does not fit the call it is given.
     """
-    found = row_of(target)
-    if found is None:
+    entry = row_of(target)
+    if entry is None:
         return None
-    return evaluate(found, args, dict(kwargs), result)
+    return evaluate(entry, args, dict(kwargs), result)

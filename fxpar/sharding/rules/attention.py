@@ -48,9 +48,9 @@ def _flash_backward(
     words = heads_of(q, k, queries=True, keys=True)
     if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
-    given = given_tensors(starts_q, starts_k, seed, offset)
+    starts = given_tensors(starts_q, starts_k, seed, offset)
     return words.rule(
-        words.out, *words.inputs, words.out, words.logsumexp, *given,
+        words.out, *words.inputs, words.out, words.logsumexp, *starts,
         results=words.inputs,
     )  # fmt: skip
 
@@ -63,9 +63,9 @@ def _flash_forward(
     extra = any(isinstance(x, torch.Tensor) for x in rest.values())
     if dropout_p or debug or extra or words is None or is_ragged(starts_q, starts_k):
         return None
-    given = given_tensors(starts_q, starts_k)
+    starts = given_tensors(starts_q, starts_k)
     results = [words.out, words.logsumexp, FURTHER]
-    return words.rule(*words.inputs, *given, results=results)
+    return words.rule(*words.inputs, *starts, results=results)
 
 
 def _flash_forward_backward(
@@ -76,9 +76,9 @@ def _flash_forward_backward(
     words = heads_of(q, k, seq_first=True, queries=split)
     if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
-    given = given_tensors(starts_q, starts_k, seed, unused)
+    starts = given_tensors(starts_q, starts_k, seed, unused)
     return words.rule(
-        words.out, *words.inputs, words.out, words.logsumexp, *given,
+        words.out, *words.inputs, words.out, words.logsumexp, *starts,
         results=words.inputs,
     )  # fmt: skip
 
@@ -278,11 +278,11 @@ def _encoder_layer(
 ):  # fmt: skip
     if src.dim() != 3:
         return None
-    given = given_tensors(
+    weights = given_tensors(
         qkv_weight, qkv_bias, proj_weight, proj_bias, norm_weight_1, norm_bias_1,
         norm_weight_2, norm_bias_2, up_weight, up_bias, down_weight, down_bias,
     )  # fmt: skip
-    return make([_BATCHED, *given, *_mask_of_layer(mask, mask_type)], [_BATCHED])
+    return make([_BATCHED, *weights, *_mask_of_layer(mask, mask_type)], [_BATCHED])
 
 
 def _multi_head(
@@ -291,9 +291,9 @@ def _multi_head(
 ):  # fmt: skip
     if q.dim() != 3:
         return None
-    given = given_tensors(qkv_weight, qkv_bias, proj_weight, proj_bias)
+    weights = given_tensors(qkv_weight, qkv_bias, proj_weight, proj_bias)
     scores = _BATCHED if average_weights else [*_BATCHED, "_"]
-    operands = [*[_BATCHED] * 3, *given, *_mask_of_layer(mask, mask_type)]
+    operands = [*[_BATCHED] * 3, *weights, *_mask_of_layer(mask, mask_type)]
     return make(operands, [_BATCHED, scores if need_weights else ["_"]])
 
 

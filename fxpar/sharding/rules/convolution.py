@@ -129,7 +129,7 @@ def _convolution_backward(
     operand = ["n", ci, *at_x]
     # The bias is not in the product, so a split of input channels leaves it complete.
     gradients = zip([operand, kernel, [co, "~ci"]], mask, strict=True)
-    results = [dims for dims, wanted in gradients if wanted]
+    results = [dims for dims, is_asked in gradients if is_asked]
     words = text(["n", co, *at_grad], operand, kernel, results=results)
     return _sliding(words, spatial, halos, groups)
 
@@ -175,9 +175,9 @@ def _pool(
     results: int = 1,
 ) -> Rule:
     """A pool: windows over the last dims, ``few`` of them."""
-    spatial, rows, made = _pooled(x, slid, few, may)
+    spatial, rows, slid_rows = _pooled(x, slid, few, may)
     halos = spatial.halos(0, x.dim() - len(slid))
-    return _sliding(text(rows, results=[made] * results), spatial, halos)
+    return _sliding(text(rows, results=[slid_rows] * results), spatial, halos)
 
 
 def _pool_backward(
@@ -188,9 +188,9 @@ def _pool_backward(
     n: int = 1,
 ) -> Rule:
     """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
-    spatial, rows, made = _pooled(x, slid, few, may)
+    spatial, rows, slid_rows = _pooled(x, slid, few, may)
     halos = spatial.halos(n + 1, x.dim() - len(slid))
-    words = text(made, rows, *[made] * (n - 1), results=[rows])
+    words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
     return _sliding(words, spatial, halos)
 
 

@@ -169,8 +169,8 @@ def _collective(
         passes = MONOTONE
     if kind in ("all_gather", "all_to_all", "permute"):
         passes = MOVEMENT
-    found = (Passage((0,), passes),) if passes else ()
-    return replace(make([words], [words], passages=found), even=True)
+    passages = (Passage((0,), passes),) if passes else ()
+    return replace(make([words], [words], passages=passages), even=True)
 
 
 ROWS: dict[Any, Row] = {

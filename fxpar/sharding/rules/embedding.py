@@ -48,10 +48,10 @@ def _bag(
 ) -> Rule:
     """Further results: the bag of each index, the size of each bag and, of a maximum,
     where it was found in each column."""
-    given = [["_"]] * (per_sample_weights is not None)
-    found = ["_", "e"] if mode == MAX else ["_", "~e"]
-    bags = [["_", "~e"], ["_", "~e"], found]
-    return make([["_", "e"], ["_"], ["_"], *given], [["_", "e"], *bags])
+    weights = [["_"]] * (per_sample_weights is not None)
+    where = ["_", "e"] if mode == MAX else ["_", "~e"]
+    bags = [["_", "~e"], ["_", "~e"], where]
+    return make([["_", "e"], ["_"], ["_"], *weights], [["_", "e"], *bags])
 
 
 def _bag_backward(
@@ -59,7 +59,7 @@ def _bag_backward(
     indices: torch.Tensor,
     bag_of: torch.Tensor,
     sizes: torch.Tensor,
-    found: torch.Tensor,
+    where: torch.Tensor,
     rows: int,
     by_count: bool,
     mode: int,
@@ -69,9 +69,9 @@ def _bag_backward(
     """A sum over the indices, but for a maximum, which goes through bags."""
     index = "_" if by_count or mode == MAX or bag_of.shape != indices.shape else "i"
     places = ["_", "e"] if mode == MAX else ["_"]
-    given = [[index]] * (scales is not None)
+    weights = [[index]] * (scales is not None)
     operands = [["_", "e"], [index], [index], ["_"], places]
-    return make([*operands, *given], [["_", "e"]])
+    return make([*operands, *weights], [["_", "e"]])
 
 
 def _bag_any_backward(
@@ -80,7 +80,7 @@ def _bag_any_backward(
     offsets: torch.Tensor,
     bag_of: torch.Tensor,
     sizes: torch.Tensor,
-    found: torch.Tensor,
+    where: torch.Tensor,
     rows: int,
     by_count: bool,
     mode: int,
@@ -92,7 +92,7 @@ def _bag_any_backward(
     if sparse:
         return None
     rule = _bag_backward(
-        grad, indices, bag_of, sizes, found, rows, by_count, mode, scales, padding
+        grad, indices, bag_of, sizes, where, rows, by_count, mode, scales, padding
     )
     first, second, *rest = rule.operands
     return replace(rule, operands=(first, second, ((),), *rest))

@@ -84,10 +84,10 @@ def _advanced(x: torch.Tensor, indices: Indices, free: bool = True) -> _Advanced
 
 
 def _index(x: torch.Tensor, indices: Indices) -> str | None:
-    found = _advanced(x, indices)
-    if found is None:
+    dims = _advanced(x, indices)
+    if dims is None:
         return None
-    return text(found.operand, *found.indices, results=[found.result])
+    return text(dims.operand, *dims.indices, results=[dims.result])
 
 
 def _masked_index(

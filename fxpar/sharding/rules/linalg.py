@@ -55,10 +55,10 @@ def _rule(
 def batched(form: str) -> Callable[..., Rule]:
     """All tensor arguments by this form, whatever the others say."""
 
-    def made(*args: Any, **kwargs: Any) -> Rule:
+    def rule_of_call(*args: Any, **kwargs: Any) -> Rule:
         return _rule(form, tensors_of((args, kwargs)))
 
-    return made
+    return rule_of_call
 
 
 def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
@@ -96,10 +96,10 @@ def lu_unpack(
     return _rule(form, [a, pivots], empty=empty)
 
 
-def pinv(a: torch.Tensor, *tolerances: Any, **named: Any) -> Rule:
-    given = tensors_of((tolerances, named))
-    form = "... _ _" + ", ..." * len(given) + " -> ... _ _"
-    return _rule(form, [a, *given])
+def pinv(a: torch.Tensor, *tolerances: Any, **options: Any) -> Rule:
+    tensors = tensors_of((tolerances, options))
+    form = "... _ _" + ", ..." * len(tensors) + " -> ... _ _"
+    return _rule(form, [a, *tensors])
 
 
 def _columns(left: bool) -> str:

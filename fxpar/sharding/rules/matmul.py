@@ -29,7 +29,7 @@ def _biased(*tensors: str) -> Callable[..., Rule]:
     """A contraction of operands 1 and 2 added to operand 0, which may be broadcast."""
     *operands, result = [t.split() for t in tensors]
 
-    def made(bias: torch.Tensor, *_: Any, **__: Any) -> Rule:
+    def rule_of_call(bias: torch.Tensor, *_: Any, **__: Any) -> Rule:
         last = [w.rstrip("!") for w in result[len(result) - bias.ndim :]]
         words = [
             "_" if size == 1 else word
@@ -37,7 +37,7 @@ def _biased(*tensors: str) -> Callable[..., Rule]:
         ]
         return make([words, *operands], [result])
 
-    return made
+    return rule_of_call
 
 
 def _linear(
@@ -261,10 +261,10 @@ def _columns(name: str, count: int) -> list[Word]:
 def _expert_mm(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, _: float
 ) -> Rule:
-    given = weight.shape[0], x.shape[0], ids.shape[0], groups
-    by_row, experts, chosen, sizes = _expert_words(*given)
+    counts = weight.shape[0], x.shape[0], ids.shape[0], groups
+    by_row, experts, expert_ids, sizes = _expert_words(*counts)
     k, n = _columns("k", x.dim() - 1), _columns("n", weight.dim() - x.dim())
-    operands = [[by_row, *k], [experts, *k, *n], [chosen]]
+    operands = [[by_row, *k], [experts, *k, *n], [expert_ids]]
     return make(operands, [[by_row, *n]], sizes)
 
 
@@ -276,10 +276,10 @@ def _expert_outer(
     groups: int,
     _: float,
 ) -> Rule:
-    given = count, x.shape[0], ids.shape[0], groups
-    by_row, experts, chosen, sizes = _expert_words(*given)
+    counts = count, x.shape[0], ids.shape[0], groups
+    by_row, experts, expert_ids, sizes = _expert_words(*counts)
     k, n = _columns("k", x.dim() - 1), _columns("n", y.dim() - 1)
-    operands = [[by_row, *k], [by_row, *n], [chosen]]
+    operands = [[by_row, *k], [by_row, *n], [expert_ids]]
     return make(operands, [[experts, *k, *n]], sizes)
 
 
@@ -307,9 +307,9 @@ def _dispatch_slots(
     return replace(rule, evenly=frozenset("s"))
 
 
-def _dispatch_rows(x: torch.Tensor, taken: torch.Tensor, _: int, fill: int) -> Rule:
+def _dispatch_rows(x: torch.Tensor, slots: torch.Tensor, _: int, fill: int) -> Rule:
     """Summands may be sent where slots without a row are zero."""
-    sources, columns = taken.shape[1], words_of(x)[1:]
+    sources, columns = slots.shape[1], words_of(x)[1:]
     sizes = {"s": sources, "t": x.shape[0] // sources}
     operands: list[list[Word]] = [[("s", "t!"), *columns], ["g!", "s", "c!"]]
     sums = [Passage((0,))] if x.is_floating_point() and not fill else []

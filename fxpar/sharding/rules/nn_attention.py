@@ -102,9 +102,9 @@ def _flex(
     if both is None:
         return None
     words, blocks = both
-    given = _captured(score_others, mask_others)
+    captured_dims = _captured(score_others, mask_others)
     results = [words.out, words.logsumexp, words.logsumexp]
-    rule = words.rule(*words.inputs, *blocks, *given, results=results)
+    rule = words.rule(*words.inputs, *blocks, *captured_dims, results=results)
     return _in_blocks(rule, q, mask)
 
 
@@ -118,10 +118,10 @@ def _flex_backward(
     words, blocks = both
     grads = [words.out] * (grad is not None)
     grads += [words.logsumexp] * (grad_lse is not None)
-    given = _captured(score_others, mask_others)
+    captured_dims = _captured(score_others, mask_others)
     results = [*words.inputs, *_captured(score_others)]
     rule = words.rule(
-        *words.inputs, words.out, words.logsumexp, *grads, *blocks, *given,
+        *words.inputs, words.out, words.logsumexp, *grads, *blocks, *captured_dims,
         results=results,
     )  # fmt: skip
     return _in_blocks(rule, q, mask)
@@ -191,8 +191,8 @@ def _varlen_backward(
     if words is None:
         return None
     query, key, value, out, logsumexp, sizes = words
-    given = _loose(starts_q, starts_k, state)
-    operands = [out, query, key, value, out, logsumexp, *given]
+    whole_dims = _loose(starts_q, starts_k, state)
+    operands = [out, query, key, value, out, logsumexp, *whole_dims]
     return make(operands, [query, key, value], sizes)
 
 

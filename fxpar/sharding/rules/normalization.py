@@ -20,14 +20,18 @@ aten = torch.ops.aten
 Maybe = torch.Tensor | None
 
 
-def _given(tensors: Sequence[Maybe], words: Sequence[str]) -> list[Sequence[str]]:
+def _words_of_tensors(
+    tensors: Sequence[Maybe], words: Sequence[str]
+) -> list[Sequence[str]]:
     """The words once for each tensor that is given."""
     return [words for tensor in tensors if tensor is not None]
 
 
-def _kept(mask: Sequence[bool], *results: Sequence[str]) -> list[Sequence[str]]:
+def _words_by_mask(
+    mask: Sequence[bool], *results: Sequence[str]
+) -> list[Sequence[str]]:
     """Results that an output mask asks for."""
-    return [words for words, wanted in zip(results, mask, strict=True) if wanted]
+    return [words for words, is_asked in zip(results, mask, strict=True) if is_asked]
 
 
 # Layer and RMS norm
@@ -44,7 +48,9 @@ def _layer_norm(
     x: torch.Tensor, shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
 ) -> str:
     full, last, stat = _over_last(x, len(shape))
-    return text(full, *_given([weight, bias], last), results=[full, stat, stat])
+    return text(
+        full, *_words_of_tensors([weight, bias], last), results=[full, stat, stat]
+    )
 
 
 def _layer_norm_backward(
@@ -58,22 +64,24 @@ def _layer_norm_backward(
     mask: Sequence[bool],
 ) -> str:
     full, last, stat = _over_last(x, len(shape))
-    given = _given([weight, bias], last)
-    return text(full, full, stat, stat, *given, results=_kept(mask, full, last, last))
+    affine = _words_of_tensors([weight, bias], last)
+    return text(
+        full, full, stat, stat, *affine, results=_words_by_mask(mask, full, last, last)
+    )
 
 
 def _rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: Maybe = None, eps: Any = None
 ) -> str:
     full, last, _ = _over_last(x, len(shape))
-    return text(full, *_given([weight], last), results=[full])
+    return text(full, *_words_of_tensors([weight], last), results=[full])
 
 
 def _fused_rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: Maybe, eps: Any
 ) -> str:
     full, last, stat = _over_last(x, len(shape))
-    return text(full, *_given([weight], last), results=[full, stat])
+    return text(full, *_words_of_tensors([weight], last), results=[full, stat])
 
 
 def _fused_rms_norm_backward(
@@ -85,8 +93,8 @@ def _fused_rms_norm_backward(
     mask: Sequence[bool],
 ) -> str:
     full, last, stat = _over_last(x, len(shape))
-    given = _given([weight], last)
-    return text(full, full, stat, *given, results=_kept(mask, full, last))
+    affine = _words_of_tensors([weight], last)
+    return text(full, full, stat, *affine, results=_words_by_mask(mask, full, last))
 
 
 # Group norm: groups are free, channels within one are not
@@ -107,8 +115,8 @@ def _group_norm(
     eps: float,
 ) -> Rule:
     full = ["n", "(g c!)", *["_"] * (x.dim() - 2)]
-    given, stat = _given([weight, bias], ["(g c!)"]), ["n", "g"]
-    return _grouped(text(full, *given, results=[full, stat, stat]), group)
+    affine, stat = _words_of_tensors([weight, bias], ["(g c!)"]), ["n", "g"]
+    return _grouped(text(full, *affine, results=[full, stat, stat]), group)
 
 
 def _group_norm_backward(
@@ -125,9 +133,9 @@ def _group_norm_backward(
 ) -> Rule:
     full = ["n", "(g c!)", *["_"] * (x.dim() - 2)]
     each, stat = ["(g c!)"], ["n", "g"]
-    results = _kept(mask, full, each, each)
-    given = _given([weight], each)
-    return _grouped(text(full, full, stat, stat, *given, results=results), group)
+    results = _words_by_mask(mask, full, each, each)
+    affine = _words_of_tensors([weight], each)
+    return _grouped(text(full, full, stat, stat, *affine, results=results), group)
 
 
 # Batch norm: channels are free; other dims are where the statistics are fixed
@@ -153,31 +161,31 @@ def _batch_norm(x: torch.Tensor, *args: Any) -> str:
     running statistics, one per given one, and a reserve."""
     training = next(a for a in args if isinstance(a, bool))
     full = _batch(x, training)
-    given = [["c"] for a in args if isinstance(a, torch.Tensor)]
-    return text(full, *given, results=[full, *_statistics(x, full, training)])
+    channels = [["c"] for a in args if isinstance(a, torch.Tensor)]
+    return text(full, *channels, results=[full, *_statistics(x, full, training)])
 
 
 def _batch_norm_functional(x: torch.Tensor, *args: Any) -> str:
     training = args[4]
     full = _batch(x, training)
-    given = [["c"] for a in args if isinstance(a, torch.Tensor)]
+    channels = [["c"] for a in args if isinstance(a, torch.Tensor)]
     running = ["c", *(f"~{f.rstrip('!')}" for f in full if f != "c")]
     results = [full, *_statistics(x, full, training), running, running]
-    return text(full, *given, results=results)
+    return text(full, *channels, results=results)
 
 
 def _batch_norm_no_training(x: torch.Tensor, *args: Any) -> str:
     full = _batch(x, False)
-    given = [["c"] for a in args if isinstance(a, torch.Tensor)]
-    return text(full, *given, results=[full, *_statistics(x, full, False)])
+    channels = [["c"] for a in args if isinstance(a, torch.Tensor)]
+    return text(full, *channels, results=[full, *_statistics(x, full, False)])
 
 
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str | None:
     """``(grad, x, weight, running and saved statistics, training, eps, mask)``."""
     tensors, (training, _, mask) = args[:5], args[5:8]
     full = _batch(x, training)
-    given = [["c"] if t.numel() else ["_"] for t in tensors if t is not None]
-    return text(full, full, *given, results=_kept(mask, full, ["c"], ["c"]))
+    channels = [["c"] if t.numel() else ["_"] for t in tensors if t is not None]
+    return text(full, full, *channels, results=_words_by_mask(mask, full, ["c"], ["c"]))
 
 
 # Softmax

@@ -47,7 +47,7 @@ def choice(*, results: int = 1) -> Callable[..., Rule]:
     """Ops called as ``(x, dim, keepdim=False)`` that give one row of each column, or
     where it is."""
 
-    def made(
+    def rule_of_call(
         x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **_: Any
     ) -> Rule:
         if dim is None or x.ndim == 0:
@@ -55,7 +55,7 @@ def choice(*, results: int = 1) -> Callable[..., Rule]:
         rows = 1 if keepdim else None
         return _top_rows(x, at(dim, x.ndim), rows, results)
 
-    return made
+    return rule_of_call
 
 
 def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:

@@ -48,12 +48,12 @@ def _passing(reductions: Callable[..., Sequence[str]], *operands: int) -> Callab
     """A pointwise rule where ``operands`` may be partial with the reductions that
     ``reductions`` finds for the call."""
 
-    def made(*args: Any, **kwargs: Any) -> Rule:
-        found = tuple(reductions(*args, **kwargs))
-        passages = (Passage(operands, found),) if found else ()
+    def rule_of_call(*args: Any, **kwargs: Any) -> Rule:
+        passing = tuple(reductions(*args, **kwargs))
+        passages = (Passage(operands, passing),) if passing else ()
         return replace(broadcast(*args, **kwargs), passages=passages)
 
-    return made
+    return rule_of_call
 
 
 def _exact(source: torch.dtype, target: torch.dtype) -> Sequence[str]:
@@ -118,7 +118,7 @@ def _leaky_relu(x: Any, slope: float = 0.01) -> Sequence[str]:
 def _extremum(reduction: str) -> Callable[..., Rule]:
     """Maximum of two is monotone in each, and passes maxima of both at once."""
 
-    def made(x: torch.Tensor, y: torch.Tensor) -> Rule:
+    def rule_of_call(x: torch.Tensor, y: torch.Tensor) -> Rule:
         passages = (
             Passage((0, 1), (reduction,)),
             Passage((0,), MONOTONE),
@@ -126,7 +126,7 @@ def _extremum(reduction: str) -> Callable[..., Rule]:
         )
         return replace(broadcast(x, y), passages=passages)
 
-    return made
+    return rule_of_call
 
 
 def log_sigmoid(x: torch.Tensor) -> Rule | None:

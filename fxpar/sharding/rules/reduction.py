@@ -44,53 +44,55 @@ def _reduced(
 def over(default: Dim = None, **how: Any) -> Callable[..., Rule]:
     """Reduction called as ``(x, dim, keepdim=False)``; ``how`` as in _reduced."""
 
-    def made(
+    def rule_of_call(
         x: torch.Tensor, dim: Dim = default, keepdim: bool = False, **_: Any
     ) -> Rule:
         return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
 
-    return made
+    return rule_of_call
 
 
 def truth(reduction: str) -> Callable[..., Rule]:
     """Any and all. A partial operand passes only as bools: a partial integer may be
     zero where the whole one is not. An empty list of dims reduces none."""
 
-    def made(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
+    def rule_of_call(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
         dims = frozenset() if dim == [] or dim == () else all_at(dim, x.ndim)
         passes = (reduction,) if x.dtype == torch.bool else ()
         return _reduced(x, dims, keepdim, whole=False, passes=passes)
 
-    return made
+    return rule_of_call
 
 
 def over_all(**how: Any) -> Callable[..., Rule]:
     """Reduction of all dims, whatever the other arguments."""
 
-    def made(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
+    def rule_of_call(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
         return _reduced(x, all_at(None, x.ndim), **how)
 
-    return made
+    return rule_of_call
 
 
 def over_third(**how: Any) -> Callable[..., Rule]:
     """Reduction called as ``(x, dim, unbiased, keepdim)``."""
 
-    def made(
+    def rule_of_call(
         x: torch.Tensor, dim: Dim, unbiased: bool = True, keepdim: bool = False
     ) -> Rule:
         return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
 
-    return made
+    return rule_of_call
 
 
 def over_prims(**how: Any) -> Callable[..., Rule]:
     """Reduction called as ``(x, dims, ...)``."""
 
-    def made(x: torch.Tensor, dims: Sequence[int] | None, *_: Any, **__: Any) -> Rule:
+    def rule_of_call(
+        x: torch.Tensor, dims: Sequence[int] | None, *_: Any, **__: Any
+    ) -> Rule:
         return _reduced(x, all_at(dims, x.ndim), **how)
 
-    return made
+    return rule_of_call
 
 
 # The norms that shards combine to without a root, by order.
@@ -105,10 +107,10 @@ def norm(
     dims = all_at(dim, x.ndim)
     words = words_of(x, () if reduction else dims)
     reductions = {f"d{i}": reduction for i in dims if reduction and x.shape[i] != 1}
-    kept = [
+    result_words = [
         "_" if i in dims else w for i, w in enumerate(words) if keepdim or i not in dims
     ]
-    return make([words], [kept], reductions=reductions)
+    return make([words], [result_words], reductions=reductions)
 
 
 def power_sum(
@@ -120,11 +122,11 @@ def power_sum(
 def along(*, results: int = 1) -> Callable[..., Rule]:
     """Ops called as ``(x, dim, ...)`` that keep the shape and need ``dim`` whole."""
 
-    def made(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
+    def rule_of_call(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
         words = words_of(x, {at(dim, x.ndim)})
         return make([words], [words] * results)
 
-    return made
+    return rule_of_call
 
 
 def sort_stable(x: torch.Tensor, *, dim: int = -1, **_: Any) -> Rule:
@@ -206,10 +208,10 @@ def linear_cross_entropy(
     weight, which no rank knows alone."""
     batch = "n" if reduction == "sum" else "n!"
     operands = _logits(batch, target, bias, classes)
-    made = [[batch, "d!"], ["c!", "d!"], ["c!"]]
+    gradients = [[batch, "d!"], ["c!", "d!"], ["c!"]]
     results = [
-        words if wanted else ["_"] * len(words) + ["~n"] * (reduction == "sum")
-        for words, wanted in zip(made, rest[-3:], strict=True)
+        words if is_asked else ["_"] * len(words) + ["~n"] * (reduction == "sum")
+        for words, is_asked in zip(gradients, rest[-3:], strict=True)
     ]
     return make(operands, [[], *results])
 
@@ -232,9 +234,9 @@ def _logits(
     bias: torch.Tensor | None,
     classes: torch.Tensor | None,
 ) -> list[list[str]]:
-    given = [["c!"] for t in (bias, classes) if t is not None]
-    chosen = [batch, "c!"][: target.ndim]
-    return [[batch, "d!"], ["c!", "d!"], chosen, *given]
+    extras = [["c!"] for t in (bias, classes) if t is not None]
+    targets = [batch, "c!"][: target.ndim]
+    return [[batch, "d!"], ["c!", "d!"], targets, *extras]
 
 
 SUM, MEAN = {"linear": "0"}, {"linear": "0", "reduce": "avg"}

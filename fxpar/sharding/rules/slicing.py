@@ -35,16 +35,16 @@ def _cut(
     x: torch.Tensor,
     dims: Sequence[int] | frozenset[int],
     *,
-    gone: bool = False,
+    drop: bool = False,
     results: int = 1,
 ) -> Rule:
     """``dims`` whole in ``x``, and in the results of another size, or gone."""
     dims = frozenset(at(d, x.ndim) for d in dims)
     words = words_of(x, dims)
-    kept = ["_" if i in dims else w for i, w in enumerate(words)]
-    if gone:
-        kept = [w for i, w in enumerate(words) if i not in dims]
-    return make([words], [kept] * results)
+    result_words = ["_" if i in dims else w for i, w in enumerate(words)]
+    if drop:
+        result_words = [w for i, w in enumerate(words) if i not in dims]
+    return make([words], [result_words] * results)
 
 
 # An all-reduce of the rows that are cut out sends twice their bytes, and more cuts of
@@ -56,16 +56,16 @@ def _is_few(rows: int, of: int) -> bool:
     return _FEW * rows <= of
 
 
-def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, gone: bool = False) -> Rule:
+def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Rule:
     """So many rows of a dim."""
     # A sum over ranks has no meaning for booleans.
     if x.ndim == 0 or x.dtype == torch.bool or not _is_few(rows, x.shape[dim]):
-        return _cut(x, [dim], gone=gone)
+        return _cut(x, [dim], drop=drop)
     dim, words = at(dim, x.ndim), words_of(x)
-    kept = ["_" if i == dim else word for i, word in enumerate(words)]
-    if gone:
-        del kept[dim]
-    return make([words], [kept])
+    result_words = ["_" if i == dim else word for i, word in enumerate(words)]
+    if drop:
+        del result_words[dim]
+    return make([words], [result_words])
 
 
 def _spread(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
@@ -158,7 +158,7 @@ def _open(rule: Rule, x: torch.Tensor, dim: int) -> Rule:
 
 
 def select(x: torch.Tensor, dim: int, index: int) -> Rule:
-    return _cut_rows(x, dim, 1, gone=True)
+    return _cut_rows(x, dim, 1, drop=True)
 
 
 def select_backward(grad: torch.Tensor, shape: Shape, dim: int, index: int) -> Rule:
@@ -185,7 +185,7 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
-    return _cut(x, [dim], gone=True, results=x.shape[dim])
+    return _cut(x, [dim], drop=True, results=x.shape[dim])
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
@@ -215,7 +215,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    rule = _cut(x, [dim1, dim2], gone=True)
+    rule = _cut(x, [dim1, dim2], drop=True)
     return replace(rule, results=((*rule.results[0], ()),))
 
 
@@ -324,8 +324,10 @@ def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
         if rule is not None:
             return rule
     words = words_of(x, repeated)
-    kept = ["_" if n != 1 else w for n, w in zip(repeats[new:], words, strict=True)]
-    return make([words], [["_"] * new + kept])
+    repeated_words = [
+        "_" if n != 1 else w for n, w in zip(repeats[new:], words, strict=True)
+    ]
+    return make([words], [["_"] * new + repeated_words])
 
 
 # Padding

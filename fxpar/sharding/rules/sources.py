@@ -55,11 +55,11 @@ def matrix(*_: Any, **__: Any) -> Rule:
 def drawn(place: int) -> Callable[..., Rule]:
     """Random numbers drawn in order; argument ``place`` is the shape."""
 
-    def made(*args: Any, **_: Any) -> Rule:
+    def rule_of_call(*args: Any, **_: Any) -> Rule:
         shape = args[place]
         return make([], [words_of(shape, range(len(shape)))])
 
-    return made
+    return rule_of_call
 
 
 def drawn_like(x: torch.Tensor, *more: Any, **_: Any) -> Rule:
@@ -91,11 +91,11 @@ def lookup_seed(seeds: torch.Tensor, index: int) -> Rule:
 def indexed(place: int) -> Callable[..., Rule]:
     """Random numbers that Inductor counts by index, from a seed that is a tensor."""
 
-    def made(*args: Any, **_: Any) -> Rule:
+    def rule_of_call(*args: Any, **_: Any) -> Rule:
         shape, seed = args[place], args[place + 1]
         return make([["_"] * seed.ndim], [words_of(shape)])
 
-    return made
+    return rule_of_call
 
 
 def offsets(count: Sequence[int], *_: Any) -> Rule:

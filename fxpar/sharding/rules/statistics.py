@@ -95,8 +95,8 @@ def segment_reduce(
     **_: Any,
 ) -> Rule:
     full, cut, counts = _segments(x, axis)
-    given = [counts for t in (lengths, indices, offsets) if t is not None]
-    return make([full, *given], [cut])
+    segments = [counts for t in (lengths, indices, offsets) if t is not None]
+    return make([full, *segments], [cut])
 
 
 def segment_reduce_backward(
@@ -111,8 +111,8 @@ def segment_reduce_backward(
     **_: Any,
 ) -> Rule:
     full, cut, counts = _segments(x, axis)
-    given = [counts for t in (lengths, offsets) if t is not None]
-    return make([cut, cut, full, *given], [full])
+    segments = [counts for t in (lengths, offsets) if t is not None]
+    return make([cut, cut, full, *segments], [full])
 
 
 def _segments(x: torch.Tensor, axis: int) -> tuple[list[str], list[str], list[str]]:

@@ -92,9 +92,9 @@ def _passages(
     ):
         for group in text.split("|") if text else []:
             places = [int(p) for p in group.split("+")]
-            held = [positions[p] if p < len(positions) else [] for p in places]
-            if all(held):
-                out.append(Passage(tuple(i for h in held for i in h), reductions))
+            operands = [positions[p] if p < len(positions) else [] for p in places]
+            if all(operands):
+                out.append(Passage(tuple(i for h in operands for i in h), reductions))
     return tuple(out)
 
 
@@ -111,10 +111,10 @@ def evaluate(
     ``args``/``kwargs``: the call's arguments with fake tensors; ``result``: its fake
     result. Raises RuleError if the row does not fit the call.
     """
-    made = entry.rule(*args, **kwargs) if callable(entry.rule) else entry.rule
-    if made is None:
+    rule_or_text = entry.rule(*args, **kwargs) if callable(entry.rule) else entry.rule
+    if rule_or_text is None:
         return None
-    rule = parse_rule(made) if isinstance(made, str) else made
+    rule = parse_rule(rule_or_text) if isinstance(rule_or_text, str) else rule_or_text
     if entry.reduce:
         reductions = dict.fromkeys(rule.contracted, entry.reduce) | rule.reduction
         rule = replace(rule, reductions=tuple(reductions.items()))
@@ -146,8 +146,8 @@ def names(n: int, prefix: str = "d") -> list[str]:
 
 def text(*tensors: Sequence[str], results: Sequence[Sequence[str]]) -> str:
     """Rule text from words per dim."""
-    left = ", ".join(" ".join(t) for t in tensors)
-    return f"{left} -> {', '.join(' '.join(t) for t in results)}"
+    operands = ", ".join(" ".join(t) for t in tensors)
+    return f"{operands} -> {', '.join(' '.join(t) for t in results)}"
 
 
 def require(condition: bool, message: str) -> None:

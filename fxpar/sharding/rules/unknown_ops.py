@@ -68,11 +68,11 @@ def example(operands: Sequence[Shape], results: Sequence[Shape]) -> str | None:
     place first; what stands on one side of the arrow only stays whole."""
     shapes, sizes = [*operands, *results], dict[str, int]()
     words = [_words(shape, sizes) for shape in shapes]
-    read, made = (
+    operand_names, result_names = (
         {name for dims in side for name in dims}
         for side in (words[: len(operands)], words[len(operands) :])
     )
-    whole = (read ^ made) - {"_"}
+    whole = (operand_names ^ result_names) - {"_"}
     text = [
         " ".join(f"{name}!" if name in whole else name for name in dims)
         for dims in words

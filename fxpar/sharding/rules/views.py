@@ -103,8 +103,8 @@ def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule:
 def collapse(x: torch.Tensor, start: int, end: int) -> Rule:
     """Dims ``start`` to ``end``, inclusive, become one."""
     shape = list(x.shape)
-    joined = [math.prod(shape[start : end + 1])]
-    return regroup(shape, shape[:start] + joined + shape[end + 1 :])
+    product = [math.prod(shape[start : end + 1])]
+    return regroup(shape, shape[:start] + product + shape[end + 1 :])
 
 
 def split_dim(x: torch.Tensor, dim: int, outer: int) -> Rule:
@@ -135,11 +135,15 @@ def t(x: torch.Tensor) -> Rule:
 def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> Rule:
     """Only dims of size 1 go, also of those named. A dim of another size that is split
     into shards of size 1 stays, which partitioning must see to."""
-    named = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    gone = {at(d, x.ndim) for d in named}
+    asked_dims = (
+        range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    )
+    squeezable = {at(d, x.ndim) for d in asked_dims}
     words = words_of(x)
-    kept = [w for i, w in enumerate(words) if not (i in gone and x.shape[i] == 1)]
-    return make([words], [kept])
+    result_words = [
+        w for i, w in enumerate(words) if not (i in squeezable and x.shape[i] == 1)
+    ]
+    return make([words], [result_words])
 
 
 def unsqueeze(x: torch.Tensor, dim: int) -> Rule:

@@ -33,10 +33,10 @@ class SlidingWindow:
     def count(self, rows: int, ceil: bool = False) -> int:
         """Windows of a dim of so many rows, padded at both ends; with ``ceil`` also one
         that ends behind, if it starts before that."""
-        left = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
+        steps = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
         if not ceil:
-            return left // self.stride + 1
-        more = -(-left // self.stride)
+            return steps // self.stride + 1
+        more = -(-steps // self.stride)
         return more + (more * self.stride < rows + self.padding)
 
     def fits(self, many: int, few: int) -> bool:
@@ -51,8 +51,8 @@ class SlidingWindow:
 
 def each(numbers: int | Sequence[int], k: int) -> list[int]:
     """One number per dim, where one may stand for all."""
-    found = [numbers] if isinstance(numbers, int) else [*numbers]
-    return found * k if len(found) == 1 else found
+    values = [numbers] if isinstance(numbers, int) else [*numbers]
+    return values * k if len(values) == 1 else values
 
 
 def windows(

@@ -61,11 +61,11 @@ def alternatives(
     if number is None:
         return []
     node = formulation.nodes[number]
-    numbers, chosen = node.specs[:, column], result.solution.choice[number]
-    rows = [k for k in range(len(numbers)) if k != chosen]
+    numbers, choice = node.specs[:, column], result.solution.choice[number]
+    rows = [k for k in range(len(numbers)) if k != choice]
     if spec is not None:
         rows = [k for k in rows if formulation.pool[numbers[k]] == spec]
-        if not rows and formulation.pool[numbers[chosen]] != spec:
+        if not rows and formulation.pool[numbers[choice]] != spec:
             raise _impossible(result, value, spec, numbers)
     computing, resharding = _as_it_stands(result, number)
     total = computing + resharding
@@ -144,8 +144,8 @@ def alternatives_text(
     node, _ = _node(result, value)
     if node is None:
         return f"{step}; it is a constant"
-    chosen = result.solution.choice[node]
-    computing, resharding = (part[chosen] * 1e3 for part in _as_it_stands(result, node))
+    choice = result.solution.choice[node]
+    computing, resharding = (part[choice] * 1e3 for part in _as_it_stands(result, node))
     if result.formulation.nodes[node].kind == "input":
         step += f", of which resharding it takes {resharding:.3g} ms"
     else:

@@ -80,10 +80,10 @@ class Layout:
 
 def layout(formulation: Formulation, axes: Sequence[str]) -> Layout:
     """The tasks of a formulation; rows have as many collectives as there are axes."""
-    drawn = _Drawn(formulation, tuple(axes))
+    tasks = _TasksOfChoice(formulation, tuple(axes))
     for e in range(len(formulation.problem.edges)):
-        drawn.edge(e)
-    return drawn.layout()
+        tasks.edge(e)
+    return tasks.layout()
 
 
 def edge_values(formulation: Formulation) -> tuple[EdgeValue, ...]:
@@ -131,7 +131,7 @@ def _column_of(program: Program, node: Node, v: int) -> int:
 _Place = tuple[int, int, int]
 
 
-class _Drawn:
+class _TasksOfChoice:
     """Tasks as they are made, edge by edge, each with its place."""
 
     def __init__(self, formulation: Formulation, axes: tuple[str, ...]) -> None:

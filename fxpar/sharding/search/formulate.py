@@ -287,9 +287,9 @@ def _memory(
 ) -> list[tuple[Entry, Live]]:
     """Rows of memory, of what lives when."""
     lone = {
-        v: found[0][1]
-        for v, found in enumerate(readers)
-        if len(found) == 1 and v not in build.settling
+        v: uses[0][1]
+        for v, uses in enumerate(readers)
+        if len(uses) == 1 and v not in build.settling
     }
     places = Places(build.nodes, makers, build.settling, lone, build.resting)
     return rows(live, places, build.pool.specs, build.mesh)
@@ -346,10 +346,10 @@ def cost_of(
         if node.kind != "op":
             continue
         op = formulation.program.ops[node.of]
-        wanted = search_space.specs(op.rule, strategies[node.of])
+        spec_row = search_space.specs(op.rule, strategies[node.of])
         rows = [[formulation.pool[n] for n in row] for row in node.specs]
         try:
-            pins[i] = rows.index(list(wanted))
+            pins[i] = rows.index(list(spec_row))
         except ValueError:
             raise PlanError(
                 f"{op.name} takes {strategies[node.of]}, which is not searched"

@@ -74,12 +74,12 @@ def candidates(
     ``local``: each rank feeds its own part of the batch.
     """
     names = LOCAL_NAMES if local else NAMES
-    chosen = {1: names[:1], 2: (names[0], names[2]), 3: names}
+    names_by_count = {1: names[:1], 2: (names[0], names[2]), 3: names}
     node = hardware.levels[-2].devices if len(hardware.levels) > 1 else 0
     several = node and ranks > node and ranks % node == 0
     return tuple(
-        Mesh(tuple(zip(chosen[count], sizes, strict=True)))
-        for count in chosen
+        Mesh(tuple(zip(names_by_count[count], sizes, strict=True)))
+        for count in names_by_count
         for sizes in _splits(ranks, count)
         if count == 1 or not several or _keeps_to_nodes(sizes, node)
     )

@@ -86,7 +86,7 @@ class Overlap:
             self.choice[node] = k
         return self.seconds
 
-    def tried(self, strategies: Mapping[int, int]) -> float:
+    def seconds_with(self, strategies: Mapping[int, int]) -> float:
         """What ``change`` would return; ``choice`` and ``seconds`` stay. What was run
         for it is put back by the next simulation, in one go with that."""
         seconds = self._run(strategies)

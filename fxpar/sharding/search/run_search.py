@@ -140,9 +140,9 @@ def search(
     except Infeasible as error:
         raise _too_large(error, formulation) from None
     took = time.perf_counter() - begun
-    chosen, settled = decode(formulation, solution.choice)
+    strategies, settled = decode(formulation, solution.choice)
     return SearchResult(
-        tuple(chosen), tuple(settled), mesh, formulation, solution, built, took
+        tuple(strategies), tuple(settled), mesh, formulation, solution, built, took
     )
 
 
@@ -223,13 +223,13 @@ def _is_above(problem: Problem, seconds: float) -> bool:
 def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
     """What would be needed, and what needs most of it."""
     program = formulation.program
-    if error.limit is None or error.needed != error.needed:
+    if error.limit is None or error.smallest != error.smallest:
         return PlanError(
             f"no plan keeps all hints: {error.what}",
             fix="leave some of their dims open with '?', or give search_seconds more",
         )
     limit, need, *sizes = _sizes(
-        error.limit, error.needed, *(size for _, size in error.largest)
+        error.limit, error.smallest, *(size for _, size in error.largest)
     )
     names = (_name(formulation, node) for node, _ in error.largest)
     lines = (f"{name} {size}" for name, size in zip(names, sizes, strict=True))

@@ -176,7 +176,7 @@ def allowed(
     hinted = [s for s in specs if all(keeps(seed, s, mesh) for seed in seeds)]
     if hinted or not seeds:
         return hinted
-    also = [*specs_of_shape(value.shape, mesh), *_joined(seeds, mesh)]
+    also = [*specs_of_shape(value.shape, mesh), *_merged_seeds(seeds, mesh)]
     hinted = [s for s in also if all(keeps(seed, s, mesh) for seed in seeds)]
     if not hinted:
         raise HintError(
@@ -196,7 +196,7 @@ def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
     )
 
 
-def _joined(seeds: Sequence[Seed], mesh: Mesh) -> list[Spec]:
+def _merged_seeds(seeds: Sequence[Seed], mesh: Mesh) -> list[Spec]:
     """The spec that has what all hints ask for, in their order of axes."""
     parts = zip(*(seed.dims for seed in seeds), strict=True)
     dims = [max(part, key=len) for part in parts]

@@ -122,17 +122,17 @@ def exchange_seconds(
 def told_along(chain: StageChain, along_stages: dict[int, str]) -> dict[int, str]:
     """Values of stages that other places get once a step, and whether each gets all of
     it or a part: results, gradients, and what an update reads."""
-    program, told = chain.program, dict[int, str]()
+    program, along_of = chain.program, dict[int, str]()
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is None or v not in program.producers:
             continue
         along = along_stages.get(v, "own") if result.kind == "gradient" else "whole"
         if program.producers[v][0] not in chain.update and along != "own":
-            told[v] = along
+            along_of[v] = along
     split = "split" in along_stages.values()
     for index in chain.update:
         for v in program.ops[index].operands:
             maker = program.producers.get(v, (-1,))[0]
             if maker >= 0 and maker not in chain.update:
-                told[v] = "split" if split else "whole"
-    return told
+                along_of[v] = "split" if split else "whole"
+    return along_of

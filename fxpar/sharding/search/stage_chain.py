@@ -50,9 +50,9 @@ class StageChain:
         for op in program.ops:
             if op.index in at or op.index not in self.late:
                 continue
-            made = [program.producers[v][0] for v in op.operands if self._is_made(v)]
-            continued = [at[i] for i in made if i in self.late and i in at]
-            read = [at[i] for i in made if i not in self.late and i in at]
+            makers = [program.producers[v][0] for v in op.operands if self._is_made(v)]
+            continued = [at[i] for i in makers if i in self.late and i in at]
+            read = [at[i] for i in makers if i not in self.late and i in at]
             limit = min(continued, default=self.length - 1)
             mine = by_number.get(op.node.meta.get("seq_nr", -1))
             if mine is None:

@@ -81,17 +81,17 @@ class Ratios:
 
 
 def _shares_text(shares: Sequence[float], speeds: Sequence[float]) -> str:
-    found = Counter(zip(speeds, shares, strict=True))
+    counts = Counter(zip(speeds, shares, strict=True))
     return ", ".join(
         f"{share:.3g} {f'on each of {n} ranks ' if n > 1 else ''}of speed {speed:g}"
-        for (speed, share), n in found.items()
+        for (speed, share), n in counts.items()
     )
 
 
 def _cut_text(cut: UnequalDim) -> str:
-    shown = " + ".join(map(str, cut.parts[:8])) + " + ..." * (len(cut.parts) > 8)
+    parts = " + ".join(map(str, cut.parts[:8])) + " + ..." * (len(cut.parts) > 8)
     names = ", ".join(cut.values[:3]) + ", ..." * (len(cut.values) > 3)
-    return f"  {cut.size} over {'+'.join(cut.axes)}: {shown}  ({names})"
+    return f"  {cut.size} over {'+'.join(cut.axes)}: {parts}  ({names})"
 
 
 def notes(mesh: Mesh) -> list[str]:

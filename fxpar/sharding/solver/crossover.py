@@ -145,8 +145,10 @@ def layers(flat: Flat, to: Sequence[int]) -> np.ndarray:
                     turn[y] = turn[x] if sign > 0 else -turn[x]
                     queue.append(y)
     way = np.array([turn.get(g, 0) for g in range(len(count))])
-    found = np.where(way[group] != 0, place * way[group] + (often - 1) / 2, -1.0)
-    return np.rint(found).astype(np.int64)
+    layer_numbers = np.where(
+        way[group] != 0, place * way[group] + (often - 1) / 2, -1.0
+    )
+    return np.rint(layer_numbers).astype(np.int64)
 
 
 def _outward(flat: Flat, nodes: np.ndarray, middle: int) -> np.ndarray:

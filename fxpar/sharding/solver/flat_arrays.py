@@ -145,7 +145,7 @@ def _edges(
 
 def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
     """(live, begin, end, use, usage, room, when) over the rows that can be exceeded."""
-    rows = [_joined(net.rows[i]) for i in nodes]
+    rows = [_summed_by_range(net.rows[i]) for i in nodes]
     items = [(a, b, usage) for part in rows for a, b, usage in part]
     begin = np.array([a for a, _, _ in items], np.int64)
     end = np.array([b for _, b, _ in items], np.int64)
@@ -183,12 +183,12 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
     )
 
 
-def _joined(rows: Sequence[tuple[int, int, np.ndarray]]) -> list:
+def _summed_by_range(rows: Sequence[tuple[int, int, np.ndarray]]) -> list:
     """Entries of one node over the same rows as one."""
-    found: dict[tuple[int, int], np.ndarray] = {}
+    summed: dict[tuple[int, int], np.ndarray] = {}
     for a, b, usage in rows:
-        found[a, b] = found[a, b] + usage if (a, b) in found else usage
-    return [(a, b, usage) for (a, b), usage in found.items()]
+        summed[a, b] = summed[a, b] + usage if (a, b) in summed else usage
+    return [(a, b, usage) for (a, b), usage in summed.items()]
 
 
 def cost_of(flat: Flat, choice: np.ndarray) -> float:

@@ -46,8 +46,8 @@ def run(program: dict[str, Any], seconds: float) -> HighsOutcome | None:
     if worker is None:
         return None
     try:
-        left = deadline - time.perf_counter()
-        data = pickle.dumps((program, min(_SHARE * left, left - _LATE)))
+        seconds_left = deadline - time.perf_counter()
+        data = pickle.dumps((program, min(_SHARE * seconds_left, seconds_left - _LATE)))
         _write(worker, data)
         answer = _read(worker, deadline)
     except (OSError, EOFError):
@@ -128,8 +128,8 @@ def _read(process: subprocess.Popen, deadline: float) -> bytes | None:
     assert process.stdout is not None
     pipe, data, length = process.stdout.fileno(), bytearray(), 8
     while len(data) < length:
-        left = deadline - time.perf_counter()
-        if not select.select([pipe], [], [], max(left, 0.0))[0]:
+        seconds_left = deadline - time.perf_counter()
+        if not select.select([pipe], [], [], max(seconds_left, 0.0))[0]:
             return None
         part = os.read(pipe, 1 << 20)
         if not part:

@@ -37,7 +37,7 @@ from fxpar.sharding.solver import message_passing
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 # How many decodings are remembered.
-_MET = 16
+_MOST_DECODINGS = 16
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Priced:
     cost: float
     # The last few decodings that are allowed, by what they cost at these prices, those
     # that fit and those that do not in turn.
-    met: list[np.ndarray] = field(default_factory=list)
+    decodings: list[np.ndarray] = field(default_factory=list)
 
 
 def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
@@ -68,16 +68,16 @@ def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
     return out
 
 
-def prices_at(flat: Flat, known: Sequence[tuple[int, float]]) -> np.ndarray:
+def prices_at(flat: Flat, price_at: Sequence[tuple[int, float]]) -> np.ndarray:
     """(rows,) prices given by time, each at the row that has begun by then."""
     out = np.zeros(len(flat.room))
-    for when, price in known:
+    for when, price in price_at:
         if len(out):
             out[max(int(np.searchsorted(flat.when, when, "right")) - 1, 0)] += price
     return out
 
 
-def named(flat: Flat, prices: np.ndarray) -> tuple[tuple[int, float], ...]:
+def prices_by_moment(flat: Flat, prices: np.ndarray) -> tuple[tuple[int, float], ...]:
     """(time, price) of the rows that have a price: what ``prices_at`` takes."""
     where = np.flatnonzero(prices).tolist()
     return tuple((int(flat.when[r]), float(prices[r])) for r in where)
@@ -135,21 +135,21 @@ def raise_prices(
         unary = priced_unary(flat, prices)
         if time.perf_counter() + 1.5 * (time.perf_counter() - begun) > deadline:
             break
-    return replace(best, met=in_turn(flat, best.prices, best.met))
+    return replace(best, decodings=in_turn(flat, best.prices, best.decodings))
 
 
 def in_turn(
-    flat: Flat, prices: np.ndarray, met: Sequence[np.ndarray]
+    flat: Flat, prices: np.ndarray, decodings: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Choices, cheapest at the prices first: one that fits and one that does not in
     turn."""
     order: tuple[list, list] = ([], [])
-    for number, choice in enumerate(met):
+    for number, choice in enumerate(decodings):
         used = usage_of(flat, choice)
         value = cost_of(flat, choice) + float(prices @ used)
         order[fits(flat, used)].append((value, number))
     turns = itertools.zip_longest(sorted(order[True]), sorted(order[False]))
-    return [met[item[1]] for turn in turns for item in turn if item is not None]
+    return [decodings[item[1]] for turn in turns for item in turn if item is not None]
 
 
 def _ceiling(flat: Flat) -> float:
@@ -166,8 +166,8 @@ def _note(
     choice = state.choice.copy()
     usage = usage_of(flat, choice)
     if math.isfinite(cost_of(flat, choice)):
-        if not any(np.array_equal(choice, old) for old in best.met):
-            best.met = [*best.met, choice][-_MET:]
+        if not any(np.array_equal(choice, old) for old in best.decodings):
+            best.decodings = [*best.decodings, choice][-_MOST_DECODINGS:]
         if fits(flat, usage):
             cost = cost_of(flat, choice)
             if cost < best.cost:
@@ -187,7 +187,7 @@ def generate(
     than ``tolerance`` of it, nothing new is met, or the deadline."""
     state = message_passing.start(flat)
     best = Priced(prices, -math.inf, None, math.inf)
-    met: dict[bytes, tuple[np.ndarray, float, np.ndarray]] = {}
+    decodings: dict[bytes, tuple[np.ndarray, float, np.ndarray]] = {}
     idle, most = 0, 1.0
     message_passing.converge(state, priced_unary(flat, prices), deadline, patience=6)
     while idle < _IDLE and time.perf_counter() < deadline:
@@ -195,49 +195,51 @@ def generate(
         bound = state.sweep(unary, _SWEEPS) + flat.constant - float(prices @ flat.room)
         if bound > best.bound:
             best.bound, best.prices = bound, prices
-        before = len(met)
+        before = len(decodings)
         for rounds in (0, 20):
             choice = state.choice.copy()
             state.descend(unary, choice, rounds)
-            _meet(flat, best, met, choice)
-        idle = 0 if len(met) > before else idle + 1
-        if not met:
+            _meet(flat, best, decodings, choice)
+        idle = 0 if len(decodings) > before else idle + 1
+        if not decodings:
             break
         most = max(most, 10 * abs(bound))
-        goal, ahead = _master(flat, list(met.values()), most)
+        goal, ahead = _master(flat, list(decodings.values()), most)
         if goal - best.bound <= tolerance * abs(goal):
             break
         stay = _STAY if idle == 0 else 0.0
         prices = stay * best.prices + (1 - stay) * ahead
-    best.met = in_turn(flat, best.prices, [choice for choice, _, _ in met.values()])
+    best.decodings = in_turn(
+        flat, best.prices, [choice for choice, _, _ in decodings.values()]
+    )
     return best
 
 
-def _meet(flat: Flat, best: Priced, met: dict, choice: np.ndarray) -> None:
+def _meet(flat: Flat, best: Priced, decodings: dict, choice: np.ndarray) -> None:
     """Remember a choice that is allowed, and the cheapest that fits."""
     cost, key = cost_of(flat, choice), choice.tobytes()
-    if key in met or not math.isfinite(cost):
+    if key in decodings or not math.isfinite(cost):
         return
     used = usage_of(flat, choice)
-    met[key] = choice, cost, used - flat.room
+    decodings[key] = choice, cost, used - flat.room
     if cost < best.cost and fits(flat, used):
         best.choice, best.cost = choice, cost
 
 
-def _master(flat: Flat, met: list, most: float) -> tuple[float, np.ndarray]:
+def _master(flat: Flat, decodings: list, most: float) -> tuple[float, np.ndarray]:
     """(bound, prices) that would be the best if there were no other choices; the price
     of all room is ``most`` at most."""
     from scipy.optimize import linprog
 
-    costs = np.array([cost for _, cost, _ in met])
-    over = np.stack([excess for _, _, excess in met])
+    costs = np.array([cost for _, cost, _ in decodings])
+    over = np.stack([excess for _, _, excess in decodings])
     scale = float(np.abs(flat.room).max()) or 1.0
     rows = np.flatnonzero((over > 0).any(0))
     prices = np.zeros(len(flat.room))
     if not len(rows):
         return float(costs.min()), prices
     # bound - sum over rows of price * excess <= cost, for every choice.
-    matrix = np.hstack([np.ones((len(met), 1)), -over[:, rows] / scale])
+    matrix = np.hstack([np.ones((len(decodings), 1)), -over[:, rows] / scale])
     total = np.append(0.0, np.ones(len(rows)))
     result = linprog(
         np.append(-1.0, np.zeros(len(rows))),

@@ -93,10 +93,10 @@ def converge(
         stalled = 0 if now - bound > 1e-6 * abs(now) else stalled + rounds + 1
         bound = max(now, bound)
         each = (time.perf_counter() - begun) / (rounds + 1)
-        left = deadline - time.perf_counter()
-        if stalled > patience or bound >= enough or left < 3 * each:
+        seconds_left = deadline - time.perf_counter()
+        if stalled > patience or bound >= enough or seconds_left < 3 * each:
             return bound, before
-        rounds = max(1, min(2 * rounds, int(left / each / 2), 20))
+        rounds = max(1, min(2 * rounds, int(seconds_left / each / 2), 20))
 
 
 def start(flat: Flat) -> Messages:
@@ -140,10 +140,10 @@ def pass_messages(
         if cost - bound <= tolerance * abs(cost) or stalled > patience:
             return best, cost, bound
         each = (time.perf_counter() - begun) / rounds
-        left = deadline - time.perf_counter()
-        if left < 2 * each:
+        seconds_left = deadline - time.perf_counter()
+        if seconds_left < 2 * each:
             return best, cost, bound
-        rounds = max(1, min(2 * rounds, sweeps, int(left / each / 2), 50))
+        rounds = max(1, min(2 * rounds, sweeps, int(seconds_left / each / 2), 50))
 
 
 def warm() -> None:

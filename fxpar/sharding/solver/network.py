@@ -26,27 +26,27 @@ class Tables:
     """Derived tables, made once for every edge that shares their source."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple, tuple[object, np.ndarray]] = {}
+        self._tables: dict[tuple, tuple[object, np.ndarray]] = {}
 
     def once(
         self, key: tuple, sources: object, make: Callable[[], np.ndarray]
     ) -> np.ndarray:
         """The array for a key; ``sources`` are kept alive, since keys hold ids."""
-        entry = self._made.get(key)
+        entry = self._tables.get(key)
         if entry is None:
-            entry = self._made[key] = (sources, make())
+            entry = self._tables[key] = (sources, make())
         return entry[1]
 
     def flip(self, table: np.ndarray) -> np.ndarray:
         """The transposed table; flipping it again gives back the same object."""
-        if ("flip", id(table)) not in self._made:
+        if ("flip", id(table)) not in self._tables:
             self.pair(table, np.ascontiguousarray(table.T))
-        return self._made["flip", id(table)][1]
+        return self._tables["flip", id(table)][1]
 
     def pair(self, table: np.ndarray, flipped: np.ndarray) -> None:
         """Let a table and its transposed one know of each other."""
-        self._made["flip", id(table)] = (table, flipped)
-        self._made["flip", id(flipped)] = (flipped, table)
+        self._tables["flip", id(table)] = (table, flipped)
+        self._tables["flip", id(flipped)] = (flipped, table)
 
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Elementwise sum."""

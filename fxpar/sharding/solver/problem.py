@@ -115,7 +115,7 @@ class Solution:
 class Infeasible(FxparError, ValueError):
     """No choice is allowed, or none was found that fits.
 
-    ``needed``: the smallest peak reached; ``least``: no choice has a smaller peak than
+    ``smallest``: the least peak reached; ``least``: no choice has a smaller peak than
     this (the two are nan where pairs of strategies forbid every choice);
     ``largest``: (node, usage) of the largest entries at the time of the peak.
     """
@@ -123,13 +123,13 @@ class Infeasible(FxparError, ValueError):
     def __init__(
         self,
         what: str,
-        needed: float = math.nan,
+        smallest: float = math.nan,
         least: float = math.nan,
         limit: float | None = None,
         largest: Sequence[tuple[int, float]] = (),
     ) -> None:
         super().__init__(what)
-        self.needed, self.least, self.limit = needed, least, limit
+        self.smallest, self.least, self.limit = smallest, least, limit
         self.largest = list(largest)
 
 

@@ -71,7 +71,7 @@ class Search:
         self.notes.append(SolverPhase(name, now - self.lap, self.cost, self.bound))
         self.lap = now
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.perf_counter()
 
@@ -103,14 +103,14 @@ class Search:
         )
 
 
-def named(flat: Flat, choice: np.ndarray) -> dict[int, int]:
+def choice_by_node(flat: Flat, choice: np.ndarray) -> dict[int, int]:
     return {int(i): int(k) for i, k in zip(flat.nodes, choice, strict=True)}
 
 
 def offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) -> bool:
     if choice is None:
         return False
-    return search.offer(net.expand(named(flat, choice)))
+    return search.offer(net.expand(choice_by_node(flat, choice)))
 
 
 def inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:

@@ -25,7 +25,13 @@ from fxpar.sharding.solver.exact_reductions import reduce
 from fxpar.sharding.solver.flat_arrays import Flat, fits, flatten
 from fxpar.sharding.solver.network import Network, build
 from fxpar.sharding.solver.problem import Infeasible, Problem, Solution, tie
-from fxpar.sharding.solver.progress import Search, inside, named, offer, project
+from fxpar.sharding.solver.progress import (
+    Search,
+    choice_by_node,
+    inside,
+    offer,
+    project,
+)
 
 # A gap below this is rounding.
 EXACT = 1e-9
@@ -75,8 +81,8 @@ def solve(
     elif not len(net.room):
         _pass(search, net, flatten(net), 0.15)
         search.note("messages")
-    if not search.closed() and search.left() > 0:
-        reduce(net, time.perf_counter() + 0.4 * search.left())
+    if not search.closed() and search.seconds_left() > 0:
+        reduce(net, time.perf_counter() + 0.4 * search.seconds_left())
         search.note("reduce")
         _core(search, net, certify, seed)
     return search.result()
@@ -108,12 +114,14 @@ def resolve(
     if milp.variables(flat) > _SMALL:
         choice = project(net, flat, start.choice)
         pinned = [i for i in fixed if start.choice[i] != fixed[i]]
-        found = neighborhood_search.around(flat, choice, pinned, search.deadline, seed)
-        offer(search, net, flat, found)
+        neighbor = neighborhood_search.around(
+            flat, choice, pinned, search.deadline, seed
+        )
+        offer(search, net, flat, neighbor)
         search.note("windows")
     if search.choice is not None:
         return search.result()
-    return solve(problem, max(search.left(), 0.05), seed=seed, fixed=fixed)
+    return solve(problem, max(search.seconds_left(), 0.05), seed=seed, fixed=fixed)
 
 
 def _core(search: Search, net: Network, certify: float, seed: int) -> None:
@@ -134,7 +142,7 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
         return
     unary = flat.unary
     if len(flat.room):
-        until = time.perf_counter() + min(certify, 0.5 * search.left())
+        until = time.perf_counter() + min(certify, 0.5 * search.seconds_left())
         priced = lagrangian.raise_prices(flat, until, target=search.cost)
         _take(search, net, flat, priced)
         unary = lagrangian.priced_unary(flat, priced.prices)
@@ -145,7 +153,7 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
     small = milp.variables(flat) <= _PROGRAM
     if not search.closed() and (small or search.choice is None):
         share = 0.4 if search.choice is not None else 0.7
-        until = time.perf_counter() + share * search.left()
+        until = time.perf_counter() + share * search.seconds_left()
         magnitude = max(abs(search.bound), 1e-300)
         answer = milp.solve_program(flat, until, magnitude=magnitude)
         search.raise_bound(answer.bound)
@@ -160,11 +168,11 @@ def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -
     """What prices have brought, and mixtures of the choices met."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
-    search.prices = lagrangian.named(flat, priced.prices)
+    search.prices = lagrangian.prices_by_moment(flat, priced.prices)
     choice = inside(search, net, flat)
     if choice is not None and not search.closed():
-        until = time.perf_counter() + 0.05 * search.left()
-        offer(search, net, flat, crossover.mix(flat, choice, priced.met, until))
+        until = time.perf_counter() + 0.05 * search.seconds_left()
+        offer(search, net, flat, crossover.mix(flat, choice, priced.decodings, until))
 
 
 def _repeats(problem: Problem) -> bool:
@@ -180,7 +188,9 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     limited = len(net.room) > 0
     try:
         share = 0.08 if limited else 0.45
-        tied_solution = solve(small, share * search.left(), seed=seed, tolerance=1e-4)
+        tied_solution = solve(
+            small, share * search.seconds_left(), seed=seed, tolerance=1e-4
+        )
     except Infeasible:
         search.note("layers as one: none")
         return
@@ -189,14 +199,14 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     if search.choice is None:
         return
     prices = _mixed(search, net, small, to, tied_solution.prices) if limited else ()
-    reduce(net, time.perf_counter() + 0.3 * search.left())
+    reduce(net, time.perf_counter() + 0.3 * search.seconds_left())
     flat = flatten(net)
     search.note("reduce")
     if search.closed() or not len(flat.size):
         return
     unary = flat.unary
     if len(flat.room):
-        until = time.perf_counter() + 0.5 * search.left()
+        until = time.perf_counter() + 0.5 * search.seconds_left()
         begin = lagrangian.prices_at(flat, prices)
         priced = lagrangian.raise_prices(
             flat,
@@ -210,7 +220,7 @@ def _layered(search: Search, net: Network, seed: int) -> None:
         unary = lagrangian.priced_unary(flat, priced.prices)
         search.note("prices")
     else:
-        until = time.perf_counter() + 0.95 * search.left()
+        until = time.perf_counter() + 0.95 * search.seconds_left()
         choice, bound = pass_pruned(flat, search.cost, until, search.tolerance)
         search.raise_bound(bound)
         offer(search, net, flat, choice)
@@ -258,8 +268,8 @@ def pass_pruned(
     bound = max(bound, min(higher, upper))
     if better is None:
         return choice, bound
-    found = {int(i): int(k) for i, k in zip(core.nodes, better, strict=True)}
-    return np.array(net.expand(found), np.int64), bound
+    core_choice = {int(i): int(k) for i, k in zip(core.nodes, better, strict=True)}
+    return np.array(net.expand(core_choice), np.int64), bound
 
 
 def _mixed(
@@ -272,32 +282,32 @@ def _mixed(
     """Prices found with tied nodes as one, where that is quick, and mixtures of the
     choices met there: at one price layers are all one way or all the other."""
     core = build(small)
-    reduce(core, time.perf_counter() + 0.1 * search.left())
+    reduce(core, time.perf_counter() + 0.1 * search.seconds_left())
     tied = flatten(core)
     if not len(tied.room):
         return ()
-    until = time.perf_counter() + 0.1 * search.left()
+    until = time.perf_counter() + 0.1 * search.seconds_left()
     priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
     flat = flatten(net)
     mixtures = []
-    for choice in priced.met[:_MIXED]:
-        wide = core.expand(named(tied, choice))
+    for choice in priced.decodings[:_MIXED]:
+        wide = core.expand(choice_by_node(tied, choice))
         mixtures.append(project(net, flat, [wide[k] for k in to]))
     best = inside(search, net, flat)
     if best is not None:
-        until = time.perf_counter() + 0.1 * search.left()
+        until = time.perf_counter() + 0.1 * search.seconds_left()
         best = crossover.mix(flat, best, mixtures, until, crossover.layers(flat, to))
         offer(search, net, flat, best)
-        until = time.perf_counter() + 0.15 * search.left()
+        until = time.perf_counter() + 0.15 * search.seconds_left()
         offer(
             search, net, flat, neighborhood_search.combine(flat, best, mixtures, until)
         )
     search.note("layers mixed")
-    return lagrangian.named(tied, priced.prices)
+    return lagrangian.prices_by_moment(tied, priced.prices)
 
 
 def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:
-    until = time.perf_counter() + share * search.left()
+    until = time.perf_counter() + share * search.seconds_left()
     choice, _, bound = message_passing.pass_messages(flat, until)
     search.raise_bound(bound)
     offer(search, net, flat, choice)
@@ -306,10 +316,10 @@ def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:
 def _fit(search: Search, net: Network, flat: Flat) -> None:
     """Look for any choice that fits, or a proof that there is none."""
     assert search.problem.limit is not None
-    until = time.perf_counter() + 0.3 * search.left()
+    until = time.perf_counter() + 0.3 * search.seconds_left()
     excess = lagrangian.least_excess(flat, until)
     if excess.choice is not None:
-        search.nearest = net.expand(named(flat, excess.choice))
+        search.nearest = net.expand(choice_by_node(flat, excess.choice))
         search.offer(search.nearest)
     search.least = max(search.least, search.problem.limit + excess.bound)
     if search.choice is None and excess.bound > flat.slack:
@@ -328,7 +338,7 @@ def _improve(
     if choice is None:
         return
     state = message_passing.start(flat)
-    until = time.perf_counter() + 0.1 * search.left()
+    until = time.perf_counter() + 0.1 * search.seconds_left()
     message_passing.converge(state, unary, until, patience=10)
     choice, _ = neighborhood_search.improve(
         flat,

@@ -21,6 +21,7 @@ from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.run_kernels import module_of
 from tests.helpers.kernels import gemm_cases as cases
 from tests.helpers.kernels.ahead import TYPES, _usage
+from tests.helpers.machines import ideal_gpu
 
 triton = pytest.importorskip("triton")
 
@@ -242,7 +243,7 @@ def test_no_kernel(sizes: Any, why: str) -> None:
 
 
 def verdict(kind: str, m: int, n: int, k: int, ranks: int = 8, **more: Any) -> Verdict:
-    return profitable(kind, m, n, k, ranks, **(H100 | more))
+    return profitable(kind, m, n, k, ranks, ideal_gpu(**(H100 | more)))
 
 
 def test_pays_where_moving_and_computing_take_alike() -> None:

@@ -332,7 +332,7 @@ def test_streams_of_one_gpu_play_ranks(kind: str) -> None:
 def test_grids_leave_room_for_what_they_wait_for() -> None:
     for kind, dtype in itertools.product(KINDS, DTYPES):
         given = kind, 8192, 4096, 1024, 8, dtype
-        made = matmul_run._made(
+        made = matmul_run._cached_gemm(
             *given, programs=116, b_stride=(4096, 1), epilogue=Epilogue(), signals=True
         )
         assert made.programs <= 116

@@ -17,16 +17,11 @@ from fxpar.fusion.kernels.kernel_worth import (
 )
 from fxpar.fusion.kernels.matmul_kernel import KINDS
 from fxpar.fusion.kernels.symmetric_memory import FREE
+from tests.helpers.machines import ideal_gpu
 
 pytest.importorskip("triton")
 
-H100 = {
-    "link": 3.7e11,
-    "peak": 7.7e14,
-    "memory": 3e12,
-    "programs": 116,
-    "units": 116 + FREE,
-}
+H100 = {"link": 3.7e11, "peak": 7.7e14, "memory": 3e12}
 SIZES = tuple(
     itertools.product(KINDS, (2, 4, 8), (2048, 8192, 16384), range(512, 8193, 512))
 )
@@ -37,7 +32,9 @@ def verdict(
 ) -> Verdict:
     """``free``: what of n and k is not moved."""
     n, k = (free, other) if kind == "gather" else (other, free)
-    return profitable(kind, m, n, k, ranks, **(H100 | more))
+    gpu = ideal_gpu(**(H100 | {key: more.pop(key) for key in H100 if key in more}))
+    units = {"programs": 116, "units": 116 + FREE}
+    return profitable(kind, m, n, k, ranks, gpu, **(units | more))
 
 
 def test_it_must_win_against_both() -> None:

@@ -149,7 +149,7 @@ def test_changes_give_what_a_new_simulation_gives(found: SearchResult) -> None:
         changes = {i: k for i, k in enumerate(choice) if step.choice[i] != k}
         expected = Overlap(form, choice).seconds
         before = step.seconds
-        assert step.tried(changes) == expected
+        assert step.seconds_with(changes) == expected
         assert step.seconds == before
         kind = chance.randrange(3)
         if kind:

@@ -1,0 +1,87 @@
+"""Ops on shards that are not alike, as a schedule sees them: closed.
+
+In: a local graph with steps. Out: the same graph in which each op that reads or makes
+what is not as large on every rank is a region of its own (``UnlikeOp``), which no verb
+looks into: verbs cut all shards alike. What stays is as in any other graph, so that
+verbs apply around it. ``fuse_nodes.inline`` opens the regions again.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from fxpar import _torch
+from fxpar.fusion.node_legality import CallableRegion
+from fxpar.passes.builder import UNEVEN, copy_of
+from fxpar.passes.custom_ops import PLACES, SIZES
+from fxpar.passes.rank_sizes import is_size, is_uneven, unlike
+from fxpar.sharding.mesh import Mesh
+
+
+class UnlikeOp(CallableRegion):
+    """A region of one op, some of whose shards are not alike."""
+
+
+def has_unlike_shards(graph: fx.Graph) -> bool:
+    """Whether not all shards of a graph are alike, and its ops are not closed yet."""
+    if any(isinstance(node.target, UnlikeOp) for node in graph.nodes):
+        return False
+    return is_uneven(graph) or bool(graph.output_node().meta.get(UNEVEN))
+
+
+def is_closed(node: fx.Node) -> bool:
+    """Whether a node is what a closed op gives."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and isinstance(source.target, UnlikeOp)
+
+
+def closed(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
+    """A copy with each such op as a region; the graph itself if all shards are alike
+    or closed."""
+    if not has_unlike_shards(graph):
+        return graph
+    graph = copy_of(graph)
+    close(graph, mesh, fake_mode)
+    return graph
+
+
+def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
+    """Make each such op a region, in place."""
+    values = unlike(graph, mesh, fake_mode)
+    values.update(n for n in graph.nodes if n.target in SIZES)
+    for node in list(graph.nodes):
+        reads = not values.isdisjoint(node.all_input_nodes)
+        if is_size(node):
+            values.update([node] if reads else [])
+        elif (
+            node.op == "call_function"
+            and node.target not in PLACES
+            and (reads or node in values)
+        ):
+            _close(graph, node)
+    graph.lint()
+
+
+def _close(graph: fx.Graph, node: fx.Node) -> None:
+    """What reads the op then reads an item of its region, of the op's name."""
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for read in node.all_input_nodes:
+        copies[read] = part.placeholder(read.name)
+        copies[read].meta = dict(read.meta)
+    inner = part.node_copy(node, copies.__getitem__)
+    inner.meta = dict(node.meta)
+    part.output((inner,))
+    with graph.inserting_before(node):
+        region = graph.call_function(UnlikeOp(part), tuple(copies))
+        region.meta = {"val": (node.meta.get("val"),)}
+        region.meta["fxpar_origin"] = node.meta.get("fxpar_origin", node.name)
+        item = graph.call_function(operator.getitem, (region, 0))
+    item.meta = dict(node.meta)
+    node.replace_all_uses_with(item)
+    name = node.name
+    graph.erase_node(node)
+    _torch.objects.rename(item, name)

@@ -1,0 +1,159 @@
+"""Sizes of a local graph on one rank, where not all ranks hold as much.
+
+In: a local graph, whose fake values are those of the largest shard, with its
+communication as steps or as collectives. Out: the fake values that one rank has
+(``own_value``), the graph with them (``sized``), or the nodes whose values are not as
+large on every rank (``unlike``). Never changes the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import collective_nodes, custom_ops, size_nodes
+from fxpar.passes.builder import value_of
+from fxpar.passes.graph_bodies import bodies_of
+from fxpar.passes.local.local_ops import resized
+from fxpar.sharding import row_moves
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.reshard.steps import KINDS
+from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
+
+
+def is_uneven(graph: fx.Graph) -> bool:
+    """Whether not all ranks hold as much of each value of a local graph."""
+    return any(
+        node.target in custom_ops.SIZES or "fxpar_global_shape" in node.meta
+        for node in graph.nodes
+    )
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes a size of other sizes."""
+    return isinstance(node.target, BuiltinFunctionType | type) and (
+        isinstance(node.meta.get("val"), int) and node.target is not operator.getitem
+    )
+
+
+def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
+    """The local graph with numbers and fake values of one rank, and all else as it is:
+    what a simulation of that rank reads."""
+    return _sized(graph, mesh, rank, fake_mode)[0]
+
+
+def unlike(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> set[fx.Node]:
+    """Nodes whose values are not as large on every rank."""
+    differing = set[fx.Node]()
+    for rank in _corners(mesh):
+        _, own = _sized(graph, mesh, rank, fake_mode)
+        differing.update(
+            node for node in graph.nodes if not is_alike(node, own.get(node))
+        )
+    return differing
+
+
+def _corners(mesh: Mesh) -> Iterator[int]:
+    """Ranks among which each size of a shard is that of one: the first, those that
+    differ from it along one axis, and the last."""
+    for rank in range(mesh.size):
+        places = [mesh.index(rank, (axis,)) for axis in mesh.names]
+        if sum(place > 0 for place in places) <= 1 or rank == mesh.size - 1:
+            yield rank
+
+
+def _sized(
+    graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any
+) -> tuple[fx.Graph, dict[fx.Node, Any]]:
+    """(the graph of one rank, the form there of each node)"""
+    rank_graph, bound = fx.Graph(), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        if node.target in custom_ops.PLACES:
+            at = custom_ops.place(node.target, value_of(node.args), rank)
+            bound[node] = size_nodes.as_nodes(rank_graph, at)
+            continue
+        args = fx.node.map_arg(node.args, bound.__getitem__)
+        if is_size(node) and all(isinstance(x, int) for x in args):
+            bound[node] = node.target(*args)
+            continue
+        copy = bound[node] = rank_graph.node_copy(node, bound.__getitem__)
+        copy.meta = dict(node.meta)
+        restate(copy, node, bound, mesh, rank, fake_mode)
+    return rank_graph, bound
+
+
+def restate(
+    copy: fx.Node,
+    node: fx.Node,
+    bound: Mapping[fx.Node, Any],
+    mesh: Mesh,
+    rank: int,
+    fake_mode: Any,
+) -> None:
+    """Give a node the fake value that it has on this rank: in a local graph that is the
+    one of the largest shard. ``bound``: the bound form of each node before it."""
+    if "fxpar_global_shape" in node.meta:
+        shape = node.meta["fxpar_global_shape"]
+        shape = node.meta["fxpar_spec"].rank_shape(mesh, shape, rank)
+        copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
+    if node.op != "call_function" or bodies_of(node):
+        return
+    is_step = collective_nodes.is_step(node)
+    alike = all(is_alike(read, bound[read]) for read in node.all_input_nodes)
+    if alike and not (is_step and _cuts_unlike(node)):
+        return
+    if is_step:
+        operand = bound[node.all_input_nodes[0]].meta["val"]
+        shape = _step_shape(node, operand.shape, mesh, rank)
+        copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
+        return
+    bound_args = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
+    args, kwargs = value_of(bound_args)
+    with fake_mode:
+        copy.meta["val"] = node.target(*args, **kwargs)
+    copy.meta.pop("tensor_meta", None)
+
+
+def _cuts_unlike(node: fx.Node) -> bool:
+    """Whether a step may give ranks unlike shards, whatever it reads."""
+    moves = node.target is collective_nodes.move_rows
+    return moves or collective_nodes.cut_of(node) is not None
+
+
+def _step_shape(
+    node: fx.Node, operand: torch.Size, mesh: Mesh, rank: int
+) -> tuple[int, ...]:
+    """The shape of what a step gives one rank, of an operand of its own."""
+    shape, cut = list(operand), collective_nodes.cut_of(node)
+    if cut is not None:
+        whole = Spec.of(cut.after).rank_shape(mesh, cut.shape, rank)
+        for d in range(len(shape)):
+            alike = cut.shape[d] // mesh.count(cut.after[d])
+            shape[d] = alike if d in cut.alike else whole[d]
+    elif node.target is collective_nodes.move_rows:
+        text: Any = node.args[1]
+        exchange = Exchange.parse(text)
+        shape[exchange.moves.dim] = row_moves.own_rows(exchange, mesh, rank)
+    elif node.target not in collective_nodes.MESSAGES:
+        dims = [arg for arg in node.args[1:] if isinstance(arg, int)]
+        count = mesh.count(collective_nodes.axes_of(node))
+        kind = KINDS[collective_nodes.kind_of(node)]
+        shape = list(kind.shape(shape, dims, count))
+    return tuple(shape)
+
+
+def is_alike(node: fx.Node, bound: Any) -> bool:
+    """Whether a value is as large on this rank as in the local graph."""
+    if not isinstance(bound, fx.Node):
+        return not (node.target in custom_ops.SIZES or is_size(node))
+    pairs = zip(
+        tensors_of(node.meta.get("val")), tensors_of(bound.meta.get("val")), strict=True
+    )
+    return all(a is b or a.shape == b.shape for a, b in pairs)

@@ -1,0 +1,177 @@
+"""Results that share memory, as they do on one device.
+
+Of ``return z, z[0]`` without a gradient a graph gives two values, each gathered by
+itself. Here the graph returns what covers the others, and these are views of it: a
+write to one is seen in all, and nothing is sent twice. Results that are views of inputs
+or have gradients AOTAutograd makes so itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+
+_symbols = _torch.symbols
+_memory_of = _torch.objects.memory_of
+
+
+@dataclass(frozen=True)
+class StridedLayout:
+    """Where the elements of a tensor lie in its memory; numbers or symbols."""
+
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+
+    @staticmethod
+    def of(x: torch.Tensor) -> StridedLayout:
+        return StridedLayout(tuple(x.shape), x.stride(), x.storage_offset())
+
+    def given(self, size_values: dict[str, int]) -> StridedLayout:
+        """With numbers for symbols, by their names."""
+
+        def number(n: Any) -> Any:
+            return _symbols.substituted(n, size_values)
+
+        size, stride = map(number, self.size), map(number, self.stride)
+        return StridedLayout(tuple(size), tuple(stride), number(self.offset))
+
+    @property
+    def span(self) -> range:
+        """The elements of the memory from the first to the last, as it was traced."""
+        sizes, strides = map(_symbols.hint_shape, (self.size, self.stride))
+        begin = _symbols.hint_of(self.offset)
+        if 0 in sizes:
+            return range(begin, begin)
+        last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        return range(begin, begin + last + 1)
+
+
+@dataclass(frozen=True)
+class ResultView:
+    """A result of a Dynamo graph that is a view of another."""
+
+    # Positions of both among the results.
+    position: int
+    of: int
+    layout: StridedLayout
+    layout_of: StridedLayout
+
+
+def views_of_results(gm: fx.GraphModule) -> list[ResultView]:
+    """Results of a Dynamo graph that lie in the memory of another one, which fills its
+    own."""
+    values = [_value(node) for node in gm.graph.output_node().args[0]]
+    inputs = [*gm.graph.find_nodes(op="placeholder")]
+    inputs += gm.graph.find_nodes(op="get_attr")
+    input_memory = {_memory_of(x) for x in map(_value, inputs) if x is not None}
+    size_values = dict.fromkeys(_places_of_sizes(gm), 2)
+    layouts = {
+        i: StridedLayout.of(x)
+        for i, x in enumerate(values)
+        if x is not None
+        and _memory_of(x) not in input_memory
+        and _is_known(x, size_values)
+    }
+    bases: list[int] = []
+    views: list[ResultView] = []
+    for i in sorted(layouts, key=lambda i: -len(layouts[i].span)):  # the largest first
+        of = (base for base in bases if _is_view(values[i], values[base]))
+        base = next(of, None)
+        if base is not None:
+            views.append(ResultView(i, base, layouts[i], layouts[base]))
+        elif len(layouts[i].span) == _symbols.hint_of(values[i].numel()):
+            bases.append(i)
+    return views
+
+
+def _value(node: Any) -> Any:
+    """The value of a node, a tensor that has strides, else None."""
+    x = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
+    return x if strided and not isinstance(x, DTensor) else None
+
+
+def _is_known(x: torch.Tensor, size_values: dict[str, int]) -> bool:
+    """Whether a layout is one of sizes that the arguments of the graph have."""
+    try:
+        StridedLayout.of(x).given(size_values)
+    except (KeyError, _symbols.Inexpressible):
+        return False
+    return True
+
+
+def _is_view(x: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a result without a gradient lies in the memory that ``base`` fills."""
+    if x.requires_grad or x.dtype != base.dtype or _memory_of(x) != _memory_of(base):
+        return False
+    inside, around = StridedLayout.of(x).span, StridedLayout.of(base).span
+    return around.start <= inside.start and inside.stop <= around.stop
+
+
+def return_once(gm: fx.GraphModule, views: Sequence[ResultView]) -> fx.GraphModule:
+    """A Dynamo graph without its results that are views of others."""
+    once = _torch.dynamo.copy_graph(gm)
+    output = once.graph.output_node()
+    left_out = {view.position for view in views}
+    results = [x for i, x in enumerate(output.args[0]) if i not in left_out]
+    output.args = (type(output.args[0])(results),)
+    once.recompile()
+    return once
+
+
+def with_views(
+    gm: fx.GraphModule, views: Sequence[ResultView], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``call``, of what ``return_once`` left of the graph, with all its results."""
+    count, places = len(gm.graph.output_node().args[0]), _places_of_sizes(gm)
+    left_out = {view.position for view in views}
+    positions = [i for i in range(count) if i not in left_out]
+
+    def viewing(*args: Any) -> Any:
+        returned = call(*args)
+        size_values = {
+            name: args[i] if d is None else args[i].shape[d]
+            for name, (i, d) in places.items()
+        }
+        results = dict(zip(positions, returned, strict=True))
+        for view in views:
+            layout, whole = (
+                view.layout.given(size_values),
+                view.layout_of.given(size_values),
+            )
+            if results[view.of].stride() != whole.stride:
+                results[view.of] = _laid_out(results[view.of], whole)
+            base = results[view.of].detach()
+            begin = base.storage_offset() + layout.offset - whole.offset
+            results[view.position] = base.as_strided(layout.size, layout.stride, begin)
+        return type(returned)(results[i] for i in range(count))
+
+    return viewing
+
+
+def _laid_out(x: torch.Tensor, layout: StridedLayout) -> torch.Tensor:
+    """A copy with other strides, through which a gradient goes."""
+    dims = sorted(range(x.dim()), key=lambda d: -layout.stride[d])
+    inverse = [dims.index(d) for d in range(x.dim())]
+    return x.permute(dims).contiguous().permute(inverse)
+
+
+def _places_of_sizes(gm: fx.GraphModule) -> dict[str, tuple[int, int | None]]:
+    """Where the arguments of a Dynamo graph have each of its open sizes, by name: the
+    position of a number, or of a tensor and its dim."""
+    places: dict[str, tuple[int, int | None]] = {}
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        x = node.meta.get("example_value")
+        sizes = enumerate(x.shape) if isinstance(x, torch.Tensor) else [(None, x)]
+        for d, n in sizes:
+            if _symbols.is_symbol(n):
+                places.setdefault(str(_symbols.expression(n)), (i, d))
+    return places
