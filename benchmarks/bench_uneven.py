@@ -1,12 +1,14 @@
 """Dims that others leave whole: 50,257 words on two ranks, images split over height.
 
-    python benchmarks/bench_uneven.py [--pairs N] [--only gpt|convnet] [--json FILE]
+    python benchmarks/bench_uneven.py [--pairs N] [--only gpt|convnet|resnet50]
+        [--pixels N] [--json FILE]
 
 ``gpt``: a training step of a GPT-2 of small width with its 50,257 words, ``tp=2``.
 fxpar cuts words into 25,129 and 25,128, at rest too. DTensor tensor parallelism with
 torch.compile has the same layout of the blocks, and words whole, or padded by hand to
 50,258. ``convnet``: forward and backward of one image of 256 x 256, split over height,
-beside the whole image on every rank with stock torch.compile. All sides run in the same
+beside the whole image on every rank with stock torch.compile; ``resnet50`` the same of
+a ResNet-50 and an image of ``--pixels`` (1,024) each way. All sides run in the same
 two processes of one thread each, steps alternate, and losses must agree. ``state``:
 bytes of parameters, gradients and AdamW's state on a rank; ``bytes``, ``peak``: of a
 step, as ``_traffic.py`` counts them.
@@ -215,11 +217,30 @@ def convnet() -> Any:
     return Model()
 
 
-def image_step(called: Any, model: Any) -> Step:
+def resnet50() -> Any:
+    """ResNet-50, its loss the mean of squared logits."""
+    import torch
+    from torch import nn
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck")
+            self.model = ResNetForImageClassification(config)
+
+        def forward(self, x: Any) -> Any:
+            return self.model(x).logits.square().mean()
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def image_step(called: Any, model: Any, pixels: int) -> Step:
     import torch
 
     draw = torch.Generator().manual_seed(3)
-    x = torch.randn(1, 3, PIXELS, PIXELS, generator=draw)
+    x = torch.randn(1, 3, pixels, pixels, generator=draw)
 
     def step() -> Any:
         model.zero_grad()
@@ -230,41 +251,55 @@ def image_step(called: Any, model: Any) -> Step:
     return step
 
 
-def image_by_fxpar() -> Step:
+def image_by_fxpar(make: Callable[[], Any], pixels: int) -> Step:
     import torch
 
-    model = convnet()
+    model = make()
     height = {"x": ("_", "_", "h", "_")}
     options = {"mesh": "h=2", "hints": height, "plan": "propagate"}
     called = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    return image_step(called, model)
+    return image_step(called, model, pixels)
 
 
-def image_on_one_rank() -> Step:
+def image_on_one_rank(make: Callable[[], Any], pixels: int) -> Step:
     import torch
 
-    model = convnet()
-    return image_step(torch.compile(model, dynamic=False), model)
+    model = make()
+    return image_step(torch.compile(model, dynamic=False), model, pixels)
 
 
-# Program -> its sides; the first is fxpar's.
-SIDES: dict[str, dict[str, Callable[[], Step]]] = {
-    "gpt": {
-        "fxpar": gpt_by_fxpar,
-        "DTensor, words whole": lambda: gpt_by_dtensor(False),
-        "DTensor, words padded": lambda: gpt_by_dtensor(True),
-    },
-    "convnet": {"fxpar": image_by_fxpar, "one rank": image_on_one_rank},
-}
+def image_sides(make: Callable[[], Any], pixels: int) -> dict[str, Callable[[], Step]]:
+    """Split over height, and whole on every rank."""
+    return {
+        "fxpar": lambda: image_by_fxpar(make, pixels),
+        "one rank": lambda: image_on_one_rank(make, pixels),
+    }
 
 
-def measured(program: str, pairs: int) -> dict[str, Any]:
+# Of which programs there are sides.
+PROGRAMS = ("gpt", "convnet", "resnet50")
+
+
+def sides_of(program: str, pixels: int) -> dict[str, Callable[[], Step]]:
+    """The sides of a program, fxpar's first. ``pixels``: of ResNet-50's image."""
+    if program == "gpt":
+        return {
+            "fxpar": gpt_by_fxpar,
+            "DTensor, words whole": lambda: gpt_by_dtensor(False),
+            "DTensor, words padded": lambda: gpt_by_dtensor(True),
+        }
+    if program == "convnet":
+        return image_sides(convnet, PIXELS)
+    return image_sides(resnet50, pixels)
+
+
+def measured(program: str, pairs: int, pixels: int) -> dict[str, Any]:
     """Of each side: seconds of a step on the slowest rank, what it sends and holds."""
     import torch
     import torch.distributed as dist
 
     steps, seconds, figures = dict[str, Step](), dict[str, list[float]](), {}
-    for name, make in SIDES[program].items():
+    for name, make in sides_of(program, pixels).items():
         torch._dynamo.reset()
         steps[name], seconds[name] = make(), []
         losses = [float(steps[name]()) for _ in range(2)]
@@ -296,8 +331,10 @@ def worker(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    programs = [args.only] if args.only else list(SIDES)
-    figures = {program: measured(program, args.pairs) for program in programs}
+    programs = [args.only] if args.only else list(PROGRAMS)
+    figures = {
+        program: measured(program, args.pairs, args.pixels) for program in programs
+    }
     if dist.get_rank() == 0:
         Path(args.worker).write_text(json.dumps(figures))
     dist.barrier()
@@ -307,7 +344,8 @@ def worker(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only", choices=list(SIDES))
+    parser.add_argument("--only", choices=list(PROGRAMS))
+    parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -17,8 +17,9 @@ from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes import custom_ops, size_nodes
-from fxpar.sharding import shard_sizes
+from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.row_moves import Exchange
 
 # A size among the arguments of an op in a local graph: a number, or a node that gives
 # one where not all ranks have the same.
@@ -228,6 +229,29 @@ class Builder:
             return shard_sizes.largest(own, self.mesh, (axis,))
         largest = shard_sizes.largest(rows, self.mesh, (*axes, axis))
         return self._place(custom_ops.largest_part, axes, rows, largest, axis)
+
+    def window_rows(self, exchange: Exchange) -> Size:
+        """Rows of a window that ranks read, or add; in fake values those of the
+        largest."""
+        members = self.mesh.group(0, exchange.axes)
+        most = max(row_moves.window(exchange, self.mesh, r)[2] for r in members)
+        moves = exchange.moves
+        (count,) = moves.sources if moves.adds else moves.targets
+        if shard_sizes.is_even(count, self.mesh, exchange.axes):
+            return most
+        return self._of_window(custom_ops.window_rows, exchange, most)
+
+    def window_start(self, exchange: Exchange) -> fx.Node:
+        """Where in its dim that window begins."""
+        return self._of_window(custom_ops.window_start, exchange, 0)
+
+    def _of_window(
+        self, target: Callable[..., int], exchange: Exchange, value: int
+    ) -> fx.Node:
+        args = str(self.mesh), tuple(exchange.axes), exchange.text
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
 
     def _place(
         self,

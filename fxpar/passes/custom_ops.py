@@ -20,8 +20,9 @@ import torch
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.sharding import shard_sizes
+from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
 
 _RANK: ContextVar[int | None] = ContextVar("fxpar_rank", default=None)
@@ -77,10 +78,28 @@ def largest_part(mesh: str, axes: Sequence[str], rows: int, axis: str) -> int:
     return shard_sizes.largest(own_size(mesh, axes, rows), Mesh.parse(mesh), (axis,))
 
 
+def window_rows(mesh: str, axes: Sequence[str], exchange: str) -> int:
+    """Rows of this rank's window (``row_moves.window``)."""
+    return _window(mesh, exchange)[2]
+
+
+def window_start(mesh: str, axes: Sequence[str], exchange: str) -> int:
+    """Where in the dim that window begins."""
+    return _window(mesh, exchange)[0]
+
+
+def _window(mesh: str, exchange: str) -> tuple[int, int, int]:
+    rank = _RANK.get() or 0
+    return row_moves.window(Exchange.parse(exchange), Mesh.parse(mesh), rank)
+
+
 # Ints that depend on the rank; their second argument are the axes over which they vary.
-PLACES = (offset, own_size, own_start, part_size, largest_part)
+PLACES = (
+    *(offset, own_size, own_start, part_size, largest_part),
+    *(window_rows, window_start),
+)
 # Of these, what a dim is cut into whose shards are not alike.
-SIZES = (own_size, own_start, part_size, largest_part)
+SIZES = (own_size, own_start, part_size, largest_part, window_rows)
 
 
 def place(target: Callable[..., int], args: Sequence[Any], rank: int) -> int:

@@ -183,6 +183,8 @@ def _move_rows(build: Builder, x: fx.Node, text: str, axes: Axes) -> fx.Node:
         build.own_size(n, exchange.axes) if split else n
         for n, split in zip(moves.targets, exchange.split_targets, strict=True)
     ]
+    if moves.reach is not None and not moves.adds:
+        own = [build.window_rows(exchange)]
     rows = reduce(partial(build.compute, operator.add), own)
     group = group_name(mesh, axes)
     args = x, moves.dim, rows, text, str(mesh), group

@@ -151,6 +151,8 @@ def _put(
     """``rows`` rows with blocks of them in their places, and the constant elsewhere.
     ``x``: what has all other dims of these; ``nothing``: what has no row."""
     dim = exchange.moves.dim
+    if blocks and exchange.moves.adds:
+        return _added(call, exchange, rows, blocks, nothing)
     if not blocks or any(run.stride > 1 < run.count for run, _ in blocks):
         out = _padded(call, _slice(call, x, dim, 0, 0), exchange, 0, rows)
         for run, block in blocks:
@@ -168,3 +170,19 @@ def _put(
     if len(parts) > 1:
         return _contiguous(call, _joined(call, parts, dim))
     return call(aten.clone.default, parts[0], memory_format=torch.contiguous_format)
+
+
+def _added(
+    call: Call,
+    exchange: Exchange,
+    rows: int,
+    blocks: Sequence[tuple[Run, Any]],
+    nothing: Sequence[Any],
+) -> Any:
+    """``rows`` rows with blocks of them added where they lie."""
+    total = None
+    for run, block in blocks:
+        after = rows - run.at - run.count
+        part = _padded(call, block, exchange, run.at, after)
+        total = part if total is None else call(aten.add.Tensor, total, part)
+    return _contiguous(call, _joined(call, [total, *nothing], exchange.moves.dim))

@@ -4,11 +4,19 @@ computes the part it reads, or the whole, and none is ever gathered."""
 from __future__ import annotations
 
 from collections.abc import MutableSequence
+from typing import Any
 
+import torch
+from torch import fx
+
+from fxpar import _torch
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, project, result_spec
+
+# Values are computed where they are planned up to so many elements.
+MOST = 1 << 20
 
 
 def constants_of(program: Program) -> set[int]:
@@ -60,3 +68,35 @@ def _strategy_for(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
     if result_spec(rule, strategy, 0) != spec or rule.whole.intersection(axes_of):
         return None
     return strategy if fits(rule, axes_of, mesh) else None
+
+
+def computed(node: Any, values: dict[fx.Node, Any]) -> Any:
+    """The value of a node that is made of constants alone; else None."""
+    if node in values:
+        return values[node]
+    values[node] = None
+    if not _is_arithmetic(node):
+        return None
+    if any(computed(x, values) is None for x in node.all_input_nodes):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    values[node] = node.target(*args, **kwargs)
+    return values[node]
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Whether what a call gives follows from its arguments, and is an index's size."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return False
+    target: Any = node.target
+    return (
+        getattr(target, "namespace", "") in ("aten", "prims")
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not _torch.objects.is_mutable(target)
+        and value.numel() <= MOST
+        and not value.dtype.is_complex
+        and not target.name().startswith("aten::empty")
+    )

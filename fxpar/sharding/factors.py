@@ -107,6 +107,35 @@ class RowPiece:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """The rows that each row of a result reads of a dim: ``span`` of them from
+    ``(first + step * i) // of`` on for row i, or from where ``head`` and ``tail`` say
+    of the first and the last ones."""
+
+    step: int
+    of: int = 1
+    first: int = 0
+    span: int = 1
+    head: tuple[int, ...] = ()
+    tail: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowWindow:
+    """Rows that a rank reads of a dim for its shard of another tensor; of a result
+    those that it computes a part of, which are added where they lie."""
+
+    # Of the tensor with these rows among ``Rule.tensors``, and of the other one.
+    position: int
+    dim: int
+    other: int
+    # Rows of the dim, of the one and of the other.
+    rows: int
+    count: int
+    reach: Reach
+
+
+@dataclass(frozen=True)
 class RowMoves:
     """An op that moves rows of a dim: what each row of its results is."""
 
@@ -118,6 +147,10 @@ class RowMoves:
     pieces: tuple[RowPiece, ...]
     # What the other rows hold.
     fill: bool | int | float = 0
+    # A rank gets, instead of its shard of the result, the window of rows that this
+    # reads; or has that window, parts of which are added up, if ``adds``.
+    reach: Reach | None = None
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +192,9 @@ class Rule:
     # Rows that ranks exchange, dim by dim. Tensors have unlike numbers of rows of these
     # dims, and one factor: its size is that of the one with fewest, but some.
     moves: tuple[RowMoves, ...] = ()
+    # Rows of dims whose shards need more than what ``halos`` say, or other rows. Here
+    # too tensors have unlike numbers of rows of one factor.
+    windows: tuple[RowWindow, ...] = ()
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -193,7 +229,9 @@ class Rule:
     def moved(self) -> frozenset[str]:
         """Factors whose rows ranks exchange."""
         dims = {moves.dim for moves in self.moves}
-        return frozenset(f for t in self.tensors for d in dims for f in t[d])
+        read = {f for w in self.windows for f in self.tensors[w.position][w.dim]}
+        moved = (f for t in self.tensors for d in dims for f in t[d])
+        return frozenset(read.union(moved))
 
     @cached_property
     def even_factors(self) -> frozenset[str]:

@@ -81,6 +81,11 @@ class Output:
     # As of an Input.
     stage_dim: int | None = None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it rests where the plan has it."""
+        return self.rest is None and self.lie == "open"
+
     def spec(self, settled: Spec, made_spec: Spec, batch: Axes) -> Spec:
         """Where the output rests, given the specs its value was made and settled in."""
         if self.rest is not None:

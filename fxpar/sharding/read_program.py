@@ -19,6 +19,7 @@ from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.factors import Rule
+from fxpar.sharding.near_rows import near, reaches_of
 from fxpar.sharding.program import (
     OPEN,
     Input,
@@ -86,13 +87,15 @@ class RuleReader:
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda n: n.meta["val"]
         )
-        key = _key(node.target, args, kwargs)
+        reaches = reaches_of(node)
+        key: Any = (_key(node.target, args, kwargs), reaches)
         try:
             if key in self._cache:
                 return self._cache[key]
         except TypeError:
             key = None
-        answer = self._make(node, args, kwargs)
+        rule, has_rule = self._make(node, args, kwargs)
+        answer = (near(rule, node, reaches) if reaches and has_rule else rule), has_rule
         if key is not None:
             self._cache[key] = answer
         return answer

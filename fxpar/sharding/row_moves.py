@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes, RowMoves, RowPiece
+from fxpar.sharding.factors import Axes, Reach, RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 
 
@@ -71,10 +71,15 @@ class Exchange:
     @lru_cache(maxsize=1 << 10)
     def parse(text: str) -> Exchange:
         """The inverse of ``text``."""
-        (dim, sources, targets, pieces, fill), *rest = json.loads(text)
+        (dim, sources, targets, pieces, fill, reach, adds), *rest = json.loads(text)
         rows = tuple(RowPiece(*piece) for piece in pieces)
-        moves = RowMoves(dim, tuple(sources), tuple(targets), rows, fill)
-        return Exchange(moves, *map(tuple, rest))
+        if reach is not None:
+            step, of, first, span, *ends = reach
+            reach = Reach(step, of, first, span, *map(tuple, ends))
+        ends = tuple(sources), tuple(targets)
+        return Exchange(
+            RowMoves(dim, *ends, rows, fill, reach, adds), *map(tuple, rest)
+        )
 
 
 @lru_cache(maxsize=1 << 12)
@@ -82,17 +87,8 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
     """What goes from each member of a group along the axes, in mesh order, to each."""
     moves, members = exchange.moves, mesh.group(0, exchange.axes)
     source_rows, target_rows = (
-        [
-            [
-                shard_sizes.shard(n, mesh, exchange.axes, rank) if split else (0, n)
-                for n, split in zip(rows, splits, strict=True)
-            ]
-            for rank in members
-        ]
-        for rows, splits in (
-            (moves.sources, exchange.split_sources),
-            (moves.targets, exchange.split_targets),
-        )
+        [_extents(exchange, mesh, rank, of_targets) for rank in members]
+        for of_targets in (False, True)
     )
     table: list[list[list[Run]]] = [[[] for _ in members] for _ in members]
     for (taker, to), piece in itertools.product(enumerate(target_rows), moves.pieces):
@@ -120,6 +116,59 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
     return tuple(tuple(map(tuple, row)) for row in table)
 
 
+def _extents(
+    exchange: Exchange, mesh: Mesh, rank: int, of_targets: bool
+) -> list[tuple[int, int]]:
+    """(first row, rows) of what a rank holds of each operand, or wants of each result:
+    its shard, or the rows of its window."""
+    moves = exchange.moves
+    if moves.reach is not None and of_targets != moves.adds:
+        first, rows, _ = window(exchange, mesh, rank)
+        return [(first, rows)]
+    all_rows = moves.targets if of_targets else moves.sources
+    splits = exchange.split_targets if of_targets else exchange.split_sources
+    return [
+        shard_sizes.shard(n, mesh, exchange.axes, rank) if split else (0, n)
+        for n, split in zip(all_rows, splits, strict=True)
+    ]
+
+
+@lru_cache(maxsize=1 << 12)
+def window(exchange: Exchange, mesh: Mesh, rank: int) -> tuple[int, int, int]:
+    """(first row, rows, rows with those that mean nothing) of the window of a rank,
+    which may begin before the dim and end behind it. All ranks have as many if all
+    shards are alike."""
+    moves, axes = exchange.moves, exchange.axes
+    assert moves.reach is not None
+    (count,) = moves.sources if moves.adds else moves.targets
+    if not shard_sizes.is_even(count, mesh, axes):
+        first, rows = read_by(
+            moves.reach, count, *shard_sizes.shard(count, mesh, axes, rank)
+        )
+        return first, rows, rows
+    windows = {
+        member: read_by(
+            moves.reach, count, *shard_sizes.shard(count, mesh, axes, member)
+        )
+        for member in mesh.group(rank, axes)
+    }
+    return *windows[rank], max(rows for _, rows in windows.values())
+
+
+def read_by(reach: Reach, count: int, start: int, size: int) -> tuple[int, int]:
+    """(first row, rows) of what rows ``[start, start + size)`` of ``count`` read."""
+    if not size:
+        return 0, 0
+    end, begin, tail = start + size, len(reach.head), count - len(reach.tail)
+    inside = range(max(start, begin), min(end, tail))
+    firsts = [*reach.head[start:end]]
+    firsts += [
+        (reach.first + reach.step * i) // reach.of for i in {*inside[:1], *inside[-1:]}
+    ]
+    firsts += reach.tail[max(0, start - tail) : max(0, end - tail)]
+    return min(firsts), max(firsts) - min(firsts) + reach.span
+
+
 def _append(out: list[Run], run: Run) -> None:
     longer = out[-1].joined(run) if out else None
     if longer is None:
@@ -141,6 +190,8 @@ def _meeting(first: int, step: int, count: int, start: int, size: int) -> range:
 
 def own_rows(exchange: Exchange, mesh: Mesh, rank: int) -> int:
     """How many rows of all results a rank has."""
+    if exchange.moves.reach is not None and not exchange.moves.adds:
+        return window(exchange, mesh, rank)[2]
     return sum(
         shard_sizes.shard(n, mesh, exchange.axes, rank)[1] if split else n
         for n, split in zip(exchange.moves.targets, exchange.split_targets, strict=True)
@@ -164,6 +215,9 @@ def crossing(exchange: Exchange, mesh: Mesh) -> tuple[int, int]:
 
 def most_rows(exchange: Exchange, mesh: Mesh) -> int:
     """How many rows of all results a rank has at most."""
+    if exchange.moves.reach is not None and not exchange.moves.adds:
+        members = mesh.group(0, exchange.axes)
+        return max(own_rows(exchange, mesh, rank) for rank in members)
     targets = zip(exchange.moves.targets, exchange.split_targets, strict=True)
     return sum(
         shard_sizes.largest(rows, mesh, exchange.axes) if split else rows

@@ -17,7 +17,7 @@ from typing import Any
 
 from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes, RowMoves
+from fxpar.sharding.factors import Axes, RowMoves, RowPiece, RowWindow
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, tensor_nodes
 from fxpar.sharding.row_moves import Exchange
@@ -146,6 +146,18 @@ def exchange_of(
     return Exchange(moves, axes, *map(tuple, split))
 
 
+def exchange_of_window(
+    window: RowWindow, axes: Axes, *, adds: bool, fill: bool | int | float = 0
+) -> Exchange:
+    """The exchange of the rows of a window along a dim that axes split."""
+    ends = (window.rows,), (window.count,)
+    rows = (RowPiece(0, 0, window.rows),)
+    moves = RowMoves(
+        window.dim, *(ends[::-1] if adds else ends), rows, fill, window.reach, adds
+    )
+    return Exchange(moves, axes, (True,), (True,))
+
+
 def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
     """Whether ranks exchange rows by permutes of pieces (``sent``), as they do for a
     shift of shards that are alike."""
@@ -169,6 +181,35 @@ def _moves(op: Op, strategy: Strategy, mesh: Mesh) -> float:
         if exchange.axes and not by_permutes(op.target, exchange, mesh):
             total += row_moves.seconds(exchange, mesh, row)
         shape[dim] = shard_sizes.largest(moves.targets[0], mesh, results[0].dims[dim])
+    return total
+
+
+def _read(op: Op, strategy: Strategy, mesh: Mesh) -> float:
+    """Seconds of the exchanges of windows (``Rule.windows``), one after the other."""
+    n, total = len(op.operands), 0.0
+    shapes: dict[int, list[int]] = {}
+    for window in op.rule.windows:
+        i, late = window.position, window.position >= n
+        spec = (
+            result_spec(op.rule, strategy, i - n)
+            if late
+            else operand_spec(op.rule, strategy, i)
+        )
+        axes = spec.dims[window.dim]
+        if mesh.count(axes) == 1:
+            continue
+        value = (
+            tensors_of(op.node.meta["val"])[i - n]
+            if late
+            else tensor_nodes(op.node)[i].meta["val"]
+        )
+        whole = [int(k) for k in value.shape]
+        shape = shapes.setdefault(i, list(spec.local_shape(mesh, whole)))
+        exchange = exchange_of_window(window, axes, adds=late)
+        shape[window.dim] = 1
+        row = math.prod(shape) * value.dtype.itemsize
+        total += row_moves.seconds(exchange, mesh, row)
+        shape[window.dim] = row_moves.most_rows(exchange, mesh)
     return total
 
 
@@ -222,4 +263,4 @@ def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
             *_gathered(op, strategy, mesh),
         )
     )
-    return permutes + gathers + _moves(op, strategy, mesh)
+    return permutes + gathers + _moves(op, strategy, mesh) + _read(op, strategy, mesh)

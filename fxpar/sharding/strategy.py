@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes, Dims, Rule
@@ -31,10 +31,19 @@ class Strategy:
         return dict(self.factors)
 
 
+@lru_cache(maxsize=1 << 14)
+def _spec(dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...]) -> Spec:
+    return Spec.of(dims, partial)
+
+
+def _dims(dims: Dims, axes: Mapping[str, Axes]) -> tuple[Axes, ...]:
+    """The axes of each dim of factors."""
+    return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
+
+
 def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that operand ``i`` must have under a strategy."""
-    axes = strategy.axes_of
-    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.operands[i]]
+    dims = _dims(rule.operands[i], strategy.axes_of)
     partial = [
         (axis, op) for axis, op, p in strategy.passes if i in rule.passages[p].operands
     ]
@@ -46,13 +55,12 @@ def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
             if f in rule.contracted and f not in have
             for axis in split
         ]
-    return Spec.of(dims, partial)
+    return _spec(dims, tuple(partial))
 
 
 def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that result ``i`` has under a strategy, before any reduction."""
-    axes = strategy.axes_of
-    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.results[i]]
+    dims = _dims(rule.results[i], strategy.axes_of)
     partial = [
         (axis, rule.reduction.get(f, "sum"))
         for f, split in strategy.factors
@@ -60,7 +68,7 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
         for axis in split
     ]
     partial += [(axis, op) for axis, op, _ in strategy.passes]
-    return Spec.of(dims, partial)
+    return _spec(dims, tuple(partial))
 
 
 def project(
@@ -111,6 +119,10 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
     """Whether every tensor of a rule can lie as an assignment of axes to factors says:
     in contiguous shards, of one size where the rule wants that, and none of them empty
     where the op cannot do with that."""
+    for window in rule.windows:
+        (factor,) = rule.tensors[window.position][window.dim]
+        if not shard_sizes.smallest(window.count, mesh, axes_of.get(factor, ())):
+            return False
     shut = {"run": frozenset(), "fill": rule.contracted, "never": rule.free}
     for factor in shut[rule.empty]:
         rows, axes = rule.size[factor], axes_of.get(factor, ())

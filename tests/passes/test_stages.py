@@ -18,7 +18,7 @@ from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import home_of
-from fxpar.sharding.cost.hardware_table import Level
+from fxpar.sharding.cost.hardware_table import Level, Measured
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
 from tests.helpers.machines import machine
@@ -335,25 +335,48 @@ def test_what_cannot_be_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         fxpar.plan(model, rows(), mesh="pp=2,tp=2", mode="propagate")
 
 
+REAL = ("llama", "gpt2", "bert", "t5", "vit", "resnet")
+
+
+def check_real_model(name: str, mesh: str) -> None:
+    """Loss and gradients are those of one device."""
+    with double():
+        model, batch = build_double(name)
+        plan = fxpar.plan(model, mesh=mesh, grad=True, mode="propagate", **batch)
+        torch.manual_seed(1)
+        got = plan.outcome(**batch)
+        torch.manual_seed(1)
+        want = plan.reference_outcome(**batch)
+    assert len(plan.stages) > 1
+    torch.testing.assert_close(got.result, want.result)
+    largest = max(x.abs().max().item() for x in want.gradients.values())
+    for key, x in want.gradients.items():
+        torch.testing.assert_close(
+            got.gradients[key], x, rtol=1e-8, atol=1e-12 * largest
+        )
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "resnet"])
-def test_real_models(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for parts in (1, 2, 4, 8):
-        monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
-        with double():
-            model, batch = build_double(name)
-            plan = fxpar.plan(model, mesh=mesh, grad=True, mode="propagate", **batch)
-            torch.manual_seed(1)
-            got = plan.outcome(**batch)
-            torch.manual_seed(1)
-            want = plan.reference_outcome(**batch)
-        torch.testing.assert_close(got.result, want.result)
-        largest = max(x.abs().max().item() for x in want.gradients.values())
-        for key, x in want.gradients.items():
-            torch.testing.assert_close(
-                got.gradients[key], x, rtol=1e-8, atol=1e-12 * largest
-            )
+@pytest.mark.parametrize("name", REAL)
+def test_real_models(
+    name: str, mesh: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    check_real_model(name, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "gpipe"])
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_in_every_schedule(
+    name: str, mesh: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "4")
+    monkeypatch.setenv("FXPAR_PIPELINE", schedule)
+    check_real_model(name, mesh)
 
 
 @pytest.mark.parametrize(
@@ -380,12 +403,18 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert "place 3" in (tmp_path / "trace.json").read_text()
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["all kinds", "permutes alone"])
 def test_messages_of_a_place_leave_one_after_the_other(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    own: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What crosses takes as long in parts as at once; a step waits for its results."""
+    """What crosses takes as long in parts as at once; a step waits for its results. A
+    message is a permute, which may be measured to have a link of its own."""
     speed = 1e4
-    slow = replace(machine(), levels=(Level(0, speed, 0.0, 0.0),))
+    level = Level(0, speed, 0.0, 0.0)
+    if own:
+        kinds = (("permute", Measured(0.0, 0.0, speed)),)
+        level = Level(0, 100 * speed, 0.0, 0.0, kinds=kinds)
+    slow = replace(machine(), levels=(level,))
     slow.save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plan = planned(monkeypatch, "blocks", "pp=2", 4, grad=False)

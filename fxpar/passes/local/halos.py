@@ -17,8 +17,9 @@ from torch import fx
 
 from fxpar.passes import collective_nodes, size_nodes
 from fxpar.passes.local.local_call import LocalCall
-from fxpar.sharding.factors import Axes, Halo
-from fxpar.sharding.shift_messages import pieces
+from fxpar.sharding.factors import Axes, Halo, RowWindow
+from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.shift_messages import exchange_of_window, pieces
 
 aten = torch.ops.aten
 
@@ -42,20 +43,49 @@ def halos_of(call: LocalCall, position: int) -> list[Halo]:
     ]
 
 
+def windows_of(call: LocalCall, position: int) -> list[RowWindow]:
+    """The windows of rows of one of a call's tensors, of dims that are split."""
+    return [
+        window
+        for window in call.rule.windows
+        if window.position == position and is_split(call, position, window.dim)
+    ]
+
+
+def exchange_of(
+    call: LocalCall, window: RowWindow, fill: bool | int | float = 0
+) -> Exchange:
+    """How ranks exchange the rows of a window; those of a result are added."""
+    adds = window.position >= len(call.operands)
+    axes = axes_of(call, window.position, window.dim)
+    return exchange_of_window(window, axes, adds=adds, fill=fill)
+
+
 def with_halo_rows(
     call: LocalCall, x: fx.Node, position: int, fill: bool | int | float = 0
 ) -> fx.Node:
-    """``x``, a shard of the tensor at this position, with the rows of its halos."""
+    """``x``, a shard of the tensor at this position, with the rows of its halos, and
+    the windows of its rows in its place."""
     for halo in halos_of(call, position):
         axes, size = axes_of(call, position, halo.dim), _size(x, halo.dim)
         start, end = -halo.before, size + halo.after
         x = rows(call, x, axes, halo.dim, start, end, fill)
+    for window in windows_of(call, position):
+        x = _exchanged(call, x, exchange_of(call, window, fill))
     return x
+
+
+def _exchanged(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
+    args = exchange.text, exchange.axes
+    present = _present_call(x, collective_nodes.move_rows, x, *args)
+    return present or collective_nodes.exchange_step(call.build, x, exchange)
 
 
 def add_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """The shard of the tensor at this position, of its summands ``x`` for the shard and
-    the rows of its halos."""
+    the rows of its halos, or for its window."""
+    for window in reversed(windows_of(call, position)):
+        x = _exchanged(call, x, exchange_of(call, window))
     for halo in reversed(halos_of(call, position)):
         axes = axes_of(call, position, halo.dim)
         x = _add_halo(call, x, axes, halo)

@@ -11,7 +11,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -19,14 +18,13 @@ from torch import fx
 
 from fxpar.passes.builder import Size
 from fxpar.passes.local.local_call import LocalCall, Localizer
-from fxpar.sharding.rules.indexing import index_dims, is_mask
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """An index into this rank's ``n`` rows of dim ``dim``."""
 
     call: LocalCall
@@ -69,7 +67,7 @@ def part_of(
     *,
     signed: bool = False,
     result: bool = False,
-) -> _Part | None:
+) -> Part | None:
     """How ``index`` meets dim ``dim`` of operand 0 (or of the result); None if that dim
     is not split. ``signed``: an index may be negative and count from the end."""
     spec = (call.results if result else call.operands)[0]
@@ -88,7 +86,7 @@ def part_of(
     high = build.call(aten.lt.Scalar, place, n)
     inside = build.call(aten.bitwise_and.Tensor, low, high)
     empty = call.is_empty(spec, shape, dim)
-    return _Part(call, dim % len(shape), n, place, inside, empty)
+    return Part(call, dim % len(shape), n, place, inside, empty)
 
 
 def trailing(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
@@ -104,78 +102,18 @@ def rows_at(call: LocalCall, x: fx.Node, dim: int, places: fx.Node) -> fx.Node:
     return call.build.call(aten.index.Tensor, x, [*[None] * dim, places])
 
 
-def _with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+def with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """``x`` with a spare row at the end of each dim."""
     ndim = x.meta["val"].dim()
     pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
     return call.build.pad_ends(x, pad)
 
 
-def _without_spares(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
+def without_spares(call: LocalCall, x: fx.Node, parts: Sequence[Part]) -> fx.Node:
     """``x`` without the spare row of each part."""
     for part in parts:
         x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
     return x
-
-
-# Index lists
-
-
-def _split_parts(
-    call: LocalCall, indices: Sequence[fx.Node | None]
-) -> dict[int, _Part]:
-    """The split dims that an index list meets."""
-    parts = {}
-    for d, index in enumerate(indices):
-        if index is None or is_mask(index.meta["val"]):
-            continue
-        part = part_of(call, d, index, signed=True)
-        if part is not None:
-            parts[d] = part
-    return parts
-
-
-def _inside(
-    call: LocalCall, indices: Sequence[Any], parts: dict[int, _Part], ndim: int
-):
-    """Whether all indices fall into this rank's part, aligned with ``x[indices]``."""
-    dims, at = index_dims(indices)
-    inside = reduce(
-        lambda a, b: call.build.call(aten.bitwise_and.Tensor, a, b),
-        [part.inside for part in parts.values()],
-    )
-    return trailing(call, inside, ndim - len(dims) - at)
-
-
-def _index(call: LocalCall, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node:
-    parts = _split_parts(call, indices)
-    if not parts:
-        return call.same(x, indices)
-    places = [parts[d].read() if d in parts else i for d, i in enumerate(indices)]
-    inside = _inside(call, indices, parts, x.meta["val"].dim())
-    for part in parts.values():
-        x = part.rows_of(x)
-    return call.where(inside, call.same(x, places), 0)
-
-
-def _index_put(
-    call: LocalCall,
-    x: fx.Node,
-    indices: Sequence[fx.Node | None],
-    values: fx.Node,
-    accumulate: bool = False,
-) -> fx.Node:
-    parts = _split_parts(call, indices)
-    if not parts:
-        return call.same(x, indices, values, accumulate)
-    if accumulate and not any(part.empty for part in parts.values()):
-        places = [parts[d].fold() if d in parts else i for d, i in enumerate(indices)]
-        inside = _inside(call, indices, parts, x.meta["val"].dim())
-        return call.same(x, places, call.where(inside, values, 0), True)
-    places = [parts[d].store() if d in parts else i for d, i in enumerate(indices)]
-    accumulating = (True,) if accumulate else ()
-    put = call.same(_with_spares(call, x, list(parts)), places, values, *accumulating)
-    return _without_spares(call, put, list(parts.values()))
 
 
 # One index along one dim
@@ -207,7 +145,7 @@ def _embedding_backward(
     own = call.build.call(aten.bitwise_and.Tensor, own, part.inside)
     places = call.where(own, part.place, n)
     rows_and_spare = call.build.compute(operator.add, n, 1)
-    return _without_spares(
+    return without_spares(
         call, call.same(grad, places, rows_and_spare, n, by_count), [part]
     )
 
@@ -280,9 +218,9 @@ def _scatter(
         return call.build.call(aten.where.self, hit, src, x)
     part = part_of(call, dim, index)
     assert part is not None
-    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
+    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
     put = call.same(spare, dim, part.store(), src, *settings, **options)
-    return _without_spares(call, put, [part])
+    return without_spares(call, put, [part])
 
 
 def _scatter_add(
@@ -314,8 +252,8 @@ def _index_add(
     ndim = source.meta["val"].dim()
     inside = part.inside
     if part.empty:
-        spare = _with_spares(call, x, [part.dim])
-        return _without_spares(
+        spare = with_spares(call, x, [part.dim])
+        return without_spares(
             call, call.same(spare, dim, part.store(), source, **settings), [part]
         )
     if ndim:
@@ -335,8 +273,8 @@ def _index_store(
     part = part_of(call, dim, index, signed=True)
     if part is None:
         return call.same(x, dim, index, *settings, **options)
-    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
-    return _without_spares(
+    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
+    return without_spares(
         call, call.same(spare, dim, part.store(), *settings, **options), [part]
     )
 
@@ -373,10 +311,6 @@ def _masked_scatter_backward(
 
 LOCAL: dict[Any, Localizer] = {
     aten.masked_scatter_backward.default: _masked_scatter_backward,
-    aten.index.Tensor: _index,
-    aten._unsafe_index.Tensor: _index,
-    aten.index_put.default: _index_put,
-    aten._unsafe_index_put.default: _index_put,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.gather.default: _gather,

@@ -31,8 +31,10 @@ from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.experts import expert_ops, local_experts
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
+    local_averages,
     local_custom_ops,
     local_flex,
+    local_index_lists,
     local_indexing,
     local_moves,
     local_order,
@@ -57,12 +59,14 @@ from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 __all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
 
 LOCAL: dict[Any, Localizer] = {
+    **local_index_lists.LOCAL,
     **local_indexing.LOCAL,
     **local_order.LOCAL,
     **local_reductions.LOCAL,
     **local_slices.LOCAL,
     **local_views.LOCAL,
     **local_windows.LOCAL,
+    **local_averages.LOCAL,
     **local_custom_ops.LOCAL,
     **local_flex.LOCAL,
     **local_experts.LOCAL,

@@ -6,14 +6,24 @@ is put in, whole on every rank, each takes what falls into its rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
+from fxpar.passes.local.halos import (
+    add_halo_rows,
+    axes_of,
+    exchange_of,
+    windows_of,
+    with_halo_rows,
+)
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.passes.local.local_indexing import part_of, rows_at, trailing
+from fxpar.sharding.factors import RowWindow
 
 aten = torch.ops.aten
 
@@ -109,6 +119,69 @@ def _select_scatter(
     return _put(call, x, row, dim, positions)
 
 
+def _unfold(call: LocalCall, x: fx.Node, *settings: int) -> fx.Node:
+    return call.same(with_halo_rows(call, x, 0), *settings)
+
+
+def _unfold_backward(
+    call: LocalCall, grad: fx.Node, shape: Any, dim: int, size: int, step: int
+) -> fx.Node:
+    own = list(call.local_shape())
+    for window in windows_of(call, 1):
+        own[window.dim] = call.build.window_rows(exchange_of(call, window))
+    return add_halo_rows(call, call.same(grad, own, dim, size, step), 1)
+
+
+def _pad_backward(
+    turns: bool, call: LocalCall, grad: fx.Node, x: fx.Node, pad: Sequence[int]
+) -> fx.Node:
+    """Of the backward of a pad: rows are added up in the window of rows that a rank's
+    own were made of. ``turns``: they were turned round, not repeated."""
+    windows = windows_of(call, 2)
+    if not windows:
+        return call.same(grad, x, pad)
+    build, rest = call.build, list(pad)
+    shape = list(call.local_shape())
+    for window in windows:
+        at = 2 * (len(shape) - 1 - window.dim)
+        rest[at : at + 2] = 0, 0
+        shape[window.dim] = call.operand_shape(0)[window.dim]
+    like = x.meta["val"]
+    options = {"dtype": like.dtype, "device": like.device}
+    if any(rest):
+        resized = build.call(aten.full.default, shape, 0, **options)
+        grad = call.same(grad, resized, rest)
+    for window in windows:
+        before = pad[2 * (len(shape) - 1 - window.dim)]
+        places = _padded_from(call, window, before, turns)
+        shape[window.dim] = build.window_rows(exchange_of(call, window))
+        zeros = build.call(aten.full.default, shape, 0, **options)
+        indices = [*[None] * window.dim, places]
+        grad = build.call(aten.index_put.default, zeros, indices, grad, True)
+    return add_halo_rows(call, grad, 2)
+
+
+def _padded_from(
+    call: LocalCall, window: RowWindow, before: int, turns: bool
+) -> fx.Node:
+    """Of which rows of its window each row of a rank was made, by a pad with so many
+    rows before."""
+    build, last = call.build, window.rows - 1
+    axes, device = axes_of(call, 0, window.dim), call.node.meta["val"].device
+    place = build.iota(build.own_size(window.count, axes), device)
+    start = build.own_start(window.count, axes, -before)
+    place = build.call(aten.add.Tensor, place, start)
+    if turns:
+        place = build.call(aten.abs.default, place)
+        place = build.call(aten.rsub.Scalar, place, last)
+        place = build.call(aten.abs.default, place)
+        place = build.call(aten.rsub.Scalar, place, last)
+    else:
+        place = build.call(aten.clamp.default, place, 0, last)
+    first = build.window_start(exchange_of(call, window))
+    return build.call(aten.sub.Tensor, place, first)
+
+
 LOCAL: dict[Any, Localizer] = {
     aten.slice.Tensor: _slice,
     aten.slice_copy.Tensor: _slice,
@@ -116,4 +189,12 @@ LOCAL: dict[Any, Localizer] = {
     aten.select_copy.int: _select,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
+    aten.unfold.default: _unfold,
+    aten.unfold_copy.default: _unfold,
+    aten.unfold_backward.default: _unfold_backward,
+    **{
+        getattr(aten, f"{kind}_pad{k}d_backward").default: partial(_pad_backward, turns)
+        for kind, turns in (("reflection", True), ("replication", False))
+        for k in (1, 2, 3)
+    },
 }

@@ -18,15 +18,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Size
+from fxpar.passes.builder import Builder, Size
 from fxpar.passes.local.halos import (
     add_halo_rows,
     axes_of,
+    exchange_of,
     halos_of,
     is_split,
+    windows_of,
     with_halo_rows,
 )
 from fxpar.passes.local.local_call import LocalCall, Localizer
+from fxpar.sharding import shard_sizes
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.rules.window_dims import SlidingWindow, each, windows
 
 aten = torch.ops.aten
@@ -151,6 +155,19 @@ def _convolution_backward(
 def _halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """A tensor of the shape of ``x`` with the rows of another one's halos; of those its
     values mean nothing."""
+    windows = windows_of(call, position)
+    if windows:
+        shape: list[Size] = list(call.operand_shape(1))
+        for halo in halos_of(call, position):
+            shape[halo.dim] = call.build.compute(
+                operator.add, shape[halo.dim], halo.before + halo.after
+            )
+        for window in windows:
+            rows = call.build.window_rows(exchange_of(call, window))
+            shape[window.dim] = rows
+        like = x.meta["val"]
+        options = {"dtype": like.dtype, "device": like.device}
+        return call.build.call(aten.full.default, shape, 0, **options)
     if not halos_of(call, position):
         return x
     amounts = [0] * (2 * len(call.shapes[position]))
@@ -169,7 +186,7 @@ def _least(x: fx.Node) -> int | float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _pool(
+def pool(
     k: int,
     fill: int | float,
     call: LocalCall,
@@ -186,7 +203,7 @@ def _pool(
     )
 
 
-def _pool_backward(
+def pool_backward(
     k: int,
     call: LocalCall,
     grad: fx.Node,
@@ -216,7 +233,7 @@ def _max_pool(
     ceil: bool = False,
 ) -> Any:
     """The result says where in its window a maximum lies."""
-    return _pool(k, _least(x), call, x, kernel, stride, padding, dilation, ceil)
+    return pool(k, _least(x), call, x, kernel, stride, padding, dilation, ceil)
 
 
 def _max_pool_with_indices(k: int, call: LocalCall, x: fx.Node, *args: Any) -> Any:
@@ -243,13 +260,19 @@ def _offsets_to_indices(
     k = len(kernel)
     first = len(call.shapes[0]) - k
     for d, step in enumerate(each(stride, k)):
-        axes, shard = call.operands[0].dims[first + d], offsets.meta["val"].shape
+        axes, rows = call.operands[0].dims[first + d], call.shapes[0][first + d]
         if call.build.mesh.count(axes) > 1:
-            start = call.build.offset(
-                axes, int(shard[first + d]) * step * math.prod(size[d + 1 :])
-            )
+            start = _times(call, rows, axes, step * math.prod(size[d + 1 :]))
             index = call.build.call(aten.add.Tensor, index, start)
     return index
+
+
+def _times(call: LocalCall, rows: int, axes: Sequence[str], by: int) -> Size:
+    """A number times the first row that a rank holds."""
+    build = call.build
+    if shard_sizes.is_even(rows, build.mesh, axes):
+        return build.offset(axes, rows // build.mesh.count(axes) * by)
+    return build.compute(operator.mul, build.own_start(rows, axes), by)
 
 
 def _max_pool_backward(
@@ -259,7 +282,7 @@ def _max_pool_backward(
     *settings, index = args
     if any(_split(call, 1, k)):
         index = _reindexed(call, index, _shards_with_halos(call, 1, 3, k), inward=True)
-    return _pool_backward(k, call, grad, x, *settings, index)
+    return pool_backward(k, call, grad, x, *settings, index)
 
 
 @dataclass(frozen=True)
@@ -267,11 +290,11 @@ class _ShardWithHalo:
     """One dim of a shard with the rows around it."""
 
     axes: tuple[str, ...]
-    # Rows of the dim, of the shard, and before it.
+    # Rows of the dim, of the shard with those around it, and where these begin, times
+    # a number.
     whole: int
-    size: int
-    before: int
-    after: int
+    width: Size
+    start: Callable[[int], Size]
 
 
 def _shards_with_halos(
@@ -280,11 +303,33 @@ def _shards_with_halos(
     """The last ``k`` dims of the tensor at a position, with another one's halos."""
     first, shards = len(call.shapes[at]) - k, []
     ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
+    read = {window.dim: window for window in windows_of(call, halos)}
     for d in range(first, first + k):
         axes, whole = axes_of(call, at, d), call.shapes[at][d]
-        size = whole // call.build.mesh.count(axes)
-        shards.append(_ShardWithHalo(axes, whole, size, *ends.get(d, (0, 0))))
+        if d in read:
+            shards.append(_window(call, whole, exchange_of(call, read[d])))
+            continue
+        size, (before, after) = call.build.own_size(whole, axes), ends.get(d, (0, 0))
+        width = call.build.compute(operator.add, size, before + after)
+        start = partial(_shard_start, call.build, axes, size, before)
+        shards.append(_ShardWithHalo(axes, whole, width, start))
     return shards
+
+
+def _shard_start(
+    build: Builder, axes: tuple[str, ...], size: Any, before: int, sign: int
+) -> Size:
+    return build.offset(axes, sign * size, -sign * before)
+
+
+def _window(call: LocalCall, whole: int, exchange: Exchange) -> _ShardWithHalo:
+    """A dim of which a rank reads a window."""
+    build = call.build
+    start = build.window_start(exchange)
+    width = build.window_rows(exchange)
+    return _ShardWithHalo(
+        exchange.axes, whole, width, partial(build.compute, operator.mul, start)
+    )
 
 
 def _reindexed(
@@ -293,34 +338,20 @@ def _reindexed(
     """Positions in the shard with the rows around it as those in the whole; ``inward``:
     the other way."""
     build, total = call.build, None
-    local = [dim.before + dim.size + dim.after for dim in dims]
+    local = [dim.width for dim in dims]
     sizes = [[dim.whole for dim in dims], local][:: 1 if inward else -1]
     for d, dim in enumerate(dims):
-        below, above = (math.prod(n[d + 1 :]) for n in sizes)
+        below, above = (build.product(n[d + 1 :]) for n in sizes)
         place = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
         if d:
             place = build.call(aten.remainder.Scalar, place, sizes[0][d])
-        sign = -1 if inward else 1
-        start = build.offset(dim.axes, sign * dim.size, -sign * dim.before)
+        start = dim.start(-1 if inward else 1)
         if start != 0:
             place = build.call(aten.add.Tensor, place, start)
         place = build.call(aten.mul.Tensor, place, above)
         total = place if total is None else build.call(aten.add.Tensor, total, place)
     assert total is not None
     return total
-
-
-def _avg_pool(
-    k: int,
-    call: LocalCall,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    *settings: Any,
-) -> fx.Node:
-    """What stands for padding counts as padding does, where the dim may be split."""
-    return _pool(k, 0, call, x, kernel, stride, padding, *settings)
 
 
 def _adaptive_pool(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
@@ -331,7 +362,7 @@ def _low_memory_pool(call: LocalCall, x: fx.Node, kernel: Any, *settings: Any) -
     return _max_pool(len(kernel), call, x, kernel, *settings)
 
 
-def _by_rank(pattern: str, ranks: Sequence[int], local: Callable[..., Any]) -> dict:
+def by_rank(pattern: str, ranks: Sequence[int], local: Callable[..., Any]) -> dict:
     """The local form of ``pattern`` with each number of spatial dims put in."""
     ops = {k: getattr(aten, pattern.format(k)).default for k in ranks}
     return {op: partial(local, k) for k, op in ops.items()}
@@ -342,10 +373,8 @@ LOCAL: dict[Any, Localizer] = {
     aten.convolution_backward.default: _convolution_backward,
     "prims::_low_memory_max_pool_with_offsets": _low_memory_pool,
     "prims::_low_memory_max_pool_offsets_to_indices": _offsets_to_indices,
-    **_by_rank("max_pool{}d_with_indices", (2, 3), _max_pool_with_indices),
-    **_by_rank("max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward),
-    **_by_rank("avg_pool{}d", (1, 2, 3), _avg_pool),
-    **_by_rank("avg_pool{}d_backward", (2, 3), _pool_backward),
-    **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool),
-    **_by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool),
+    **by_rank("max_pool{}d_with_indices", (2, 3), _max_pool_with_indices),
+    **by_rank("max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward),
+    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool),
+    **by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool),
 }

@@ -25,6 +25,7 @@ from fxpar import _torch
 from fxpar._torch.symbols import hint_of
 from fxpar.passes.builder import shape_of
 from fxpar.passes.normalize.place_functions import equal_sizes
+from fxpar.sharding.constant_values import computed
 
 aten = torch.ops.aten
 
@@ -280,7 +281,7 @@ def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
     dims those along ``dim``, if they are the same for all others."""
     if not 0 < math.prod(shape_of(index)) <= MOST_ROWS:
         return None
-    positions = _computed(index, {})
+    positions = computed(index, {})
     if positions is None or positions.dtype is torch.bool:
         return None
     if positions.dim() > 1:
@@ -290,38 +291,6 @@ def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
         positions = rows[:, 0]
     positions = torch.where(positions < 0, positions + n, positions).long()
     return positions if bool(((positions >= 0) & (positions < n)).all()) else None
-
-
-def _computed(node: Any, values: dict[fx.Node, Any]) -> Any:
-    """The value of a node that is made of constants alone; else None."""
-    if node in values:
-        return values[node]
-    values[node] = None
-    if not _is_arithmetic(node):
-        return None
-    if any(_computed(x, values) is None for x in node.all_input_nodes):
-        return None
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    values[node] = node.target(*args, **kwargs)
-    return values[node]
-
-
-def _is_arithmetic(node: fx.Node) -> bool:
-    """Whether what a call gives follows from its arguments, and is an index's size."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor):
-        return False
-    target: Any = node.target
-    return (
-        getattr(target, "namespace", "") in ("aten", "prims")
-        and torch.Tag.nondeterministic_seeded not in target.tags
-        and not _torch.objects.is_mutable(target)
-        and value.numel() <= MOST_ROWS
-        and not value.dtype.is_complex
-        and not target.name().startswith("aten::empty")
-    )
 
 
 def same_shape(one: fx.Node, other: fx.Node) -> bool:

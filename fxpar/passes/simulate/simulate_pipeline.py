@@ -46,7 +46,7 @@ def simulate_pipeline(
     places = range(mesh.axis_size(axis))
     programs = [program_at(graph, place) for place in places]
     seconds_of = [launch_seconds(x, mesh, hardware, fused=fused) for x in programs]
-    clocks = _Clocks(seconds_of, mesh.link(axis))
+    clocks = _Clocks(seconds_of, collectives.between_two(mesh.link(axis)))
     for node in graph.nodes:
         clocks.step(node)
     peak = max(residency(launches_of(x, fused=fused)).peak[0] for x in programs)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Halo, Passage, Rule, parse_rule
+from fxpar.sharding.factors import Halo, Passage, RowWindow, Rule, parse_rule
 from fxpar.sharding.rules.table import Row, names, row, tensors_of, text
 from fxpar.sharding.rules.window_dims import (
     SlidingWindow,
@@ -46,15 +46,20 @@ def _channels(transposed: bool, groups: int, k: int) -> tuple[str, str, list[str
 
 
 def _sliding(
-    rule: str, spatial: SpatialDims, halos: tuple[Halo, ...] = (), groups: int = 1
+    rule: str,
+    spatial: SpatialDims,
+    halos: tuple[Halo, ...] = (),
+    windows: tuple[RowWindow, ...] = (),
+    groups: int = 1,
 ) -> Rule:
-    """The rule with the sizes and halos of its spatial dims."""
+    """The rule with the sizes, halos and windows of its spatial dims."""
     sizes = (("g", groups),) if groups > 1 else ()
     return replace(
         parse_rule(rule),
         sizes=(*sizes, *spatial.sizes),
         evenly=spatial.free,
         halos=halos,
+        windows=windows,
     )
 
 
@@ -92,9 +97,10 @@ def _convolution(
         kernel,
         *([["+", co]] if bias is not None else []),
     ]
-    halos = spatial.halos(len(operands) if transposed else 0, 2)
+    ends = (len(operands), 0) if transposed else (0, len(operands))
+    halos, read = spatial.halos(ends[0], 2), spatial.windows(ends[0], 2, ends[1])
     words = text(*operands, results=[["n", co, *result_dims]])
-    rule = _sliding(words, spatial, halos, groups)
+    rule = _sliding(words, spatial, halos, read, groups)
     summed = (2,) if bias is not None else ()
     return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
 
@@ -120,18 +126,21 @@ def _convolution_backward(
     ci, co, kernel = _channels(transposed, groups, k)
     slid = windows(weight.shape[2:], stride, padding, dilation, k)
     many, few = (grad, x) if transposed else (x, grad)
-    spatial = spatial_dims(slid, many.shape[2:], few.shape[2:])
+    sizes = many.shape[2:], few.shape[2:]
+    spatial = spatial_dims(slid, *sizes, sliding=mask[0] or mask[1])
     at_grad, at_x = spatial.few, spatial.many
     halos = spatial.halos(1, 2) * mask[1] + spatial.halos(3, 2) * mask[0]
+    read = spatial.windows(1, 2, 0) * mask[1] + spatial.windows(3, 2, 0) * mask[0]
     if transposed:
         at_grad, at_x = spatial.many, spatial.few
         halos = spatial.halos(0, 2) * (mask[0] or mask[1])
+        read = spatial.windows(0, 2, 1)
     operand = ["n", ci, *at_x]
     # The bias is not in the product, so a split of input channels leaves it complete.
     gradients = zip([operand, kernel, [co, "~ci"]], mask, strict=True)
     results = [dims for dims, is_asked in gradients if is_asked]
     words = text(["n", co, *at_grad], operand, kernel, results=results)
-    return _sliding(words, spatial, halos, groups)
+    return _sliding(words, spatial, halos, read, groups)
 
 
 # Windows
@@ -158,11 +167,15 @@ def _spatial_pair(k: int) -> Callable[..., str]:
 
 
 def _pooled(
-    x: torch.Tensor, slid: Sequence[SlidingWindow], few: Sequence[int], may: MaySplit
+    x: torch.Tensor,
+    slid: Sequence[SlidingWindow],
+    few: Sequence[int],
+    may: MaySplit,
+    sliding: bool,
 ) -> tuple[SpatialDims, list[str], list[str]]:
     """(dims, words of what is pooled, words of what is made of it)."""
     k = len(slid)
-    spatial = spatial_dims(slid, x.shape[-k:], few, may)
+    spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
     lead = names(x.dim() - k)
     return spatial, [*lead, *spatial.many], [*lead, *spatial.few]
 
@@ -173,11 +186,13 @@ def _pool(
     few: Sequence[int],
     may: MaySplit,
     results: int = 1,
+    sliding: bool = True,
 ) -> Rule:
     """A pool: windows over the last dims, ``few`` of them."""
-    spatial, rows, slid_rows = _pooled(x, slid, few, may)
-    halos = spatial.halos(0, x.dim() - len(slid))
-    return _sliding(text(rows, results=[slid_rows] * results), spatial, halos)
+    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
+    first = x.dim() - len(slid)
+    ends = spatial.halos(0, first), spatial.windows(0, first, 1)
+    return _sliding(text(rows, results=[slid_rows] * results), spatial, *ends)
 
 
 def _pool_backward(
@@ -186,12 +201,14 @@ def _pool_backward(
     few: Sequence[int],
     may: MaySplit,
     n: int = 1,
+    sliding: bool = True,
 ) -> Rule:
     """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
-    spatial, rows, slid_rows = _pooled(x, slid, few, may)
-    halos = spatial.halos(n + 1, x.dim() - len(slid))
+    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
+    first = x.dim() - len(slid)
+    ends = spatial.halos(n + 1, first), spatial.windows(n + 1, first, 0)
     words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
-    return _sliding(words, spatial, halos)
+    return _sliding(words, spatial, *ends)
 
 
 def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
@@ -207,8 +224,9 @@ def _even(ceil: bool) -> MaySplit:
 
 
 # Windows over the last ``k`` dims, as the arguments of a pool behind its tensors say:
-# these, whether they are rounded up, and which may be split.
-_Windows = tuple[list[SlidingWindow], bool, MaySplit]
+# these, whether they are rounded up, which may be split as halos are, and whether
+# others may be split at all.
+_Windows = tuple[list[SlidingWindow], bool, MaySplit, bool]
 
 
 def _max_windows(
@@ -220,7 +238,7 @@ def _max_windows(
     ceil: bool = False,
     *_: Any,
 ) -> _Windows:
-    return windows(kernel, stride, padding, dilation, k), ceil, _even(ceil)
+    return windows(kernel, stride, padding, dilation, k), ceil, _even(ceil), True
 
 
 def _average_windows(
@@ -232,12 +250,13 @@ def _average_windows(
     count_padding: bool = True,
     divisor: int | None = None,
 ) -> _Windows:
-    """All windows of a dim must count as many rows."""
-    even = _even(ceil)
+    """All windows of a dim must count as many rows, if it is split as halos are."""
+    even, alike = _even(ceil), count_padding and not ceil
     return (
         windows(kernel, stride, padding, 1, k),
         ceil,
         lambda w: even(w) and (divisor is not None or w.counts_all(count_padding)),
+        k > 1 or alike,  # in one dim no divisor can be given
     )
 
 
@@ -247,8 +266,8 @@ def _pool_of(
     """Rules of pools with so many results."""
 
     def rule(k: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
-        slid, ceil, may = read(k, *args, **kwargs)
-        return _pool(x, slid, _counts(x, slid, ceil), may, results)
+        slid, ceil, may, sliding = read(k, *args, **kwargs)
+        return _pool(x, slid, _counts(x, slid, ceil), may, results, sliding)
 
     return lambda k: partial(rule, k)
 
@@ -259,8 +278,8 @@ def _pool_backward_of(
     """Rules of their backwards, as ``_pool_backward`` has them."""
 
     def rule(k: int, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Rule:
-        slid, _, may = read(k, *args)
-        return _pool_backward(x, slid, grad.shape[-k:], may, n)
+        slid, _, may, sliding = read(k, *args)
+        return _pool_backward(x, slid, grad.shape[-k:], may, n, sliding)
 
     return lambda k: partial(rule, k)
 
@@ -275,7 +294,7 @@ def _shares(x: torch.Tensor, few: Sequence[int]) -> list[SlidingWindow]:
 def _adaptive_pool(k: int) -> Callable[..., Rule]:
     def factors(x: torch.Tensor, few: Numbers) -> Rule:
         sizes = each(few, k)
-        return _pool(x, _shares(x, sizes), sizes, _even(False))
+        return _pool(x, _shares(x, sizes), sizes, _even(False), sliding=False)
 
     return factors
 
@@ -283,7 +302,7 @@ def _adaptive_pool(k: int) -> Callable[..., Rule]:
 def _adaptive_pool_backward(k: int) -> Callable[..., Rule]:
     def factors(grad: torch.Tensor, x: torch.Tensor) -> Rule:
         few = grad.shape[-k:]
-        return _pool_backward(x, _shares(x, few), few, _even(False))
+        return _pool_backward(x, _shares(x, few), few, _even(False), sliding=False)
 
     return factors
 
@@ -295,8 +314,7 @@ def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule
 def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> Rule:
     """Positions by where a window lies, and in it."""
     words = names(x.dim())
-    spatial = frozenset(words[-len(kernel) :])
-    return replace(parse_rule(text(words, results=[words])), evenly=spatial)
+    return parse_rule(text(words, results=[words]))
 
 
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:

@@ -232,7 +232,7 @@ for _row in _ROWS:
 
 # Families of rules that say nothing of what their ops cost: each op has facts by torch
 # or a row of ``FACTS``, or is listed in ``LIGHT`` as one that has none.
-UNSAID = ("views", "slicing", "indexing", "sources")
+UNSAID = ("views", "slicing", "padding", "indexing", "sources")
 LIGHT = _each(
     "unfold_backward reflection_pad1d_backward reflection_pad2d_backward "
     "reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward "

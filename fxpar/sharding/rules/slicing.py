@@ -18,20 +18,14 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import (
-    MONOTONE,
-    MOVEMENT,
-    Passage,
-    RowPiece,
-    Rule,
-)
+from fxpar.sharding.factors import Reach, RowPiece, RowWindow, Rule
 from fxpar.sharding.rules.moved_dims import around, moved, resized
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import all_at, at, make, rows, words_of
 from fxpar.sharding.rules.views import Shape, moves, transpose
 
 
-def _cut(
+def cut(
     x: torch.Tensor,
     dims: Sequence[int] | frozenset[int],
     *,
@@ -60,7 +54,7 @@ def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Ru
     """So many rows of a dim."""
     # A sum over ranks has no meaning for booleans.
     if x.ndim == 0 or x.dtype == torch.bool or not _is_few(rows, x.shape[dim]):
-        return _cut(x, [dim], drop=drop)
+        return cut(x, [dim], drop=drop)
     dim, words = at(dim, x.ndim), words_of(x)
     result_words = ["_" if i == dim else word for i, word in enumerate(words)]
     if drop:
@@ -112,7 +106,7 @@ def _sliced(
         for i, (n, first) in enumerate(zip(rows, starts, strict=False))
     ]
     results = [resized(x, dim, n) for n in rows]
-    return moved([x], results, {dim: pieces}) or _cut(x, [dim], results=len(rows))
+    return moved([x], results, {dim: pieces}) or cut(x, [dim], results=len(rows))
 
 
 def slice_backward(
@@ -185,7 +179,7 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
-    return _cut(x, [dim], drop=True, results=x.shape[dim])
+    return cut(x, [dim], drop=True, results=x.shape[dim])
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
@@ -215,7 +209,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    rule = _cut(x, [dim1, dim2], drop=True)
+    rule = cut(x, [dim1, dim2], drop=True)
     return replace(rule, results=((*rule.results[0], ()),))
 
 
@@ -256,15 +250,26 @@ def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
 
 
 def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
-    rule = _cut(x, [dim] if x.ndim else [])
-    return replace(rule, results=((*rule.results[0], ()),))
+    """Windows of rows, of which a rank reads those of its own."""
+    count = (x.shape[dim] - size) // step + 1 if x.ndim else 1
+    if not isinstance(count, int) or count <= 1:
+        rule = cut(x, [dim] if x.ndim else [])
+        return replace(rule, results=((*rule.results[0], ()),))
+    words, dim = words_of(x), at(dim, x.ndim)
+    window = RowWindow(0, dim, 1, x.shape[dim], count, Reach(step, span=size))
+    return replace(make([words], [[*words, "_"]]), windows=(window,))
 
 
 def unfold_backward(
     grad: torch.Tensor, shape: Shape, dim: int, size: int, step: int
 ) -> Rule:
-    rule = _spread(grad, shape, dim)
-    return replace(rule, operands=((*rule.operands[0], ()),))
+    count = grad.shape[dim] if shape else 1
+    if not all(isinstance(n, int) for n in (*shape, count)) or count <= 1:
+        rule = _spread(grad, shape, dim)
+        return replace(rule, operands=((*rule.operands[0], ()),))
+    words, dim = words_of(shape), at(dim, len(shape))
+    window = RowWindow(1, dim, 0, shape[dim], count, Reach(step, span=size))
+    return replace(make([[*words, "_"]], [words]), windows=(window,))
 
 
 def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
@@ -330,36 +335,6 @@ def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
     return make([words], [["_"] * new + repeated_words])
 
 
-# Padding
-
-
-def _padded(x: torch.Tensor, pad: Sequence[int]) -> Rule:
-    """Amounts are given from the last dim on, front and back."""
-    dims = [x.ndim - 1 - i // 2 for i, n in enumerate(pad) if n]
-    return _cut(x, dims)
-
-
-def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
-    """A zero stays under every reduction, another constant under those of one value."""
-    reductions = MOVEMENT if value == 0 else ("avg", *MONOTONE)
-    passages = (Passage((0,), reductions),)
-    shape, pieces = list(x.shape), dict[int, list[RowPiece]]()
-    for i in range(0, len(pad), 2):
-        before, after = pad[i : i + 2]
-        if before or after:
-            dim, cut = x.ndim - 1 - i // 2, max(-before, 0)
-            rows = shape[dim] - cut + min(after, 0)
-            pieces[dim] = [RowPiece(0, 0, rows, cut, at=max(before, 0))]
-            shape[dim] += before + after
-    rule = moved([x], [shape], pieces, value)
-    return replace(rule or _padded(x, pad), passages=passages)
-
-
-def pad_backward(grad: torch.Tensor, x: torch.Tensor, pad: Sequence[int]) -> Rule:
-    rule = _padded(x, pad)
-    return Rule(rule.results + rule.operands, rule.operands, whole=rule.whole)
-
-
 ROWS = {
     **moves("slice.Tensor slice_copy.Tensor", slice_),
     **moves("slice_backward", slice_backward, shape=1),
@@ -385,23 +360,6 @@ ROWS = {
     **moves("roll", roll),
     **moves("rot90", rot90),
     **moves("repeat", repeat),
-    **rows("constant_pad_nd", constant_pad),
-    **moves(
-        "reflection_pad1d reflection_pad2d reflection_pad3d", _padded, empty="fill"
-    ),
-    **moves(
-        "replication_pad1d replication_pad2d replication_pad3d", _padded, empty="fill"
-    ),
-    **rows(
-        """
-        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        replication_pad1d_backward replication_pad2d_backward
-        replication_pad3d_backward
-        """,
-        pad_backward,
-        linear="0",
-        empty="fill",
-    ),
     **moves("rev", mirror, namespace="prims"),
     **moves("cat", cat, namespace="prims"),
 }

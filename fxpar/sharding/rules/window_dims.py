@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fxpar.sharding.factors import Halo
+from fxpar.sharding.factors import Halo, Reach, RowWindow
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,21 @@ class SlidingWindow:
     dilation: int = 1
 
     @property
+    def is_row(self) -> bool:
+        """Whether each window is the row at its place."""
+        return (self.kernel, self.stride, self.padding) == (1, 1, 0)
+
+    @property
     def behind(self) -> int:
         """Rows that the last window of a shard reaches beyond it; of the last windows
         that start within the shard some lie before its end where this is negative."""
         return self.dilation * (self.kernel - 1) - self.padding - (self.stride - 1)
+
+    @property
+    def reach(self) -> Reach:
+        """The rows that each window reads."""
+        span = self.dilation * (self.kernel - 1) + 1
+        return Reach(self.stride, first=-self.padding, span=span)
 
     def count(self, rows: int, ceil: bool = False) -> int:
         """Windows of a dim of so many rows, padded at both ends; with ``ceil`` also one
@@ -82,15 +93,28 @@ class SpatialDims:
     sizes: tuple[tuple[str, int], ...]
     # (number among these dims, rows before, rows behind)
     reach: tuple[tuple[int, int, int], ...]
+    # (number among these dims, rows, windows, what each of these reads)
+    read: tuple[tuple[int, int, int, Reach], ...] = ()
+    # Words of dims each of whose windows is the row at its place.
+    plain: frozenset[str] = frozenset()
 
     @property
     def free(self) -> frozenset[str]:
-        """Factors that an axis may split."""
-        return frozenset(word for word in self.few if not word.endswith("!"))
+        """Factors that an axis may split into equal shards."""
+        apart = {self.few[d] for d, *_ in self.read}
+        free = frozenset(word for word in self.few if not word.endswith("!"))
+        return free - apart - self.plain
 
     def halos(self, position: int, first: int) -> tuple[Halo, ...]:
         """Those of a tensor that has rows, whose dims here start with ``first``."""
         return tuple(Halo(position, first + d, a, b) for d, a, b in self.reach)
+
+    def windows(self, position: int, first: int, other: int) -> tuple[RowWindow, ...]:
+        """Those of that tensor, which another one has windows of."""
+        return tuple(
+            RowWindow(position, first + d, other, rows, count, reach)
+            for d, rows, count, reach in self.read
+        )
 
 
 def spatial_dims(
@@ -98,22 +122,36 @@ def spatial_dims(
     many: Sequence[int],
     few: Sequence[int],
     may: Callable[[SlidingWindow], bool] = lambda window: True,
+    *,
+    sliding: bool = True,
 ) -> SpatialDims:
     """Words of dims of these sizes, windows ``slid`` over them; ``may``: whether such a
-    dim may be split."""
-    many_words, few_words, sizes, reach = [], [], [], []
+    dim may be split as halos are; ``sliding``: whether others may be split at all, and
+    those that no even number of ranks divides."""
+    many_words, few_words, sizes, reach, read = [], [], [], [], []
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
-        if not (window.fits(int(n), int(count)) and may(window)):
-            many_words.append("_")
-            few_words.append(f"o{d}!")
+        word = f"o{d}"
+        fits = window.fits(int(n), int(count)) and may(window)
+        if sliding and _may_slide(window, n, count) and (not fits or count % 2):
+            many_words.append(word)
+            few_words.append(word)
+            read.append((d, n, count, window.reach))
             continue
-        few_words.append(f"o{d}")
-        if window.stride == 1:
-            many_words.append(f"o{d}")
-        else:
-            many_words.append(f"(o{d} s{d}!)")
+        many_words.append(word if fits else "_")
+        few_words.append(word if fits else f"{word}!")
+        if fits and window.stride > 1:
+            many_words[-1] = f"({word} s{d}!)"
             sizes.append((f"s{d}", window.stride))
         ends = window.padding, max(0, window.behind)
-        if any(ends):
+        if fits and any(ends):
             reach.append((d, *ends))
-    return SpatialDims(many_words, few_words, tuple(sizes), tuple(reach))
+    plain = frozenset(few_words[d] for d, w in enumerate(slid) if w.is_row)
+    return SpatialDims(
+        many_words, few_words, tuple(sizes), tuple(reach), tuple(read), plain
+    )
+
+
+def _may_slide(window: SlidingWindow, rows: int, count: int) -> bool:
+    """Whether ranks may read windows of a dim of so many rows."""
+    is_told = isinstance(rows, int) and isinstance(count, int)
+    return is_told and count > 1 and not window.is_row

@@ -1,0 +1,218 @@
+"""Ops that read windows of rows of a split dim: convolutions and pools that are laid
+out otherwise than their dim, pads that repeat rows, interpolation. Numbers are those of
+one device, and what is sent is the rows that a rank's windows reach beyond its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fxpar
+from fxpar.errors import PlanError
+from fxpar.passes import moved_rows
+from fxpar.passes.local import local_averages, local_index_lists
+from fxpar.sharding import near_rows, row_moves
+from fxpar.sharding.factors import Reach
+from fxpar.sharding.rules import window_dims
+from tests.helpers.spawn import ranks_of
+
+Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def pool(x: torch.Tensor, _: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.avg_pool2d(x, 3, 1, 1, **options)
+
+
+# Bytes of a row of the images below: batch, channels, columns, of float64.
+ROW = 2 * 3 * 12 * 8
+
+# Each with the most rows that one rank of four sends or gets of 16, forward.
+OPS: dict[str, tuple[Op, int]] = {
+    "no padding": (F.conv2d, 2),
+    "no padding, stride": (partial(F.conv2d, stride=2), 1),
+    "even kernel": (lambda x, w: F.conv2d(x, w[..., :2, :2], padding=(0, 1)), 1),
+    "transposed": (partial(F.conv_transpose2d, stride=2), 3 * 25 / 12),
+    "maximum": (lambda x, _: F.max_pool2d(x, 3, 2), 1),
+    "average": (lambda x, _: F.avg_pool2d(x, 3, 2), 1),
+    "average of what is there": (partial(pool, count_include_pad=False), 2),
+    "doubled": (lambda x, _: F.interpolate(x, scale_factor=2), 0),
+    "halved": (lambda x, _: F.interpolate(x, size=(8, 6), mode="nearest-exact"), 0),
+    "bilinear": (lambda x, _: F.interpolate(x, scale_factor=2, mode="bilinear"), 2),
+    "corners": (
+        lambda x, _: F.interpolate(x, (32, 24), mode="bilinear", align_corners=True),
+        2,
+    ),
+    "bicubic": (lambda x, _: F.interpolate(x, scale_factor=2, mode="bicubic"), 6),
+    "turned round": (lambda x, _: F.pad(x, (1, 1, 2, 2), "reflect"), 1),
+    "repeated": (lambda x, _: F.pad(x, (1, 1, 2, 2), "replicate"), 1),
+    "windows": (lambda x, _: x.unfold(2, 4, 2), 2),
+}
+SLOW = ("corners", "halved", "bicubic", "even kernel", "maximum", "no padding, stride")
+
+
+def planned(
+    op: Op, grad: bool = True, mesh: str = "h=4", rows: int = 16, space: Any = None
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """A function of a square of what the op makes, its rows split."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return op(x, w).square().sum() if grad else op(x, w)
+
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, rows, 12).double(), torch.randn(3, 3, 3, 3).double()
+    args = x.requires_grad_(grad), w.requires_grad_(grad)
+    lie = space or (None, None, "h", None)
+    options = {"mesh": mesh, "in_specs": [lie, None], "mode": "propagate"}
+    return fxpar.plan(fn, *args, grad=grad, **options), args
+
+
+def check(plan: Any, args: tuple[torch.Tensor, ...]) -> None:
+    got, want = plan.outcome(*args), plan.reference_outcome(*args)
+    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+
+
+def sent(plan: Any) -> int:
+    """Bytes of rows that are sent, at most by one rank."""
+    return sum(c.bytes for c in plan.collectives if c.kind != "all_reduce")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_rows_around_a_shard_are_sent(name: str) -> None:
+    op, rows = OPS[name]
+    plan, args = planned(op, grad=False)
+    kinds = {found.kind for found in plan.collectives}
+    # An exchange with two peers is priced as an all-to-all of four ranks.
+    assert kinds <= {"permute", "all_to_all"}
+    assert 3 * sent(plan) == rows * ROW * (4 if "all_to_all" in kinds else 3)
+    check(plan, args)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name in OPS
+        if name != "windows"  # whose backward is another lookup, by two positions
+    ],
+)
+def test_gradients(name: str) -> None:
+    plan, args = planned(OPS[name][0])
+    kinds = {found.kind for found in plan.collectives}
+    assert kinds <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+@pytest.mark.parametrize("mesh", ["h=3", "h=2[1,3]", "h=2,w=2"])
+@pytest.mark.parametrize("name", ["no padding", "maximum", "bilinear", "turned round"])
+def test_shards_that_are_not_alike(name: str, mesh: str) -> None:
+    """17 rows, in chunks or by shares; columns split as well."""
+    space = (None, None, "h", "w") if "w" in mesh else None
+    plan, args = planned(OPS[name][0], mesh=mesh, rows=17, space=space)
+    assert not plan.result.decision.is_even
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+def two_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The second has 14 rows, as four ranks do not share alike."""
+    return F.conv2d(F.avg_pool2d(F.conv2d(x, w), 2, 1).relu(), w, padding=1)
+
+
+def test_layers_one_after_the_other() -> None:
+    plan, args = planned(two_layers)
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+def test_what_is_far_is_looked_up_by_all() -> None:
+    """Positions of a table are no rows near their own."""
+    places = torch.arange(0, 32) * 7 % 32
+    for far in (places, torch.arange(31, -1, -1), torch.arange(16, 32)):
+        assert near_rows.reach_of(far, 64) is None
+    assert near_rows.reach_of(torch.arange(64) // 2, 32) == Reach(1, 2)
+    clamped = (torch.arange(32) - 1).clamp_min(0)
+    assert near_rows.reach_of(clamped, 32) == Reach(1, first=-1, head=(0,), tail=(30,))
+
+
+# Each with what is broken, and an op that must notice.
+
+
+def a_window_one_row_short(patch: pytest.MonkeyPatch) -> None:
+    real = row_moves.read_by
+    patch.setattr(row_moves, "read_by", lambda *a: (real(*a)[0], real(*a)[1] - 1))
+
+
+def a_window_one_row_late(patch: pytest.MonkeyPatch) -> None:
+    real = window_dims.SlidingWindow.reach.fget
+    late = property(lambda w: replace(real(w), first=real(w).first + 1))
+    patch.setattr(window_dims.SlidingWindow, "reach", late)
+
+
+def rows_put_and_not_added(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(moved_rows, "_added", lambda *args: args[3][0][1])
+
+
+def counts_of_a_shard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(local_averages, "_counts_by_place", lambda *_: False)
+
+
+def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(local_index_lists, "_in_windows", lambda call, indices, _: indices)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (a_window_one_row_short, "no padding"),
+        (a_window_one_row_late, "no padding"),
+        (rows_put_and_not_added, "no padding"),
+        (counts_of_a_shard, "average of what is there"),
+        (places_of_the_whole, "bilinear"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_what_is_wrong_is_noticed(
+    broken: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = (row_moves.runs, row_moves.window, row_moves.crossing)
+    for cached in caches:
+        cached.cache_clear()
+    broken(monkeypatch)
+    try:
+        with pytest.raises((AssertionError, RuntimeError, IndexError, PlanError)):
+            check(*planned(OPS[name][0]))
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+
+
+def trained(mesh: str) -> Any:
+    """A convolution without padding between interpolations, compiled."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = F.interpolate(F.conv2d(x, w), scale_factor=2, mode="bilinear")
+        return F.max_pool2d(F.pad(y, (1, 1, 1, 1), "replicate"), 3, 2).square().mean()
+
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 16, 12).double(), torch.randn(3, 3, 3, 3).double()
+    args = x.requires_grad_(), w.requires_grad_()
+    torch._dynamo.reset()
+    hints = {"x": (None, None, mesh[0], None)}
+    options = {"mesh": mesh, "plan": "propagate", "codegen": "eager", "hints": hints}
+    loss = torch.compile(fn, backend="fxpar", options=options)(*args)
+    loss.backward()
+    return loss.detach(), x.grad, w.grad
+
+
+@pytest.mark.multiprocess
+def test_on_ranks() -> None:
+    one = ranks_of("h=1").run(trained, "h=1")[0]
+    for found in ranks_of("h=2").run(trained, "h=2"):
+        torch.testing.assert_close(found, one, rtol=1e-9, atol=1e-9)
