@@ -17,7 +17,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.place_work import _may_move, advance, delay
+from fxpar.passes.order.order_collectives import _may_move, delay
 from fxpar.passes.order.sink_waits import WAIT
 from tests.helpers.sketch import GATHER, REDUCE, Sketch, check_equal
 
@@ -239,74 +239,9 @@ def test_many_that_are_under_way_together_take_little_time(sketch: Sketch) -> No
         begun.append(sketch.call(REDUCE, x, "sum", "fxpar:dp"))
     sketch.output(*(sketch.call(c10d.wait_tensor, n) for n in begun))
     looked = mock.Mock(side_effect=_may_move)
-    with mock.patch("fxpar.passes.order.place_work._may_move", looked):
+    with mock.patch("fxpar.passes.order.order_collectives._may_move", looked):
         delay(sketch.graph)
     assert looked.call_count < 5000
-
-
-# Work behind a wait
-
-
-def advanced(sketch: Sketch) -> list[str]:
-    """The order after, whose numbers are those before."""
-    want = sketch.run()
-    advance(sketch.graph)
-    check_equal(sketch.run(), want)
-    return sketch.order()
-
-
-def test_work_behind_a_wait_runs_beside(sketch: Sketch) -> None:
-    """With what it needs, and not what comes of it."""
-    x, w, y = (sketch.input(4, 4) for _ in range(3))
-    sent = sketch.call(aten.exp, sketch.reduce(sketch.call(aten.sin, x)))
-    shared = sketch.call(aten.mm, sketch.call(aten.exp, y), w)
-    sketch.output(sent, sketch.call(aten.tanh, shared))
-    assert advanced(sketch) == ["sin", "reduce", "exp_1", "mm", "wait", "exp", "tanh"]
-
-
-@pytest.mark.parametrize("stop", ["wait", "write", "collective"])
-def test_up_to_the_next_that_ranks_meet_in_or_that_writes(
-    sketch: Sketch, stop: str
-) -> None:
-    x, w, y = (sketch.input(4, 4) for _ in range(3))
-    early = sketch.call(REDUCE, w, "sum", "fxpar:dp")
-    beside = sketch.call(aten.mm, x, w)
-    done = sketch.reduce(sketch.call(aten.sin, x))
-    more: list[fx.Node] = []
-    if stop == "wait":
-        more.append(sketch.call(c10d.wait_tensor, early))
-    if stop == "write":
-        sketch.rewriter.call(aten.copy_.default, y, w)
-    if stop == "collective":
-        more.append(sketch.call(REDUCE, w, "sum", "fxpar:tp"))
-    product = sketch.call(aten.mm, w, y)
-    ends = [
-        sketch.call(c10d.wait_tensor, n) for n in more if n.target is REDUCE.default
-    ]
-    if stop != "wait":
-        ends.append(sketch.call(c10d.wait_tensor, early))
-    sketch.output(beside, done, product, *more, *ends)
-    before = sketch.order()
-    assert advanced(sketch) == before
-
-
-def test_what_needs_the_result_stays(sketch: Sketch) -> None:
-    x, w = sketch.input(4, 4), sketch.input(4, 4)
-    y = sketch.reduce(sketch.call(aten.sin, x))
-    product = sketch.call(aten.mm, sketch.call(aten.exp, y), w)
-    sketch.output(sketch.call(aten.mm, sketch.call(aten.exp, product), x))
-    before = sketch.order()
-    assert advanced(sketch) == before
-
-
-def test_little_is_given_earlier(sketch: Sketch) -> None:
-    """Not more than some times what is sent."""
-    x, w, wide = sketch.input(1, 1), sketch.input(4, 4), sketch.input(4, 8)
-    y = sketch.reduce(sketch.call(aten.sin, x))
-    products = [sketch.call(aten.mm, w, wide)]
-    sketch.output(sketch.call(aten.exp, y), *products)
-    before = sketch.order()
-    assert advanced(sketch) == before
 
 
 # A model
