@@ -114,7 +114,7 @@ def language_model(use: Any) -> Values:
     model = use.model(Language())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     step = use.step(model, token_loss, optimizer, clip=0.5)
-    ids = [torch.randint(31, (8, 7)) for _ in range(3)]
+    ids = [torch.randint(31, (8, 8)) for _ in range(3)]
     losses = [step(use.part(batch)) for batch in ids]
     model.eval()
     run, said = use.compile(model), ids[0][:1, :3]
