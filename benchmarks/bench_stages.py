@@ -6,8 +6,10 @@ Parameters and inputs are fake tensors; forward and backward of the loss are pla
 together, parameters free to lie as the plan wants. A row searches a mesh for so many
 devices with ``FXPAR_MESH=auto`` and 60 s (meshes without stages, then with), and once
 each of the meshes that others chose by hand. Beside a prediction stands what was
-published; README.md says in what the two differ. Tracing is left out. Each row runs in
-a process of its own, on one core.
+published; README.md says in what the two differ. ``traced``: seconds of tracing. Each
+row runs in a process of its own, on one core; all seconds, those a search is given
+too, are CPU time of that process, so that other jobs on the machine do not cut it
+short.
 """
 
 from __future__ import annotations
@@ -149,8 +151,10 @@ def run(row: StagesRow) -> dict[str, Any]:
     with FakeTensorMode():
         torch.set_default_dtype(getattr(torch, row.dtype))
         model, given = _built(row)
+    begun = time.process_time()
     call = TracedCall(Loss(model), (), given, True)
     module, fake_mode = call.trace()
+    traced = time.process_time() - begun
     rests = [None] * max(call.count, 1)
     signature = read_signature(
         module.graph,
@@ -201,13 +205,14 @@ def run(row: StagesRow) -> dict[str, Any]:
         out.append({"by": "search", **found})
     for mesh, parts, schedule in row.by_hand:
         out.append(_by_hand(program, state.request, row, mesh, parts, schedule, total))
-    return {"ops": len(program.ops), "flops": total, "plans": out}
+    return {"ops": len(program.ops), "flops": total, "traced": traced, "plans": out}
 
 
 def _staged(decision: Any, request: Any, on: Any) -> dict[str, Any]:
     from fxpar.sharding.search.price_stages import price_stages
 
-    step = price_stages(decision.search, request.pipeline, request.pipeline_order, on)
+    order, budget = request.pipeline_order, request.mode.budget
+    step = price_stages(decision.search, request.pipeline, order, on, budget)
     assert step is not None
     return {"mesh": str(request.whole_mesh), **asdict(step)}
 
@@ -278,6 +283,7 @@ def main() -> None:
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row is not None:
+        time.perf_counter = time.process_time
         print(
             "ROW", json.dumps(run(replace(ROWS[args.row], searched=not args.by_hand)))
         )
@@ -295,7 +301,10 @@ def main() -> None:
         if not lines:
             sys.exit(f"{name} failed:\n{done.stderr[-2000:]}")
         found = json.loads(lines[0].removeprefix("ROW"))
-        print(f"{name}: {found['ops']} ops; published {dict(row.published)}")
+        print(
+            f"{name}: {found['ops']} ops, {found['traced']:.0f} s of tracing; "
+            f"published {dict(row.published)}"
+        )
         for plan in found["plans"]:
             _show(row, plan)
         out.append({**asdict(row), **found})

@@ -1,12 +1,13 @@
 """Size of the package: its code lines by what they came for, since an older commit.
 
-    python benchmarks/house.py --since eef88dc > benchmarks/results/house.md
+    python benchmarks/house.py --since eef88dc --renames 83ed324 a10aaea 53bda49
 
 Code lines are lines with a token that is no comment and no docstring. A module is of a
 feature that came after ``--since`` if ``FEATURES`` names it. Of all other modules
 ``git blame -w -M -C`` says which lines stood at that commit, and which commit wrote
-those that did not. A commit that also changed a module of a feature is counted as work
-on that feature: an estimate, since it may have done other work as well.
+those that did not; ``--renames`` are commits that gave nothing but other names. A
+commit that also changed a module of a feature is counted as work on that feature: an
+estimate, since it may have done other work as well.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import subprocess
 import tokenize
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -28,20 +30,21 @@ FEATURES = {
         *("compile_once", "known_programs", "program_identity", "call_sizes"),
         *("call_variants", "compile_variants", "open_sizes", "fewer_layers"),
         *("own_shard", "cpp_kernels", "status_line", "symbols", "batch_growth"),
-        *("growth_powers", "cache_files", "mailboxes"),
+        *("growth_powers", "cache_files", "mailboxes", "shared_results"),
     ),
     "uneven dims, parts of an axis, halos, rows that move": (
         *("uneven_batch", "local_slices", "local_moves", "moved_rows", "halos"),
         *("local_order", "lower_uneven", "normalize_shifts", "cut_joins"),
         *("place_functions", "place_rules", "axis_parts", "shard_sizes"),
         *("row_moves", "shift_messages", "moved_dims", "window_dims", "order"),
-        *("statistics", "divide_summands"),
+        *("statistics", "divide_summands", "rank_sizes", "near_rows", "padding"),
+        "row_places",
     ),
     "long sequences, experts, manual regions": (
         *("passes/attention/*", "passes/experts/*", "passes/regions/*"),
         *("attention_form", "balance", "overlap_attention", "ring_attention"),
         *("region_specs", "shard_map", "body_rules", "body_ties", "body_seeds"),
-        *("softmax_pairs", "attention_heads", "nn_attention"),
+        *("softmax_pairs", "attention_heads", "nn_attention", "local_flex"),
     ),
     "microbatches and stages": (
         *("passes/stages/*", "stage_times", "pipeline_state", "stage_steps"),
@@ -102,18 +105,21 @@ def features_of_commits(since: str) -> dict[str, str]:
     return features
 
 
-def blamed(path: str, since: str) -> dict[int, str | None]:
-    """The commit that wrote each line of a file; None if it stood at ``since``."""
-    text = _git("blame", "-w", "-M", "-C", "-s", "-l", f"{since}..HEAD", "--", path)
+def blamed(path: str, since: str, renames: Sequence[str]) -> dict[int, str | None]:
+    """The commit that wrote each line of a file; None if it stood at ``since``.
+    ``renames``: commits that wrote nothing but other names."""
+    ignored = [word for commit in renames for word in ("--ignore-rev", commit)]
+    options = ("-w", "-M", "-C", "-s", "-l", *ignored)
+    text = _git("blame", *options, f"{since}..HEAD", "--", path)
     commits: dict[int, str | None] = {}
     for line in text.splitlines():
-        match = re.match(r"(\^?)([0-9a-f]{39,40}) .*?(\d+)\) ?", line)
+        match = re.match(r"[*?]*(\^?)([0-9a-f]{39,40}) .*?(\d+)\) ?", line)
         assert match is not None, line
         commits[int(match[3])] = None if match[1] else match[2]
     return commits
 
 
-def table(since: str) -> list[tuple[str, int, int]]:
+def table(since: str, renames: Sequence[str]) -> list[tuple[str, int, int]]:
     """Rows of what lines came for, modules, code lines."""
     features = features_of_commits(since)
     modules: Counter[str] = Counter()
@@ -127,7 +133,7 @@ def table(since: str) -> list[tuple[str, int, int]]:
             lines[feature] += len(code)
             continue
         other += 1
-        commits = blamed(path, since)
+        commits = blamed(path, since, renames)
         for number in code:
             commit = commits[number]
             if commit is None:
@@ -158,8 +164,10 @@ def main() -> None:
     """Print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--since", default="eef88dc")
-    since = parser.parse_args().since
-    rows = table(since)
+    parser.add_argument("--renames", nargs="*", default=())
+    args = parser.parse_args()
+    since = args.since
+    rows = table(since, args.renames)
     total = len(FEATURES) + 1
     _, command, *text = __doc__.strip().split("\n\n")
     print(f"# Size of the package\n\n```\n{command.strip()}\n```\n\n{text[0]}\n")

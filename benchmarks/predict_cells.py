@@ -88,12 +88,14 @@ mlp dp=2 propagate
 mlp tp=2 megatron
 mlp dp=4 propagate
 mlp tp=4 megatron
+mlp pp=2 propagate
 mlp dp=2 search
 mlp dp=2,tp=2 megatron
 llama dp=2 propagate
 llama tp=2 megatron
 llama dp=4 propagate
 llama tp=4 megatron
+llama pp=2 propagate
 llama dp=2 replicate
 llama tp=2 search
 llama dp=2,tp=2 megatron
@@ -102,6 +104,7 @@ bert tp=2 megatron
 bert tp=4 megatron
 vit dp=2 propagate
 vit tp=2 megatron
+vit pp=2 propagate
 vit dp=4 propagate
 resnet dp=2 propagate
 resnet dp=4 propagate
@@ -113,6 +116,7 @@ gpt2 dp=4 propagate
 gpt2 tp=4 megatron
 gpt2 dp=2,tp=2 megatron
 gpt2 dp=2 replicate
+gpt2 pp=2 propagate
 """.splitlines()
 )
 

@@ -105,8 +105,11 @@ def _large(number: float) -> str:
 class TracedPlan(Plan):
     """A Plan with the program it was made for. ``options``: as when it was made."""
 
+    # Of the pipeline, to simulate.
     result: Result | None = field(default=None, compare=False, repr=False)
+    # The traced call, to bind arguments.
     call: TracedCall | None = field(default=None, compare=False, repr=False)
+    # As it was traced, to plan again.
     module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
     options: Options = field(default_factory=Options, compare=False, repr=False)
 
@@ -130,8 +133,10 @@ class TracedPlan(Plan):
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
         axis = pipeline_axis(mesh)
         if axis is not None:
-            whole = machine.on(mesh)
-            return simulate_pipeline(result.local, whole, axis, machine, fused=fused)
+            line = self.hardware.on(mesh)
+            return simulate_pipeline(
+                result.local, line, axis, self.hardware, fused=fused
+            )
         graph = as_run(result.local, disable=disable, settings=settings)
         if mesh.is_shared_equally:
             return simulate(graph, machine.on(mesh), machine, fused=fused)

@@ -74,6 +74,20 @@ def test_links_resolve(page: Path) -> None:
             assert (page.parent / link).exists(), f"{name(page)} links to {link}"
 
 
+# Modules that pages name and that are not ours: the user's own, and vLLM's.
+NOT_OURS = {"train.py", "file.py", "allreduce_rms_fusion.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_modules_that_are_named_exist(page: Path) -> None:
+    folders = ("fxpar", "tests", "benchmarks", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for text in re.findall(r"`([\w/]+\.py)[^`\n]*`", prose):
+        ours = any(f"/{name(file)}".endswith(f"/{text}") for file in files)
+        assert ours or text in NOT_OURS, f"{name(page)} names {text}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_python_code_parses(page: Path) -> None:
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):

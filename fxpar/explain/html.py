@@ -110,13 +110,19 @@ class _ValueRow:
 class _Row:
     """An input, an op or an output."""
 
+    # Of the input, op or output.
     name: str
+    # As the graph calls it; "input", "output".
     op: str
+    # Its path.
     module: str | None
+    # The user's.
     line: str | None = None
     # (value, -1 if not known; spec).
     reads: list[tuple[int, Spec]] = field(default_factory=list)
+    # Values, by index.
     makes: list[int] = field(default_factory=list)
+    # Further text.
     about: str = ""
 
     def plain(self, text: _Texts) -> list[Any]:
@@ -157,9 +163,13 @@ class _Edge:
 
 @dataclass
 class _Page:
+    # In order of the program.
     rows: list[_Row]
+    # By index, as rows and edges name them.
     values: list[_ValueRow]
+    # Reshards and what else is sent.
     edges: list[_Edge]
+    # Bytes of a rank by kind.
     memory: dict[str, int]
 
 

@@ -16,8 +16,11 @@ from itertools import groupby
 class ModuleGroup:
     """A module, or, where ``alike`` is set, neighbouring layers that do the same."""
 
+    # The name; of several the first and the last.
     label: str
+    # Groups and rows within, in order.
     items: tuple[ModuleGroup | int, ...]
+    # The items are neighbouring layers that do the same.
     alike: bool = False
 
 

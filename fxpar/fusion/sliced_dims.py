@@ -77,8 +77,11 @@ class _Sets:
 class _Tie:
     """One op and one of its factors: the tokens of its operands and results."""
 
+    # The op.
     node: fx.Node
+    # Of operands.
     reads: tuple[Token, ...]
+    # Of results.
     makes: tuple[Token, ...]
 
     @property

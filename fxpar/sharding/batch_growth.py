@@ -198,9 +198,13 @@ def _moves(rule: Rule) -> bool:
 class _Ruled:
     """An op by its rule, once and with twice the batch."""
 
+    # Of the op.
     name: str
+    # For the batch.
     rule: Rule
+    # For twice the batch.
     doubled: Rule
+    # How each grows.
     operands: list[Growth]
 
     def growths(self, results: int, unclear: Growth) -> list[Growth]:

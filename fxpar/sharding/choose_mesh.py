@@ -21,13 +21,22 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine, rounded
 from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
-from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from fxpar.sharding.search.run_search import (
+    SearchOptions,
+    SearchResult,
+    more_room,
+    sizes_as_text,
+)
 from fxpar.sharding.search.unequal_shards import best_shares
 from fxpar.sharding.solver.message_passing import warm
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
 ALIKE = 1e-3
+
+# The share of all seconds in which meshes are glanced at.
+_TRIED = 0.75
 
 # What a mesh may do to a plan that it has none: hints and specs name axes, memory.
 _UNFIT = (HintError, MeshError, PlanError, SpecError)
@@ -140,9 +149,13 @@ def _attempt(
 class _MeshTrial:
     """What is known of a mesh: seconds of the plan found, and of no plan less."""
 
+    # That is tried.
     mesh: Mesh
+    # Of the plan.
     seconds: float = math.inf
+    # No plan takes less.
     bound: float = 0.0
+    # Why there is no plan.
     error: FxparError | None = None
 
     def __str__(self) -> str:
@@ -158,8 +171,9 @@ def fastest(program: Program, request: Request) -> Decision:
 
     Half of the seconds go to a glance at each mesh, in the order given, which ends as
     soon as it is proved to be no faster than the best so far. Pricing takes time too:
-    once all seconds have passed, what is left is not tried. The rest goes to the best,
-    unless its plan is proved to be. Raises MeshError if nothing searches, and what
+    once three quarters of all seconds have passed, what is left is not tried. The rest
+    goes to the best, unless its plan is proved to be. Raises MeshError if nothing
+    searches, PlanError if ranks that share everything lack memory, and what
     ``decide_on`` does if no mesh has a plan.
     """
     meshes = open_meshes(program, request)
@@ -168,12 +182,13 @@ def fastest(program: Program, request: Request) -> Decision:
     # Meshes are compared by one ruler.
     options = replace(request.mode, ranked=False)
     begun, spent = time.perf_counter(), 0.0
+    _check_memory(program, request, options)
     share = options.seconds / 2 / len(meshes) if len(meshes) > 1 else options.seconds
     glance = replace(options, seconds=share)
     trials: list[_MeshTrial] = []
     best: Decision | None = None
     for mesh in meshes:
-        if best is not None and time.perf_counter() - begun > options.seconds:
+        if best is not None and time.perf_counter() - begun > _TRIED * options.seconds:
             trials.append(_MeshTrial(mesh))
             continue
         try:
@@ -189,7 +204,22 @@ def fastest(program: Program, request: Request) -> Decision:
             glance = replace(glance, enough=search.predicted)
     if best is None:
         return _search_largest(trials, options, program, request)
-    return _search_longer(best, trials, spent, options, program, request)
+    left = options.seconds - (time.perf_counter() - begun)
+    return _search_longer(best, trials, spent, left, program, request)
+
+
+def _check_memory(program: Program, request: Request, options: SearchOptions) -> None:
+    """Raises PlanError if no plan on any mesh of so many ranks fits in memory."""
+    ranks, limit = request.mesh.size, options.budget
+    live = whole_entries(program, keep_gathered=request.keep_gathered)
+    least = least_bytes(program, live, ranks)
+    if least > limit:
+        room, need = sizes_as_text(limit, least)
+        raise PlanError(
+            f"no plan fits in {room} a rank: on {ranks} ranks any needs {need} at "
+            "least",
+            fix=more_room(program),
+        )
 
 
 def search_of(decision: Decision) -> SearchResult:
@@ -202,15 +232,17 @@ def _search_longer(
     best: Decision,
     trials: Sequence[_MeshTrial],
     spent: float,
-    options: SearchOptions,
+    left: float,
     program: Program,
     request: Request,
 ) -> Decision:
-    """The best mesh searched with the time that is left."""
-    first_search = search_of(best)
+    """The best mesh searched with the seconds that are ``left``, and a quarter of all
+    at least."""
+    first_search, mode = search_of(best), request.mode
+    assert isinstance(mode, SearchOptions)
     if not first_search.is_proved and len(trials) > 1:
-        seconds = max(options.seconds - spent, options.seconds / 2)
-        longer_options = replace(options, seconds=seconds)
+        seconds = max(left, (1 - _TRIED) * mode.seconds)
+        longer_options = replace(mode, ranked=False, seconds=seconds)
         longer = _attempt(
             program, request, first_search.mesh, longer_options, first_search
         )

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.choose_mesh import decide_on, fastest, ms, search_of
+from fxpar.sharding.choose_mesh import ALIKE, decide_on, fastest, ms, search_of
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
@@ -25,6 +26,8 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
+from fxpar.sharding.search.least_memory import least_bytes, whole_entries
+from fxpar.sharding.search.memory_constraints import Entry
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 
@@ -89,7 +92,7 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     if pipeline is None or not isinstance(options, SearchOptions):
         return decide_on(program, request)
     cut = cut_in_time(program)
-    count = max(n for n in range(1, parts + 1) if not cut or cut.rows % n == 0)
+    count = _parts_of(cut, parts) if cut else 1
     if cut is None or count == 1:
         return decide_on(program, request)
     decision = decide_on(
@@ -102,6 +105,11 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     if max(step.memory) > options.budget:
         notes.append(_too_large(step, options.budget))
     return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)
+
+
+def _parts_of(cut: BatchCut, most: int) -> int:
+    """Microbatches of a batch: ``most``, or the next fewer that it has."""
+    return max(n for n in range(1, most + 1) if cut.rows % n == 0)
 
 
 def _priced(
@@ -169,7 +177,10 @@ def fastest_staged(
         key=lambda row: (_waiting(*row), row[0].axes[0][1]),
     )
     end = begun + options.seconds
-    options = replace(options, ranked=False, seconds=options.seconds / 4)
+    live = whole_entries(program, keep_gathered=request.keep_gathered)
+    options = replace(
+        options, ranked=False, seconds=options.seconds / 4, tolerance=ALIKE
+    )
     best: StagedChoice | None = None
     texts, skipped = list[str](), 0
     for mesh, parts in rows:
@@ -179,7 +190,7 @@ def fastest_staged(
             continue
         staged_request = request.on(mesh)
         choice, text = _attempt_in_memory(
-            program, staged_request, options, cut, parts, bar, end
+            program, staged_request, options, cut, live, parts, bar, end
         )
         texts.append(f"{mesh} {text}")
         if choice is not None:
@@ -194,15 +205,17 @@ def _attempt_in_memory(
     request: Request,
     options: SearchOptions,
     cut: BatchCut,
+    live: Sequence[Entry],
     parts: int,
     bar: float,
     end: float,
 ) -> tuple[StagedChoice | None, str]:
     """As ``_attempt``, with twice as many microbatches as often as memory asks, until
     the clock shows ``end``."""
-    least = _least_bytes(program, request.mesh)
     open_ = request.microbatches is None
-    while open_ and least / parts > options.budget and cut.rows % (2 * parts) == 0:
+    while _least_bytes(program, live, request, cut, parts) > options.budget:
+        if not open_ or cut.rows % (2 * parts):
+            return None, "has too little memory for any plan"
         parts *= 2
     while True:
         try:
@@ -214,9 +227,16 @@ def _attempt_in_memory(
         parts *= 2
 
 
-def _least_bytes(program: Program, mesh: Mesh) -> float:
-    """Bytes on a rank of the largest value, which is read and another made of it."""
-    return 2 * max(value.nbytes for value in program.values) / mesh.size
+def _least_bytes(
+    program: Program,
+    live: Sequence[Entry],
+    request: Request,
+    cut: BatchCut,
+    parts: int,
+) -> float:
+    """Bytes of a rank in so many microbatches, at least."""
+    part = _one_part(program, request, cut, parts)
+    return least_bytes(program, live, request.mesh.size, part)
 
 
 def _with_fewer_parts(
@@ -310,7 +330,7 @@ def _most_parts(mesh: Mesh) -> int:
 def _parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
     """Microbatches to try on a mesh; 0: there is no number."""
     if request.microbatches is not None:
-        return 0 if cut.rows % request.microbatches else request.microbatches
+        return _parts_of(cut, request.microbatches)
     places = mesh.axes[0][1]
     counts = [places * n for n in PARTS_A_PLACE if cut.rows % (places * n) == 0]
     feeds = mesh.axes[1][1] if len(mesh.axes) > 1 else 1

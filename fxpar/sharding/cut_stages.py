@@ -85,6 +85,7 @@ def cut_chain(
     microbatches: int,
     pins: Mapping[int, int] | None = None,
     memory: StageMemory | None = None,
+    speeds: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """Where each stage but the first begins: ``stages - 1`` growing positions; none,
     if there is no way to cut.
@@ -92,6 +93,7 @@ def cut_chain(
     ``seconds``: of each op, of one microbatch; ``crossing``: that sending takes if a
     stage begins at an op, infinite where none may. At ``stages - 1`` one may. ``pins``:
     op -> the stage that it is of. ``memory``: what stages hold (Alpa, section 5.2).
+    ``speeds``: of each stage, relative; none: all alike.
     """
     assert 1 <= stages <= len(seconds), "a stage has an op"
     places = np.array(_candidates(crossing, stages, bool(pins)))
@@ -101,7 +103,11 @@ def cut_chain(
     # Of a stage from place i to place j.
     work = before[places][None, :] - before[places][:, None]
     work[np.tril_indices(len(places))] = np.inf
-    works = [np.where(begin[:, None], work, np.inf) for begin in begins]
+    pace = speeds or (1.0,) * stages
+    works = [
+        np.where(begin[:, None], work / speed, np.inf)
+        for begin, speed in zip(begins, pace, strict=True)
+    ]
     if memory is not None:
         pairs = zip(works, memory.bytes_of(places), memory.room, strict=True)
         works = [np.where(nbytes <= room, x, np.inf) for x, nbytes, room in pairs]
@@ -112,7 +118,8 @@ def cut_chain(
     for slack in _SLACK:
         bound = least * slack * (1 + 1e-9)
         ends = _cheapest([np.where(x <= bound, sent, np.inf) for x in works])
-        slowest = max(work[i, j] for i, j in itertools.pairwise(ends))
+        taken_by_stage = zip(works, itertools.pairwise(ends), strict=True)
+        slowest = max(x[i, j] for x, (i, j) in taken_by_stage)
         crossed = [sent[i] for i in ends]
         total = sum(crossed) + (microbatches - 1) * max(slowest, *crossed) + slowest
         if total < best:

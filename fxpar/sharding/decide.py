@@ -57,13 +57,19 @@ UNNAMED = "h100"
 class Decision:
     """What was decided about a Program."""
 
+    # That it is about.
     program: Program
+    # With the links that it was priced with.
     mesh: Mesh
+    # By op.
     strategies: tuple[Strategy, ...]
+    # By value, the spec that it settles in.
     settled: tuple[Spec, ...]
+    # The specs that ops read, and the reshards between.
     edges: Edges
     # Per value, why each axis.
     origins: tuple[Mapping[str, Origin], ...]
+    # For the plan, as text.
     notes: tuple[str, ...] = ()
     # The search that decided, if one did.
     search: SearchResult | None = None

@@ -50,7 +50,9 @@ _FORM = 'write factors as in "m k, k n -> m n"; `k!` whole, `_` none, `(a b)` co
 class Passage:
     """Operands that, partial together, make every result partial alike."""
 
+    # Their positions.
     operands: tuple[int, ...]
+    # With which they may be partial.
     reductions: tuple[str, ...] = LINEAR
 
 

@@ -7,6 +7,7 @@ cut into stages, each of which runs on the ranks at one place along it. Data: a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import MeshError, OptionError
@@ -33,6 +34,11 @@ class Pipeline:
     def places(self) -> int:
         """Ranks along the axis."""
         return self.mesh.axis_size(self.axis)
+
+    def speeds(self, places: Sequence[int]) -> tuple[float, ...]:
+        """Relative speed of the ranks at each of these places."""
+        speeds = self.mesh.speeds_of(self.axis)
+        return tuple(speeds[place] for place in places)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ def is_pipeline(axis: str) -> bool:
 def pipeline_axis(mesh: Mesh) -> str | None:
     """The axis of stages, if there is one with several ranks.
 
-    Raises MeshError if there are two, or its ranks are given as unlike.
+    Raises MeshError if there are two, if it has shares, or if ranks of another axis are
+    given as unlike.
     """
     axes = [axis for axis, size in mesh.axes if size > 1 and is_pipeline(axis)]
     if len(axes) > 1:
@@ -81,10 +88,15 @@ def pipeline_axis(mesh: Mesh) -> str | None:
         )
     if axes and ":" in axes[0]:
         raise MeshError(f"{axes[0]!r}: an axis of stages has no parts")
-    if axes and mesh.unlike:
+    if axes and set(mesh.unlike) - set(axes):
         raise MeshError(
-            f"mesh {mesh} has stages and unlike devices",
+            f"mesh {mesh} has stages and unlike devices along another axis",
             fix="leave out the speeds, or the axis of stages",
+        )
+    if axes and mesh.weights_of(axes[0]):
+        raise MeshError(
+            f"mesh {mesh} has shares along {axes[0]}, an axis of stages",
+            fix=f"give {axes[0]} speeds, or pin parameters to stages",
         )
     return axes[0] if axes else None
 
@@ -93,7 +105,8 @@ def with_planned_axis(mesh: Mesh) -> Mesh:
     """The mesh; of stages alone, with an axis of one rank to plan on."""
     if pipeline_axis(mesh) is None or len(mesh.axes) > 1:
         return mesh
-    return Mesh((*mesh.axes, _ONE), (*mesh.links, mesh.links[0]))
+    links, speeds = (*mesh.links, mesh.links[0]), (*mesh.speeds, None)
+    return Mesh((*mesh.axes, _ONE), links, speeds)
 
 
 def split_off(mesh: Mesh, schedule: str = "auto") -> tuple[Mesh, Pipeline | None]:

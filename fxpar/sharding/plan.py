@@ -159,10 +159,20 @@ class Plan:
         axis = pipeline_axis(self.mesh)
         if axis is None:
             return self
-        bare = tuple((name, spec.without({axis})) for name, spec in self.values)
-        nodes = tuple(replace(x, factors=_without(x.factors, axis)) for x in self.nodes)
-        mesh = without_stages(self.mesh)
-        return replace(self, mesh=mesh, values=bare, nodes=nodes)
+
+        def bare(named: tuple[tuple[str, Spec], ...]) -> tuple[tuple[str, Spec], ...]:
+            return tuple((name, spec.without({axis})) for name, spec in named)
+
+        return replace(
+            self,
+            mesh=without_stages(self.mesh),
+            values=bare(self.values),
+            gradients=bare(self.gradients),
+            outputs=tuple(spec.without({axis}) for spec in self.outputs),
+            nodes=tuple(
+                replace(x, factors=_without(x.factors, axis)) for x in self.nodes
+            ),
+        )
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ class Output:
     # As of an Input.
     stage_dim: int | None = None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it rests where the plan has it."""
+        return self.rest is None and self.lie == "open"
+
     def spec(self, settled: Spec, made_spec: Spec, batch: Axes) -> Spec:
         """Where the output rests, given the specs its value was made and settled in."""
         if self.rest is not None:
@@ -115,7 +120,9 @@ class Signature:
 class Value:
     """One tensor of the program, in global shape."""
 
+    # In ``Program.values``.
     index: int
+    # Of its node, with the number of the result where an op has several.
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -274,6 +281,18 @@ def backward_of(graph: fx.Graph) -> set[fx.Node]:
     late_nodes = depending_on_tangents(graph)
     tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
     return late_nodes.union(n for n in tagged if n.op == "call_function")
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    sources = set(nodes)
+    stack = list(sources)
+    while stack:
+        for read in stack.pop().all_input_nodes:
+            if read not in sources:
+                sources.add(read)
+                stack.append(read)
+    return sources
 
 
 def phase_of(node: fx.Node) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes, Dims, Rule
@@ -31,10 +31,19 @@ class Strategy:
         return dict(self.factors)
 
 
+@lru_cache(maxsize=1 << 14)
+def _spec(dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...]) -> Spec:
+    return Spec.of(dims, partial)
+
+
+def _dims(dims: Dims, axes: Mapping[str, Axes]) -> tuple[Axes, ...]:
+    """The axes of each dim of factors."""
+    return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
+
+
 def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that operand ``i`` must have under a strategy."""
-    axes = strategy.axes_of
-    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.operands[i]]
+    dims = _dims(rule.operands[i], strategy.axes_of)
     partial = [
         (axis, op) for axis, op, p in strategy.passes if i in rule.passages[p].operands
     ]
@@ -46,13 +55,12 @@ def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
             if f in rule.contracted and f not in have
             for axis in split
         ]
-    return Spec.of(dims, partial)
+    return _spec(dims, tuple(partial))
 
 
 def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that result ``i`` has under a strategy, before any reduction."""
-    axes = strategy.axes_of
-    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.results[i]]
+    dims = _dims(rule.results[i], strategy.axes_of)
     partial = [
         (axis, rule.reduction.get(f, "sum"))
         for f, split in strategy.factors
@@ -60,7 +68,7 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
         for axis in split
     ]
     partial += [(axis, op) for axis, op, _ in strategy.passes]
-    return Spec.of(dims, partial)
+    return _spec(dims, tuple(partial))
 
 
 def project(

@@ -3,6 +3,7 @@ FXPAR_TIMEOUT, and ranks that go on together if a script catches it."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -132,6 +133,30 @@ def test_a_rank_that_ends_early(who: int) -> None:
     assert ended[who].code == 0 and ended[1 - who].code == 1
     assert f"rank {who} did not come" in ended[1 - who].output
     assert f"rank {who} has ended" in ended[1 - who].output
+
+
+LEAVES_OUT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+run = torch.compile(model, backend="fxpar", options={"codegen": "%s"})
+torch.manual_seed(0)
+for step in range(9):
+    loss = run(torch.ones(4, 4)).sum()
+    if step != 3 or dist.get_rank() != 1:
+        loss.backward()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_a_rank_that_leaves_out_a_backward(codegen: str) -> None:
+    """It waits at its next call, and then ends; the others end with it."""
+    ended = run_script(LEAVES_OUT % codegen, ranks=2, env=SOON, timeout=120.0)
+    assert [each.code for each in ended] == [1, 1]
+    text = ended[1].output
+    assert "rank 0 did not come" in text and "every backward" in text
+    assert re.search(r"rank 0 is in a graph at \S+:10\b", text), text
 
 
 def works_long() -> list[str]:

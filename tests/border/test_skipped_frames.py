@@ -353,6 +353,8 @@ def head_outside(how: str) -> list[Any]:
     outside: Any = head
     if how == "ddp":
         outside = nn.parallel.DistributedDataParallel(head)
+    else:  # nothing of a parameter without elements differs
+        head.register_parameter("empty", nn.Parameter(torch.zeros(0)))
     both = [*body.parameters(), *head.parameters()]
     optimizer = torch.optim.SGD(both, 0.5)
     for x in batches():
@@ -379,6 +381,8 @@ def head_of_its_own(how: str) -> list[Any]:
     outside: Any = head
     if how == "ddp":
         outside = nn.parallel.DistributedDataParallel(head)
+    else:  # nothing of a parameter without elements differs
+        head.register_parameter("empty", nn.Parameter(torch.zeros(0)))
     both = [*body.parameters(), *head.parameters()]
     if how == "late":
         optimizers = [torch.optim.SGD(both, 0.5)]

@@ -484,6 +484,54 @@ def test_the_logarithm_of_a_sum_does_not_grow() -> None:
     assert got == pytest.approx(want, rel=1e-9) and not said
 
 
+# What is written in place
+
+
+def added_to(net, x, y, w):
+    total = x.sum(0)
+    total.add_(x.mean(0))
+    return total.sum()
+
+
+def added_to_zeros(net, x, y, w):
+    total = torch.zeros_like(x[0])
+    total += x.sum(0)
+    total.add_(1)
+    return total.sum()
+
+
+def copied_before(net, x, y, w):
+    total = x.sum(0)
+    before = total.clone()
+    total.add_(x.mean(0))
+    return (before + total).sum()
+
+
+def set_at_an_index(net, x, y, w):
+    total = x.sum(0)
+    total[0] = 5.0
+    return total.sum()
+
+
+@pytest.mark.parametrize("inside", [added_to, added_to_zeros, copied_before])
+def test_a_sum_that_is_added_to_is_the_mean_over_ranks(inside: Any) -> None:
+    x = samples(0)[0].double()
+    total, mean = x.sum(0) / RANKS, x.mean(0)
+    sums = {
+        added_to: total + mean,
+        added_to_zeros: total + 1,
+        copied_before: 2 * total + mean,
+    }
+    for got, _, said in shared_pool(RANKS).run(run_once, inside):
+        assert got == pytest.approx(sums[inside].sum().item(), rel=1e-9) and not said
+
+
+def test_a_sum_that_is_set_in_part_is_that_of_the_whole_batch() -> None:
+    (got, want, said), _ = shared_pool(RANKS).run(run_once, set_at_an_index)
+    assert got == pytest.approx(want, rel=1e-9)
+    assert len(said) == 1 and "is what one device has for the whole batch" in said[0]
+
+
 # Other doors
 
 

@@ -164,13 +164,17 @@ def deep() -> nn.Module:
     return nn.Sequential(*blocks).double()
 
 
-def staged(how: str) -> tuple[list[float], list[tuple[str, int, int]], list[str]]:
+def staged(
+    how: str, rows: int
+) -> tuple[list[float], list[tuple[str, int, int]], list[str]]:
     """Losses of a deep model; of its plans the mesh, stages and microbatches; hashes.
-    ``how``: "alone", compiled "whole", or as a whole "step"."""
+    ``how``: "alone", compiled "whole", "at rest", or as a whole "step"."""
     torch._dynamo.reset()
     before, model = len(fxpar.plans()), deep()
     torch.manual_seed(4)
-    x = torch.randn(64, 128, dtype=torch.float64)
+    x = torch.randn(rows, 128, dtype=torch.float64)
+    if how == "at rest":
+        model = fxpar.shard(model, sample=((x,), {}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loss_of(run: Any, x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +185,7 @@ def staged(how: str) -> tuple[list[float], list[tuple[str, int, int]], list[str]
         losses = [step(x).item() for _ in range(STEPS)]
     else:
         run: Any = model
-        if how == "whole":
+        if how != "alone":
             run = torch.compile(model, backend="fxpar", options=LONG)
         losses = []
         for _ in range(STEPS):
@@ -196,21 +200,30 @@ def staged(how: str) -> tuple[list[float], list[tuple[str, int, int]], list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["whole", "step"])
+@pytest.mark.parametrize(
+    ("how", "speed", "rows", "parts"),
+    [("whole", 5e6, 64, 16), ("step", 5e6, 64, 16), ("at rest", 1e6, 256, None)],
+)
 def test_stages_are_chosen_where_they_pay(
-    how: str, env: dict[str, str], tmp_path: Path
+    how: str,
+    speed: float,
+    rows: int,
+    parts: int | None,
+    env: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     """Gradients take as long to reduce as the step to compute. The second start finds
-    the plan on disk, its stages and microbatches too."""
-    slow = replace(machine(), bandwidth=1e11, levels=(Level(0, 5e6, 0.0, 0.0),))
+    the plan on disk, its stages and microbatches too. At rest a sample chooses the mesh
+    alone: microbatches are those of a named one."""
+    slow = replace(machine(), bandwidth=1e11, levels=(Level(0, speed, 0.0, 0.0),))
     slow.save(tmp_path / "slow.json")
-    pool, (want, _, _) = shared_pool(2), staged("alone")
+    pool, (want, _, _) = shared_pool(2), staged("alone", rows)
     for _ in range(2):
         pool.renew()
-        results = pool.run(staged, how, env=env, timeout=200.0)
+        results = pool.run(staged, how, rows, env=env, timeout=200.0)
         for losses, facts, hashes in results:
             assert losses == pytest.approx(want, rel=1e-9)
-            assert facts == [("pp=2,dp=1", 2, 16)] and hashes == results[0][2]
+            assert facts == [("pp=2,dp=1", 2, parts)] and hashes == results[0][2]
 
 
 def compiled_after(given: str) -> list[str]:

@@ -12,9 +12,17 @@ import torch
 import fxpar
 from fxpar.errors import RoomError
 from fxpar.passes.experts import expert_axes
-from tests.helpers.models import build_loss
+from tests.helpers.models import build_double, build_loss, double
 from tests.helpers.spawn import ranks_of
-from tests.helpers.training import Run, compare, loop, one_device, part, train
+from tests.helpers.training import (
+    Run,
+    compare,
+    loop,
+    one_device,
+    part,
+    train,
+    whole,
+)
 
 pytest.importorskip("transformers.integrations.moe")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -98,6 +106,31 @@ def test_experts_split_inside() -> None:
 
 def test_generated_kernels() -> None:
     check("mixtral", "ep=2", "inductor", "sharded")
+
+
+def in_double(options: dict[str, Any] | None) -> tuple[list[float], list[Any]]:
+    """Losses of five steps and the weights behind them, all of it in float64, also what
+    the model computes in float32: the router, norms, the loss."""
+    torch._dynamo.reset()
+    with double():
+        model, batch = build_double("mixtral")
+        if options is None:  # eager grouped products take no float64
+            compiled = torch.compile(model, backend="aot_eager")
+        else:
+            model = fxpar.shard(model, mesh=options["mesh"])
+            compiled = torch.compile(model, backend="fxpar", options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses, _ = loop(compiled, optimizer, [batch] * 5)
+    return losses, [whole(p) for p in model.parameters()]
+
+
+def test_rounding_is_all_that_differs() -> None:
+    """As models are, losses differ by 1e-7: the router's float32."""
+    want, weights = in_double(None)
+    options = {"mesh": "ep=2", "codegen": "eager", "plan": "propagate"}
+    for losses, ours in ranks_of("ep=2").run(in_double, options, timeout=300.0):
+        assert losses == pytest.approx(want, rel=1e-13)
+        torch.testing.assert_close(ours, weights, rtol=0, atol=1e-12)
 
 
 def test_tokens_sent_in_slots() -> None:

@@ -146,6 +146,23 @@ def _resnet(layers: int, sizes: Sizes) -> nn.Module:
     return ResNetForImageClassification(config)
 
 
+def _t5(layers: int, sizes: Sizes) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=sizes.width,
+        d_kv=sizes.width // sizes.heads,
+        d_ff=sizes.inner,
+        num_layers=layers,
+        num_heads=sizes.heads,
+        vocab_size=sizes.words,
+        dropout_rate=DROPOUT,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
 def _mixtral(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -223,7 +240,9 @@ ODD_NAMES = tuple(f"odd {name}" for name in NAMES)
 # Of experts: four of which two are taken, and eight.
 MIXTURES = ("mixtral", "qwen3_moe")
 _MODELS |= {"mixtral": (_mixtral, _text), "qwen3_moe": (_qwen3_moe, _text)}
-DRAWS_RANDOM = frozenset({"bert", "odd bert"})
+# Encoder and decoder; the first stage and the last read one embedding.
+_MODELS |= {"t5": (_t5, _text)}
+DRAWS_RANDOM = frozenset({"bert", "odd bert", "t5"})
 
 
 def build(name: str, size: int | None = None) -> tuple[nn.Module, Batch]:

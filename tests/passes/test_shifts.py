@@ -327,6 +327,20 @@ def test_stacked_stages_send_one_row_a_tick(mesh: str) -> None:
     assert max(moved) <= x[0].nbytes
 
 
+def test_a_batch_of_one(x) -> None:
+    """Its labels are contiguous behind the pad, so that views read them at once."""
+    x = x.detach().t()[:1].contiguous()
+    plan = fxpar.plan(
+        lambda x: _cut_pad(x).contiguous().view(-1) * 2,
+        x,
+        mesh="tp=4",
+        in_specs=[(None, "tp")],
+        mode="propagate",
+    )
+    assert moved(plan) == [("permute", "tp", 8)] and not plan.notes
+    matches(plan, x)
+
+
 # Sizes that are left open
 
 

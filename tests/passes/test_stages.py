@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar.errors import FxparError, HintError, OptionError, PlanError
+from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
 from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import home_of
-from fxpar.sharding.cost.hardware_table import Level
+from fxpar.sharding.cost.hardware_table import Level, Measured
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
 from tests.helpers.machines import machine
@@ -274,6 +274,39 @@ def test_pins_that_do_not_fit_are_refused(
         planned(monkeypatch, "blocks", "pp=2", 2, grad=False, hints=hints)
 
 
+@pytest.mark.parametrize("mode", ["propagate", pytest.param("search", marks=SLOW)])
+def test_slower_places_get_fewer_ops(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of places of 1 and 1/2 take equally long, and longer if cut in halves."""
+    model = exact(nn.Sequential(*[blocks() for _ in range(3)]))
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "4")
+
+    def plan_on(mesh: str, **more: Any) -> Any:
+        return fxpar.plan(model, rows(), mesh=mesh, mode=mode, grad=True, **more)
+
+    plan, half = plan_on("pp=2{1.0,0.5}"), plan_on("pp=2")
+    fast, slow = plan.stages
+    assert len(fast.parameters) > len(half.stages[0].parameters)
+    assert slow.seconds == pytest.approx(fast.seconds, rel=0.35)
+    pins = {
+        name: f"pp={stage.index}"
+        for stage in half.stages
+        for name in stage.parameters
+        if name.endswith("up.weight")
+    }
+    halves = plan_on("pp=2{1.0,0.5}", hints=pins)
+    assert len(halves.stages[0].parameters) < len(fast.parameters)
+    assert plan.predicted.seconds < halves.predicted.seconds
+    assert error_of(plan, rows()) < 1e-11
+
+
+def test_only_the_axis_of_stages_may_be_unlike() -> None:
+    for mesh in ("pp=2,dp=2{1.0,0.5}", "pp=2{1.0,0.5}[1,2]"):
+        with pytest.raises(MeshError, match="stages"):
+            fxpar.plan(blocks(), rows(), mesh=mesh, mode="propagate")
+
+
 @pytest.mark.slow
 def test_microbatches_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, "blocks", "pp=2")
@@ -335,25 +368,48 @@ def test_what_cannot_be_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         fxpar.plan(model, rows(), mesh="pp=2,tp=2", mode="propagate")
 
 
+REAL = ("llama", "gpt2", "bert", "t5", "vit", "resnet")
+
+
+def check_real_model(name: str, mesh: str) -> None:
+    """Loss and gradients are those of one device."""
+    with double():
+        model, batch = build_double(name)
+        plan = fxpar.plan(model, mesh=mesh, grad=True, mode="propagate", **batch)
+        torch.manual_seed(1)
+        got = plan.outcome(**batch)
+        torch.manual_seed(1)
+        want = plan.reference_outcome(**batch)
+    assert len(plan.stages) > 1
+    torch.testing.assert_close(got.result, want.result)
+    largest = max(x.abs().max().item() for x in want.gradients.values())
+    for key, x in want.gradients.items():
+        torch.testing.assert_close(
+            got.gradients[key], x, rtol=1e-8, atol=1e-12 * largest
+        )
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "resnet"])
-def test_real_models(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for parts in (1, 2, 4, 8):
-        monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
-        with double():
-            model, batch = build_double(name)
-            plan = fxpar.plan(model, mesh=mesh, grad=True, mode="propagate", **batch)
-            torch.manual_seed(1)
-            got = plan.outcome(**batch)
-            torch.manual_seed(1)
-            want = plan.reference_outcome(**batch)
-        torch.testing.assert_close(got.result, want.result)
-        largest = max(x.abs().max().item() for x in want.gradients.values())
-        for key, x in want.gradients.items():
-            torch.testing.assert_close(
-                got.gradients[key], x, rtol=1e-8, atol=1e-12 * largest
-            )
+@pytest.mark.parametrize("name", REAL)
+def test_real_models(
+    name: str, mesh: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    check_real_model(name, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "gpipe"])
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_in_every_schedule(
+    name: str, mesh: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "4")
+    monkeypatch.setenv("FXPAR_PIPELINE", schedule)
+    check_real_model(name, mesh)
 
 
 @pytest.mark.parametrize(
@@ -380,12 +436,18 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert "place 3" in (tmp_path / "trace.json").read_text()
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["all kinds", "permutes alone"])
 def test_messages_of_a_place_leave_one_after_the_other(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    own: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What crosses takes as long in parts as at once; a step waits for its results."""
+    """What crosses takes as long in parts as at once; a step waits for its results. A
+    message is a permute, which may be measured to have a link of its own."""
     speed = 1e4
-    slow = replace(machine(), levels=(Level(0, speed, 0.0, 0.0),))
+    level = Level(0, speed, 0.0, 0.0)
+    if own:
+        kinds = (("permute", Measured(0.0, 0.0, speed)),)
+        level = Level(0, 100 * speed, 0.0, 0.0, kinds=kinds)
+    slow = replace(machine(), levels=(level,))
     slow.save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plan = planned(monkeypatch, "blocks", "pp=2", 4, grad=False)

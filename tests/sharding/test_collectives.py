@@ -11,7 +11,7 @@ import pytest
 
 from fxpar.sharding import mesh as meshes
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.collectives import KINDS, along, bound, seconds
+from fxpar.sharding.cost.collectives import KINDS, along, bound, message, seconds
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.mesh import Mesh
 
@@ -191,6 +191,15 @@ def test_kinds_may_have_links_of_their_own() -> None:
         assert same is (kind != "all_to_all")
     assert along("all_to_all", mesh, ("x",)).seconds(0.0) == pytest.approx(3e-3)
     assert bound(mesh) == (1e-5, 1e10)
+
+
+def test_messages_are_permutes() -> None:
+    slow = Link(1e8, 1e-3, overhead=1e-3)
+    assert message(Link(1e10, 1e-5), 1e6) == pytest.approx(1e-4 + 1e-5)
+    own = Link(1e10, 1e-5, kinds=(("permute", slow),))
+    assert message(own, 1e6) == pytest.approx(1e-2 + 2e-3)
+    other = Link(1e10, 1e-5, kinds=(("all_gather", slow),))
+    assert message(other, 1e6) == pytest.approx(1e-4 + 1e-5)
 
 
 def test_unlike_meshes_are_not_confused() -> None:

@@ -267,3 +267,21 @@ def test_long_chains_are_cut_in_no_time() -> None:
     crossing = [1e4 * (i % 40 > 0) for i in range(4000)]
     cuts = cut_chain([1.0] * 4000, crossing, 16, 32)
     assert all(cut % 40 == 0 for cut in cuts) and len(cuts) == 15
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 0.5), (0.5, 1.0, 0.25), (1.0, 1.0)])
+def test_stages_of_slower_places_are_smaller(speeds: tuple[float, ...]) -> None:
+    """The slowest stage of the cut is as fast as in the best of all cuts."""
+    seconds, stages = [1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0, 1.0], len(speeds)
+
+    def slowest(cuts: Sequence[int]) -> float:
+        ends = itertools.pairwise((0, *cuts, len(seconds)))
+        works = (sum(seconds[a:b]) for a, b in ends)
+        return max(work / speed for work, speed in zip(works, speeds, strict=True))
+
+    every = itertools.combinations(range(1, len(seconds)), stages - 1)
+    cuts = cut_chain(seconds, [0.0] * len(seconds), stages, 8, speeds=speeds)
+    assert slowest(cuts) == min(map(slowest, every))
+    if len(set(speeds)) > 1:
+        alike = cut_chain(seconds, [0.0] * len(seconds), stages, 8)
+        assert slowest(cuts) < slowest(alike)

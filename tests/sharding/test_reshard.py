@@ -211,6 +211,22 @@ def test_scattering_is_for_fast_links() -> None:
     assert found((7, 3)) == ["all_reduce node+gpu (sum)"]
 
 
+def test_an_axis_of_stages_shares_no_work() -> None:
+    """Ranks at other places along it run other steps, and would not come."""
+    fast, slow = Link(4e11, 0.0, 1e-5), Link(1e10, 0.0, 2e-5)
+    shape = (LARGE, LARGE)
+
+    def taken(name: str, source: str, links: tuple[Link, Link]) -> list[str]:
+        mesh = Mesh(((name, 2), ("dp", 2)), links)
+        lies = Spec.parse(source.replace("pp", name))
+        return [str(s) for s in steps(lies, Spec.parse("[_, _]"), mesh, shape)]
+
+    assert any("node" in step for step in taken("node", "[dp, _]", (fast, slow)))
+    assert taken("pp", "[dp, _]", (fast, slow)) == ["all_gather dp on 0"]
+    assert any("dp" in step for step in taken("node", "[pp, _]", (slow, fast)))
+    assert taken("pp", "[pp, _]", (slow, fast)) == ["all_gather pp on 0"]
+
+
 def test_small_values_take_the_fewest_collectives() -> None:
     """Latency decides: gathering and slicing is one collective, not two."""
     assert text("x=4,y=2", "[x+y]", "[y]", 8) == ["all_gather x+y on 0", "slice y on 0"]

@@ -11,7 +11,7 @@ What was found is kept in files beside Inductor's caches, by all it depends on: 
 program (its shapes and dtypes with it), the ranks, the device, how ranks are connected,
 and the versions of torch and Triton. The first rank's file counts, so that ranks with
 other files, or none, do as it does. Without a GPU nothing is measured: the first way is
-the table's (``ladder``).
+the table's (``implementations``).
 """
 
 from __future__ import annotations

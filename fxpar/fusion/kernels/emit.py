@@ -123,15 +123,20 @@ def pointer_sink(name: str) -> Sink:
 class Body:
     """The parts of a kernel's text."""
 
+    # The elements that a program of the kernel works on.
     space: Space
     # Pointers, then numbers ("n0").
     parameters: tuple[str, ...]
+    # Which of the program's it reads.
     numbers: tuple[int, ...]
     # Outputs summed over blocks: each program writes its part, ``columns`` of them or
     # one, at its number in its pointer.
     sums: tuple[str, ...]
+    # Lines ahead of the loop.
     before: tuple[str, ...]
+    # Lines in it.
     loop: tuple[str, ...]
+    # Lines behind it.
     after: tuple[str, ...]
     # Inputs and outputs, and whether each is read or written at the place of the
     # element that a lane is at.

@@ -171,8 +171,8 @@ MARGIN = 1.05
 # Rows below which launches and tiles that do not fill eat what is hidden: torch's own
 # fused matmuls begin there, too (_fused_all_gather_matmul_native).
 LEAST_ROWS = 2048
-# Seconds until a matmul that was launched behind another fills the device, and of a
-# copy between devices, beside its bytes. Estimates.
+# Seconds until a matmul that was launched fills the device, as those of the library
+# take by their ``Peak``, and of a copy between devices, beside its bytes. Estimates.
 LAUNCH = 3e-6
 COPY = 3e-6
 
@@ -304,7 +304,7 @@ def _signals(work: _Work, programs: int) -> float:
         chunk = (min(first + grid, count) - 1) // each
         now = max(now, chunk * work.moving / (work.ranks - 1)) + turn
     later = 2.0 * m * work.further * work.k / (work.speed * work.units)
-    return BARRIER + now + later + work.summing
+    return BARRIER + LAUNCH + now + later + work.summing
 
 
 def _chunked(work: _Work, kind: str) -> float:

@@ -310,9 +310,13 @@ def signals_of(kernel: Gemm, device: torch.device | str) -> tuple[torch.Tensor, 
 class KernelLaunch:
     """A kernel's launch: the function, how many programs, arguments and constants."""
 
+    # Compiled by Triton.
     function: Any
+    # In the grid.
     programs: int
+    # Of the call.
     args: tuple[Any, ...]
+    # Of the compiled text.
     constants: Mapping[str, Any]
 
     def __call__(self) -> None:

@@ -69,13 +69,17 @@ class Tensor:
 class Statement:
     """One op: ``name = op(*args, **kwargs)``."""
 
+    # Of its result.
     name: str
     # "aten.mul.Tensor", or "getitem" of an op with several results, whose own dtype is
     # "tuple".
     op: str
+    # Names are ``Ref``s.
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    # Of the result.
     shape: tuple[int, ...]
+    # Of the result, without ``torch.``.
     dtype: str
 
     @property
@@ -93,8 +97,11 @@ class Statement:
 class RegionProgram:
     """A region as text of its ops: what a kernel is written for."""
 
+    # Tensors that it is given, in order.
     inputs: tuple[Tensor, ...]
+    # In order.
     lines: tuple[Statement, ...]
+    # Of its lines, in order.
     outputs: tuple[Tensor, ...]
     # How many integers it is given.
     numbers: int = 0

@@ -221,11 +221,15 @@ def _raise_missed(words: Sequence[int]) -> None:
 class Meeting:
     """Where ranks tell each other things: in turns, at a store that all reach."""
 
+    # That all ranks reach.
     store: Any
+    # Of this process.
     rank: int
+    # How many come.
     ranks: int
     # Not used before there.
     name: str
+    # Meetings so far.
     turn: int = 0
 
     @staticmethod

@@ -53,7 +53,9 @@ class Outline:
     # ``inputs``, ``outputs``: nodes, in the program's order.
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    # That the program is given.
     numbers: tuple[int, ...]
+    # The name of its process group, or "".
     group: str
     # Nodes by the names of their lines.
     names: Mapping[str, fx.Node]
@@ -78,13 +80,21 @@ def outline(
 
 @dataclass
 class _Outliner:
+    # Nodes of the region.
     members: set[fx.Node]
+    # Names of values so far.
     name_of: dict[fx.Node, str] = field(default_factory=dict)
+    # Read from outside.
     inputs: dict[fx.Node, Tensor] = field(default_factory=dict)
+    # So far.
     lines: list[Statement] = field(default_factory=list)
+    # Those that the program is given.
     numbers: list[int] = field(default_factory=list)
+    # The process group that it communicates in.
     group: str = ""
+    # How often a name was given.
     counts: dict[str, int] = field(default_factory=dict)
+    # Nodes by the names of their lines.
     names: dict[str, fx.Node] = field(default_factory=dict)
 
     def outline(

@@ -12,7 +12,7 @@ change a softmax for which the all-reduces are predicted to be faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from fxpar.passes.builder import Builder
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import ancestors
 
 aten = torch.ops.aten
 
@@ -161,17 +162,12 @@ def _places(label: fx.Node) -> tuple[fx.Node, fx.Node, Any]:
 
 def _movable(label: fx.Node, before: fx.Node) -> bool:
     """Whether where a label is can be known before a node."""
-    return all(node is not before for node in _ancestors(_places(label)))
+    return before not in _sources(label)
 
 
-def _ancestors(nodes: Sequence[Any]) -> Iterator[fx.Node]:
-    seen, waiting = set[fx.Node](), [x for x in nodes if isinstance(x, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += node.all_input_nodes
+def _sources(label: fx.Node) -> set[fx.Node]:
+    """What has to be known before a label's score can be taken."""
+    return ancestors(x for x in _places(label) if isinstance(x, fx.Node))
 
 
 # What becomes of it
@@ -183,7 +179,7 @@ def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
     _, dims, *keep = total.args[0].args
     maximum: Any = largest.args[0]
     if softmax.label is not None:
-        label_nodes = [n for n in _ancestors(_places(softmax.label)) if n > largest]
+        label_nodes = [n for n in _sources(softmax.label) if n > largest]
         for node in sorted(label_nodes):
             largest.prepend(node)
     with build.before(largest):

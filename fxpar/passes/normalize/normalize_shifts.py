@@ -68,8 +68,7 @@ def _can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
     """Whether nothing but the two themselves lies in memory otherwise with a shift in
     the place of a node. A slice of what was padded skips over memory, a shift does not;
     what is made of either point by point does not."""
-    strides = (expressions(x.meta["val"].stride()) for x in (shifted, node))
-    if next(strides) == next(strides):
+    if _steps(shifted) == _steps(node):
         return True
     in_order = all(
         a >= b
@@ -77,6 +76,13 @@ def _can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
         for a, b in pairwise(_torch.symbols.hint_shape(like.meta["val"].stride()))
     )
     return in_order and all(op_facts_of(u.target).pointwise for u in node.users)
+
+
+def _steps(node: fx.Node) -> tuple[Any, ...]:
+    """Strides of the dims that have several rows, which alone say where rows lie."""
+    value = node.meta["val"]
+    pairs = zip(value.stride(), expressions(value.shape), strict=True)
+    return expressions(stride for stride, rows in pairs if rows != 1)
 
 
 def _shift_of(node: fx.Node, dim: int) -> tuple[RowPlaces, int] | None:

@@ -167,9 +167,11 @@ DEFAULT = Settings()
 class PhaseGraph:
     """A forward or a backward by itself."""
 
+    # Changed in place.
     graph: fx.Graph
     # Gradients are reduced in it: a backward, or a step that has one inside.
     backward: bool
+    # Of the schedule.
     settings: Settings = DEFAULT
 
     @cached_property

@@ -45,8 +45,12 @@ def simulate_pipeline(
     """
     places = range(mesh.axis_size(axis))
     programs = [program_at(graph, place) for place in places]
-    seconds_of = [launch_seconds(x, mesh, hardware, fused=fused) for x in programs]
-    clocks = _Clocks(seconds_of, mesh.link(axis))
+    machines = [hardware.at_speed(speed) for speed in mesh.speeds_of(axis)]
+    seconds_of = [
+        launch_seconds(program, mesh, machine, fused=fused)
+        for program, machine in zip(programs, machines, strict=True)
+    ]
+    clocks = _Clocks(seconds_of, collectives.between_two(mesh.link(axis)))
     for node in graph.nodes:
         clocks.step(node)
     peak = max(residency(launches_of(x, fused=fused)).peak[0] for x in programs)

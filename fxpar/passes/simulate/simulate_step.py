@@ -84,8 +84,11 @@ class Event:
 class LiveTensor:
     """A tensor in memory at the peak."""
 
+    # Of the node that makes it.
     name: str
+    # On one rank.
     bytes: int
+    # The user's.
     line: str | None = None
 
 
@@ -93,8 +96,11 @@ class LiveTensor:
 class Traffic:
     """Collectives of one kind along the same axes."""
 
+    # As in ``plan.Collective``.
     kind: str
+    # That they go over.
     axes: tuple[str, ...]
+    # How many there are.
     calls: int
     # As in ``plan.Collective``.
     bytes: int

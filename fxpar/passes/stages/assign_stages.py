@@ -48,10 +48,13 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 class StageCosts:
     """What stages are cut by."""
 
+    # That prices what runs.
     hardware: Hardware
     # With the hardware's links.
     mesh: Mesh
+    # The axis of stages.
     pipeline: Pipeline
+    # How many a step has.
     microbatches: int
     # What is sent once for all microbatches.
     once: frozenset[fx.Node] = frozenset()
@@ -108,7 +111,8 @@ def assign_stages(
     begins = _places_of(chain, program, begins_at)
     if len(begins) != count - 1:
         pins = _pins(chain, kinds, pinned or {})
-        begins = cut_chain(seconds, crossing, count, priced.microbatches, pins)
+        speeds, parts = priced.pipeline.speeds(places), priced.microbatches
+        begins = cut_chain(seconds, crossing, count, parts, pins, speeds=speeds)
     if len(begins) < count - 1:
         raise pins_unfit(pinned or {}, len(chain), count)
     cuts = (*begins, len(chain))
@@ -299,13 +303,13 @@ def _stages(
     ops: list[list[str]] = [[] for _ in places]
     seconds: list[dict[str, float]] = [{FORWARD: 0.0, BACKWARD: 0.0} for _ in places]
     read: list[dict[fx.Node, str]] = [{} for _ in places]
-    sent = [0] * len(places)
+    sent, speeds = [0] * len(places), priced.pipeline.speeds(places)
     for node in graph.nodes:
         home = home_of(node)
         if home is None or home.phase == EVERYWHERE:
             continue
         ops[home.stage].append(node.name)
-        seconds[home.stage][home.phase] += priced.seconds(node)
+        seconds[home.stage][home.phase] += priced.seconds(node) / speeds[home.stage]
         for weight in _weights_of(node, kinds):
             read[home.stage][weight] = kinds.weights[weight]
         reading_stages = {at.stage for at in map(home_of, _readers(node, kinds)) if at}

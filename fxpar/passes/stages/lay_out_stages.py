@@ -189,12 +189,19 @@ def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> Non
 class _StageLayout:
     """Copies each node to where it runs."""
 
+    # With a home on each node (``home_of``).
     graph: fx.Graph
+    # Of each stage.
     places: Sequence[int]
+    # Nodes in the order in which places run them.
     order: Sequence[fx.Node]
+    # Of the graph's values.
     fake_mode: Any
+    # Of all ranks.
     mesh: Mesh
+    # Along which stages lie.
     axis: str
+    # The graph that is made.
     staged: fx.Graph = field(default_factory=fx.Graph)
     # (node, place it is needed at) -> its copy, or what arrives of it.
     value_at: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)

@@ -256,13 +256,19 @@ def _uses(
     call = TracedCall(model, tuple(args), dict(kwargs), grad)
     module, fake_mode = call.trace()
 
+    local = options.inputs == "local"
+
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
-        return call.declare(kind, payload, node, [None] * call.count)
+        declared = call.declare(kind, payload, node, [None] * call.count)
+        fed = not local and kind in ("input", "buffer")
+        value = node.meta["val"]
+        if not fed or not isinstance(value, torch.Tensor):
+            return declared
+        return replace(declared, rest=Spec.whole(value.dim()))
 
     mode: str | SearchOptions | Plan = "propagate"
     if options.plan == "search":
         mode = plan_mode(options.plan, options)
-    local = options.inputs == "local"
     request = Request(
         without_stages(ranks.mesh),
         read_signature(module.graph, declare),
@@ -271,6 +277,7 @@ def _uses(
         meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
         staged=staged_choices(ranks.mesh, mode) if ranks.open and not local else (),
         pipeline_schedule=AUTO_APART,
+        microbatches=options.microbatches,
         free_along_stages="split",
         cached=True,
         name="the sample's call",

@@ -100,9 +100,13 @@ _LONG = 0.03
 class Probe:
     """One calibration on this rank; ``mesh`` has one rank if there are no others."""
 
+    # That is measured.
     device: torch.device
+    # That take part.
     ranks: groups.Ranks
+    # When there is no time left, by the monotonic clock.
     end: float
+    # With fewer sizes and repetitions.
     quick: bool
 
     @property

@@ -85,14 +85,18 @@ class Variants:
 class VariantCompiler:
     """Compiles one Dynamo graph, as it is called, for sizes."""
 
+    # As Dynamo gave it.
     gm: fx.GraphModule
+    # Names and kinds, in order.
     inputs: Sequence[NamedInput]
     # Positions of inputs of which each rank feeds a part, of those that Dynamo would
     # keep open, and of results that leave as each rank's summand.
     local: frozenset[int]
     marked: frozenset[int]
     counts: frozenset[int]
+    # Which inputs ranks feed, and their sizes.
     fed: Fed
+    # That run it.
     ranks: Ranks
     # Sizes that Dynamo keeps open; whether any may be.
     sizes: Sequence[OpenSize]
@@ -101,6 +105,7 @@ class VariantCompiler:
     where: str | None
     # As the option.
     replan: float | None
+    # Compiles what this hands it.
     compile: CompileGraph
     # What is known so far; kept up to date.
     variants: Variants

@@ -124,6 +124,8 @@ class _DividedCopies:
 
     def value(self, node: fx.Node) -> fx.Node | None:
         """What takes the place of a node; None if nothing can."""
+        if _shows_writes(node):
+            return None  # how it grows was asked before them
         grown = self.growths.get(node, FIXED)
         if grown.is_fixed:
             return node
@@ -132,8 +134,6 @@ class _DividedCopies:
         if not grown.mixed:
             factor = self.parts**-grown.power
             return _times(self.graph, node, factor, node.next)
-        if _shows_writes(node):
-            return None
         terms = [x for x in node.all_input_nodes if x in self.growths]
         if node.target in _ONE_OF_TWO:
             first = node.args[0] if node.target not in _PRODUCTS else None

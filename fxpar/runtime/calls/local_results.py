@@ -78,10 +78,10 @@ def scale_results(
 ) -> LocalResults:
     """Divide the results of a Dynamo graph, in place; warn of those that grow and
     cannot be."""
-    results = list(gm.graph.output_node().args[0])
-    if not any(may_grow(x) for x in results):
+    if not any(may_grow(x) for x in gm.graph.output_node().args[0]):
         return LocalResults()
     name_written(gm.graph)
+    results = list(gm.graph.output_node().args[0])
     growths = _Growths(gm, inputs, sized, parts)
     summands, notes, unclear = {}, [], []
     for k, x in enumerate(results):

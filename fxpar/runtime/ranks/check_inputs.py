@@ -42,8 +42,11 @@ Fed = tuple[str, str, torch.Tensor]
 class Checks:
     """What to compare when a compiled graph is called first."""
 
+    # Of the graph, in order.
     inputs: Sequence[NamedInput]
+    # Of the program: ``inputs`` says what ranks feed.
     options: Options
+    # That compare them.
     ranks: Ranks
 
     def run(self, args: Sequence[Any]) -> None:

@@ -42,11 +42,16 @@ SETTLE = 0.05
 class _Life:
     """What was made from one default process group, and ends with it."""
 
+    # The default process group.
     group: weakref.ref[Any]
+    # Of process groups, by what they join.
     names: dict[Any, str] = field(default_factory=dict)
+    # By mesh.
     device_meshes: dict[Any, Any] = field(default_factory=dict)
     mesh: Mesh | None = None  # that FXPAR_MESH=auto means from now on
+    # Ranks of a machine have devices of their own.
     devices_checked: bool = False
+    # Numbers of compiled graphs.
     graphs: Iterator[int] = field(default_factory=itertools.count)
 
 

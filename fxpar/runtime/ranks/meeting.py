@@ -109,8 +109,9 @@ FAILED = "!"  # begins a word that says why a rank does not run
 DIRECT = 8  # ranks that each read the words of all
 
 ALONE = (
-    "take every call, with as many batches, on every rank; what one rank runs by "
-    "itself goes inside `with fxpar.alone():`, as `with fxpar.alone(): evaluate(model)`"
+    "take every call and every backward, with as many batches, on every rank; what one "
+    "rank runs by itself goes inside `with fxpar.alone():`, as `with fxpar.alone(): "
+    "evaluate(model)`"
 )
 
 

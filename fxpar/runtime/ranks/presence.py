@@ -155,14 +155,14 @@ class Presence:
         """What this rank does now."""
         if _DOING:
             return _DOING[-1]
-        line, distributed = _user_line(sys._current_frames())
-        if distributed:
+        line, waits, in_graph = _user_line(sys._current_frames())
+        if waits:
             return "waits", f"is in {line}"
         cpu, at = self._cpu
         share = (time.process_time() - cpu) / max(time.monotonic() - at, 1e-3)
         if at and share > BUSY:
             return "works", f"runs {line}"
-        return "idle", f"is idle at {line}"
+        return "idle", f"is {'in a graph' if in_graph else 'idle'} at {line}"
 
     def _leave(self) -> None:
         self._stop.set()
@@ -218,20 +218,24 @@ def user_line() -> str:
     return _user_line(sys._current_frames())[0]
 
 
-def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool]:
-    """As ``user_line``, and whether it waits there for other ranks."""
+def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
+    """As ``user_line``, whether it waits there for other ranks, and whether it runs a
+    compiled graph."""
     ident = threading.main_thread().ident
     frame = frames.get(ident) if ident is not None else None
-    distributed, last = False, "no code"
+    distributed, in_graph, last = False, False, "no code"
+    generated = ("<eval_with_key>", _torch.inductor.cache_dir())
     while frame is not None:
         file = frame.f_code.co_filename
         last = f"{file}:{frame.f_lineno}"
         if file.startswith(f"{_TORCH}/distributed/"):
             distributed = True
+        elif file.startswith(generated):
+            in_graph = True
         elif not file.startswith((_TORCH, _OWN, _PYTHON, "<frozen")):
-            return last, distributed
+            break
         frame = frame.f_back
-    return last, distributed
+    return last, distributed, in_graph
 
 
 _DEPTH = [0]

@@ -245,6 +245,8 @@ def require_equal(parameters: Mapping[str, torch.Tensor]) -> None:
     for i, p in enumerate(candidates.values()):
         gradient = torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
         mean = gradient.clone()
+        if not p.numel():
+            continue
         _average([mean])
         allowed = max(1e-5, 4 * torch.finfo(p.dtype).eps) * mean.abs().max()
         wrong[i] = int(((gradient - mean).abs().max() > allowed).item())

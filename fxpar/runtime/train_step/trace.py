@@ -87,7 +87,7 @@ class TracedStep:
 
 @dataclass
 class _Findings:
-    """What came to light while a step was traced."""
+    """What came to light while a step was traced; fields as those of ``TracedStep``."""
 
     count: int = 0
     result_slots: list[Slot] = field(default_factory=list)

@@ -99,7 +99,13 @@ def bound(mesh: Mesh) -> tuple[float, float]:
 
 def message(link: Link, nbytes: float) -> float:
     """Seconds of one message from a rank to another along a link."""
+    link = between_two(link)
     return link.latency + link.overhead + nbytes / link.bandwidth
+
+
+def between_two(link: Link) -> Link:
+    """A link as messages from a rank to another have it, which are permutes."""
+    return dict(link.kinds).get("permute", link)
 
 
 def _levels(size: int, link: Link) -> Iterator[Stage]:

@@ -93,6 +93,8 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
     """By how much less the rank has to do that takes longest, than the slowest takes
     for all."""
+    if not rows:
+        return mesh.count(axes)
     if shard_sizes.has_shares(mesh, axes):
         return rows / (_slowest_rows(rows, mesh, axes) or 1)
     if shard_sizes.is_even(rows, mesh, axes):

@@ -23,7 +23,7 @@ from fxpar.sharding.cost.op import (
     tensors_in,
     viewed,
 )
-from fxpar.sharding.program import depending_on_tangents
+from fxpar.sharding.program import ancestors, depending_on_tangents
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 # What the tags of checkpoints say: whether the backward computes a value again.
@@ -50,7 +50,7 @@ def phases(
     second = _with_again(calls, backward, gathered)
     results = [r for r in graph.output_node().args[0] if isinstance(r, fx.Node)]
     early = [r for r in results if r not in backward]
-    ahead = _ancestors([*early, *given_of(calls, second)])
+    ahead = ancestors([*early, *given_of(calls, second)])
     return [n for n in calls if n in ahead], second
 
 
@@ -58,17 +58,6 @@ def given_of(first: Iterable[fx.Node], second: Collection[fx.Node]) -> list[fx.N
     """What the backward reads of the forward."""
     there, read = set(second), {r for n in second for r in n.all_input_nodes}
     return [n for n in first if n in read and n not in there]
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all they are computed from."""
-    ancestors, stack = set(nodes), list(nodes)
-    while stack:
-        for read in stack.pop().all_input_nodes:
-            if read not in ancestors:
-                ancestors.add(read)
-                stack.append(read)
-    return ancestors
 
 
 def _with_again(

@@ -74,11 +74,17 @@ class Seed:
 class State:
     """Axes per dim of each value, and the origin of each axis on it."""
 
+    # That it is of.
     program: Program
+    # Whose axes it has.
     mesh: Mesh
+    # By value and dim.
     dims: list[list[Axes]]
+    # Whether a hint closes the dim to further axes.
     closed: list[list[bool]]
+    # By value and axis.
     origins: list[dict[str, Origin]]
+    # Whether axes pass to the value, and from it, now.
     active: list[bool]
     # (value, dim, axis): an axis that wanted this dim but cannot split it.
     indivisible: dict[tuple[int, int, str], Origin] = field(default_factory=dict)

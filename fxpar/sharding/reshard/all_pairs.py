@@ -7,8 +7,8 @@ gather, all-to-all, permute, reductions), priced as ``steps`` prices them. A pat
 use axes that neither end has: over unlike links a value that is whole along the fast
 axis is sliced there, gathered over the slow one in parts, and gathered again.
 ``one_pair`` never does, but cuts axes in pieces where sizes make that necessary; of the
-two ``route`` takes the cheaper. ``matrix`` asks it too where axes of unlike sizes
-change places, so no plan costs more than its matrices say.
+two ``route`` takes the cheaper, so no plan costs more than its matrices say. ``matrix``
+asks it too where axes of unlike sizes of two dims change places.
 
 Source: Floyd and Warshall's all-pairs shortest paths, one row and column at a time.
 """
@@ -24,6 +24,7 @@ from functools import lru_cache
 import numpy as np
 
 from fxpar.errors import SpecError
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard import one_pair
 from fxpar.sharding.reshard.moves import (
@@ -73,23 +74,27 @@ def matrix(
     else:
         first = front(shape)
         out = _between_light(mesh, room, nbytes, first, alone, rows, columns)
-    reduced = [place.get(_node(s.without_partial(), mesh), -1) for s in sources]
+    reduced = np.array(
+        [place.get(_node(s.without_partial(), mesh), -1) for s in sources], int
+    )
     odd, ends = (
-        [not spec.is_even(mesh, shape) for spec in specs]
+        np.array([not spec.is_even(mesh, shape) for spec in specs], bool)
         for specs in (sources, targets)
     )
     if not mesh.is_shared_equally:
-        odd = [True] * len(odd)
-    for i, j in itertools.product(range(len(rows)), range(len(columns))):
-        if rows[i] < 0 or columns[j] < 0 or odd[i] or ends[j]:
-            out[i, j] = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
-        elif len(_kinds(sources[i], targets[j])) > 1:  # reduced in between
-            out[i, j] = every[rows[i], reduced[i]] + every[reduced[i], columns[j]]
-        elif _swaps(sources[i], targets[j], mesh) and np.isfinite(out[i, j]):
-            pieces = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
-            out[i, j] = min(out[i, j], pieces)
-        if out[i, j] == 0.0 and all(alone):
-            out[i, j] = written(sources[i], targets[j], mesh, shape, itemsize)
+        odd[:] = True
+    outside = np.logical_or.outer(odd | (np.array(rows) < 0), ends)
+    outside |= np.array(columns) < 0
+    twice = _are_of_two_kinds(sources, targets) & ~outside
+    at, to = np.nonzero(twice)  # reduced in between
+    begin, middle, end = np.array(rows)[at], reduced[at], np.array(columns)[to]
+    out[at, to] = every[begin, middle] + every[middle, end]
+    swaps = _swaps(sources, targets, mesh) & ~outside & ~twice & np.isfinite(out)
+    for i, j in np.argwhere(outside | swaps).tolist():
+        seconds = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
+        out[i, j] = seconds if outside[i, j] else min(out[i, j], seconds)
+    for i, j in np.argwhere(out == 0.0).tolist() if all(alone) else ():
+        out[i, j] = written(sources[i], targets[j], mesh, shape, itemsize)
     return out
 
 
@@ -124,15 +129,36 @@ def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return out
 
 
-def _swaps(source: Spec, target: Spec, mesh: Mesh) -> bool:
-    """Whether axes of unlike sizes change places, which is cheapest in pieces of axes:
-    those are no nodes of the graph."""
-    if source.partial or target.partial or set(source.axes) != set(target.axes):
-        return False
-    before, after = ([mesh.count(dim) for dim in s.dims] for s in (source, target))
-    return before != after and all(
-        math.prod(shards) != max(shards) for shards in (before, after)
-    )
+def _swaps(sources: Sequence[Spec], targets: Sequence[Spec], mesh: Mesh) -> np.ndarray:
+    """Of which pairs axes of unlike sizes of two dims change places, which is cheapest
+    in pieces of axes: those are no nodes of the graph."""
+    out = np.zeros((len(sources), len(targets)), bool)
+    columns = [*_spread(targets, mesh)]
+    for i, (axes, shards, dims) in _spread(sources, mesh):
+        for j, (others, other_shards, other_dims) in columns:
+            if axes == others and shards != other_shards:
+                changed = sum(a != b for a, b in zip(dims, other_dims, strict=True))
+                out[i, j] = changed == 2
+    return out
+
+
+def _spread(
+    specs: Sequence[Spec], mesh: Mesh
+) -> Iterator[tuple[int, tuple[frozenset[str], tuple[int, ...], tuple[Axes, ...]]]]:
+    """Of specs that split several dims, and have nothing partial: (number, (axes,
+    shards of each dim, axes of each dim))."""
+    for i, spec in enumerate(specs):
+        shards = tuple(mesh.count(dim) for dim in spec.dims)
+        if not spec.partial and math.prod(shards) != max(shards, default=1):
+            yield i, (frozenset(spec.axes), shards, spec.dims)
+
+
+def _are_of_two_kinds(sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+    """Of which pairs the reductions of both ends are not of one kind."""
+    kinds = [[_kinds(spec) for spec in specs] for specs in (sources, targets)]
+    if len(set().union(*kinds[0], *kinds[1])) < 2:
+        return np.zeros((len(sources), len(targets)), bool)
+    return np.array([[len(a | b) > 1 for b in kinds[1]] for a in kinds[0]])
 
 
 def path(

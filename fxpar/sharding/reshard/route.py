@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.program import Program
 from fxpar.sharding.reshard import all_pairs, one_pair
 from fxpar.sharding.reshard.steps import Step, duration, front, written
@@ -53,8 +54,13 @@ def price(
 def _route(
     source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
 ) -> tuple[tuple[Step, ...], float]:
-    """Steps and seconds."""
+    """Steps and seconds. Along an axis of stages nothing goes but what is split there:
+    ranks at other places run other steps."""
     route, seconds = one_pair.search(source, target, mesh, shape, itemsize)
+    stages = pipeline_axis(mesh)
+    if stages in source.axes or stages in target.axes:
+        return route, seconds
+    mesh = without_stages(mesh)
     if all(link == Link() for link in mesh.links):
         return route, seconds
     other = all_pairs.path(source, target, mesh, shape, itemsize)

@@ -40,8 +40,11 @@ def align(shape: Sequence[int], full: Sequence[int], words: Sequence[str]) -> li
 class _Advanced:
     """The factors of ``operand[indices]``."""
 
+    # Words of its dims.
     operand: list[str]
+    # Words of each index.
     indices: list[list[str]]
+    # Words of its dims.
     result: list[str]
     # Of the result.
     shape: list[int]

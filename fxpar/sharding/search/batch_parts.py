@@ -123,7 +123,7 @@ class PartProgram:
         end = len(self.whole.ops) + 1
         out = []
         for entry in live:
-            value = self.program.values[entry.value]
+            value = self.whole.values[entry.value]
             if entry.kind == "made" and entry.value in self.cut.sums:
                 wide = entry.nbytes * max(1, _WIDE // value.dtype.itemsize)
                 entry = Entry(entry.value, "accumulated", 0, end, wide)

@@ -43,15 +43,21 @@ from fxpar.sharding.strategy import Strategy
 class Formulation:
     """The solver's problem for a Program, and what its numbers stand for."""
 
+    # What is searched.
     program: Program
+    # That it is searched on.
     mesh: Mesh
+    # What the solver takes.
     problem: Problem
+    # What each node of the problem decides.
     nodes: tuple[Node, ...]
     # The specs that numbers stand for. ``settling[v]``: nodes of value v, by phase (0
     # forward, 1 backward; both the same unless it is a parameter at rest).
     pool: tuple[Spec, ...]
     settling: Mapping[int, tuple[int, int]]
+    # What ops move and compute, and when.
     kernels: ProgramKernels
+    # What occupies memory, and when.
     entries: Sequence[Entry] = ()
     launches: float = 0.0  # seconds that no choice changes
     # Of each row of the problem's memory the entry it is of.

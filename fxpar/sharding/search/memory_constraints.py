@@ -38,7 +38,7 @@ from fxpar.sharding.spec import Spec
 MOMENTS = 2
 
 # Values of less than this part of the largest are left out if they pass in one phase.
-_SMALL = 1e-3
+SMALL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _results(
     gathered_twice: Collection[int],
 ) -> list[Entry]:
     out: list[Entry] = []
-    floor = _SMALL * max((value.nbytes for value in program.values), default=0)
+    floor = SMALL * max((value.nbytes for value in program.values), default=0)
     unread = ((NEVER, NEVER), (NEVER, NEVER))
     for op in program.ops:
         late = op.index in backward

@@ -75,10 +75,11 @@ def price_stages(
 ) -> StagedStep | None:
     """The step in stages; None if there are fewer ops on the batch than stages.
 
-    ``schedule``: a name of ``pipeline_schedule.SCHEDULES``; ``budget``: bytes of a
-    rank, more than which it holds where no cut fits; ``pinned``: parameters whose
-    readers are of a stage. Raises PlanError where the schedule has no order for so many
-    parts, HintError where no cut has all that is pinned.
+    ``pipeline``: all of a stage runs at the speed of its place. ``schedule``: a name of
+    ``pipeline_schedule.SCHEDULES``; ``budget``: bytes of a rank, more than which it
+    holds where no cut fits; ``pinned``: parameters whose readers are of a
+    stage. Raises PlanError where the schedule has no order for so many parts, HintError
+    where no cut has all that is pinned.
     """
     form, parts = result.formulation, result.formulation.parts
     assert parts is not None, "the batch is cut"
@@ -97,17 +98,24 @@ def price_stages(
     flying = list(map(_in_flight, rows))
     memory = stage_memory(result, chain, places, flying, budget)
     crossing, pins = chain.between_ops(crossing, count), chain.pins(pinned or {})
-    cuts = cut_chain(total, crossing, count, parts.count, pins, memory)
-    cuts = cuts or cut_chain(total, crossing, count, parts.count, pins)
+    speeds = pipeline.speeds(places)
+    cuts = cut_chain(total, crossing, count, parts.count, pins, memory, speeds)
+    cuts = cuts or cut_chain(total, crossing, count, parts.count, pins, None, speeds)
     if len(cuts) < count - 1:
         raise pins_unfit(pinned or {}, chain.length, count)
-    forward, backward = _by_stage(cost.forward, cuts), _by_stage(cost.backward, cuts)
+    forward, backward = (
+        [x / speed for x, speed in zip(_by_stage(row, cuts), speeds, strict=True)]
+        for row in (cost.forward, cost.backward)
+    )
     exchanges = exchange_seconds(result, chain, cuts, places, link)
     update = sum(cost.update) * _updated_share(parts)
     once = [
-        seconds + exchange + update
-        for seconds, exchange in zip(
-            _at_places(_by_stage(cost.once, cuts), places), exchanges, strict=True
+        seconds + exchange + update / speed
+        for seconds, exchange, speed in zip(
+            _at_places(_by_stage(cost.once, cuts), places),
+            exchanges,
+            pipeline.speeds(range(pipeline.places)),
+            strict=True,
         )
     ]
     sending = max((sent[i] for i in cuts), default=0.0)

@@ -95,12 +95,10 @@ class ProblemBuilder:
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
-                options = search_space.strategies(op.rule, self.mesh)
-                rows = [
-                    [self.pool.number(s) for s in search_space.specs(op.rule, strategy)]
-                    for strategy in options
-                ]
-                self.columns[key] = options, np.array(rows).reshape(len(options), -1)
+                by_specs = search_space.strategies_by_specs(op.rule, self.mesh)
+                rows = [[self.pool.number(s) for s in specs] for specs in by_specs]
+                numbers = np.array(rows).reshape(len(rows), -1)
+                self.columns[key] = tuple(by_specs.values()), numbers
             options, numbers = self.columns[key]
             out.append(
                 self.node("op", op.index, numbers, self._seconds(op.index), options)

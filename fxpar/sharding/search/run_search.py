@@ -28,6 +28,9 @@ from fxpar.sharding.solver.solve import EXACT
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
+# A plan so near to its bound is proved to be the best.
+_CLOSE = 1e-4
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -41,6 +44,8 @@ class SearchOptions:
     memory: float | None = None
     # A step that is proved to take so many seconds is searched no further.
     enough: float = math.inf
+    # Gap at which it ends; of problems with few strategies the optimum is wanted.
+    tolerance: float = _CLOSE
     # Of a few good plans the one with the shortest simulated step is taken.
     ranked: bool = True
 
@@ -182,15 +187,15 @@ def begun_from(
     )
 
 
-# Gap at which a search ends; of problems with few strategies the optimum is wanted.
-_CLOSE, _FEW = 1e-4, 2000
+# Problems with no more strategies have few.
+_FEW = 2000
 
 
 def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
     """The problem without its limit, which is easier; with it, if that does not fit.
     All of it within the seconds asked for, and until a bound is ``enough``."""
     many = sum(map(len, problem.costs)) > _FEW
-    tolerance = _CLOSE if many else EXACT
+    tolerance = options.tolerance if many else EXACT
     end = time.perf_counter() + options.seconds
     if problem.limit is None:
         return solve(problem, options.seconds, tolerance=tolerance, enough=enough)
@@ -228,7 +233,7 @@ def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
             f"no plan keeps all hints: {error.what}",
             fix="leave some of their dims open with '?', or give search_seconds more",
         )
-    limit, need, *sizes = _sizes(
+    limit, need, *sizes = sizes_as_text(
         error.limit, error.smallest, *(size for _, size in error.largest)
     )
     names = (_name(formulation, node) for node, _ in error.largest)
@@ -236,15 +241,21 @@ def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
     return PlanError(
         f"no plan fits in {limit} a rank: the smallest found needs {need}, of which "
         f"{', '.join(lines)}",
-        fix="use more ranks, a smaller batch, or fxpar.shard"
-        if any(
-            i.kind == "parameter" and not i.is_sharded for i in program.signature.inputs
-        )
-        else "use more ranks or a smaller batch",
+        fix=more_room(program),
     )
 
 
-def _sizes(*sizes: float) -> list[str]:
+def more_room(program: Program) -> str:
+    """What to do where memory is short."""
+    whole = (
+        not i.is_sharded for i in program.signature.inputs if i.kind == "parameter"
+    )
+    if any(whole):
+        return "use more ranks, a smaller batch, or fxpar.shard"
+    return "use more ranks or a smaller batch"
+
+
+def sizes_as_text(*sizes: float) -> list[str]:
     """Bytes as text, each in a unit that shows it; all as bytes where different ones
     would read alike."""
 

@@ -16,7 +16,7 @@ end of an edge, ``Pool`` numbers for specs. Prices nothing and chooses nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -80,17 +80,25 @@ class Pool:
 Part = str | int | None
 
 
-@lru_cache(maxsize=1 << 14)
 def strategies(rule: Rule, mesh: Mesh) -> tuple[Strategy, ...]:
     """All strategies of an op with this rule, the one that leaves all whole first."""
+    return tuple(strategies_by_specs(rule, mesh).values())
+
+
+@lru_cache(maxsize=1 << 14)
+def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Strategy]:
+    """``strategies`` by the ``specs`` of each."""
     axes = [axis for axis in orders(mesh)[0] if mesh.sizes[axis] > 1]
     by_specs: dict[tuple[Spec, ...], Strategy] = {}
     options = [_parts(rule, mesh, axis) for axis in axes]
     for parts in itertools.product(*options):
         for strategy in _strategies(dict(zip(axes, parts, strict=True)), mesh):
-            if _fits(rule, strategy, mesh):
-                by_specs.setdefault(specs(rule, strategy), strategy)
-    return tuple(by_specs.values())
+            if not _fits(rule, strategy, mesh):
+                continue
+            tensors = specs(rule, strategy)
+            if all(map(_reduces_alike, tensors)):
+                by_specs.setdefault(tensors, strategy)
+    return by_specs
 
 
 def specs(rule: Rule, strategy: Strategy) -> tuple[Spec, ...]:
@@ -136,16 +144,18 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether every tensor can lie so, and results are partial by one reduction."""
+    """Whether every tensor can lie so."""
     axes_of = strategy.axes_of
     if not all(may_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
         return False
-    if not fits(rule, axes_of, mesh):
-        return False
-    for spec in specs(rule, strategy):
-        if len({"sum" if op == "avg" else op for _, op in spec.partial}) > 1:
-            return False
-    return True
+    return fits(rule, axes_of, mesh)
+
+
+def _reduces_alike(spec: Spec) -> bool:
+    """Whether a tensor is partial by one reduction at most."""
+    if len(spec.partial) < 2:
+        return True
+    return len({"sum" if op == "avg" else op for _, op in spec.partial}) == 1
 
 
 def specs_of_shape(shape: Sequence[int], mesh: Mesh) -> list[Spec]:

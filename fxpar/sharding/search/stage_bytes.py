@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fxpar.sharding.cost import collectives
 from fxpar.sharding.cut_stages import Held, StageMemory
 from fxpar.sharding.mesh import Link
 from fxpar.sharding.search.batch_parts import STATIC
@@ -112,6 +113,7 @@ def exchange_seconds(
         if along == "split" and weight not in program.producers:
             for stage in {bisect_right(cuts, at) for at in chain.readers(weight)}:
                 put_together(size(weight), places[stage])
+    link = collectives.between_two(link)
     fixed = link.latency + link.overhead
     return [
         max(out, arrived) / link.bandwidth + math.ceil(number) * fixed
@@ -126,7 +128,9 @@ def told_along(chain: StageChain, along_stages: dict[int, str]) -> dict[int, str
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is None or v not in program.producers:
             continue
-        along = along_stages.get(v, "own") if result.kind == "gradient" else "whole"
+        along = "own" if result.is_free else "whole"
+        if result.kind == "gradient":
+            along = along_stages.get(v, "own")
         if program.producers[v][0] not in chain.update and along != "own":
             along_of[v] = along
     split = "split" in along_stages.values()

@@ -22,8 +22,11 @@ from fxpar.sharding.solver.problem import Edge, Problem
 class Messages:
     """The state of message passing on one Flat: messages and the last decoding."""
 
+    # Whose edges pass them.
     flat: Flat
+    # By entry, as ``Flat.message`` says.
     values: np.ndarray
+    # The last decoding, by node.
     choice: np.ndarray
     # (strategies,) how much a strategy of a node raises the bound; the bound before the
     # last pass plus this holds for every choice with the strategy, since each chain

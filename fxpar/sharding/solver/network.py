@@ -70,11 +70,17 @@ class Network:
     ``names[i]``: the Problem's number of each strategy left, ascending.
     """
 
+    # Cost of each strategy of each node.
     unary: list[np.ndarray]
+    # Tables of the edges, by node and neighbour.
     adj: list[dict[int, np.ndarray]]
+    # Of each node, the memory rows that it is in.
     rows: list[list[Row]]
+    # By memory row.
     room: np.ndarray
+    # Derived once for all edges that share a source.
     tables: Tables
+    # Numbers of the strategies that are left.
     names: list[np.ndarray]
     # Nodes not yet eliminated.
     alive: set[int]
@@ -82,7 +88,9 @@ class Network:
     constant: float = 0.0
     # How far rounding may put a summed usage above its room.
     slack: float = 0.0
+    # By memory row.
     times: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # How eliminated nodes are chosen, in order of elimination.
     trail: list[Undo] = field(default_factory=list)
 
     def size(self, i: int) -> int:

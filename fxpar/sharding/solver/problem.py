@@ -51,7 +51,9 @@ class Problem:
     ``costs[i]``: (K_i,) cost of each strategy, K_i >= 1.
     """
 
+    # By node.
     costs: tuple[np.ndarray, ...]
+    # Pairs of nodes, with the table of each.
     edges: tuple[Edge, ...] = ()
     # (K_i, K_j) arrays, each used by any number of ``edges``. Costs are finite, or inf
     # (or >= 1e18) for "not allowed".

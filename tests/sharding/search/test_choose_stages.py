@@ -15,15 +15,17 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import HintError, PlanError
-from fxpar.sharding import choose_stages
+from fxpar.sharding import choose_mesh, choose_stages
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.cut_stages import StageMemory
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import staged_candidates
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
@@ -339,12 +341,52 @@ def test_a_place_keeps_to_its_memory(
 
 
 @pytest.mark.slow
-def test_stages_of_a_batch_that_cannot_be_cut(
+def test_a_batch_that_does_not_divide_is_cut_in_fewer_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FXPAR_MICROBATCHES", "7")  # which no number of rows here is
+    """As it runs, so it is priced: 64 rows in 4 parts where 7 are asked for."""
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "7")
     plan = planned(STARVED, tmp_path, monkeypatch)
-    assert not plan.stages
+    assert len(plan.stages) > 1 and plan.microbatches == 4
+    assert any(f"{len(plan.stages)} stages, 1f1b, 4 microb" in n for n in plan.notes)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_no_plan_holds_less_than_ranks_that_share_everything(parts: int) -> None:
+    program = trained()
+    part = part_of(program, parts) if parts > 1 else None
+    least = least_bytes(program, whole_entries(program), 4, part)
+    for mesh in ("dp=4", "tp=4", "dp=2,tp=2"):
+        tight = SearchOptions(FREE, memory=2 * least)
+        found = search(program, Mesh.parse(mesh), tight, {}, parts=part)
+        assert least <= found.solution.peak * (1 + 1e-9) <= 2 * least
+
+
+def test_weights_that_rest_whole_are_not_shared() -> None:
+    program = laid(trained(), "whole")
+    weights = 3 * sum(p.nbytes for p in layers().parameters())  # with Adam's state
+    shared = least_bytes(trained(), whole_entries(trained()), 64)
+    whole = least_bytes(program, whole_entries(program), 64)
+    assert whole - shared == pytest.approx(weights * 63 / 64)
+
+
+def test_without_room_for_any_plan_no_mesh_is_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte less than ranks need that share everything; with that, all are tried."""
+    program = trained()
+    least = least_bytes(program, whole_entries(program), 4)
+    line = Mesh((("dp", 4),))
+    options = SearchOptions(STARVED, memory=least - 1)
+    request = Request(line, program.signature, mode=options, meshes=(line,))
+    with mock.patch.object(choose_mesh, "decide_on") as decide_on:
+        with pytest.raises(PlanError, match="on 4 ranks any needs .* at least"):
+            choose_mesh.fastest(program, request)
+        assert not decide_on.called
+        decide_on.side_effect = PlanError("no plan fits: tried")
+        with pytest.raises(PlanError, match="tried"):
+            enough = replace(options, memory=least)
+            choose_mesh.fastest(program, replace(request, mode=enough))
 
 
 @pytest.mark.slow

@@ -373,3 +373,18 @@ def test_balance_of_unlike_groups_is_bounded_by_their_speeds(accpar: Any) -> Non
     assert share == pytest.approx(45 / 150, abs=1e-3)
     assert accpar.ceiling(groups) == pytest.approx(5 / 3)
     assert even / seconds == pytest.approx(5 / 3, rel=2e-3)
+
+
+def test_a_parameter_of_no_rows_costs_nothing() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+            self.empty = torch.nn.Parameter(torch.zeros(0, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).square().mean() + self.empty.sum()
+
+    x = torch.randn(8, 8)
+    plan = fxpar.plan(Model(), x, mesh="dp=2{1.0,0.5}", grad=True, mode="search")
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))

@@ -1,0 +1,63 @@
+"""Bytes that a rank holds under every plan, on whatever mesh of so many ranks.
+
+In: what lives when (``memory_constraints.Entry``), whole, and the number of ranks; the
+``PartProgram`` if the batch is cut. Out: the peak if ranks shared every value evenly
+and made no copies. A search of any of these meshes counts as much at least, so where
+this is too much none of them is searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fxpar.sharding.cost.program_kernels import kernels_of
+from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
+
+# What a plan may do without.
+_COPIES = ("gathered", "made")
+
+
+def whole_entries(program: Program, *, keep_gathered: bool = False) -> list[Entry]:
+    """What lives when, of the whole batch."""
+    gathered = set() if keep_gathered else gathered_again(program)
+    kernels = kernels_of(program, gathered)
+    return entries(program, kernels, backward_ops(program), gathered)
+
+
+def least_bytes(
+    program: Program,
+    whole: Sequence[Entry],
+    ranks: int,
+    part: PartProgram | None = None,
+) -> float:
+    """Bytes of the peak. ``ranks``: that share a value, those of one stage if the
+    program runs in stages; inputs that rest whole they do not share."""
+    live = [entry for entry in whole if entry.kind not in _COPIES]
+    if part is not None:
+        sizes = [_of_part(entry, part) for entry in live]
+        floor = SMALL * max((entry.nbytes for entry in sizes), default=0)
+        live = part.held([x for x in sizes if x.kind != "passing" or x.nbytes >= floor])
+    rests_whole = {
+        v
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v is not None and declared.rest is not None and declared.rest.is_whole
+    }
+    changes = np.zeros(len(program.ops) + 3)
+    for entry in live:
+        share = entry.nbytes / (1 if entry.value in rests_whole else ranks)
+        changes[entry.begin] += share
+        changes[entry.end] -= share
+    return float(changes.cumsum().max())
+
+
+def _of_part(entry: Entry, part: PartProgram) -> Entry:
+    """An entry at the size of one part of the batch."""
+    if not part.cut.dims[entry.value]:
+        return entry
+    return replace(entry, nbytes=entry.nbytes // part.count)
