@@ -70,14 +70,19 @@ def _reaches(node: fx.Node) -> Reaches:
 
 def _mask(node: fx.Node, ndim: int) -> torch.Tensor | None:
     """A mask made of constants, of so many dims."""
-    value = computed(node, {}) if node.meta["val"].numel() <= MOST else None
+    sizes = node.meta["val"].shape
+    is_told = all(isinstance(n, int) for n in sizes)
+    value = computed(node, {}) if is_told and math.prod(sizes) <= MOST else None
     return value if value is not None and value.dim() == ndim else None
 
 
 def _index_dims(indices: Sequence[fx.Node | None]) -> list[int] | None:
     """The dims that are looked up, where each index gives the rows of its own."""
     values = {d: i.meta["val"] for d, i in enumerate(indices) if i is not None}
+    sizes = [n for x in values.values() for n in x.shape]
     if not values or any(map(is_mask, values.values())):
+        return None
+    if not all(isinstance(n, int) for n in sizes):
         return None
     dims, at = index_dims([values.get(d) for d in range(len(indices))])
     shape = torch.broadcast_shapes(*(x.shape for x in values.values()))

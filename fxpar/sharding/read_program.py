@@ -223,6 +223,7 @@ def _with_batch_apart(
     resized: set[tuple[int, int]] = set()
     for op in ops:
         moved = {m.dim for m in op.rule.moves if set(m.sources) != set(m.targets)}
+        moved |= {w.dim for w in op.rule.windows if w.rows != w.count}
         led = zip(op.tensors, op.rule.tensors, strict=False)
         places = [
             (v, d, dim[0]) for v, dims in led for d, dim in enumerate(dims) if dim

@@ -276,9 +276,10 @@ def join_pool_gradients(state: JointState) -> None:
 
 def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
     if nodes:
+        nodes = [node.meta.get(OPEN, node) for node in nodes]
         normalize.join_pool_gradients(nodes, state.rewriter)
         state.graph.eliminate_dead_code()
-        state.program = read(state.graph, state.request.laid)
+        state.program = _program(state)
         state.decision = None
 
 
