@@ -401,3 +401,21 @@ def test_memory_of_a_named_mesh_is_that_of_a_stage(
     plan = planned(tight, tmp_path, monkeypatch, "pp=4")
     assert len(plan.stages) == 4
     assert any("4 stages, gpipe, 16 microbatches" in note for note in plan.notes)
+
+
+def test_a_search_in_stages_splits_nothing_unevenly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4,097 rows on two ranks are faster in shards that are not alike, which stages
+    refuse: without stages they are found."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4)]
+        model, x = nn.Sequential(*layers), torch.randn(2, 4097, 1024)
+    staged = fxpar.plan(model, x, mesh="pp=2,dp=2", mode="search", grad=True)
+    assert len(staged.stages) == 2
+    monkeypatch.delenv("FXPAR_MICROBATCHES")
+    alone = fxpar.plan(model, x[:1], mesh="dp=2", mode="search", grad=True)
+    assert "4097@dp" in str(alone)
+    assert "4097@dp" not in str(staged)
