@@ -20,7 +20,7 @@ from fxpar.fusion.choose_schedule import failed
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.rules.unknown_ops import example
-from fxpar.sharding.search.run_search import SearchOptions, _sizes
+from fxpar.sharding.search.run_search import SearchOptions, sizes_as_text
 from tests.helpers.spawn import shared_pool
 
 
@@ -55,8 +55,11 @@ def test_memory_that_is_too_small_is_shown_in_units_that_show_it(
 
 
 def test_sizes_that_would_read_alike_are_told_apart() -> None:
-    assert _sizes(3 * 2**30, 2**20) == ["3 GiB", "1 MiB"]
-    assert _sizes(2**30, 2**30 + 1) == ["1,073,741,824 bytes", "1,073,741,825 bytes"]
+    assert sizes_as_text(3 * 2**30, 2**20) == ["3 GiB", "1 MiB"]
+    assert sizes_as_text(2**30, 2**30 + 1) == [
+        "1,073,741,824 bytes",
+        "1,073,741,825 bytes",
+    ]
 
 
 # Options

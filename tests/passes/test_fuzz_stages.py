@@ -27,7 +27,7 @@ def check(seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     rng = random.Random(seed)
 
     def cut_anywhere(
-        seconds: Sequence[float], crossing: Any, stages: int, parts: int, pins: Any
+        seconds: Sequence[float], crossing: Any, stages: int, *_: Any, **how: Any
     ) -> tuple[int, ...]:
         return tuple(sorted(rng.sample(range(1, len(seconds)), stages - 1)))
 

@@ -121,14 +121,15 @@ def overlap(
     edit: Edit,
     starts: tuple[fx.Node, ...],
     ends: tuple[fx.Node, ...],
+    chunks: int | None = None,
+    dim: int | None = None,
     ring: int | None = None,
     fused: int = 0,
-    **chunks: int | None,
 ) -> list[fx.Node]:
     """``overlap([ag, ag_1], attention, ring=1)``: gives its output, or the gradients of
     keys and values; anything else is ``overlap.overlap``, whose options these are."""
     form = form_of(ends[0].target) if len(ends) == 1 else None
     if form is not None and ring is not None and not fused:
         scheme = RingAttention if form.sets == 1 else BalancedRing
-        return scheme(edit, form, starts, ends[0], ring, **chunks).run()
-    return chunked.overlap(edit, starts, ends, ring=ring, fused=fused, **chunks)
+        return scheme(edit, form, starts, ends[0], ring, chunks, dim).run()
+    return chunked.overlap(edit, starts, ends, chunks, dim, ring, fused)
