@@ -38,8 +38,11 @@ from fxpar.sharding.spec import Spec
 class CompileJob:
     """One graph to compile: everything but the graph itself."""
 
+    # Of the compiled function, as they were read.
     options: Options
+    # This rank in the mesh, and its process groups.
     ranks: Ranks
+    # One for each input of the graph, in order.
     named_inputs: Sequence[NamedInput]
     # Positions of the inputs that hold one rank's part of the batch.
     local: frozenset[int]

@@ -58,6 +58,7 @@ class PipelineStep:
 
     # In FXPAR_DISABLE, and where it is printed.
     name: str
+    # Takes a PipelineState and changes it.
     run: Callable[[Any], None]
     # The stage that the graph is in after it, as docs/concepts.md calls it; "" where
     # another step ends the stage.
@@ -173,11 +174,13 @@ STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 class Result:
     """What planning gives."""
 
+    # As it is saved and shown.
     plan: Plan
     # The one-device graph that the plan is of.
     normalized: fx.Graph
     # What each rank runs, the same text on all.
     local: fx.Graph
+    # Specs, strategies and reshards, from which the plan is written.
     decision: Decision
     # What was done to the local graph, and is done to forward and backward.
     schedule: Schedule = field(default_factory=Schedule)

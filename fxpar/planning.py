@@ -103,7 +103,7 @@ def _large(number: float) -> str:
 
 @dataclass(frozen=True)
 class TracedPlan(Plan):
-    """A Plan with the program it was made for. ``options``: as when it was made."""
+    """A Plan with the program it was made for."""
 
     # Of the pipeline, to simulate.
     result: Result | None = field(default=None, compare=False, repr=False)
@@ -111,6 +111,7 @@ class TracedPlan(Plan):
     call: TracedCall | None = field(default=None, compare=False, repr=False)
     # As it was traced, to plan again.
     module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
+    # As they were when it was made.
     options: Options = field(default_factory=Options, compare=False, repr=False)
 
     @cached_property

@@ -92,12 +92,17 @@ class _Texts:
 class _ValueRow:
     """A value of the page: its shape, and what makes it."""
 
+    # As ``Plan.values`` names it.
     name: str
+    # The spec that it settles in, which ops read or reshard.
     settled: Spec
+    # The spec that what makes it gives.
     made_spec: Spec
-    # What makes it. ``shape`` and ``dtype`` are None where not known.
+    # Index of the row that makes it.
     row: int = -1
+    # Global; None where not known.
     shape: tuple[int, ...] | None = None
+    # As torch prints it; None where not known.
     dtype: str | None = None
 
     def plain(self, text: _Texts) -> list[Any]:

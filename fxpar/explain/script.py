@@ -39,8 +39,11 @@ def run(path: str, arguments: Sequence[str]) -> None:
 class PlanTarget:
     """What to plan."""
 
+    # A function or a module.
     function: Callable[..., Any]
+    # What it is called with, by position.
     args: Sequence[Any] = ()
+    # What it is called with, by keyword.
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     # Whether a script recorded gradients where it called.
     grad: bool = False

@@ -69,8 +69,9 @@ class Takes:
     optional: Kind | None = None
     # Nodes of any number behind them.
     further: Kind | None = None
-    # By keyword; of these ``needs`` must be there.
+    # By keyword.
     options: Mapping[str, Kind] = field(default_factory=dict)
+    # Keywords that must be there.
     needs: tuple[str, ...] = ()
 
 

@@ -78,16 +78,21 @@ _SETTINGS: tuple[dict[str, int], ...] = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """``seconds``: of a step, before and after; ``peak``: bytes of memory. ``near``:
-    what was thought of and left, and why. ``others``: schedules that were simulated and
-    not taken, the fastest first. ``unlike``: ops on shards that are not alike."""
+    """The best schedule of a local graph, and what it is predicted to give."""
 
+    # Empty if none pays.
     schedule: Schedule
+    # The local graph with it.
     graph: fx.Graph
+    # Of a step, before and after.
     seconds: tuple[float, float]
+    # Bytes of memory, before and after.
     peak: tuple[int, int]
+    # What was thought of and left, and why.
     near: tuple[str, ...] = ()
+    # Schedules that were simulated and not taken, the fastest first.
     others: tuple[Schedule, ...] = ()
+    # Ops on shards that are not alike, which stay as they are.
     unlike: int = 0
 
     @property
@@ -316,10 +321,13 @@ def _hop_before(node: fx.Node) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class _Group:
-    """``lines`` for all windows of one form, which save so many seconds."""
+    """Lines for all windows of one form."""
 
+    # Those for each window, one after another.
     lines: Schedule
+    # Seconds of a step that they could save together.
     saved: float
+    # How many windows, and the last line of one, as text.
     what: str
 
 

@@ -47,8 +47,9 @@ Varies = Mapping[fx.Node, frozenset[str]]
 class Window:
     """A part of a graph around one collective, as a graph of its own."""
 
-    # In which the collective is called ``name``.
+    # Its inputs are what the part reads, its results what others read of it.
     graph: fx.Graph
+    # Of the collective's node in ``graph``.
     name: str
 
     @property

@@ -42,6 +42,7 @@ STAY, LEAST = 4, 4
 class RowOfLayers:
     """Ops that repeat, layer by layer."""
 
+    # In order of the graph.
     nodes: tuple[fx.Node, ...]
     # At which they repeat, the least first: that of a layer, or of a part or more.
     distances: tuple[int, ...]
@@ -51,11 +52,13 @@ class RowOfLayers:
 class RowCut:
     """A row of layers some of which are left out."""
 
+    # Of the whole row, in order of the graph.
     nodes: tuple[fx.Node, ...]
     # Ops of a layer.
     distance: int
-    # The first op that is left out, and the first behind these.
+    # Place in ``nodes`` of the first op that is left out.
     begin: int
+    # Place of the first op behind those.
     end: int
 
     @property
@@ -74,10 +77,13 @@ class RowCut:
 class FewerLayers:
     """A graph without some of its layers."""
 
+    # The shorter one.
     graph: fx.Graph
+    # Of the whole graph: the longest of the forward, then those that read it.
     rows: tuple[RowCut, ...]
-    # So many layers are left out, of so many.
+    # Layers that are left out.
     removed: int
+    # Layers of the whole graph.
     layers: int
 
 
@@ -229,8 +235,9 @@ _OF_MANY = "reorder"
 class _Place:
     """Where a name is in the shorter graph."""
 
-    # Which row of layers, and which op of those that stay.
+    # Which row of layers, among ``FewerLayers.rows``.
     row: int
+    # Which op of those of the row that stay.
     at: int
 
 

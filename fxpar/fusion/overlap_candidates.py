@@ -50,16 +50,19 @@ class OverlapWay:
 
     # A verb of a window.
     line: Line
-    # Seconds that what it chunks, and its collective, take at least instead of ``now``.
+    # Seconds that what it chunks, and its collective, take at least.
     least: float
+    # Seconds that the same takes as it stands.
     now: float
 
 
 @dataclass(frozen=True)
 class OverlapCandidate:
-    """``lines`` save so many ``seconds`` of a window, by its simulation."""
+    """What to do with a window."""
 
+    # Empty if nothing saves enough.
     lines: Schedule
+    # That they save of the window, by its simulation.
     seconds: float
 
 
@@ -67,7 +70,9 @@ class OverlapCandidate:
 class Machine:
     """What prices are for."""
 
+    # With the links of the hardware.
     mesh: Mesh
+    # What ops cost on one device.
     hardware: Hardware
 
     def transfer_seconds(self, node: fx.Node, share: float = 1.0) -> float:

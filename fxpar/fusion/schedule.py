@@ -42,6 +42,7 @@ _FORM = "write one verb per line, as in: split(all_reduce) -> rs, ag"
 class Line:
     """One verb."""
 
+    # Name of the verb, or of a setting.
     verb: str
     # Names of nodes, or lists of them.
     arguments: tuple[Argument, ...]

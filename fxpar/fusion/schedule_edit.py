@@ -38,7 +38,9 @@ Axes = tuple[str, ...]
 class Edit:
     """A local graph to which a schedule is applied, line by line."""
 
+    # Changed in place.
     graph: fx.Graph
+    # Makes new nodes in it; holds the mesh.
     build: Builder
     # Inputs that may be kept in slices.
     permit: frozenset[str] = frozenset()
@@ -50,6 +52,7 @@ class Edit:
     written: tuple[Write, ...] = ()
     # What lines of the schedule call nodes.
     names: dict[str, fx.Node] = field(default_factory=dict)
+    # Nodes by name, as ``look`` saw them.
     _index: dict[str, fx.Node] = field(default_factory=dict)
 
     @property

@@ -48,18 +48,22 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of a value: ``node`` holds what the axes leave of ``dim``."""
+    """A slice of a value."""
 
+    # It holds what the axes leave of ``dim``.
     node: fx.Node
+    # Of the value, along which it is sliced.
     dim: int
 
 
 @dataclass(frozen=True)
 class SlicedResult:
-    """The op on slices: ``node``, and for each of its results the dim that is sliced
-    (None: the result is whole, and equal on all ranks of the axes)."""
+    """An op on slices."""
 
+    # The new op.
     node: fx.Node
+    # For each of its results the dim that is sliced. None: the result is whole, and
+    # equal on all ranks of the axes.
     dims: tuple[int | None, ...]
 
 

@@ -53,6 +53,7 @@ class _Open:
 
     # None: every axis has one rank.
     mesh: Mesh | None
+    # Axes of the mesh that the function runs over.
     axes: tuple[str, ...]
 
 

@@ -36,6 +36,7 @@ _TOTAL = "together"
 
 @dataclass
 class _Stages:
+    # Of each stage by itself, since the last table.
     seconds: dict[str, float] = field(default_factory=dict)
     # What torch had counted when the last table was made.
     torch: Mapping[str, float] = field(default_factory=dict)
@@ -47,8 +48,9 @@ _OPEN = threading.local()  # of each stage that is open, the seconds of those in
 
 @dataclass
 class Elapsed:
-    """Seconds that a stage took, those of stages inside it too, once it is over."""
+    """How long a stage took."""
 
+    # With those of stages inside it; 0 until it is over.
     seconds: float = 0.0
 
 

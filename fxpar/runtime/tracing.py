@@ -37,6 +37,7 @@ _NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
 class Outcome:
     """What a run of a traced program gives."""
 
+    # As the callable returns it.
     result: Any
     # By parameter or argument name.
     gradients: dict[str, torch.Tensor]
@@ -210,9 +211,11 @@ def _apart(
 
 @dataclass(frozen=True)
 class UsedModule:
-    """A module the callable uses, by the name it uses ("" for the callable itself)."""
+    """A module the callable uses."""
 
+    # By which the callable reaches it; "" for the callable itself.
     name: str
+    # Its parameters and buffers are inputs of the graph.
     module: nn.Module
 
     def full(self, name: str) -> str:

@@ -38,7 +38,9 @@ def kind_of(dtype: str) -> str | None:
 class Text:
     """An operand or a result: the name or constant that stands for it in a kernel."""
 
+    # As it is written there.
     text: str
+    # "float", "int" or "bool".
     kind: str
     # Whether it differs within a block, or is one number of it.
     block: bool = False
@@ -71,9 +73,11 @@ Write = Callable[..., str]
 
 @dataclass(frozen=True)
 class ElementOp:
-    """``write(*operands, **kwargs)`` gives the expression."""
+    """An op on elements, as an expression of its operands."""
 
+    # ``write(*operands, **kwargs)`` gives the expression.
     write: Write
+    # How they are read: RESULT, COMMON, BOOLS or PICK.
     operands: str = RESULT
 
 

@@ -54,8 +54,9 @@ class Fused:
 
     # One for each region, in order.
     programs: tuple[RegionProgram, ...] = ()
-    # ``before``, ``after``: bytes read and written by what became regions.
+    # Bytes that what became regions moves in several kernels.
     before: int = 0
+    # Bytes that it moves in one kernel for each region.
     after: int = 0
     # Near misses as text.
     near: tuple[str, ...] = ()
@@ -83,11 +84,17 @@ class Fused:
 
 @dataclass
 class _Log:
+    # What a schedule wants in a region and is in none so far, and why.
     unfused: dict[fx.Node, str]
+    # One for each region, in order.
     programs: list[RegionProgram] = field(default_factory=list)
+    # As ``Fused.before``, so far.
     before: int = 0
+    # As ``Fused.after``, so far.
     after: int = 0
+    # Near misses as text, each once, in order.
     near: dict[str, None] = field(default_factory=dict)
+    # How each region runs.
     rungs: list[Rung] = field(default_factory=list)
 
 

@@ -24,6 +24,7 @@ class Map:
 
     # (divide, modulus or None, multiply), from the outermost dim in.
     terms: tuple[tuple[int, int | None, int], ...]
+    # Added to the sum of the terms.
     offset: int = 0
 
     @property

@@ -30,25 +30,32 @@ _INT32 = 2**31
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """``text`` defines the function ``name``."""
+    """The source of one kernel, and what it is called with."""
 
+    # Of the function that ``text`` defines.
     name: str
+    # Its source. Parameters, in order: pointers of ``reads``, then of ``writes``, the
+    # values of ``alone``, those of ``numbers``, and PROGRAMS, the size of the grid.
     text: str
-    # Inputs in order of its first parameters.
+    # Inputs that it reads, in the program's order.
     reads: tuple[Tensor, ...]
-    # Outputs, in order of the next; then come ``alone``, inputs that are given as
-    # numbers, ``numbers``, by index, and PROGRAMS, the size of the grid.
+    # All outputs of the program.
     writes: tuple[Tensor, ...]
     # Outputs of which each program writes a part, [PROGRAMS, elements] in float32, to
     # be added up.
     sums: frozenset[str]
+    # Which of the integers that the program is given, by index.
     numbers: tuple[int, ...]
+    # What it runs over.
     space: Space
+    # Size of the grid.
     programs: int
+    # Of a block.
     warps: int
     # Of what is read or written at the place of its element alone, in one loop, which
     # one.
     loops: Mapping[str, int]
+    # Inputs of one element that are given as numbers.
     alone: tuple[str, ...] = ()
 
 

@@ -196,20 +196,28 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Work:
-    """Of a matmul with its collective, seconds: ``moving`` all chunks, ``summing`` what
-    came, ``further``: matmuls of further weights."""
+    """A matmul with its collective: [ranks * rows, k] times [k, n]."""
 
+    # As many as there are chunks.
     ranks: int
-    rows: int  # of a chunk
+    # Of a chunk.
+    rows: int
+    # Of the product, without further weights.
     n: int
+    # Size of the contraction.
     k: int
+    # Of the operands, without ``torch.``.
     dtype: str
     # Flops/s of the library on one multiprocessor.
     speed: float
+    # Multiprocessors of the device.
     units: int
+    # Seconds to move all chunks but the own.
     moving: float
+    # Seconds to add up what came; 0 for a gather.
     summing: float
-    further: int = 0  # columns
+    # Columns of further weights, whose matmuls come later.
+    further: int = 0
 
 
 def profitable(

@@ -39,13 +39,17 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class Tiles:
-    """``rows`` by ``columns`` of the product to a program at a time, ``depth`` of the
-    contraction to a step."""
+    """What a program computes at a time."""
 
+    # Of a tile of the product.
     rows: int
+    # Of a tile of the product.
     columns: int
+    # Of the contraction, at a step.
     depth: int
+    # Of a program.
     warps: int
+    # Steps whose loads are under way, ``num_stages`` of Triton.
     stages: int
     # Rows of tiles that go together.
     band: int = 8
@@ -86,12 +90,12 @@ def tiles_of(
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is done to a tile before it is stored. ``lines`` change ``acc``, float32
-    [rows, columns], and may use ``rows`` and ``cols`` of the whole product, the mask
-    ``live``, and ``lib``."""
+    """What is done to a tile before it is stored."""
 
     # Names of pointers, in order.
     parameters: tuple[str, ...] = ()
+    # They change ``acc``, float32 [rows, columns], and may use ``rows`` and ``cols`` of
+    # the whole product, the mask ``live``, and ``lib``.
     lines: tuple[str, ...] = ()
 
 
@@ -106,15 +110,20 @@ BIAS = Epilogue(
 
 @dataclass(frozen=True)
 class Gemm:
-    """``text`` defines the function ``name``. Its arguments: for "gather" this rank's
-    chunk of A; A of all chunks; B; the product; the epilogue's; flags; counts; the
-    rank."""
+    """The source of one matmul kernel, and how it is launched."""
 
+    # Of the function that ``text`` defines.
     name: str
+    # Its source. Parameters, in order: for "gather" this rank's chunk of A; A of all
+    # chunks; B; the product; the epilogue's; flags; counts; the rank.
     text: str
+    # "gather" (of A, before) or "scatter" (of the product, behind).
     kind: str
+    # One for each rank.
     chunks: int
+    # That the source is written for.
     tiles: Tiles
+    # Size of the grid.
     programs: int
     # Whether it has flags at all; without, it is the same kernel that waits for nothing
     # and tells nobody.

@@ -142,8 +142,9 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True)
 class Place:
-    """The number of an element as it is known in the kernel: ``text``."""
+    """The number of an element as it is known in the kernel."""
 
+    # The name or the number that stands for it.
     text: str
     # What says which lanes count.
     mask: str = ""
@@ -151,6 +152,7 @@ class Place:
     block: bool = True
     # Lines that make it, if it is not there from the start.
     define: tuple[str, ...] = ()
+    # The place or mask that ``define`` reads, by name; "" if none.
     parent: str = ""
 
 

@@ -27,6 +27,7 @@ FORMAT = "fxpar region 1"
 class Ref:
     """A value of the program, as an argument of a line."""
 
+    # Of an input, or of the line that makes it.
     name: str
 
 
@@ -34,6 +35,7 @@ class Ref:
 class Number:
     """An integer given when the program runs, as an argument of a line."""
 
+    # Among those that the program is given.
     index: int
 
 
@@ -76,6 +78,7 @@ class Statement:
     op: str
     # Names are ``Ref``s.
     args: tuple[Any, ...]
+    # (name, argument); as ``args``.
     kwargs: tuple[tuple[str, Any], ...]
     # Of the result.
     shape: tuple[int, ...]

@@ -178,7 +178,9 @@ def is_heavy(node: fx.Node) -> bool:
 class _Growth:
     """A region while it grows op by op."""
 
+    # That it grows around.
     collective: fx.Node
+    # Nodes that may not be in it, and why.
     banned: dict[fx.Node, str]
     # With the number of collectives done when they run.
     members: dict[fx.Node, int] = field(default_factory=dict)
@@ -186,9 +188,13 @@ class _Growth:
     counts: dict[int, int] = field(default_factory=dict)
     # Of a row, where rows are reduced.
     columns: dict[int, int] = field(default_factory=dict)
+    # Members that no other may read but a cast: reductions of more than a row.
     ends: set[fx.Node] = field(default_factory=set)
+    # Nodes outside that depend on the collective.
     tainted: set[fx.Node] = field(default_factory=set)
+    # Nodes that are not in it, and why.
     misses: list[Miss] = field(default_factory=list)
+    # Answers of ``_is_soon`` so far.
     soon: dict[fx.Node, bool] = field(default_factory=dict)
     border: fx.Node | None = None  # the first heavy op behind the wait
     schedule_region: str | None = None  # the region of a schedule

@@ -32,12 +32,13 @@ MOVES = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 
 @dataclass(frozen=True)
 class CollectiveStep:
-    """A collective with its wait: ``result`` is made of ``operand``. Both are
-    contiguous."""
+    """A collective with its wait."""
 
     # The line of the collective itself.
     line: Statement
+    # Name of the value that it moves; contiguous.
     operand: str
+    # Name of what its wait gives; contiguous.
     result: str
 
     @property
@@ -50,6 +51,7 @@ class CollectiveStep:
 class ComputeStep:
     """What is computed between two collectives."""
 
+    # Of the lines between, by themselves.
     program: RegionProgram
 
 
@@ -139,10 +141,10 @@ def row_major(value: Statement | Tensor) -> Tensor:
 class SplitProgram:
     """A program split for one kernel with all of it."""
 
+    # In order.
     moves: tuple[CollectiveStep, ...]
-    parts: tuple[
-        RegionProgram, ...
-    ]  # before, between, behind ``moves``, perhaps no lines
+    # Before, between and behind ``moves``, one more than these; may have no lines.
+    parts: tuple[RegionProgram, ...]
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -53,11 +53,13 @@ class Unshared(Exception):
 
 @dataclass(frozen=True)
 class Memory:
-    """The same piece of memory on every rank, zero at first: ``addresses`` of all
-    ranks' pieces as they are known here, ``own`` (uint8), and what keeps them."""
+    """The same piece of memory on every rank, zero at first."""
 
+    # Of all ranks' pieces, as they are known here.
     addresses: tuple[int, ...]
+    # This rank's piece, uint8.
     own: torch.Tensor
+    # What keeps the pieces alive.
     keep: Any = None
     # The address through which a switch reaches all pieces, or 0.
     multicast: int = 0
@@ -67,12 +69,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Workspace:
-    """For one call: ``buffers``, int64 [ranks + 1], and ``signals``, int64 [ranks], are
-    addresses, the last of buffers the multicast one."""
+    """Memory for one call."""
 
+    # Addresses of all ranks' buffers, int64 [ranks + 1], the last the multicast one.
     buffers: torch.Tensor
+    # Addresses of all ranks' signals, int64 [ranks].
     signals: torch.Tensor
-    # This rank's, uint8.
+    # This rank's buffer, uint8.
     own: torch.Tensor
 
 
@@ -80,10 +83,13 @@ class Workspace:
 class Provider:
     """Memory that all ranks of a group reach, and how kernels run beside it."""
 
+    # Of this process in the group.
     rank: int
+    # Of the group.
     ranks: int
     # How many programs of a kernel run at a time on every rank.
     programs: int
+    # Where the memory is and the kernels run.
     device: torch.device
     # (bytes, number) -> memory; the number grows, every rank calls it alike, and all
     # raise Unshared if one gets none.
@@ -96,16 +102,23 @@ class Provider:
     multicast: bool = False
     # Where its ranks tell each other what they found.
     meeting: Meeting | None = None
+    # That the halves lie in; None before the first call.
     _memory: Memory | None = None
     _half: int = 0  # bytes
     _most: float = float("inf")  # bytes of a half that could not be had
+    # How many memories were allocated.
     _number: int = 0
+    # Workspaces given so far.
     _calls: int = 0
+    # The two that calls use in turn.
     _halves: list[Workspace] = field(default_factory=list)
     _stream: Any = None  # the last one it was used on
     _words: torch.Tensor | None = None  # a copy of what kernels say, under way
+    # The CUDA event behind that copy.
     _copied: Any = None
+    # When it was begun, in seconds of ``time.monotonic``.
     _looked: float = 0.0
+    # The stream of ``second``, once asked for.
     _second: Any = None
 
     def workspace(self, nbytes: int) -> Workspace:

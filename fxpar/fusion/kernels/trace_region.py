@@ -49,9 +49,11 @@ _INSTEAD = {
 class Outline:
     """A region's program, and the nodes of the graph that it stands for."""
 
+    # Its values have names of their own.
     program: RegionProgram
-    # ``inputs``, ``outputs``: nodes, in the program's order.
+    # Nodes, in the program's order.
     inputs: tuple[fx.Node, ...]
+    # Nodes, in the program's order.
     outputs: tuple[fx.Node, ...]
     # That the program is given.
     numbers: tuple[int, ...]

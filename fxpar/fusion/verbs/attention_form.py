@@ -20,6 +20,7 @@ class AttentionForm:
     keys: int
     # Of a causal mask by places: where queries begin.
     ahead: int | None
+    # Whether it gives gradients.
     backward: bool
     # Of all, in order; those by keyword too.
     names: tuple[str, ...]

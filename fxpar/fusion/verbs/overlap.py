@@ -57,9 +57,11 @@ class _Chunked(Builder):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where chunks lie: along ``dim`` of the value at the collective's compute side."""
+    """Where chunks lie in the value at the collective's compute side."""
 
+    # Of that value, along which they are cut.
     dim: int
+    # How many, in each of ``ranks`` parts.
     chunks: int
     # 1, or the ranks within whose parts of the dim they lie.
     ranks: int = 1

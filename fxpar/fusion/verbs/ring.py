@@ -30,9 +30,11 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Ring:
-    """Parts along ``dim`` of the ranks along ``axes``."""
+    """Parts of a value that ranks pass on."""
 
+    # Along which ranks pass them on.
     axes: Axes
+    # Of the value, along which it is in parts.
     dim: int
     # Each once, counted from a rank's own, in the order in which the rank comes to
     # them.

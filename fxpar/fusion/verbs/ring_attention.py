@@ -287,8 +287,11 @@ class RingAttention:
 class _Reduced:
     """A gradient of an attention, what is done to it, and the reduce-scatter then."""
 
+    # The gradient, a getitem of the attention.
     item: fx.Node
+    # Ops from the gradient to the reduce-scatter, in order.
     path: list[fx.Node]
+    # What reduces it over the ranks, and reads the last of ``path``.
     scatter: fx.Node
 
 

@@ -33,6 +33,7 @@ Uses = Mapping[str, Spec]
 class ParameterLayout:
     """Where one parameter rests."""
 
+    # Of the parts that ranks hold.
     spec: Spec
     # The hint on it, as ``constrain`` takes one; "": none.
     hint: str

@@ -41,10 +41,13 @@ _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 class Home:
     """What all sharded parameters of one model share, read while it is traced."""
 
+    # As ``FXPAR_MESH`` takes it.
     mesh: str
+    # Axes that the batch is split over.
     batch: tuple[str, ...]
-    # ``param_dtype``, ``reduce_dtype``: as in the options of the same names.
+    # As the option of this name; None: none is set.
     param_dtype: torch.dtype | None = None
+    # As the option of this name, as text; "": none is set.
     reduce_dtype: str = ""
     # Inside ``no_sync``.
     waiting: bool = False
@@ -52,13 +55,14 @@ class Home:
     unreduced: bool = False
     # Parameters have the hooks for that.
     hooked: bool = False
-    # Each rank feeds its own part of the batch. ``number`` stands for it in graphs.
+    # Each rank feeds its own part of the batch.
     local: bool = False
     # What eager code read last of each parameter, until the forward ends: by the id of
     # the parameter, or the graph that it leaves and its place there.
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)
     # The latest of them with its value, which it may set ``.data`` of.
     latest: tuple[EagerRead, torch.Tensor] | None = None
+    # By which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def __post_init__(self) -> None:
@@ -73,11 +77,13 @@ class Home:
 class EagerRead:
     """That eager code read the global value of a parameter, which it must not write."""
 
-    # "Class.name" of the parameter, and the user's line.
+    # "Class.name" of the parameter.
     parameter: str
+    # Where the user's code read it.
     line: str
-    # The global value, if it still is there, and the memory that it then had.
+    # The global value, if it still is there.
     value: weakref.ref[torch.Tensor]
+    # Of the value when it was read, as ``memory_of`` numbers it.
     memory: int
     # Counts the writes to the global value, and holds none of it.
     counter: torch.Tensor
@@ -112,8 +118,11 @@ def home_of(number: int) -> Home | None:
 class ParameterAtRest:
     """How a parameter rests and how the program should start to use it, as text."""
 
+    # Of the global value.
     shape: tuple[int, ...]
+    # Of the parts that ranks hold.
     spec: str
+    # As ``constrain`` takes one; "": none.
     hint: str
 
 

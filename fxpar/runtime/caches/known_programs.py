@@ -43,11 +43,13 @@ FORMAT = "fxpar program 3"
 
 @dataclass(frozen=True)
 class KnownProgram:
-    """What is known of a program; no ``plan``: nothing but its key, and its number
-    from now on."""
+    """What is known of a program."""
 
+    # Digest of its text.
     key: str
+    # That torch's caches know it by, the same on all ranks (``name_of``).
     number: str
+    # None: nothing but key and number is known, and the fields below are empty.
     plan: Plan | None = None
     # Specs of its results, by position.
     results: Mapping[int, Spec] = field(default_factory=dict)

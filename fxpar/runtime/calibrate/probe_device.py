@@ -36,6 +36,7 @@ class Suite:
 
     # M, k, n of matrix products, some with one small dim for ``Peak.half_dim``.
     shapes: tuple[Shape, ...]
+    # Of these products; "tf32" is float32 computed so.
     dtypes: tuple[str, ...]
     # Samples, channels in and out, pixels along a side, those of the window.
     convolved: tuple[Shape, ...]

@@ -31,9 +31,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one rank calls a graph with: shapes of its inputs, numbers among them."""
+    """What one rank calls a graph with."""
 
+    # Of the tensors at ``Fed.tensors``.
     shapes: Shapes
+    # Values of the inputs at ``Fed.numbers``.
     numbers: tuple[Any, ...]
 
     def apart(self, other: Sizes) -> float:
@@ -57,6 +59,7 @@ class Sizes:
 class SizeAgreement:
     """How the sizes of all ranks go together."""
 
+    # SAME, UNLIKE or UNEVEN.
     kind: str
     # What to raise where that cannot be run.
     mismatch: InputMismatchError | None = None

@@ -56,10 +56,11 @@ class Variants:
     keys: dict[tuple[Sizes, ...], int] = field(default_factory=dict)
     # The number last run for a rank's own sizes.
     last: dict[Sizes, int] = field(default_factory=dict)
-    # Of variants that leave sizes open, by number, the sizes they hold for; why there
-    # are none.
+    # Of variants that leave sizes open, by number, the sizes they hold for.
     ranges: dict[int, SizeRange] = field(default_factory=dict)
+    # Why the last one could not be made; "" if it could.
     refused: str = ""
+    # How many could not be made; no more than MOST_REFUSALS are tried.
     refusals: int = 0
     # Names of sizes that could not be left open.
     closed: set[str] = field(default_factory=set)
@@ -89,17 +90,19 @@ class VariantCompiler:
     gm: fx.GraphModule
     # Names and kinds, in order.
     inputs: Sequence[NamedInput]
-    # Positions of inputs of which each rank feeds a part, of those that Dynamo would
-    # keep open, and of results that leave as each rank's summand.
+    # Positions of inputs of which each rank feeds a part.
     local: frozenset[int]
+    # Positions of inputs that Dynamo would keep open.
     marked: frozenset[int]
+    # Positions of results that leave as each rank's summand.
     counts: frozenset[int]
     # Which inputs ranks feed, and their sizes.
     fed: Fed
     # That run it.
     ranks: Ranks
-    # Sizes that Dynamo keeps open; whether any may be.
+    # Those that Dynamo keeps open.
     sizes: Sequence[OpenSize]
+    # Whether any size may be left open.
     opens: bool
     # The user's line.
     where: str | None

@@ -118,8 +118,11 @@ _KEPT = ("example_value", "stack_trace", "nn_module_stack", "custom")
 class _DividedCopies:
     """Copies of the linear ops that lead to a result, on summands divided apart."""
 
+    # Copies are put before their originals.
     graph: fx.Graph
+    # Of the graph's nodes; what has none is fixed.
     growths: dict[fx.Node, Growth]
+    # So many the global batch has, one on each rank.
     parts: int
 
     def value(self, node: fx.Node) -> fx.Node | None:

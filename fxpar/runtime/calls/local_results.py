@@ -255,6 +255,7 @@ def _of_input(entry: NamedInput) -> Growth:
 class _Traced:
     """An ATen graph."""
 
+    # Functional; its placeholders are all tensors.
     graph: fx.Graph
     # For each placeholder the position of the argument.
     inputs: tuple[int, ...]

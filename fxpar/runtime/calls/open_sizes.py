@@ -58,8 +58,9 @@ class OpenSize:
 
     # Dynamo's symbol.
     name: str
-    # Position among the inputs, and its dim; None: the input is a number, the size.
+    # Position among the inputs.
     place: int
+    # Of that input; None: it is a number, the size.
     dim: int | None
     # As the user knows it.
     text: str
@@ -95,20 +96,27 @@ def open_sizes(
 class OpenProgram:
     """A graph that takes a number for each of its open sizes, before its tensors."""
 
+    # Its first inputs are the symbols, the others tensors.
     graph: fx.GraphModule
     # Fakes whose sizes are symbols, the symbols first.
     examples: Sequence[Any]
+    # Names and kinds, in order of ``examples``.
     inputs: tuple[NamedInput, ...]
     # Positions of the inputs of which each rank feeds a part.
     local: frozenset[int]
+    # Of the examples; its guards say which sizes the program holds for.
     fake_mode: Any
+    # One for each symbol; others that are equal go with it.
     sizes: tuple[OpenSize, ...]
+    # What is traced for each of ``sizes``, divided by ``units``.
     symbols: tuple[torch.SymInt, ...]
+    # Of the symbols, as guards call them.
     names: tuple[str, ...]
     # What is fed of each open size is so many times its symbol.
     units: tuple[int, ...]
-    # What Dynamo knows of the shapes of ``Sizes``, and its numbers.
+    # What Dynamo knows of the shapes of ``Sizes``.
     shapes: tuple[tuple[Any, ...], ...]
+    # What Dynamo knows of the numbers of ``Sizes``.
     numbers: tuple[Any, ...]
     # Of each open size, where it is found in these, as Python.
     places: tuple[str, ...]

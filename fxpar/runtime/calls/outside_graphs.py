@@ -47,10 +47,13 @@ from fxpar.runtime.tracing import modules_of
 
 @dataclass(frozen=True)
 class _Outside:
-    """Code outside the graphs, as text: which, why, and at the user's line."""
+    """Code outside the graphs, as text."""
 
+    # What it is called in messages: mostly a qualified name.
     code: str
+    # As Dynamo says; "" if it does not.
     why: str
+    # The user's line; None if not known.
     where: str | None = None
 
 
@@ -59,8 +62,11 @@ class _CompiledCallable:
     """A compiled module or function."""
 
     fn: Any  # a weak reference
+    # What messages call it: the class of a module, or the function.
     name: str
+    # As they were given to ``torch.compile``.
     options: dict[str, Any] | None
+    # These, read at the first call; None before, or if they are wrong.
     settings: Options | None = None
     # Modules in the frames Dynamo met.
     by_id: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
@@ -73,8 +79,10 @@ class _CompiledCallable:
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     # Code that Dynamo began to trace.
     begun: set[types.CodeType] = field(default_factory=set)
+    # Whether this rank joined the mesh for it though nothing of it is compiled.
     is_joined: bool = False
     group: Any = None  # a weak reference: the one whose ranks know of it
+    # Whether gradients of its modules are reduced in that group.
     reduced: bool = False
 
     @property
@@ -96,8 +104,10 @@ class _CompiledCallable:
 
 @dataclass(eq=False)
 class _Call:
+    # The callable that is called.
     watched: _CompiledCallable
     handled: BaseException | None  # by code around the call
+    # Of each graph that ran in it, whether the whole call was in it.
     ran: list[bool] = field(default_factory=list)
 
 
@@ -115,10 +125,11 @@ _skipped: dict[types.CodeType, _Outside] = {}
 
 @dataclass(eq=False)
 class _CheckedParameters:
-    """Of an optimizer: the ids of parameters that had a gradient, and whether ranks
-    compared them before its first step."""
+    """What was checked of an optimizer."""
 
+    # Ids of those that had a gradient.
     parameters: set[int] = field(default_factory=set)
+    # Whether ranks compared them before its first step.
     compared: bool = False
 
 

@@ -26,8 +26,11 @@ _memory_of = _torch.objects.memory_of
 class StridedLayout:
     """Where the elements of a tensor lie in its memory; numbers or symbols."""
 
+    # Elements along each dim.
     size: tuple[Any, ...]
+    # Elements of the memory from one to the next, along each dim.
     stride: tuple[Any, ...]
+    # Elements of the memory before the first.
     offset: Any
 
     @staticmethod
@@ -58,10 +61,13 @@ class StridedLayout:
 class ResultView:
     """A result of a Dynamo graph that is a view of another."""
 
-    # Positions of both among the results.
+    # Of the view, among the results.
     position: int
+    # Position of the result that it is a view of.
     of: int
+    # Of the view.
     layout: StridedLayout
+    # Of that other result.
     layout_of: StridedLayout
 
 

@@ -34,11 +34,13 @@ FIX = (
 
 @dataclass(frozen=True)
 class _StepSketches:
-    """Of one step of an optimizer: two numbers of gradients by name."""
+    """Gradients of one step of an optimizer, as two numbers each."""
 
+    # Whose step it was.
     optimizer: weakref.ref[Optimizer]
     # What it holds, as text.
     parameters: str
+    # By name of the parameter: norm, and sum weighted by a wave.
     sketches: dict[str, tuple[float, float]]
 
 

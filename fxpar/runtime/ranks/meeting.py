@@ -39,13 +39,21 @@ LONGEST = timedelta(days=7)
 class Channel:
     """The store as seen by one rank in one life of the default process group."""
 
+    # Through a connection apart from that of ``presence``.
     store: Any
+    # Of this process.
     rank: int
+    # Ranks of the group.
     size: int
+    # That its keys begin with; another life has another.
     prefix: str
+    # Says where this rank is, and asks where others are.
     presence: Presence
+    # Faster than the store; None: too many ranks.
     boxes: Mailboxes | None = None
+    # Of ``agree`` so far, alike on all ranks.
     rounds: int = 0
+    # Of compiled graphs so far, alike on all ranks.
     calls: int = 0
     questions: int = 0  # questions of waiting ranks before the last call
     wrote: list[str] = field(default_factory=list)  # this rank's keys of the last call

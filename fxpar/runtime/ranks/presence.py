@@ -77,19 +77,30 @@ def _doing(state: str, text: str) -> Iterator[None]:
 class Presence:
     """This rank among the others in one life of the default process group."""
 
+    # It answers while this is the default one.
     group: weakref.ref[Any]
+    # Through a connection of its own, for the thread.
     store: Any
+    # Of this process.
     rank: int
+    # Ranks of the group.
     size: int
+    # That its keys begin with, as those of the Channel.
     prefix: str
     questions: int = 0  # questions so far, of any rank
     # Keys that every rank has read, to be deleted; called at every beat.
     read: list[str] = field(default_factory=list)
+    # Called at every beat while this rank waits for others; None: it does not.
     watch: Callable[[], None] | None = None
+    # Answers so far.
     _beats: int = 0
+    # Seconds of CPU of the process, and of ``time.monotonic``, at the last beat.
     _cpu: tuple[float, float] = (0.0, 0.0)
+    # By rank, the number of its last answer, and when that was first seen.
     _news: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # Set to end the thread.
     _stop: threading.Event = field(default_factory=threading.Event)
+    # It answers; None before ``start``.
     _thread: threading.Thread | None = None
 
     def start(self) -> None:

@@ -45,11 +45,14 @@ def takes_part() -> bool:
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer of a module, and the tensor and its version that ranks had alike."""
+    """A buffer of a module that ranks should have alike."""
 
+    # That holds it.
     module: weakref.ref[nn.Module]
+    # Its name in that module.
     name: str
     watch_number: int  # number of the ``watch`` it came with
+    # Id of the tensor, and its version, that ranks had alike; None: none yet.
     agreed: tuple[int, int] | None = None
 
     def value(self) -> torch.Tensor | None:
@@ -80,13 +83,15 @@ class _Reducer:
     """What is watched in one life of the process group; places are never used again,
     so that a place means the same on all ranks."""
 
+    # By place.
     parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
-    watch_number: list[int] = field(
-        default_factory=list
-    )  # of each, number of its ``watch``
+    # Of each, number of its ``watch``.
+    watch_number: list[int] = field(default_factory=list)
+    # In the order they came, alike on all ranks.
     buffers: list[_Buffer] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)  # of parameters, by id
     open: set[int] = field(default_factory=set)  # places of parameters without a hook
+    # Places of parameters that this backward added a gradient to.
     touched: set[int] = field(default_factory=set)
     backward: int = -1  # the one that will call ``finish``
 

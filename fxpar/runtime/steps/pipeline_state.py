@@ -33,6 +33,7 @@ class PipelineState:
 
     # As the last step left it.
     graph: fx.Graph
+    # What is to be planned or run.
     request: Request
     # So many stages were dumped.
     stage_number: int = 0
@@ -54,11 +55,13 @@ class PipelineState:
 class JointState(PipelineState):
     """The program while it is planned."""
 
+    # Of the values in the graphs.
     fake_mode: Any
     # The one-device graph.
     normalized: fx.Graph
     # Whether sizes are symbols in it.
     open: bool = False
+    # What planning reads of the graph; set by an early step.
     program: Program = field(init=False)
     # Rows of the batch, 0 if they are not known.
     rows: int = 0
@@ -70,16 +73,21 @@ class JointState(PipelineState):
     plan_with_schedule: Plan | None = None
     # Of the plan on disk.
     key: str = ""
+    # None before the plan is decided or recalled.
     decision: Decision | None = None
     # The local graph before its schedule, if the request is to be tuned.
     unscheduled: fx.Graph | None = None
+    # Given, recalled or chosen.
     schedule: Schedule = field(default_factory=Schedule)
-    # What came near to be the schedule, and others that were simulated.
+    # What came near to be the schedule.
     near: tuple[str, ...] = ()
+    # Schedules that were simulated and not taken, the fastest first.
     others: tuple[str, ...] = ()
+    # What the plan is to say of how it came about.
     notes: tuple[str, ...] = ()
     # Of a program that is cut into them.
     stages: tuple[PipelineStage, ...] = ()
+    # Of the decision; set once that is made.
     plan: Plan = field(init=False)
 
     @property
@@ -105,7 +113,9 @@ class JointState(PipelineState):
 class RankState(PipelineState):
     """The local graph while one rank is put into it."""
 
+    # Of the values in the graph.
     fake_mode: Any
+    # The rank, and its process groups.
     ranks: Ranks
     # The graph goes to Inductor.
     inductor: bool
@@ -121,6 +131,7 @@ class RankState(PipelineState):
 class PhaseState(PipelineState):
     """A forward or a backward while its communication is ordered."""
 
+    # ``graph`` as the passes of a phase take it, with settings.
     phase: PhaseGraph
     # "forward" or "backward".
     which: str

@@ -42,6 +42,7 @@ class StepInput(NamedInput):
 class Forward:
     """A forward that takes parameters by their global value."""
 
+    # Without the crossings of parameters at rest.
     module: fx.GraphModule
     # One per input.
     ends: tuple[StepInput, ...]

@@ -47,6 +47,7 @@ class Slot:
     place: str
     # Of the group, or of the parameter in the order of the groups.
     index: int
+    # Of the value in there, as "lr" or "exp_avg".
     key: str
     # Which one of a tuple, as of ``betas``.
     item: int | None = None
@@ -243,11 +244,15 @@ _COMPARISONS = {
 
 @dataclass(frozen=True)
 class TracedComparison:
-    """``value of slot <relation> other`` was ``holds`` when it was traced."""
+    """A comparison of a number of an optimizer, which a traced step relies on."""
 
+    # Of the number.
     slot: Slot
+    # As module ``operator`` names it: "lt".
     relation: str
+    # What it was compared with.
     other: Any
+    # The answer when it was traced.
     holds: bool
 
     def stands(self, value: Any) -> bool:

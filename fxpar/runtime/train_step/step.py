@@ -136,8 +136,11 @@ class TrainStep:
 class _Variant:
     """A compiled step."""
 
+    # As it was traced.
     step: TracedStep
+    # What it was traced for.
     how: StepCall
+    # The compiled step, called with this rank's parts of its inputs.
     run: Callable[..., Any]
 
 

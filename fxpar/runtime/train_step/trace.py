@@ -87,12 +87,17 @@ class TracedStep:
 
 @dataclass
 class _Findings:
-    """What came to light while a step was traced; fields as those of ``TracedStep``."""
+    """What came to light while a step was traced, as ``TracedStep`` holds it."""
 
+    # Results of the forward.
     count: int = 0
+    # Slots that the step gives new values.
     result_slots: list[Slot] = field(default_factory=list)
+    # Values that the step gives whatever its inputs are.
     fixed: dict[Slot, Any] = field(default_factory=dict)
+    # What the optimizer asked of numbers.
     answers: list[TracedComparison] = field(default_factory=list)
+    # Numbers that the step changes though they are no inputs.
     counted: set[Slot] = field(default_factory=set)
 
 
