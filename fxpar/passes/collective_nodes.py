@@ -172,8 +172,9 @@ class Cut:
 
     # The global shape.
     shape: tuple[int, ...]
-    # The axes of each dim before the step, and after it.
+    # The axes of each dim before the step.
     before: tuple[Axes, ...]
+    # The axes of each dim after it.
     after: tuple[Axes, ...]
     # Dims of which each rank has as many rows, whatever the shares of axes.
     alike: tuple[int, ...] = ()

@@ -38,14 +38,19 @@ Partials = dict[Key, str]
 class Inside:
     """The bodies of one call, their dims in classes."""
 
+    # How the call's tensors become those of the bodies.
     ties: Ties
-    # Of the bodies; ``operands``/``results``: shapes of the call's tensors. A key is
-    # that of a dim or a factor; those of one class have one ``leader``.
+    # Of the bodies, in order.
     programs: Sequence[Program]
+    # Shapes of the call's operands.
     operands: Sequence[tuple[int, ...]]
+    # Shapes of the call's results.
     results: Sequence[tuple[int, ...]]
+    # Key -> another of its class, and at last the one that stands for it (``find``).
     leader: dict[Key, Key] = field(default_factory=dict)
+    # Of each class, by leader, the largest number that divides all of its sizes.
     size: dict[Key, int] = field(default_factory=dict)
+    # Leaders of classes that no axis may split.
     whole: set[Key] = field(default_factory=set)
     # (body, value) -> over which classes it is partial.
     partial: dict[tuple[int, int], Partials] = field(default_factory=dict)

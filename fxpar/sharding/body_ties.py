@@ -16,6 +16,7 @@ from fxpar import _torch
 class Ties:
     """How a call's tensors become those of its bodies, which take the same inputs."""
 
+    # As the call has them: branches, or the test of a loop and its step.
     bodies: tuple[fx.GraphModule, ...]
     # For each placeholder the position of the operand it comes from (None: no tensor),
     # and whether it is one slice of that along dim 0.

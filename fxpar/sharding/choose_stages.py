@@ -49,8 +49,11 @@ class _TooLarge(PlanError):
 class StagedChoice:
     """A plan in stages: what is asked for, and what was found."""
 
+    # What is asked for, on the mesh chosen.
     request: Request
+    # The plan on the mesh of a stage, searched for one microbatch.
     decision: Decision
+    # What a step is predicted to take with it.
     step: StagedStep
 
 

@@ -63,9 +63,11 @@ class Halo:
 
     # Of the tensor among ``Rule.tensors``.
     position: int
+    # Of that tensor.
     dim: int
-    # How many rows lie before the shard and behind it.
+    # How many rows lie before the shard.
     before: int
+    # How many lie behind it.
     after: int
 
 
@@ -74,6 +76,7 @@ class Merge:
     """A sum over a factor whose summands have weights: ranks exchange those of their
     parts inside the op, and what each gives is weighted."""
 
+    # What the sum is over.
     factor: str
     # Of the weights among ``Rule.tensors``.
     position: int
@@ -86,7 +89,9 @@ class GatheredRows:
 
     # Of the tensor among ``Rule.tensors``.
     position: int
+    # Of that tensor.
     dim: int
+    # How many stand for one shard.
     rows: int
     # Bytes of an element, where it is not the tensor's.
     itemsize: int = 0
@@ -96,29 +101,38 @@ class GatheredRows:
 class RowPiece:
     """Rows of an operand that are rows of a result, in order."""
 
-    # Of the operand, and of the result.
+    # Number of the operand.
     source: int
+    # Number of the result.
     target: int
+    # How many rows.
     count: int
-    # Where they lie in the operand, so far apart; backwards if negative.
+    # Where the first lies in the operand.
     first: int = 0
+    # How far apart they lie there; backwards if negative.
     step: int = 1
-    # Where they lie in the result, so far apart.
+    # Where the first lies in the result.
     at: int = 0
+    # How far apart they lie there.
     stride: int = 1
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The rows that each row of a result reads of a dim: ``span`` of them from
-    ``(first + step * i) // of`` on for row i, or from where ``head`` and ``tail`` say
-    of the first and the last ones."""
+    """The rows that each row of a result reads of a dim, its window: of row i from
+    ``(first + step * i) // of`` on."""
 
+    # Rows of the dim that windows move on by, over ``of`` rows of the result.
     step: int
+    # Rows of the result over which they do.
     of: int = 1
+    # Where the window of row 0 begins, times ``of``; negative in padding.
     first: int = 0
+    # Rows of a window.
     span: int = 1
+    # Where the windows of the first rows of the result begin instead.
     head: tuple[int, ...] = ()
+    # The same of the last rows.
     tail: tuple[int, ...] = ()
 
 
@@ -127,13 +141,17 @@ class RowWindow:
     """Rows that a rank reads of a dim for its shard of another tensor; of a result
     those that it computes a part of, which are added where they lie."""
 
-    # Of the tensor with these rows among ``Rule.tensors``, and of the other one.
+    # Of the tensor with these rows among ``Rule.tensors``.
     position: int
+    # Of that tensor.
     dim: int
+    # Of the tensor whose shards read them, among ``Rule.tensors``.
     other: int
-    # Rows of the dim, of the one and of the other.
+    # Rows of the dim.
     rows: int
+    # Rows of the other tensor.
     count: int
+    # What each row of the other tensor reads of the dim, or adds to it.
     reach: Reach
 
 
@@ -141,17 +159,21 @@ class RowWindow:
 class RowMoves:
     """An op that moves rows of a dim: what each row of its results is."""
 
+    # One number, for all operands and results.
     dim: int
-    # How many rows of the dim each operand, and each result, has.
+    # How many rows of the dim each operand has.
     sources: tuple[int, ...]
+    # How many each result has.
     targets: tuple[int, ...]
     # No row of a result twice.
     pieces: tuple[RowPiece, ...]
     # What the other rows hold.
     fill: bool | int | float = 0
     # A rank gets, instead of its shard of the result, the window of rows that this
-    # reads; or has that window, parts of which are added up, if ``adds``.
+    # reads; None: its shard.
     reach: Reach | None = None
+    # Whether a rank has, instead, such a window of the operand, parts of which are
+    # added up.
     adds: bool = False
 
 
@@ -159,11 +181,17 @@ class RowMoves:
 class Rule:
     """The factors of one op call. Operands and results are its tensors, in order."""
 
+    # Factors of each dim of each operand, major to minor.
     operands: tuple[Dims, ...]
+    # The same of the results.
     results: tuple[Dims, ...]
+    # (factor, size), of all factors from ``with_sizes`` on.
     sizes: tuple[tuple[str, int], ...] = ()
+    # Factors that no axis may split.
     whole: frozenset[str] = frozenset()
+    # (factor, how results that are partial over it are reduced); "sum" if not here.
     reductions: tuple[tuple[str, str], ...] = ()
+    # Which operands may stay partial through the op.
     passages: tuple[Passage, ...] = ()
     # Operands added into the result: partial where a contracted factor they lack is
     # split.

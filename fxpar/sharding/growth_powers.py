@@ -24,11 +24,11 @@ _GUARD = 1e-3
 class Growth:
     """The power of the batch's size that a value grows with."""
 
-    # Of the batch's size, the largest of its summands'; None if it is not known, and
-    # ``why``.
+    # The largest of its summands'; None if it is not known.
     power: float | None = 0.0
     # It has summands of other powers besides.
     mixed: bool = False
+    # Why it is not known; "" if it is.
     why: str = ""
 
     @property
@@ -94,9 +94,11 @@ def product(factors: Sequence[Growth]) -> Growth:
 
 @dataclass
 class DoubledCall:
-    """A call of an ATen op: ``a`` once, ``b`` with twice the batch."""
+    """A call of an ATen op, once and with twice the batch."""
 
+    # In the graph with the batch as it is.
     a: fx.Node
+    # The same call in the graph with twice the batch.
     b: fx.Node
     # Growths of the results of each node before it.
     growth_of: Mapping[fx.Node, Sequence[Growth]]

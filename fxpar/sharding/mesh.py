@@ -45,14 +45,16 @@ class Link:
     overhead: float = 1e-5
     # Whether reductions may take a tree besides the ring.
     tree: bool = False
-    # This many neighbours along the axis share a node, where ``inner`` connects them.
+    # This many neighbours along the axis share a node.
     inside: int = 1
+    # What connects those; None: this link does.
     inner: Link | None = None
     # Links that hold instead for single kinds of collectives.
     kinds: tuple[tuple[str, Link], ...] = ()
-    # What a rank takes to bring a tensor in memory into the order that collectives
-    # have: seconds for each copy, and for each byte of it, read and written.
+    # Seconds for each copy that brings a tensor in memory into the order that
+    # collectives have.
     copy_launch: float = 0.0
+    # Seconds for each byte of it, read and written.
     copy_byte: float = 0.0
 
     def __hash__(self) -> int:
@@ -64,7 +66,9 @@ class Link:
 class Mesh:
     """Named axes with sizes, major to minor, e.g. ``Mesh((("dp", 2), ("tp", 4)))``."""
 
+    # (name, number of ranks along it).
     axes: tuple[tuple[str, int], ...]
+    # What connects the ranks of each axis; none given: ``Link()``.
     links: tuple[Link, ...] = ()
     # For each axis the relative speed of each of its ranks, 1.0 that of the hardware,
     # or None where all compute alike. A rank has the product of those of its

@@ -33,11 +33,13 @@ SHARES = 'write one positive number for each rank of the axis: FXPAR_MESH="dp=2[
 class AxisText:
     """What the text of one axis says."""
 
+    # Of the axis, not of its parts.
     name: str
     # One, or those of its parts, major to minor.
     sizes: tuple[int, ...]
-    # Of each rank; None if nothing is said.
+    # Relative speed of each rank; None if nothing is said.
     speeds: tuple[float, ...] | None
+    # What each rank gets of a dim, up to a factor; None if nothing is said.
     shares: tuple[float, ...] | None
 
 

@@ -26,6 +26,7 @@ class Pipeline:
 
     # With the pipeline axis.
     mesh: Mesh
+    # The name of that axis.
     axis: str
     # As the option ``pipeline``.
     schedule: str = "auto"
@@ -53,8 +54,9 @@ class PipelineStage:
     ops: tuple[str, ...]
     # Names of the parameters that it reads.
     parameters: tuple[str, ...]
-    # Predicted, of one microbatch.
+    # Predicted for the forward of one microbatch.
     forward_seconds: float
+    # And for its backward.
     backward_seconds: float
     # Of its parameters on a rank.
     bytes: int

@@ -50,9 +50,9 @@ class Request:
     mode: Mode = "propagate"
     # Meshes that a search may choose from; none: ``mesh`` is named.
     meshes: tuple[Mesh, ...] = ()
-    # Meshes with an axis of stages that a search may choose from besides, and the
-    # schedule they are asked for.
+    # Meshes with an axis of stages that a search may choose from besides.
     staged: tuple[Mesh, ...] = ()
+    # The schedule that these are asked for, as the option ``pipeline``.
     pipeline_schedule: str = "auto"
     # How parameters whose rest is open lie along these stages (``Input.along_stages``).
     free_along_stages: str = "own"

@@ -124,7 +124,9 @@ class Value:
     index: int
     # Of its node, with the number of the result where an op has several.
     name: str
+    # Global, a size that is left open at its hint.
     shape: tuple[int, ...]
+    # Of its elements.
     dtype: torch.dtype
     # Its shape with the sizes that the program leaves open as symbols.
     open: tuple[Any, ...] = field(default=(), compare=False)

@@ -26,7 +26,9 @@ _SHOWN = 60  # characters of a value in a message
 class Saved:
     """A value of a saved plan and its place; all methods raise PlanError."""
 
+    # As JSON has it.
     value: Any
+    # Where it stands in the plan, as ``nodes[0].name``; "" for all of the plan.
     place: str = ""
 
     def refuse(self, why: str) -> PlanError:

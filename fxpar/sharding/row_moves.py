@@ -24,12 +24,15 @@ from fxpar.sharding.mesh import Mesh
 class Run:
     """Rows that lie evenly apart where they are taken, and where they are put."""
 
-    # Among what a rank holds of all operands, joined; the step may be negative.
+    # Where the first is taken, among what a rank holds of all operands, joined.
     first: int
+    # How far apart they lie there; backwards if negative.
     step: int
+    # How many rows.
     count: int
-    # Among what a rank has of all results, joined.
+    # Where the first is put, among what a rank has of all results, joined.
     at: int
+    # How far apart they lie there.
     stride: int
 
     def joined(self, other: Run) -> Run | None:
@@ -55,11 +58,13 @@ Runs = tuple[tuple[tuple[Run, ...], ...], ...]
 class Exchange:
     """An op that moves rows, and how they lie on the mesh."""
 
+    # The op, in rows of the whole dim.
     moves: RowMoves
     # Those that split the dim, major to minor.
     axes: Axes
-    # Of each operand, and of each result, whether they split it.
+    # Of each operand whether they split it.
     split_sources: tuple[bool, ...]
+    # Of each result whether they split it.
     split_targets: tuple[bool, ...]
 
     @cached_property

@@ -51,11 +51,13 @@ def messages_of(op: Op) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``[start, end)`` of the shard that is so many ``further`` on, before this
-    one if negative; 0 is the rank's own."""
+    """Rows of the rank's own shard or another along the dim."""
 
+    # How many shards on, before this one if negative; 0: the rank's own.
     further: int
+    # First row, counted from where that shard begins.
     start: int
+    # Behind the last row, counted alike.
     end: int
 
 

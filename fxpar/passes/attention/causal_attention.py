@@ -32,7 +32,9 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class VisibleBlock:
     """Queries and keys that see one another."""
 
+    # Of the queries.
     rows: slice
+    # Of the keys that these see.
     keys: slice
     # A square in which a query sees the keys up to its own; else it sees all.
     causal: bool
@@ -149,11 +151,12 @@ def _shared(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Attention of a block. ``forward(q, k, v, causal, scale)`` gives output and
-    log-sum-exp, ``backward(grad, q, k, v, out, logsumexp, causal, scale)`` gradients
-    of queries, keys and values."""
+    """Attention of a block."""
 
+    # (q, k, v, causal, scale) -> output and log-sum-exp.
     forward: Callable[..., Result]
+    # (grad, q, k, v, out, logsumexp, causal, scale) -> gradients of queries, keys and
+    # values.
     backward: Callable[..., Gradients]
 
 

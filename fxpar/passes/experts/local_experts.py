@@ -40,10 +40,11 @@ OWN_OUTER = torch.ops.fxpar.own_expert_outer.default
 class _Sorted:
     """How rows are sorted by expert on one rank."""
 
+    # The product that needs them sorted.
     call: LocalCall
-    # Where the i-th row in order lies, of those that there is room for; and where in
-    # order each row is.
+    # Where the i-th row in order lies, of those that there is room for.
     order: fx.Node
+    # Where in order each row is.
     place: fx.Node
     # Behind the last row of each expert, in order.
     ends: fx.Node

@@ -48,6 +48,7 @@ class _SortedRows:
     ``order[i]`` of the copy for the group that has its expert.
     """
 
+    # Along which the rows lie.
     dim: int
     # [rows]: of whole numbers, the same for every group.
     plain: fx.Node | None = None

@@ -37,6 +37,7 @@ def call_of(node: fx.Node) -> tuple[fx.Node, int]:
 class RowCall:
     """A call that makes rows one by one."""
 
+    # The call itself.
     node: fx.Node
     # Of each tensor that it reads, the dim that its rows lie along; None: of what is
     # the same for every row.

@@ -20,15 +20,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One op call being made local.
+    """One op call being made local."""
 
-    ``operands``/``results``: specs of its tensors, in order of the rule.
-    """
-
+    # Adds nodes to the local graph.
     build: Builder
+    # The call as it is before.
     node: fx.Node
+    # Of the op, with sizes.
     rule: Rule
+    # Specs of the operands, in order of the rule.
     operands: tuple[Spec, ...]
+    # Specs of the results.
     results: tuple[Spec, ...]
     # Their global shapes, operands then results.
     shapes: tuple[tuple[int, ...], ...]

@@ -25,10 +25,13 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True)
 class Part:
-    """An index into this rank's ``n`` rows of dim ``dim``."""
+    """An index into this rank's rows of a dim."""
 
+    # The lookup or update.
     call: LocalCall
+    # That is indexed; never negative.
     dim: int
+    # Rows of the dim that this rank holds.
     n: Size
     # It counted from the first of them.
     place: fx.Node

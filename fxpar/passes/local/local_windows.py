@@ -289,11 +289,13 @@ def _max_pool_backward(
 class _ShardWithHalo:
     """One dim of a shard with the rows around it."""
 
+    # That split the dim.
     axes: tuple[str, ...]
-    # Rows of the dim, of the shard with those around it, and where these begin, times
-    # a number.
+    # Rows of the dim.
     whole: int
+    # Rows of the shard with those around it.
     width: Size
+    # Number -> where these begin in the dim, times the number.
     start: Callable[[int], Size]
 
 

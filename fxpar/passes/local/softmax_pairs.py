@@ -36,9 +36,11 @@ _FEW = 8
 class SplitSoftmax:
     """``exp(scores - shift)``, summed along a split dim."""
 
+    # This rank's part.
     scores: fx.Node
-    # All-reduce of the largest score, and what is subtracted: it, or 0 for infinity.
+    # All-reduce of the largest score.
     largest: fx.Node
+    # What is subtracted: the largest, or 0 for infinity.
     shift: fx.Node
     # All-reduce of the sum.
     total: fx.Node

@@ -41,7 +41,7 @@ _FIX = "draw the numbers outside and pass them in"
 class _DrawingCall:
     """How an op runs its bodies."""
 
-    # Of its arguments the bodies that are computed, and the test of a loop.
+    # Of its arguments the bodies that are computed.
     bodies: tuple[int, ...]
     # Of its arguments the lists that are inputs of each body, in order.
     inputs: tuple[int, ...]
@@ -51,6 +51,7 @@ class _DrawingCall:
     rows: int | None = None
     # The seed is carried from step to step.
     carried: bool = False
+    # Of its arguments the test of a loop; None: it has none.
     test: int | None = None
 
     def seeds(self, args: tuple[Any, ...]) -> list[int]:
@@ -72,6 +73,7 @@ _CALLS = {
 class _Draws:
     """What a body draws, once it runs."""
 
+    # Of the first draw; each further one counts on from it.
     seed: torch.Tensor
     # Seeds count down: of a test, beside a body that counts up.
     down: bool = False

@@ -20,15 +20,19 @@ class Affine:
 
     # Of each dim; 0 of a dim of one element.
     steps: tuple[int, ...]
+    # The value at place 0 of all dims.
     constant: Number
 
 
 @dataclass(frozen=True)
 class TwoValued:
-    """``yes`` where each of some affine functions is at least 0, else ``no``."""
+    """One value where each of some affine functions is at least 0, else another."""
 
+    # The functions that have to be at least 0, all of them.
     bounds: frozenset[Affine]
+    # The value where they are.
     yes: Number
+    # The value elsewhere.
     no: Number
 
 

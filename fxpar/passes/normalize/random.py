@@ -155,8 +155,9 @@ class _Stream:
     wide: bool
     # Neighbours that share a counter.
     lanes: int
-    # ``rand``, ``randn``: (arithmetic, words, lane) -> numbers.
+    # Uniform numbers: (arithmetic, words, lane) -> numbers.
     rand: Callable[[Any, Sequence[Any], Any], Any]
+    # Normal numbers, alike.
     randn: Callable[[Any, Sequence[Any], Any], Any]
 
     def key(self, seed: Any) -> tuple[Any, Any]:

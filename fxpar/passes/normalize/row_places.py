@@ -35,11 +35,13 @@ MOST_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """What each row of a dim holds: a row of ``source``, or the constant ``fill``
-    where ``places`` is -1. Without a source all rows are the constant."""
+    """What each row of a dim holds: a row of another tensor, or a constant."""
 
+    # None: all rows are the constant.
     source: fx.Node | None
+    # [rows] of whole numbers: which row of the source, or -1 for the constant.
     places: torch.Tensor
+    # The constant; None: no row is one.
     fill: float | None = None
     # Sum of the numbers by which rows were counted from either end.
     reach: int = 0

@@ -50,8 +50,9 @@ _REDUCE = c10d.all_reduce.default
 
 @dataclass
 class _Bucket:
-    """Collectives of one kind, in graph order."""
+    """Collectives of one kind that become one."""
 
+    # In graph order.
     members: list[fx.Node] = field(default_factory=list)
     size: int = 0  # bytes
 

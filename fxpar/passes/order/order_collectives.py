@@ -388,6 +388,7 @@ class PhasePass:
 
     # In FXPAR_DISABLE, and where it is printed.
     name: str
+    # Rewrites the phase in place.
     run: Callable[[PhaseGraph], None]
     # FXPAR_DISABLE may leave it out.
     optional: bool = True

@@ -37,8 +37,9 @@ KINDS = (
 class Residency:
     """When buffers are in memory. Launches are counted from 0; -1 is before them."""
 
-    # The launch that makes a buffer, and the last that needs it.
+    # The launch that makes a buffer.
     born: dict[Buffer, int]
+    # The last launch that needs it; the number of launches for what stays to the end.
     dies: dict[Buffer, int]
     # (launch, bytes made by it, bytes in memory while it runs, bytes behind it); the
     # first is before all launches.

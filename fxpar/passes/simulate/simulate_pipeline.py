@@ -76,14 +76,17 @@ class _Clocks:
 
     # Seconds of each place's launches, by name of their last node.
     launch_seconds: Sequence[dict[str, float]]
+    # Between any two places.
     link: Link
     # When what arrives is there.
     arrivals: dict[fx.Node, float] = field(default_factory=dict)
     # Of each place what it did, in order.
     runs: list[list[_ActionRun]] = field(default_factory=list)
-    # Bytes that are sent, in so many messages, which takes so many seconds.
+    # Bytes that are sent.
     sent: int = 0
+    # Messages that they are sent in.
     calls: int = 0
+    # Seconds that the messages take, added up.
     sending: float = 0.0
 
     def __post_init__(self) -> None:
@@ -162,9 +165,11 @@ class _ActionRun:
 
     # Its name and kind.
     name: tuple[str, str]
-    # Seconds.
+    # When its first launch begins, in seconds of the step.
     start: float
+    # When its last launch ends, alike.
     end: float = 0.0
+    # How many launches it has.
     launches: int = 0
 
 

@@ -55,24 +55,30 @@ LARGEST = 10
 class Event:
     """One launch, when it runs."""
 
+    # Of its last op, with ``_wait`` behind for a wait that is no op; in stages, of the
+    # action.
     name: str
     # "fused", "contraction", "alone", "wait", or a collective.
     kind: str
     # "compute", or axes joined by "+".
     stream: str
-    # Seconds.
+    # In seconds of the step.
     start: float
+    # Seconds; of a wait, as long as compute stands still for it.
     duration: float
+    # Of a collective; none for any other launch.
     axes: tuple[str, ...] = ()
     # That a kernel moves through memory; of a collective as in ``plan.Collective``.
     bytes: int = 0
+    # Of a contraction.
     flops: float = 0.0
     # How many ops it runs.
     nodes: int = 1
     # Name of the collective that a wait waits for.
     of: str | None = None
-    # Node of the one-device graph.
+    # Node of the one-device graph; None: it has none.
     origin: str | None = None
+    # The user's.
     line: str | None = None
 
     @property
@@ -114,6 +120,7 @@ class Timeline:
 
     # In the order they are launched.
     events: tuple[Event, ...]
+    # When all is done.
     seconds: float
     # Kernels.
     compute_seconds: float
@@ -121,9 +128,11 @@ class Timeline:
     communication_seconds: float
     # When collectives run and no kernel does, or hold kernels up.
     exposed_seconds: float
+    # What is sent, summed up by kind and axes.
     traffic: tuple[Traffic, ...]
     # (time, bytes) wherever that changes.
     memory: tuple[tuple[float, int], ...]
+    # The most in memory at a time.
     peak_bytes: int
     # The largest tensors at the peak, largest first.
     held: tuple[LiveTensor, ...]
@@ -213,12 +222,14 @@ def _machine(hardware: Hardware, fused: bool) -> Hardware:
 
 @dataclass(frozen=True)
 class _LaunchTasks:
-    """``tasks`` of some launches. ``first``, ``last``: of each launch, indices of its
-    tasks, of which a collective may have two: what it takes from kernels, and the rest,
-    which runs beside them."""
+    """Tasks of some launches. A collective may have two: what it takes from kernels,
+    and the rest, which runs beside them."""
 
+    # In the order of the launches.
     tasks: list[Task]
+    # Of each launch, the index of its first task.
     first: list[int]
+    # Of each launch, the index of its last task.
     last: list[int]
 
     def seconds(self, i: int) -> float:

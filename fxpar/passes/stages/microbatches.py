@@ -212,15 +212,17 @@ def _cuts_rows(node: fx.Node) -> bool:
 
 @dataclass
 class _Unroller:
-    """Makes of a graph over ``TIME`` one in which every part has ops of its own.
+    """Makes of a graph over ``TIME`` one in which every part has ops of its own."""
 
-    ``values``: of a node its value of each part, or the one that all parts share.
-    """
-
+    # How many parts.
     parts: int
+    # Without ``TIME``.
     mesh: Mesh
+    # In which the values of new nodes are computed.
     fake_mode: Any
+    # The new graph.
     graph: fx.Graph = field(default_factory=fx.Graph)
+    # Node of the old graph -> its value of each part, or the one that all parts share.
     values: dict[fx.Node, Any] = field(default_factory=dict)
     # The part that a new node belongs to; a node that is not here is of all parts.
     part_of: dict[fx.Node, int] = field(default_factory=dict)

@@ -95,12 +95,15 @@ def rows_of_parts(graph: fx.Graph, mesh: Mesh, parts: int) -> RowsOfParts:
 class _OneOrder:
     """Values whose rows lie in one order."""
 
+    # Value -> the dim that its rows lie along.
     dims: dict[fx.Node, int] = field(default_factory=dict)
+    # Step that moves the rows -> what takes its place over rows of parts.
     steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
     # Values that are the same in all rows.
     constants: set[fx.Node] = field(default_factory=set)
     # Sizes of what is cut in parts.
     sizes: set[int] = field(default_factory=set)
+    # Values whose readers and source are still to be taken in.
     _queue: list[fx.Node] = field(default_factory=list)
 
     def grow(self, node: fx.Node, dim: int) -> bool:

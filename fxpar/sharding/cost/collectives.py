@@ -28,18 +28,23 @@ from fxpar.sharding.mesh import Link, Mesh
 
 @dataclass(frozen=True)
 class Stage:
-    """``size`` units (ranks, or what the stages before make) and what joins them."""
+    """A level of a group."""
 
+    # Units: ranks, or what the stages before make.
     size: int
+    # What joins them.
     link: Link
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """One algorithm: ``alpha`` seconds, and ``beta`` for each byte."""
+    """Time of one algorithm over bytes: a straight line."""
 
+    # A key of its kind in ``_ALGORITHMS``; "none" for a group of one rank.
     algorithm: str
+    # Seconds, whatever it carries.
     alpha: float
+    # Seconds for each byte that a rank holds before it.
     beta: float
 
 
@@ -47,6 +52,7 @@ class AlphaBeta:
 class Curve:
     """Time over bytes: the least of some lines, so monotone and concave."""
 
+    # One for each algorithm that a library may take; in a tie the first is taken.
     lines: tuple[AlphaBeta, ...]
 
     def seconds(self, nbytes: Any) -> Any:
@@ -160,12 +166,15 @@ def _merged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 class _Ranks:
     """Stages as a kind of collective sees them, each innermost first."""
 
+    # Units that each stage joins.
     sizes: list[int]
+    # What joins them, for this kind of collective.
     links: list[Link]
     # Ranks of the group in one unit of a stage.
     within: list[int]
     # Bytes/s that these have together.
     lanes: list[float]
+    # Ranks of the group.
     count: int
 
     def around(self) -> float:

@@ -47,7 +47,9 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 class Buffer:
     """One tensor."""
 
+    # What makes it; of what the graph is given, the node that stands for it.
     node: fx.Node
+    # Of all of it, at the sizes of the graph.
     nbytes: int
     # Whether it is in memory; what only its own kernel reads is not.
     written: bool = True
@@ -67,20 +69,27 @@ class Launch:
     nodes: list[fx.Node]
     # Its place.
     order: float
+    # Whether it belongs to the backward.
     backward: bool
     # Bytes of each buffer.
     reads: dict[Buffer, int] = field(default_factory=dict)
+    # What its nodes give, in memory or not.
     makes: list[Buffer] = field(default_factory=list)
     # Of a contraction.
     flops: float = 0.0
+    # The smallest of m, n, k of a contraction; infinite where none counts.
     least: float = math.inf
+    # Of the first floating-point operand of a contraction.
     dtype: torch.dtype = torch.float32
+    # Which peak a contraction has, as ``Hardware.peak`` knows it.
     family: str = ""
     # Operations on elements, as ``Hardware.light`` counts.
     light: Counter[str] = field(default_factory=Counter)
-    # Of a collective, and bytes on this rank before and after it.
+    # Of a collective; none for any other launch.
     axes: tuple[str, ...] = ()
+    # Bytes on this rank before a collective.
     before: int = 0
+    # Bytes on this rank after it.
     after: int = 0
     # What a wait waits for.
     of: Launch | None = None
@@ -104,9 +113,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """All of a graph, in order; what it is given and what it returns."""
+    """All of a graph; what it is given and what it returns."""
 
+    # By their places in the order.
     launches: list[Launch]
+    # What the graph is given, by placeholders and constants.
     inputs: list[Buffer]
     # Of each result those of its tensors.
     outputs: list[list[Buffer]]
@@ -116,11 +127,13 @@ class Launches:
 class TensorView:
     """A tensor as a node gives it."""
 
+    # What makes the tensor; of a view, what it views.
     node: fx.Node
     # None for a constant.
     buffer: Buffer | None
-    # How much of it is seen, in elements, and their size.
+    # How much of it is seen, in elements.
     points: int
+    # Bytes of an element.
     itemsize: int
     # The one of light ops that makes it.
     kernel: _Growing | None = None
@@ -134,7 +147,9 @@ class TensorView:
 class _Growing:
     """A kernel of light ops."""
 
+    # What it is so far.
     launch: Launch
+    # What all of its ops run over together.
     domain: Domain
     # What it reads, bytes.
     seen: dict[TensorView, int] = field(default_factory=dict)

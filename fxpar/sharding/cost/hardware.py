@@ -28,16 +28,18 @@ LIGHT = ("step", "root", "exp", "log", "sin", "tanh", "erf", "draw")
 class Peak:
     """How fast contractions of one dtype run: ``rate`` of their size.
 
-    Each quantity saturates as in Hockney's r = r_inf n / (n + n_half): ``half_flops``
-    is the work at which starting up takes half the time, ``half_dim`` the smallest of
-    m, n, k at which half of a tile is idle. Starting up takes as long whatever the
-    tiles: so a contraction that grows in any dim never takes less time.
+    It saturates in ``flops`` and in the smallest dim, as in Hockney's
+    r = r_inf n / (n + n_half). Starting up takes as long whatever the tiles: so a
+    contraction that grows in any dim never takes less time.
     """
 
-    # Flops/s of the data sheet, and what large contractions reach of it.
+    # Flops/s of the data sheet.
     flops: float
+    # Share of that which large contractions reach.
     efficiency: float = 1.0
+    # Flops of a contraction at which starting up takes half the time; 0: none.
     half_flops: float = 0.0
+    # The smallest of m, n, k at which half of a tile is idle; 0: none is.
     half_dim: float = 0.0
 
     def rate(self, flops: Any, least: Any = math.inf) -> Any:
@@ -51,8 +53,11 @@ class Peak:
 class Measured:
     """One kind of collective on one level, where it differs from the level itself."""
 
+    # Seconds per collective.
     overhead: float
+    # Seconds from rank to rank.
     latency: float
+    # Bytes/s that one device sends, or all of a unit, if ``Level.shared``.
     bandwidth: float
 
 
@@ -72,6 +77,7 @@ class Level:
     shared: bool = False
     # See ``mesh.Link``.
     tree: bool = False
+    # (kind of collective, what was measured of it instead).
     kinds: tuple[tuple[str, Measured], ...] = ()
 
 
@@ -79,16 +85,18 @@ class Level:
 class Hardware:
     """What one device and its network can do."""
 
+    # That ``hardware_table.lookup`` finds it under, if it is built in.
     name: str
     # By dtype. A name as "float32 convolution backward" tells a family of ops apart
     # from products of matrices.
     peaks: tuple[tuple[str, Peak], ...]
-    # Of the device memory: bytes/s that streaming reaches, and bytes.
+    # Bytes/s that streaming through the device memory reaches.
     bandwidth: float
+    # Bytes of the device memory.
     memory: float
-    # Seconds for each kernel (on CPU: op or fused region) of a compiled graph, and of
-    # one run op by op.
+    # Seconds for each kernel (on CPU: op or fused region) of a compiled graph.
     launch: float
+    # Seconds for each kernel of a graph that is run op by op.
     eager_launch: float
     # The network, innermost first.
     levels: tuple[Level, ...]

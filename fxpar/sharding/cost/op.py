@@ -269,6 +269,7 @@ def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
 class Domain:
     """What a light op runs over."""
 
+    # Elements of the largest tensor that it gives, or reads all of.
     points: int
     # That it reduces ``points`` to; 0: it reduces nothing.
     rows: int = 0

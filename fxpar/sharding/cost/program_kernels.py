@@ -62,6 +62,7 @@ class Work:
     points: tuple[int, ...]
     # Kernels that start with it.
     launches: int
+    # Of the first floating-point tensor; of the last, if none is.
     dtype: torch.dtype
     # Which peak a contraction has, as ``Hardware.peak`` knows it.
     family: str = ""
@@ -168,6 +169,7 @@ NEVER = -1
 class ProgramKernels:
     """What the kernels of a program move, and when."""
 
+    # What they are of, in global shapes.
     program: Program
     # For each value the one whose memory it shows: itself, but of views.
     base: tuple[int, ...]
@@ -175,8 +177,9 @@ class ProgramKernels:
     written: frozenset[int]
     # Values of the forward that the backward computes anew.
     recomputed: frozenset[int]
-    # Of each op, and when its kernel runs, in the forward and in the backward.
+    # Of each op.
     works: tuple[Work, ...]
+    # Of each op when its kernel runs, in the forward and in the backward; NEVER if not.
     runs: tuple[tuple[int, int], ...]
     # Of each value, whether it is read, by light ops alone.
     read_by_light: tuple[bool, ...]

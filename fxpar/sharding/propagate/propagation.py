@@ -47,6 +47,7 @@ FIRST = -1
 class Origin:
     """Why an axis is on a value: the seed it came from and the last step it took."""
 
+    # Its ``Seed.origin``.
     seed: str
     # The seed split dim 0 of an input, so this axis is data parallel.
     batch: bool = False
@@ -58,13 +59,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class Seed:
-    """A spec given to a value: ``dims`` axes per dim; ``closed`` dims take no more."""
+    """A spec given to a value."""
 
+    # In ``Program.values``.
     value: int
+    # Axes of each dim, major to minor.
     dims: tuple[Axes, ...]
+    # Whether each dim takes no more axes.
     closed: tuple[bool, ...]
+    # What gives it, in words for messages.
     origin: str
+    # Those of lower numbers propagate first.
     priority: int = 0
+    # It splits dim 0 of an input, by data.
     batch: bool = False
     # It splits experts.
     experts: bool = False

@@ -232,13 +232,15 @@ class Move:
 
     # A key of ``steps.KINDS``.
     kind: str
+    # The axes it is over, or parts of them.
     tokens: Tokens
     # The dims it names, as its kind counts them.
     at: tuple[int, ...]
     # The reduction of a partial value.
     op: str
-    # The layout after the move.
+    # The tokens of each dim after the move.
     dims: Dims
+    # What is partial after the move.
     pending: Pending
 
 

@@ -176,12 +176,17 @@ def _concerned(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Reach ``goal`` from ``start`` with nothing pending."""
+    """Reach one layout from another, with nothing pending."""
 
+    # Whose axes tokens name.
     mesh: Mesh
+    # Tokens of each dim that the problem is about, at first.
     start: Dims
+    # The same at last.
     goal: Dims
+    # The most shards of each dim; any fewer must divide it.
     room: tuple[int, ...]
+    # What is partial at first.
     pending: Pending
     # Positions of axes that stay partial, along which values differ.
     busy: frozenset[int]

@@ -74,13 +74,17 @@ def _route(
 
 @dataclass(frozen=True)
 class Reshard:
-    """``value`` from one spec to another, for the op ``reader`` or the output
-    ``output`` that first asks."""
+    """A value from one spec to another, for the op or output that first asks."""
 
+    # In ``Program.values``.
     value: int
+    # The spec that it has.
     source: Spec
+    # The spec that it gets.
     target: Spec
+    # Index of the op that first asks; None: an output does.
     reader: int | None
+    # Number of the output that first asks; None: an op does.
     output: int | None
     # It settles what its producer made, so it belongs right behind the producer; any
     # other stands before its reader.
@@ -93,8 +97,9 @@ class Edges:
 
     # Spec of each value as its op gives it.
     specs: list[Spec]
-    # Spec per (op index, operand) and per output.
+    # Spec per (op index, operand).
     reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
+    # Spec per output; None: it is no tensor.
     outputs: list[Spec | None] = field(default_factory=list)
     # In an order in which they can be inserted.
     reshards: list[Reshard] = field(default_factory=list)

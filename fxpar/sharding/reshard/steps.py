@@ -30,11 +30,13 @@ class StepKind:
     text: str
     # (k, bytes a rank holds before) -> bytes it sends, of k ranks; None: no collective.
     sent: Callable[[int, float], float] | None = None
-    # Which of the step's dims its axes leave, and to the minor end of which they go.
+    # Which of the step's dims its axes leave; None: none.
     gathered: int | None = None
+    # Which of them they go to, at its minor end; None: none.
     split: int | None = None
-    # Whether the axes are partial before, or after.
+    # Whether the axes are partial before.
     reduces: bool = False
+    # Whether they are partial after.
     masks: bool = False
 
     @property

@@ -25,12 +25,17 @@ FURTHER = ["~"]
 class Heads:
     """Words per tensor of one call."""
 
+    # Of the queries, one per dim.
     query: list[str]
+    # Of the keys.
     key: list[str]
+    # Of the values.
     value: list[str]
+    # Of the output.
     out: list[str]
+    # Of [batch, query heads, queries, keys].
     scores: list[str]
-    # Of the scores.
+    # Sizes of the scores' dims.
     sizes: list[int]
     # Query heads per key head.
     groups: int

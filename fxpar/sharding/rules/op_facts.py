@@ -66,8 +66,9 @@ class OpFacts:
     alone: bool = False
     # Inductor chooses the strides of what it gives, with what is around it.
     chosen_strides: bool = False
-    # It makes random numbers; and takes them from a generator, in order.
+    # It makes random numbers.
     random: bool = False
+    # It takes random numbers from a generator, in order.
     draws: bool = False
     # It writes to an operand.
     mutates: bool = False
@@ -75,9 +76,10 @@ class OpFacts:
     communicates: bool = False
     # What it does with each point, a class of ``hardware.LIGHT``.
     work: str = "step"
-    # A product of matrices: which argument is its first factor, and its equation if it
-    # multiplies and adds alone.
+    # Of a product of matrices, which argument is its first factor.
     product: int | None = None
+    # The factors of the product, as in a rule; "" if it does more than multiply and
+    # add.
     equation: str = ""
 
 

@@ -19,9 +19,13 @@ from fxpar.sharding.factors import Halo, Reach, RowWindow
 class SlidingWindow:
     """How windows slide over one dim, in rows."""
 
+    # How many each window reads.
     kernel: int
+    # From one window to the next.
     stride: int = 1
+    # At each end of the dim.
     padding: int = 0
+    # From one row of a window to the next.
     dilation: int = 1
 
     @property
@@ -86,8 +90,9 @@ def windows(
 class SpatialDims:
     """The words of dims that windows slide over."""
 
-    # One of each dim, of the tensor that has rows and of the one that has windows.
+    # One of each dim, of the tensor that has rows.
     many: list[str]
+    # One of each dim, of the tensor that has windows.
     few: list[str]
     # Of factors that the words name.
     sizes: tuple[tuple[str, int], ...]

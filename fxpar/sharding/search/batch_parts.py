@@ -27,7 +27,7 @@ STATIC = ("parameter", "optimizer", "buffer", "gradient", "gathered", "accumulat
 
 @dataclass(frozen=True)
 class BatchCut:
-    """What of a program follows the batch. ``rows``: that parts must divide."""
+    """What of a program follows the batch."""
 
     # Of each op.
     factors: tuple[frozenset[str], ...]
@@ -35,6 +35,8 @@ class BatchCut:
     dims: tuple[frozenset[int], ...]
     # Values that are summed over parts.
     sums: frozenset[int]
+    # The largest number that divides the rows of the batch and the sizes of all
+    # ``factors``; the number of parts must divide it.
     rows: int
 
 

@@ -70,8 +70,9 @@ class Layout:
     tasks: tuple[Task, ...]
     # Task of each node that is an op.
     kernels: dict[int, int]
-    # Tasks of each edge, and what it moves.
+    # Tasks of each edge.
     rows: tuple[EdgeTasks, ...]
+    # What each edge moves.
     edge_values: tuple[EdgeValue, ...]
     # Whether what an edge moves is no op's at once: an input gathered ahead, or a
     # gradient that nothing computes with.

@@ -51,9 +51,10 @@ class Formulation:
     problem: Problem
     # What each node of the problem decides.
     nodes: tuple[Node, ...]
-    # The specs that numbers stand for. ``settling[v]``: nodes of value v, by phase (0
-    # forward, 1 backward; both the same unless it is a parameter at rest).
+    # The specs that numbers stand for.
     pool: tuple[Spec, ...]
+    # Value -> its nodes by phase (0 forward, 1 backward; both the same unless it is a
+    # parameter at rest).
     settling: Mapping[int, tuple[int, int]]
     # What ops move and compute, and when.
     kernels: ProgramKernels

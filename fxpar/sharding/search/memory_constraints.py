@@ -191,6 +191,7 @@ def _results(
 class Places:
     """Which node decides the spec of each version of a value."""
 
+    # All of the problem's.
     nodes: Sequence[Node]
     # What makes each value, or the input it is.
     makers: Mapping[int, EdgeEnd]

@@ -40,8 +40,9 @@ class StagedStep:
     schedule: str
     # Microbatches.
     parts: int
-    # Seconds of one part.
+    # Seconds of the forward of one part.
     forward: tuple[float, ...]
+    # And of its backward.
     backward: tuple[float, ...]
     # Seconds of the slowest place once a step: weights gathered, gradients reduced and
     # told to other places, the update.
@@ -154,10 +155,13 @@ def least_staged(part: float, places: int, parts: int) -> float:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds by place in the row: of one part, and once for all of them."""
+    """Seconds by place in the row."""
 
+    # Of one part's forward.
     forward: list[float]
+    # Of one part's backward.
     backward: list[float]
+    # Of what is done once for all parts.
     once: list[float]
     # Of the update of a training step, which is of no stage.
     update: list[float]

@@ -40,9 +40,11 @@ from fxpar.sharding.strategy import Strategy
 
 @dataclass(frozen=True)
 class FixedFacts:
-    """What holds whatever is chosen: seeds per value, where parameters may lie."""
+    """What holds whatever is chosen."""
 
+    # By value, what its specs have to agree with.
     seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
+    # As ``Request.keep_gathered``.
     keep_gathered: bool = False
     # The batch is cut, and what is priced is a part of it.
     parts: PartProgram | None = None

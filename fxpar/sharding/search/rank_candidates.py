@@ -177,13 +177,11 @@ _SAME = 0.02
 
 @dataclass(frozen=True)
 class Polished:
-    """The plan with the shortest simulated step among candidates.
+    """The plan with the shortest simulated step among candidates."""
 
-    search: the plan; its bound and gap are still those of the additive problem.
-    candidates: simulated seconds of the plans that were compared, the search's first.
-    """
-
+    # The plan; its bound and gap are still those of the additive problem.
     search: SearchResult
+    # Simulated seconds of the plans that were compared, the search's first.
     candidates: tuple[float, ...]
 
     @property

@@ -44,6 +44,7 @@ class Node:
     # (K, tensors) number of the spec of each tensor of an op under each strategy; (K,
     # 1) for the others.
     specs: np.ndarray
+    # Those of an op, one for each row of ``specs``; none for the others.
     strategies: tuple[Strategy, ...] = ()
     # (K,) of a parameter that settles, whether that is a copy of what rests.
     copies: np.ndarray | None = None
@@ -51,9 +52,11 @@ class Node:
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """One end of an edge: a node, and which column of its specs concerns the value."""
+    """One end of an edge."""
 
+    # By number.
     node: int
+    # Which column of the node's specs concerns the value.
     column: int
 
 

@@ -53,13 +53,15 @@ class UnequalDim:
 class Ratios:
     """Shares of a dim by the speed of unlike ranks, and what they save."""
 
+    # With the speeds of its ranks.
     mesh: Mesh
+    # Name of what steps are priced on.
     hardware: str
     # For each axis of unlike ranks, each rank's part of what it splits.
     shares: tuple[tuple[str, tuple[float, ...]], ...]
-    # ``even``, ``uneven``: seconds of a step with equal shards and with these,
-    # computing and communication added up.
+    # Seconds of a step with equal shards, computing and communication added up.
     even: float
+    # The same with these shares.
     uneven: float
     # Largest dims first.
     cuts: tuple[UnequalDim, ...]

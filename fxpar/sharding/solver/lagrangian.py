@@ -44,11 +44,13 @@ _MOST_DECODINGS = 16
 class Priced:
     """What prices on memory rows have shown."""
 
-    # (rows,) >= 0, those of the best ``bound``.
+    # (rows,) >= 0, those of the best bound.
     prices: np.ndarray
+    # That no choice within memory costs less than; the best so far.
     bound: float
-    # The cheapest that fits among those met, or None, at ``cost``.
+    # The cheapest that fits among those met, or None.
     choice: np.ndarray | None
+    # Of that choice; infinite if there is none.
     cost: float
     # The last few decodings that are allowed, by what they cost at these prices, those
     # that fit and those that do not in turn.

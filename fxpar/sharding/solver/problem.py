@@ -46,23 +46,21 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Choose one strategy per node; the sum of costs is to be least.
+    """Choose one strategy per node; the sum of costs is to be least."""
 
-    ``costs[i]``: (K_i,) cost of each strategy, K_i >= 1.
-    """
-
-    # By node.
+    # (K_i,) cost of each strategy of node i, K_i >= 1.
     costs: tuple[np.ndarray, ...]
     # Pairs of nodes, with the table of each.
     edges: tuple[Edge, ...] = ()
     # (K_i, K_j) arrays, each used by any number of ``edges``. Costs are finite, or inf
     # (or >= 1e18) for "not allowed".
     tables: tuple[np.ndarray, ...] = ()
-    # What lives when; its sum is at most ``limit`` at every time, unless that is None.
-    # ``tied[i]``: the node whose strategies node i's correspond to one to one (itself,
-    # if none); ties are a guide to the search, not a constraint on the answer.
+    # What lives when.
     memory: tuple[Live, ...] = ()
+    # The most that may live at any time, in the unit of ``Live.usage``; None: no limit.
     limit: float | None = None
+    # For node i the node whose strategies its own correspond to one to one (itself, if
+    # none); None: no ties. They guide the search and do not constrain the answer.
     tied: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
