@@ -373,6 +373,46 @@ def test_variables_are_named_by_what_they_hold(tmp_path: Path) -> None:
     assert names == ["_made", "found", "given"]
 
 
+def fields_without_comment(path: Path) -> Iterator[str]:
+    """Fields of dataclasses with no comment above them or on their line. Options have
+    their text in ``_option``."""
+    lines = ["", *path.read_text().splitlines()]
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if not any("dataclass" in ast.unparse(x) for x in node.decorator_list):
+            continue
+        for x in node.body:
+            if not isinstance(x, ast.AnnAssign) or not isinstance(x.target, ast.Name):
+                continue
+            above, own = lines[x.lineno - 1].strip(), lines[x.end_lineno or x.lineno]
+            value = x.value
+            is_option = isinstance(value, ast.Call) and chain(value.func) == ["_option"]
+            if not (above.startswith("#") or "  # " in own or is_option):
+                yield f"{name(path)}:{x.lineno}: {node.name}.{x.target.id}"
+
+
+def test_fields_say_what_they_hold(tmp_path: Path) -> None:
+    missing = [text for path in FILES for text in fields_without_comment(path)]
+    assert not missing, "give each a comment of its own:\n" + "\n".join(missing)
+    sample = tmp_path / "sample.py"
+    sample.write_text(
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Sample:\n"
+        '    """Text."""\n'
+        "    a: int\n"
+        "    # Bytes.\n"
+        "    b: int\n"
+        "    c: int = 0\n"
+        "    d: int = 0  # seconds\n"
+        "    e: int = _option(int)\n"
+        "class Plain:\n"
+        "    f: int\n"
+    )
+    names = [text.split()[1] for text in fields_without_comment(sample)]
+    assert names == ["Sample.a", "Sample.c"]
+
+
 # What docstrings and comments may name beside modules of the package.
 OUTSIDE = {"aten", "jax", "prims", "torch"}
 
