@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -84,11 +85,48 @@ def _in_order(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
+    _hold_operands(gm)
     waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
     order = config.patch(dict.fromkeys(names, False))
     with order, _keyed_by(text), kernels_in_libraries():
         return compile_fx_inner(gm, fakes, **how)
+
+
+# Inductor does these in place, or in a copy of the operand.
+_IN_PLACE = ("::all_reduce", "::broadcast")
+
+
+def _hold_operands(gm: fx.GraphModule) -> None:
+    """Read what a collective reads once more behind its wait, which no kernel does:
+    Inductor (2.13), whose order of buffers knows it, makes ops write over an operand
+    before (``reinplace``) if no node of the graph reads it later."""
+    for body in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
+        for wait in [n for n in body.graph.nodes if "::wait_" in _name(n.target)]:
+            launch = wait.args[0]
+            name = _name(launch.target) if isinstance(launch, fx.Node) else ""
+            if not name or any(kind in name for kind in _IN_PLACE):
+                continue
+            with body.graph.inserting_after(wait):
+                for operand in launch.all_input_nodes:
+                    hold = body.graph.call_function(_hold(), (operand,))
+                    hold.meta["val"] = None
+        body.recompile()
+
+
+@functools.cache
+def _hold() -> Any:
+    """An op that does nothing, and stays in a graph; Inductor makes no code of it."""
+    from torch._inductor.lowering import register_lowering
+    from torch.fx.node import has_side_effect
+
+    torch.library.define("fxpar::hold", "(Tensor x) -> ()")
+    torch.library.impl("fxpar::hold", "CompositeExplicitAutograd")(lambda x: None)
+    torch.library.register_fake("fxpar::hold")(lambda x: None)
+    op = torch.ops.fxpar.hold.default
+    register_lowering(op, type_promotion_kind=None)(lambda x: None)
+    has_side_effect(op)
+    return op
 
 
 def _keyed_by(text: str | None) -> contextlib.AbstractContextManager[Any]:

@@ -200,6 +200,13 @@ def test_buckets() -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_work_put_behind_collectives() -> None:
+    """Gradients of weights, behind the start of a reduction (``delay``)."""
+    check("blocks", BOTH | {"mesh": "tp=2", "plan": "propagate"}, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_buckets_over_two_axes() -> None:
     check("blocks", BOTH | {"schedule": FULL})
 

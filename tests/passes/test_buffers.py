@@ -92,6 +92,35 @@ def test_each_collective(kind: str, operand: str, group: str, monkeypatch: Any) 
     assert hazards(code) == []
 
 
+def index_put(x: Tensor, w: Tensor, group: str) -> Tensor:
+    rows = torch.ops.prims.convert_element_type(w[0, :2], torch.int64)
+    return torch.ops.aten.index_put(x, [rows], w[:2])
+
+
+def all_reduce(x: Tensor, w: Tensor, group: str) -> Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("write", [index_put, all_reduce])
+def test_nothing_is_written_over_an_operand(
+    write: Any, kind: str, group: str, monkeypatch: Any
+) -> None:
+    """By an op that Inductor does in place where nothing reads its input later."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        product = x @ w
+        launch = LAUNCHES[kind](product, group)
+        y = write(product, w, group) @ w
+        return y, c10d.wait_tensor(launch)
+
+    graph = traced(fn, (8, 8), (8, 8))
+    schedule(graph, backward=True, disable=("bucket",))
+    code = code_of(graph, monkeypatch)
+    assert launches(code) == (1 if write is index_put else 2)
+    assert hazards(code) == []
+
+
 def parameters(group: str) -> Callable[..., Any]:
     """Parameters gathered over two axes, all together over the first."""
 
