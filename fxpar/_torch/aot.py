@@ -14,6 +14,7 @@ from fxpar._torch.fake import fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
     _local_examples,
+    _take_strides,
     decompositions,
 )
 from fxpar._torch.loops import calls_rewritten
@@ -247,6 +248,7 @@ def compile_fx(
 
         if lower is None:
             return generate(None)
+        _take_strides(graph.graph, local)
         which = "backward" if kwargs.get("is_backward") else "forward"
         return lower(graph.graph, which, generate)
 

@@ -170,6 +170,44 @@ def _local_examples(graph: fx.Graph, examples: Any) -> list[Any]:
     ]
 
 
+def _take_strides(graph: fx.Graph, examples: Sequence[Any]) -> None:
+    """Give inputs the strides of their ``examples``, in place, and so what ops make of
+    them: layers that read what a forward saved otherwise are not alike. An op that
+    does not run on fakes of those strides keeps what it was traced with."""
+    restrided = set[fx.Node]()
+    inputs = graph.find_nodes(op="placeholder")
+    for node, example in zip(inputs, examples, strict=True):
+        value = node.meta.get("val")
+        if not isinstance(example, torch.Tensor) or not isinstance(value, torch.Tensor):
+            continue
+        if not _has_numbers(value) or not _has_numbers(example):
+            continue
+        if value.shape == example.shape and value.stride() != example.stride():
+            node.meta["val"] = value.as_strided(value.shape, example.stride())
+            restrided.add(node)
+    for node in graph.nodes if restrided else ():
+        namespace = getattr(node.target, "namespace", "")
+        if namespace in ("aten", "prims") and restrided & {*node.all_input_nodes}:
+            value = node.meta.get("val")
+            args, kwargs = fx.node.map_arg(
+                (node.args, node.kwargs), lambda n: n.meta["val"]
+            )
+            if not isinstance(value, torch.Tensor) or node.is_impure():
+                continue
+            with contextlib.suppress(RuntimeError, ValueError):
+                result = node.target(*args, **kwargs)
+                if result.stride() != value.stride():
+                    node.meta["val"] = result
+                    restrided.add(node)
+
+
+def _has_numbers(x: torch.Tensor) -> bool:
+    """Whether a tensor has strides, and these and its sizes are no symbols."""
+    if x.layout != torch.strided:
+        return False
+    return all(type(n) is int for n in (*x.shape, *x.stride()))
+
+
 def make_boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` in AOTAutograd's calling convention: one list of arguments."""
     from torch._functorch._aot_autograd.utils import make_boxed_func

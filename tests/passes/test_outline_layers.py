@@ -250,3 +250,32 @@ def test_a_llama_computes_the_same(layout: str) -> None:
     for (one, _), (other, _) in zip(plain, calling, strict=True):
         # HF norms and losses are float32 whatever the model is.
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_read_what_was_saved_otherwise_are_not_alike() -> None:
+    """Inductor gives saved values other strides than they were traced with, and refuses
+    calls of one body with unlike ones."""
+
+    def layers(w: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+        x = w
+        for each in saved:
+            x = (torch.tanh(x.permute(1, 0) + each) @ w).sin().exp().cos()
+        return x
+
+    def outlined_with(strides: list[tuple[int, int]]) -> int:
+        given = [torch.randn(8, 8) for _ in range(1 + len(strides))]
+        gm = make_fx(layers, tracing_mode="fake")(*given)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        fakes = [node.meta["val"] for node in inputs]
+        saved = zip(fakes[1:], strides, strict=True)
+        examples = [x.as_strided(x.shape, stride) for x, stride in saved]
+        _torch.inductor._take_strides(gm.graph, [fakes[0], *examples])
+        strided = [node.meta["val"].stride() for node in inputs[1:]]
+        assert strided == strides
+        return outline_layers(gm.graph)
+
+    alike = [(8, 1)] * (2 * LEAST_CALLS)
+    count = outlined_with(alike)
+    assert count >= LEAST_CALLS
+    other = [*alike[:3], (1, 8), *alike[4:]]
+    assert outlined_with(other) < count
