@@ -93,7 +93,8 @@ def stands(
         except Exception as error:
             consensus.abort(error)
             raise
-        says = "stands" if then < times * now else "falls"
+        is_better = now < math.inf and times * now <= then
+        says = "falls" if is_better else "stands"
     return consensus.gather(tag, says)[0] == "stands"
 
 

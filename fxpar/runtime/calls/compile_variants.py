@@ -149,6 +149,8 @@ class VariantCompiler:
             except PlanStands:
                 return self.variants.run[held], self.variants.ranges[held]
             except OpenSizesRefused as error:
+                if held and self.replan is not None:
+                    return self.variants.run[held], self.variants.ranges[held]
                 self.variants.refused = str(error)
                 self.variants.refusals += 1
                 return None
