@@ -91,6 +91,23 @@ def _group_norm_backward(
     return results[0], results[1], results[2]
 
 
+def _unfold_backward(
+    grad: torch.Tensor, shape: Sequence[int], dim: int, size: int, step: int
+) -> Any:
+    """Rows of windows added where they were read, by window and by row of it."""
+    if not shape:
+        return grad.squeeze(0)
+    dim %= len(shape)
+    count = (shape[dim] - size) // step + 1
+    if list(grad.shape) != [*shape[:dim], count, *shape[dim + 1 :], size]:
+        return NotImplemented  # broadcast: as an op
+    starts = torch.arange(count, device=grad.device).unsqueeze(1) * step
+    places = starts + torch.arange(size, device=grad.device)
+    rows = grad.movedim(-1, dim + 1)
+    zeros = grad.new_zeros(shape)
+    return aten.index_put.default(zeros, [*[None] * dim, places], rows, True)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """What sums of a dtype are computed in."""
     half = dtype in (torch.float16, torch.bfloat16)
@@ -100,4 +117,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 TABLE: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.unfold_backward.default: _unfold_backward,
 }
