@@ -271,6 +271,7 @@ def compile_fx(
             examples if symbolic else _with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
+            decompositions=decompositions(),
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )
     return cast(Callable[..., Any], compiled)
