@@ -317,8 +317,8 @@ def _views_recomputed() -> Any:
 
 def _objects_behind_generators() -> Any:
     """Context in which states of random generators that a forward saves stand with its
-    tensors. AOTAutograd (2.13) counts saved objects, as the DeviceMesh of a DTensor, from
-    the end, but puts such states behind them."""
+    tensors. AOTAutograd (2.13) counts saved objects, as the DeviceMesh of a DTensor,
+    from the end, but puts such states behind them."""
     from unittest import mock
 
     from torch._functorch import partitioners
