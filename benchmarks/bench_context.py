@@ -16,11 +16,14 @@ what torchtitan publishes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,52 +148,94 @@ LONG = ((32768, 1), (65536, 2), (131072, 4), (262144, 8))
 
 # Tokens per second and GPU that torchtitan publishes for Llama 8B on 8 H100 (HBM2e), by
 # ranks that split the sequence: benchmarks/llama3_h100_202412. In float8, with FSDP and
-# activation checkpointing, of which the prediction has neither; nor the update.
+# activation checkpointing; of the prediction neither FSDP nor the update is part.
 PUBLISHED = {1: 3890, 2: 2540, 4: 1071, 8: 548}
 LAYERS = 32
 
+# What FlashAttention-2, torch's kernel, reaches on an H100 with heads of 128, forward
+# and backward: 335 TFLOP/s (Dao, arXiv 2307.08691, section 4.1).
+FLASH_2 = 335e12
+# (machine, schedule) of predictions. ``h100``: attention at the rate of products;
+# ``float8``: products in float8, attention as FlashAttention-2 runs it.
+CASES = tuple(itertools.product(("h100", "float8"), ("none", "auto")))
+
+
+def machine(name: str) -> Any:
+    """An H100 as built in, or with the peaks of what torchtitan runs."""
+    from fxpar.sharding.cost.hardware import Peak
+    from fxpar.sharding.cost.hardware_table import lookup
+
+    h100 = lookup("h100")
+    if name == "h100":
+        return h100
+    peaks = dict(h100.peaks)
+    peaks["bfloat16"] = peaks["float8"]
+    for family in ("attention", "attention backward"):
+        peaks[f"bfloat16 {family}"] = Peak(FLASH_2)
+    return replace(h100, peaks=tuple(peaks.items()))
+
 
 def predicted() -> list[dict[str, Any]]:
-    """Llama 8B in bfloat16, forward and backward, keys gathered and as chosen: steps of
-    one layer and of two, the seconds of all, and tokens per second and GPU."""
+    """Llama 8B, forward and backward, by ``CASES``: steps of one layer and of two, the
+    seconds of all, tokens per second and GPU, and those where layers are computed again
+    in the backward."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for (length, ranks), (name, schedule) in itertools.product(LONG, CASES):
+            file = Path(folder, f"{name}.json")
+            machine(name).save(file)
+            os.environ["FXPAR_HARDWARE"] = str(file)
+            rows.append({"machine": name, **_predicted(length, ranks, schedule)})
+            row = rows[-1]
+            print(
+                f"{length:>7} tokens  cp={ranks}  {name:6} {schedule:5} "
+                f"layer {row['layer']:.3f} s  step {row['step']:6.2f} s  "
+                f"{row['tokens_per_second']:5.0f} tokens/s/GPU, recomputed "
+                f"{row['recomputed']:5.0f}, {row['over_published']:.2f} of published",
+                flush=True,
+            )
+    return rows
+
+
+def _predicted(length: int, ranks: int, schedule: str) -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     import fxpar
 
-    os.environ["FXPAR_HARDWARE"] = "h100"
     torch.set_default_dtype(torch.bfloat16)
-    rows = []
-    for length, ranks in LONG:
-        for schedule in ("none", "auto"):
-            steps = []
-            for layers in (1, 2):
-                with FakeTensorMode():
-                    model: Any = llama(layers, scale="8b")
-                    ids = torch.zeros(8 // ranks, length, dtype=torch.int64)
-                how = {"mode": "propagate", "grad": True, "schedule": schedule}
-                how |= {"input_ids": ids, "labels": ids}
-                plan = fxpar.plan(model, mesh=f"dp={8 // ranks},cp={ranks}", **how)
-                steps.append(plan.predicted)
-            first, second = (step.seconds for step in steps)
-            whole = first + (LAYERS - 1) * (second - first)
-            each = length // ranks / whole
-            rows.append({"tokens": length, "cp": ranks, "schedule": schedule})
-            rows[-1] |= {
-                "layer": second - first,
-                "exposed": steps[1].exposed - steps[0].exposed,
-                "peak": steps[0].peak_bytes,
-                "step": whole,
-                "tokens_per_second": each,
-                "over_published": each / PUBLISHED[ranks],
-            }
-            print(
-                f"{length:>7} tokens  cp={ranks}  {schedule:5} "
-                f"layer {second - first:.3f} s  step {whole:6.2f} s  "
-                f"{each:5.0f} tokens/s/GPU, {each / PUBLISHED[ranks]:.2f} of published",
-                flush=True,
-            )
-    return rows
+
+    def plans(grad: bool) -> list[Any]:
+        """Predictions of one layer and of two."""
+        steps = []
+        for layers in (1, 2):
+            with FakeTensorMode():
+                model: Any = llama(layers, scale="8b")
+                ids = torch.zeros(8 // ranks, length, dtype=torch.int64)
+            how = {"mode": "propagate", "grad": grad, "schedule": schedule}
+            how |= {"input_ids": ids, "labels": ids}
+            plan = fxpar.plan(model, mesh=f"dp={8 // ranks},cp={ranks}", **how)
+            steps.append(plan.predicted)
+        return steps
+
+    (first, second), forwards = plans(True), plans(False)
+    layer = second.seconds - first.seconds
+    forward = forwards[1].seconds - forwards[0].seconds
+    step = first.seconds + (LAYERS - 1) * layer
+    again = step + LAYERS * forward
+    return {
+        "tokens": length,
+        "cp": ranks,
+        "schedule": schedule,
+        "layer": layer,
+        "forward": forward,
+        "exposed": second.exposed - first.exposed,
+        "peak": first.peak_bytes,
+        "step": step,
+        "tokens_per_second": length // ranks / step,
+        "recomputed": length // ranks / again,
+        "over_published": length // ranks / again / PUBLISHED[ranks],
+    }
 
 
 def main() -> None:

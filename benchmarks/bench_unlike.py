@@ -1,14 +1,16 @@
-"""Unlike devices: a rank slowed by a busy loop, with equal shards and by speed.
+"""Unlike devices: a rank slowed by a busy loop, with equal work and by speed.
 
-    python benchmarks/bench_unlike.py [--width N] [--rows N] [--layers N] [--pairs N]
-        [--codegen eager|inductor] [--json FILE]
+    python benchmarks/bench_unlike.py [--stages] [--width N] [--rows N] [--layers N]
+        [--pairs N] [--codegen eager|inductor] [--json FILE]
 
 Two ranks, each pinned to its core; a process beside rank 1 keeps that core busy.
 ``speeds``: of each rank, measured with products while both run. A step is forward and
 backward of a stack of products with a mean loss, in the same processes with the mesh
-``dp=2{SPEEDS}[1,1]`` and with shares by speed; steps alternate, a step takes as long as
-the slowest rank. ``ratio``: shares by speed over equal shards, quartiles over
-pairs; ``predicted``: the same of ``plan.predicted``. Losses must agree.
+``dp=2{SPEEDS}[1,1]`` and with shares by speed, or with ``--stages`` on ``pp=2{SPEEDS}``
+with half of the layers pinned to each stage, and with stages by speed, 8 microbatches;
+steps alternate, a step takes as long as the slowest rank. ``ratio``: by speed over
+equal, quartiles over pairs; ``predicted``: the same of ``plan.predicted``. Losses must
+agree.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 
 from _common import conditions, on_ranks, write
 
+PARTS = 8  # microbatches
 LIMIT = 900  # seconds that the job may take
 BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
@@ -47,6 +50,22 @@ def speeds(width: int) -> tuple[float, float]:
     most = max(map(float, every))
     first, second = (round(float(rate) / most, 2) for rate in every)
     return first, second
+
+
+def setups(args: argparse.Namespace, shared: str) -> dict[str, dict[str, Any]]:
+    """Options with equal work on both ranks, and with work by speed; ``shared``: the
+    speeds, as a mesh has them."""
+    if not args.stages:
+        return {
+            "equal": {"mesh": f"dp=2{shared}[1,1]"},
+            "by_speed": {"mesh": f"dp=2{shared}"},
+        }
+    staged = {"mesh": f"pp=2{shared}"}
+    # Layers and activations alternate in the stack.
+    halves = {
+        f"*{2 * i}.weight": f"pp={2 * i // args.layers}" for i in range(args.layers)
+    }
+    return {"equal": staged | {"hints": halves}, "by_speed": staged}
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -72,8 +91,10 @@ def worker(args: argparse.Namespace) -> None:
         def loss(x: Any) -> Any:
             return net(x).pow(2).mean()
 
-        def compiled(mesh: str) -> Callable[[], tuple[float, float]]:
-            options = {"mesh": mesh, "codegen": args.codegen, "plan": "propagate"}
+        def compiled(setup: dict[str, Any]) -> Callable[[], tuple[float, float]]:
+            options = {**setup, "codegen": args.codegen, "plan": "propagate"}
+            if args.stages:
+                options["microbatches"] = PARTS
             run = torch.compile(loss, backend="fxpar", options=options, dynamic=False)
 
             def step() -> tuple[float, float]:
@@ -88,12 +109,11 @@ def worker(args: argparse.Namespace) -> None:
 
             return step
 
-        shared = f"dp=2{{{first},{second}}}"
-        meshes = {"equal": f"{shared}[1,1]", "by_speed": shared}
+        asked = setups(args, f"{{{first},{second}}}")
         steps, seconds = {}, dict[str, list[float]]()
-        for name, mesh in meshes.items():
+        for name, setup in asked.items():
             torch._dynamo.reset()
-            steps[name], seconds[name] = compiled(mesh), []
+            steps[name], seconds[name] = compiled(setup), []
             for _ in range(2):
                 steps[name]()
         for _ in range(args.pairs):
@@ -104,11 +124,13 @@ def worker(args: argparse.Namespace) -> None:
                 values.append(value)
             assert abs(values[0] - values[1]) < 1e-5 * abs(values[0]), values
         if rank == 0:
+            if args.stages:
+                os.environ["FXPAR_MICROBATCHES"] = str(PARTS)
             predicted = {
                 name: fxpar.plan(
-                    loss, x, mesh=mesh, mode="propagate", grad=True
+                    loss, x, mode="propagate", grad=True, **setup
                 ).predicted.seconds
-                for name, mesh in meshes.items()
+                for name, setup in asked.items()
             }
             figures = {"speeds": (first, second), "seconds": seconds}
             Path(args.worker).write_text(
@@ -123,6 +145,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", action="store_true")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=6)

@@ -25,6 +25,7 @@ from fxpar.fusion.node_legality import CallableRegion
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.graph_bodies import all_nodes, body_of
 from fxpar.passes.simulate.launches import PRODUCTS
+from fxpar.sharding import rank_ints
 from fxpar.sharding.spec import Spec
 
 Axes = frozenset[str]
@@ -60,11 +61,11 @@ def _through(graph: fx.Graph, varies: Varies) -> None:
             varies[node] = _of_any(each[node])
         elif node.target in PRODUCTS:
             varies[node] = read | set(custom_ops.group_axes(node.args[-1]))
-        elif node.target in custom_ops.PLACES:
+        elif node.target in rank_ints.PLACES:
             varies[node] = frozenset(node.args[1])
         elif (body := body_of(node)) is not None:
             nodes = all_nodes(body.graph)
-            inside = (n for n in nodes if n.target in custom_ops.PLACES)
+            inside = (n for n in nodes if n.target in rank_ints.PLACES)
             varies[node] = frozenset[str]().union(*(n.args[1] for n in inside))
         elif node.target is collective_nodes.recv:
             varies[node] = node.meta["fxpar_sent"]

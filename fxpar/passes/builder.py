@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
-from fxpar.passes import custom_ops, size_nodes
-from fxpar.sharding import row_moves, shard_sizes
+from fxpar.passes import size_nodes
+from fxpar.sharding import rank_ints, row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
 
@@ -172,7 +172,7 @@ class Builder:
         around_args = (around,) if around else ()
         args = str(self.mesh), tuple(axes), stride, base, *around_args
         node = self.graph.call_function(
-            custom_ops.offset, size_nodes.as_nodes(self.graph, args)
+            rank_ints.offset, size_nodes.as_nodes(self.graph, args)
         )
         node.meta["val"] = base
         return node
@@ -186,7 +186,7 @@ class Builder:
         if shard_sizes.is_even(rows, self.mesh, axes):
             return rows // self.mesh.count(axes)
         return self._place(
-            custom_ops.own_size, axes, rows, shard_sizes.largest(rows, self.mesh, axes)
+            rank_ints.own_size, axes, rows, shard_sizes.largest(rows, self.mesh, axes)
         )
 
     def own_start(self, rows: Size, axes: Sequence[str], base: int = 0) -> Size:
@@ -196,7 +196,7 @@ class Builder:
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
             return self.offset(axes, rows // self.mesh.count(axes), base)
-        start = self._place(custom_ops.own_start, axes, rows, 0)
+        start = self._place(rank_ints.own_start, axes, rows, 0)
         return self.compute(operator.add, start, base)
 
     def own_end(self, rows: Size, axes: Sequence[str]) -> Size:
@@ -219,7 +219,7 @@ class Builder:
         sizes = [shard_sizes.piece(own, self.mesh, axis, i)[1] for i in ranks]
         if not axes:
             return list(sizes)
-        part_size, place = custom_ops.part_size, self._place
+        part_size, place = rank_ints.part_size, self._place
         return [place(part_size, axes, rows, n, axis, i) for i, n in enumerate(sizes)]
 
     def largest_part(self, rows: int, axes: Sequence[str], axis: str) -> Size:
@@ -228,7 +228,7 @@ class Builder:
         if not isinstance(own, fx.Node):
             return shard_sizes.largest(own, self.mesh, (axis,))
         largest = shard_sizes.largest(rows, self.mesh, (*axes, axis))
-        return self._place(custom_ops.largest_part, axes, rows, largest, axis)
+        return self._place(rank_ints.largest_part, axes, rows, largest, axis)
 
     def window_rows(self, exchange: Exchange) -> Size:
         """Rows of a window that ranks read, or add; in fake values those of the
@@ -239,11 +239,11 @@ class Builder:
         (count,) = moves.sources if moves.adds else moves.targets
         if shard_sizes.is_even(count, self.mesh, exchange.axes):
             return most
-        return self._of_window(custom_ops.window_rows, exchange, most)
+        return self._of_window(rank_ints.window_rows, exchange, most)
 
     def window_start(self, exchange: Exchange) -> fx.Node:
         """Where in its dim that window begins."""
-        return self._of_window(custom_ops.window_start, exchange, 0)
+        return self._of_window(rank_ints.window_start, exchange, 0)
 
     def _of_window(
         self, target: Callable[..., int], exchange: Exchange, value: int

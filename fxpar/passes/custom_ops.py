@@ -1,111 +1,27 @@
 """The few ops fxpar adds to a graph. Each runs as it stands, so every stage runs.
 
 ``fxpar::reshard(x, source, target, mesh)``: change of spec, still in global shapes: the
-identity on the one-device value. ``offset``, ``own_size`` and ``own_start``: the only
-way the rank enters a local graph; ints that binding folds to constants.
-``fxpar::permute``: a collective that gives each member of a group the tensor of one
-other member. Collectives of a local graph name their group by axes, ``"fxpar:dp+tp"``
-in mesh order; binding puts the process group's own name there.
+identity on the one-device value. ``fxpar::permute``: a collective that gives each
+member of a group the tensor of one other member. Collectives of a local graph name
+their group by axes, ``"fxpar:dp+tp"`` in mesh order; binding puts the process group's
+own name there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.rank_ints import rank_here
 from fxpar.sharding.spec import Spec
 
-_RANK: ContextVar[int | None] = ContextVar("fxpar_rank", default=None)
-
 GROUP_PREFIX = "fxpar:"
-
-
-@contextmanager
-def as_rank(rank: int) -> Iterator[None]:
-    """Run what is inside as this rank of the mesh: fixes what ``offset`` returns."""
-    token = _RANK.set(rank)
-    try:
-        yield
-    finally:
-        _RANK.reset(token)
-
-
-def rank_here() -> int:
-    """The rank to run as: that of ``as_rank``, else of this process."""
-    rank = _RANK.get()
-    return _torch.distributed.own_rank() if rank is None else rank
-
-
-def offset(
-    mesh: str, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
-) -> int:
-    """``base + stride * i``, i being the shard of ``axes`` (major to minor) this rank
-    holds; of that the remainder by ``around``, unless it is 0. ``mesh``: text as in
-    Mesh.parse."""
-    value = base + stride * Mesh.parse(mesh).index(_RANK.get() or 0, tuple(axes))
-    return value % around if around else value
-
-
-def own_size(mesh: str, axes: Sequence[str], rows: int) -> int:
-    """Rows that this rank holds of a dim of ``rows`` split over axes (major to minor).
-    ``mesh``: text as in Mesh.parse."""
-    return shard_sizes.shard(rows, Mesh.parse(mesh), axes, _RANK.get() or 0)[1]
-
-
-def own_start(mesh: str, axes: Sequence[str], rows: int) -> int:
-    """The first of the rows that ``own_size`` counts."""
-    return shard_sizes.shard(rows, Mesh.parse(mesh), axes, _RANK.get() or 0)[0]
-
-
-def part_size(mesh: str, axes: Sequence[str], rows: int, axis: str, i: int) -> int:
-    """Rows that rank ``i`` along one more axis has of what ``own_size`` counts."""
-    own = own_size(mesh, axes, rows)
-    return shard_sizes.piece(own, Mesh.parse(mesh), axis, i)[1]
-
-
-def largest_part(mesh: str, axes: Sequence[str], rows: int, axis: str) -> int:
-    """The largest ``part_size``."""
-    return shard_sizes.largest(own_size(mesh, axes, rows), Mesh.parse(mesh), (axis,))
-
-
-def window_rows(mesh: str, axes: Sequence[str], exchange: str) -> int:
-    """Rows of this rank's window (``row_moves.window``)."""
-    return _window(mesh, exchange)[2]
-
-
-def window_start(mesh: str, axes: Sequence[str], exchange: str) -> int:
-    """Where in the dim that window begins."""
-    return _window(mesh, exchange)[0]
-
-
-def _window(mesh: str, exchange: str) -> tuple[int, int, int]:
-    rank = _RANK.get() or 0
-    return row_moves.window(Exchange.parse(exchange), Mesh.parse(mesh), rank)
-
-
-# Ints that depend on the rank; their second argument are the axes over which they vary.
-PLACES = (
-    *(offset, own_size, own_start, part_size, largest_part),
-    *(window_rows, window_start),
-)
-# Of these, what a dim is cut into whose shards are not alike.
-SIZES = (own_size, own_start, part_size, largest_part, window_rows)
-
-
-def place(target: Callable[..., int], args: Sequence[Any], rank: int) -> int:
-    """What one of ``PLACES`` is on a rank."""
-    with as_rank(rank):
-        return target(*args)
 
 
 def group_name(mesh: Mesh, axes: Sequence[str]) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import custom_ops
 from fxpar.passes.builder import Builder
+from fxpar.sharding import rank_ints
 
 
 def body_of(node: fx.Node) -> fx.GraphModule | None:
@@ -67,7 +67,7 @@ def hold(root: torch.nn.Module, graph: fx.Graph) -> None:
 
 def is_of_a_rank(body: fx.GraphModule) -> bool:
     """Whether a body does not run alike on all ranks."""
-    return any(node.target in custom_ops.PLACES for node in all_nodes(body.graph))
+    return any(node.target in rank_ints.PLACES for node in all_nodes(body.graph))
 
 
 def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
@@ -77,8 +77,8 @@ def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
     bound = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in body.graph.nodes:
-        if node.target in custom_ops.PLACES:
-            copies[node] = custom_ops.place(node.target, node.args, rank)
+        if node.target in rank_ints.PLACES:
+            copies[node] = rank_ints.place(node.target, node.args, rank)
             continue
         copies[node] = bound.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)

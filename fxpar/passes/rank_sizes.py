@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes, custom_ops, size_nodes
+from fxpar.passes import collective_nodes, size_nodes
 from fxpar.passes.builder import value_of
 from fxpar.passes.graph_bodies import bodies_of
 from fxpar.passes.local.local_ops import resized
-from fxpar.sharding import row_moves
+from fxpar.sharding import rank_ints, row_moves
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import KINDS
 from fxpar.sharding.row_moves import Exchange
@@ -31,7 +31,7 @@ from fxpar.sharding.spec import Spec
 def is_uneven(graph: fx.Graph) -> bool:
     """Whether not all ranks hold as much of each value of a local graph."""
     return any(
-        node.target in custom_ops.SIZES or "fxpar_global_shape" in node.meta
+        node.target in rank_ints.SIZES or "fxpar_global_shape" in node.meta
         for node in graph.nodes
     )
 
@@ -75,8 +75,8 @@ def _sized(
     """(the graph of one rank, the form there of each node)"""
     rank_graph, bound = fx.Graph(), dict[fx.Node, Any]()
     for node in graph.nodes:
-        if node.target in custom_ops.PLACES:
-            at = custom_ops.place(node.target, value_of(node.args), rank)
+        if node.target in rank_ints.PLACES:
+            at = rank_ints.place(node.target, value_of(node.args), rank)
             bound[node] = size_nodes.as_nodes(rank_graph, at)
             continue
         args = fx.node.map_arg(node.args, bound.__getitem__)
@@ -152,7 +152,7 @@ def _step_shape(
 def is_alike(node: fx.Node, bound: Any) -> bool:
     """Whether a value is as large on this rank as in the local graph."""
     if not isinstance(bound, fx.Node):
-        return not (node.target in custom_ops.SIZES or is_size(node))
+        return not (node.target in rank_ints.SIZES or is_size(node))
     pairs = zip(
         tensors_of(node.meta.get("val")), tensors_of(bound.meta.get("val")), strict=True
     )

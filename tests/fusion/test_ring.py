@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.verbs.ring import Ring
-from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes import collective_nodes
+from fxpar.sharding import rank_ints
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 c10d = torch.ops._c10d_functional
@@ -155,10 +156,10 @@ def test_the_graph_of_a_reduction() -> None:
 
 
 def test_an_offset_that_goes_round() -> None:
-    with custom_ops.as_rank(2):
-        assert custom_ops.offset("tp=4", ("tp",), 1, 3) == 5
-        assert custom_ops.offset("tp=4", ("tp",), 1, 3, 4) == 1
-        assert custom_ops.offset("tp=4", ("tp",), -3, 0, 4) == 2
+    with rank_ints.as_rank(2):
+        assert rank_ints.offset("tp=4", ("tp",), 1, 3) == 5
+        assert rank_ints.offset("tp=4", ("tp",), 1, 3, 4) == 1
+        assert rank_ints.offset("tp=4", ("tp",), -3, 0, 4) == 2
 
 
 SCATTER = "reduce_scatter_tensor"

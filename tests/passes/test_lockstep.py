@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import custom_ops
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
+from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -64,7 +64,7 @@ def test_random_ops_draw_once_for_all_ranks() -> None:
 
 def test_offset_is_the_rank() -> None:
     graph = graph_of(
-        lambda call, x: call(custom_ops.offset, str(MESH), ("b", "a"), 10, 1)
+        lambda call, x: call(rank_ints.offset, str(MESH), ("b", "a"), 10, 1)
     )
     assert run_lockstep(graph, MESH, [[0]] * 4) == [1, 21, 11, 31]
 
@@ -120,7 +120,7 @@ def test_unknown_collectives_are_refused() -> None:
 
 def test_changes_in_place_stay_on_their_rank() -> None:
     def build(call, x):
-        rank = call(custom_ops.offset, str(MESH), ("a", "b"), 1)
+        rank = call(rank_ints.offset, str(MESH), ("a", "b"), 1)
         changed = call(aten.fill_.Scalar, x, rank)
         return changed, x
 

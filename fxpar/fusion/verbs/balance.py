@@ -21,10 +21,11 @@ from torch import fx
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes import collective_nodes
 from fxpar.passes.attention import balanced_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes.attention.local_attention import laid_out
 from fxpar.passes.builder import Builder
+from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -69,7 +70,7 @@ def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
     """Why an attention cannot be balanced, if it cannot."""
     queries, keys = _rows(node)
     ahead: Any = _ahead(node)
-    if not isinstance(ahead, fx.Node) or ahead.target is not custom_ops.offset:
+    if not isinstance(ahead, fx.Node) or ahead.target is not rank_ints.offset:
         return "has queries that begin at the same place on all ranks, or not in steps"
     _, axes, stride, *begin = ahead.args
     count = mesh.count(axes)

@@ -17,11 +17,12 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.local import halos
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.sharding import rank_ints
 
 aten = torch.ops.aten
 
@@ -142,7 +143,7 @@ def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) ->
     build = call.build
     if not isinstance(start, fx.Node):
         return build.own_start(rows, axes, start)
-    if start.target is not custom_ops.offset or rows % build.mesh.count(axes):
+    if start.target is not rank_ints.offset or rows % build.mesh.count(axes):
         raise PlanError(f"{call.node.name} is cut into shards that are not alike")
     _, before, stride, base = value_of(start.args)
     if stride != rows:

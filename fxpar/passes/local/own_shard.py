@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import custom_ops
 from fxpar.passes.builder import Builder, value_of
+from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ torch.library.define(
 
 def own_shard(mesh: str, axes: str) -> int:
     """Which shard of ``axes`` ("dp+tp", major to minor) this process holds."""
-    return _shard(mesh, axes, custom_ops.rank_here())
+    return _shard(mesh, axes, rank_ints.rank_here())
 
 
 @functools.cache
@@ -84,10 +84,10 @@ def bind_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """A node that reads offsets with one of these ops in their place; None if its op
     takes numbers alone. ``args``, ``kwargs``: of ``node``, but offsets, in the graph
     of ``build``."""
-    read = [x for x in node.all_input_nodes if x.target in custom_ops.PLACES]
+    read = [x for x in node.all_input_nodes if x.target in rank_ints.PLACES]
     form = _FORMS.get(node.target)
     if form is None or any(
-        x.target is not custom_ops.offset or len(x.args) > 4 for x in read
+        x.target is not rank_ints.offset or len(x.args) > 4 for x in read
     ):
         return None
     return form(build, node, args, kwargs)

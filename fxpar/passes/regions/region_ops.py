@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fxpar.errors import PlanError
-from fxpar.passes.custom_ops import rank_here
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.rank_ints import rank_here
 from fxpar.sharding.reshard.steps import KINDS
 from fxpar.sharding.spec import Spec
 

@@ -36,6 +36,7 @@ from fxpar.passes.simulate.emulate_collectives import (
 from fxpar.passes.stages.lay_out_stages import is_laid_out
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import draws
+from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.rules.custom_op_rules import REGION_OPS
@@ -176,8 +177,8 @@ def _run_steps(
             ]
         elif node.op != "call_function":
             raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
-        elif node.target in custom_ops.PLACES:
-            env[node] = [custom_ops.place(node.target, node.args, r) for r in ranks]
+        elif node.target in rank_ints.PLACES:
+            env[node] = [rank_ints.place(node.target, node.args, r) for r in ranks]
         elif node.target is c10d.wait_tensor.default:
             env[node] = env[node.args[0]]
         elif node.target is torch.ops.fxpar.wait_gather.default:

@@ -25,7 +25,6 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes as steps
-from fxpar.passes import custom_ops
 from fxpar.passes.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local.localize import partition
@@ -34,6 +33,7 @@ from fxpar.passes.moved_rows import exchanged
 from fxpar.passes.stages.rows_of_parts import rows_of_parts
 from fxpar.passes.stages.stage_kinds import viewed_value
 from fxpar.passes.stages.steps_over_parts import NOTED
+from fxpar.sharding import rank_ints
 from fxpar.sharding.cut_in_time import MEMORY, TIME
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
@@ -234,7 +234,7 @@ class _Unroller:
 
     def run(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
-            if node.target is custom_ops.offset and TIME in node.args[1]:
+            if node.target is rank_ints.offset and TIME in node.args[1]:
                 self.values[node] = [self._offset(node, p) for p in range(self.parts)]
             elif steps.is_step(node) and steps.axes_of(node) == (TIME,):
                 self._join(node)

@@ -27,6 +27,7 @@ from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.order.bucket_collectives import LARGEST, whole_bytes
 from fxpar.passes.rank_sizes import is_size, is_uneven, restate
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
+from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
 
@@ -79,8 +80,8 @@ def bind(
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
         args = _with_group(args, group_of)
-        if node.target in custom_ops.PLACES:
-            at = custom_ops.place(node.target, value_of(node.args), rank)
+        if node.target in rank_ints.PLACES:
+            at = rank_ints.place(node.target, value_of(node.args), rank)
             bound[node] = size_nodes.as_nodes(rank_graph, at)
             rank_dependent.add(node)
             continue
@@ -139,7 +140,7 @@ def bind(
         body = body_of(node)
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
-            places = (n.target in custom_ops.PLACES for n in all_nodes(body.graph))
+            places = (n.target in rank_ints.PLACES for n in all_nodes(body.graph))
             copy.meta[OF_RANK] = any(places)
         bound[node] = copy
         if _draws(node):
@@ -167,7 +168,7 @@ def is_of_all(bound: fx.Graph) -> bool:
 def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """A node with offsets that are looked up when it runs; None if it reads none, or
     takes numbers alone."""
-    if all(x.target is not custom_ops.offset for x in node.all_input_nodes):
+    if all(x.target is not rank_ints.offset for x in node.all_input_nodes):
         return None
     with build.at(node):
         return own_shard.bind_late(build, node, args, kwargs)

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from fxpar import _torch
 from fxpar._torch.symbols import hint_shape
 from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.visible_pairs import seen_share
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -58,10 +59,18 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Flops of a contraction, convolution or attention; 0 for all else."""
-    target = node.target
-    if not contracts(target):
+    """Flops of a contraction, convolution or attention; 0 for all else. Of a causal
+    attention in a local graph, of the rank that sees most."""
+    if not contracts(node.target):
         return 0.0
+    return _flops_unmasked(node) * (
+        seen_share(node) if _is_attention(node.target) else 1
+    )
+
+
+def _flops_unmasked(node: fx.Node) -> float:
+    """Where each query sees each key."""
+    target = node.target
     if _name(target) == _DOT:
         return 2.0 * math.prod(_sizes(node).values())
     packet = getattr(target, "overloadpacket", None)
@@ -148,9 +157,19 @@ def _is_flex(target: Any) -> bool:
     return _name(target).startswith("flex_attention")
 
 
+@cache
+def query_position(target: Any) -> int | None:
+    """Of the queries of an attention among its operands, before that of the keys; most
+    backwards have the gradient before them. None of any other op."""
+    if not _is_attention(target):
+        return None
+    return int("backward" in _name(target) and not _is_flex(target))
+
+
 def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key; most backwards have the gradient before them."""
-    first = int("backward" in _name(node.target) and not _is_flex(node.target))
+    """Query and key."""
+    first = query_position(node.target)
+    assert first is not None
     query, key = node.args[first : first + 2]
     return query.meta["val"], key.meta["val"]
 

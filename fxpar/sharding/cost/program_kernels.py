@@ -32,8 +32,15 @@ from fxpar.sharding.cost.fused_kernels import (
     TensorView,
 )
 from fxpar.sharding.cost.hardware import Hardware
-from fxpar.sharding.cost.op import family_of, flops_of, is_light, least_of_factors
+from fxpar.sharding.cost.op import (
+    family_of,
+    flops_of,
+    is_light,
+    least_of_factors,
+    query_position,
+)
 from fxpar.sharding.cost.recompute import phases
+from fxpar.sharding.cost.visible_pairs import unevenness
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import (
@@ -85,6 +92,7 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         return streamed + messages
     pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
     flops = work.flops / math.prod(n for f, n in shards.items() if f not in pinned)
+    flops *= _unevenness(op, shards)
     arithmetic = on.arithmetic(
         flops, _least(op, shards), work.dtype, family=work.family
     )
@@ -140,6 +148,18 @@ def work_of(
     points = tuple(x.numel for x in tensors)
     family = family_of(op.target)
     return Work(flops_of_op(op), traffic, points, launches, dtype, family)
+
+
+def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
+    """By how much more the rank has to do that has most of a causal attention."""
+    first = query_position(op.target)
+    if first is None:
+        return 1.0
+    parts = [
+        math.prod(shards.get(f, 1) for f in op.rule.tensors[first + i][-2])
+        for i in range(2)
+    ]
+    return 1.0 if parts == [1, 1] else unevenness(op.node, *parts)
 
 
 def _least(op: Op, shards: Mapping[str, float]) -> float:

@@ -27,6 +27,7 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.reshard.route import Reshard
 
 Axes = frozenset[str]
@@ -104,7 +105,12 @@ def notes(mesh: Mesh) -> list[str]:
         for axis, shares in zip(whole.names, whole.shares, strict=True)
         if shares and len(set(shares)) > 1
     ]
-    equal = [axis for axis in mesh.unlike if not mesh.weights_of(axis)]
+    # Along an axis of stages it is the depth of a stage that goes by speed.
+    equal = [
+        axis
+        for axis in mesh.unlike
+        if not mesh.weights_of(axis) and not is_pipeline(axis)
+    ]
     ratio = math.prod(
         sum(mesh.speeds_of(axis))
         / len(mesh.speeds_of(axis))

@@ -1,0 +1,153 @@
+"""Pairs of query and key that the mask of an attention leaves to look at.
+
+In: a call of attention, in a graph of global shapes or of local ones, where a causal
+mask counts places. Out: how many pairs, for each of batch and heads, the rank has that
+has most: it is the one that a step waits for. Kernels skip what a causal mask hides;
+a mask of booleans or numbers they read, and look at all. Sizes left open are taken as
+they were traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any
+
+from torch import fx
+
+from fxpar import _torch
+from fxpar._torch.symbols import hint_of
+from fxpar.sharding import rank_ints
+from fxpar.sharding.mesh import Mesh
+
+# (queries, keys, places of the first query before that of the first key): the last is
+# an int, or a function of the rank, as ``_expression`` writes it.
+_Block = tuple[int, int, Any]
+
+
+def visible_pairs(queries: int, keys: int, ahead: int) -> float:
+    """Pairs in which query ``i`` sees keys up to ``i + ahead``."""
+    first = min(max(-ahead, 0), queries)
+    full = min(max(keys - ahead, first), queries)
+    growing = (full - first) * (first + full + 1 + 2 * ahead) / 2
+    return growing + (queries - full) * keys
+
+
+def seen_share(node: fx.Node) -> float:
+    """Pairs of a call, on the rank that has most, over its queries times its keys."""
+    names = _names(node.target)
+    if "is_causal" not in names and "ahead" not in names and "near_ahead" not in names:
+        return 1.0
+    blocks = tuple(_blocks(node, names))
+    if not blocks:
+        return 1.0
+    queries, keys = _rows(node, names)
+    return _most(blocks) / (queries * keys) if queries * keys else 1.0
+
+
+def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
+    """By how much more the rank with the last queries and the first keys has to do than
+    the mean of all: of a causal call whose queries and keys are split in so many parts,
+    in order."""
+    names = _names(node.target)
+    if "is_causal" not in names or not _argument(node, names, "is_causal"):
+        return 1.0
+    queries, keys = _rows(node, names)
+    rows, columns = round(queries / query_parts), round(keys / key_parts)
+    most = visible_pairs(rows, columns, queries - rows)
+    mean = visible_pairs(queries, keys, 0) / (query_parts * key_parts)
+    return most / mean if mean else 1.0
+
+
+@cache
+def _names(target: Any) -> tuple[str, ...]:
+    """Of the arguments, in order."""
+    schema = _torch.objects.schema_of(target)
+    return tuple(x.name for x in schema.arguments) if schema is not None else ()
+
+
+def _argument(node: fx.Node, names: tuple[str, ...], name: str) -> Any:
+    """What a call gives for an argument; None where it gives nothing."""
+    place = names.index(name)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
+
+
+def _rows(node: fx.Node, names: tuple[str, ...]) -> tuple[int, int]:
+    """How many queries and keys a call has; of packed sequences, one at most."""
+    if "max_q" in names:
+        longest = (_argument(node, names, name) for name in ("max_q", "max_k"))
+        queries, keys = (int(_on_rank(_expression(x), 0)) for x in longest)
+        return queries, keys
+    query = next(i for i, name in enumerate(names) if name in ("query", "q", "near"))
+    tensors = (node.args[query + i] for i in range(2))
+    queries, keys = (hint_of(x.meta["val"].shape[-2]) for x in tensors)
+    return queries, keys
+
+
+def _blocks(node: fx.Node, names: tuple[str, ...]) -> Iterator[_Block]:
+    """What a mask by places leaves of a call; nothing if it has none."""
+    queries, keys = _rows(node, names)
+    if "is_causal" in names:
+        if _argument(node, names, "is_causal"):
+            yield queries, keys, 0
+        return
+    aheads = ("ahead",) if "ahead" in names else ("near_ahead", "far_ahead")
+    gap = _argument(node, names, "gap") if "gap" in names else None
+    for name in aheads:
+        ahead = _expression(_argument(node, names, name))
+        if gap is None:
+            yield queries, keys, ahead
+        else:
+            yield queries, keys // 2, ahead
+            yield queries, keys // 2, (_less, ahead, _expression(gap))
+
+
+def _less(a: int, b: int) -> int:
+    return a - b
+
+
+def _expression(x: Any) -> Any:
+    """A number of a local graph: itself, or (function, its arguments) where it depends
+    on the rank."""
+    if isinstance(x, tuple):
+        return tuple(map(_expression, x))
+    if not isinstance(x, fx.Node):
+        return hint_of(x)
+    arithmetic = getattr(x.target, "__module__", "") == "_operator"
+    if x.target in rank_ints.PLACES or arithmetic:
+        return (x.target, *map(_expression, x.args))
+    return hint_of(x.meta["val"])
+
+
+def _on_rank(x: Any, rank: int) -> Any:
+    """What an expression is on a rank."""
+    if not isinstance(x, tuple) or not x or not callable(x[0]):
+        return x
+    function, *args = x
+    values = [_on_rank(a, rank) for a in args]
+    if function in rank_ints.PLACES:
+        return rank_ints.place(function, values, rank)
+    return function(*values)
+
+
+def _places(x: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Mesh and axes of what depends on the rank."""
+    if isinstance(x, tuple) and x and callable(x[0]):
+        if x[0] in rank_ints.PLACES:
+            yield x[1], x[2]
+        for argument in x[1:]:
+            yield from _places(argument)
+
+
+@lru_cache(4096)
+def _most(blocks: tuple[_Block, ...]) -> float:
+    """Pairs of all blocks, on the rank that has most."""
+    places = [place for *_, ahead in blocks for place in _places(ahead)]
+    ranks: tuple[int, ...] = (0,)
+    if places:
+        mesh, axes = Mesh.parse(places[0][0]), {a for _, own in places for a in own}
+        ranks = mesh.group(0, tuple(axes))
+    return max(
+        sum(visible_pairs(rows, keys, _on_rank(at, rank)) for rows, keys, at in blocks)
+        for rank in ranks
+    )
