@@ -228,8 +228,10 @@ def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
     def short(*args: Any) -> window_dims.SpatialDims:
         found = real(*args)
         first = end == "padding"
-        reach = tuple((d, a - first, b - (not first)) for d, a, b in found.reach)
-        return replace(found, reach=reach)
+        read = tuple(
+            (*rest, (a - first, b - (not first))) for *rest, (a, b) in found.read
+        )
+        return replace(found, read=read)
 
     monkeypatch.setattr("fxpar.sharding.rules.convolution.spatial_dims", short)
     x, weight = draw(1, 1, 8), draw(1, 1, 3)

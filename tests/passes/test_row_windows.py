@@ -142,6 +142,44 @@ def test_shards_that_are_not_alike(name: str, mesh: str) -> None:
     check(plan, args)
 
 
+# Windows that keep a size, halve or double it.
+KEPT: dict[str, Op] = {
+    "convolution": partial(F.conv2d, padding=1),
+    "halved": partial(F.conv2d, stride=2, padding=1),
+    "one of three": lambda x, w: F.conv2d(x, w[..., :1, :1], stride=3),
+    "doubled": partial(F.conv_transpose2d, stride=2, padding=1, output_padding=1),
+    "apart": lambda x, w: F.conv_transpose2d(
+        x, w[..., :1, :1], stride=3, output_padding=2
+    ),
+    "maximum": lambda x, _: F.max_pool2d(x, 3, 2, 1),
+    "average": lambda x, _: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+}
+
+
+@pytest.mark.parametrize("rows", [30, 18])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("halved", "apart")))
+        for name in KEPT
+    ],
+)
+def test_windows_that_ranks_do_not_share_alike(name: str, rows: int) -> None:
+    """Of 30 or 18 rows, or half of them, or a third."""
+    plan, args = planned(KEPT[name], rows=rows)
+    assert not plan.result.decision.is_even
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+@pytest.mark.parametrize("name", ["convolution", "halved"])
+def test_an_odd_number_shared_alike_goes_by_permutes(name: str) -> None:
+    plan, args = planned(KEPT[name], mesh="h=3", rows=18)
+    assert plan.result.decision.is_even
+    assert {c.kind for c in plan.collectives} == {"permute", "all_reduce"}
+    check(plan, args)
+
+
 def two_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The second has 14 rows, as four ranks do not share alike."""
     return F.conv2d(F.avg_pool2d(F.conv2d(x, w), 2, 1).relu(), w, padding=1)

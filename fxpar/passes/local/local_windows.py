@@ -57,11 +57,16 @@ def _padding(padding: int | Sequence[int], split: Sequence[bool]) -> list[int]:
 
 
 def _output_padding(
-    extra: Sequence[int], slid: Sequence[SlidingWindow], split: Sequence[bool]
+    call: LocalCall,
+    position: int,
+    extra: Sequence[int],
+    slid: Sequence[SlidingWindow],
+    split: Sequence[bool],
 ) -> list[int]:
-    """Rows that a transposed convolution adds behind; of a shard, those that no window
-    reaches."""
-    own = [max(0, -window.behind) for window in slid]
+    """Rows that a transposed convolution adds behind. ``position``: of the tensor that
+    has rows; of a shard they are those that no window reaches, of windows none."""
+    read = {window.dim - 2 for window in windows_of(call, position)}
+    own = [0 if d in read else max(0, -w.behind) for d, w in enumerate(slid)]
     return [
         n if cut else whole
         for n, whole, cut in zip(own, each(extra, len(split)), split, strict=True)
@@ -93,11 +98,10 @@ def _convolution(
         settings = stride, padding, dilation, transposed, output_padding, groups
         return call.same(with_halo_rows(call, x, 0), weight, bias, *settings)
     slid = windows(call.shapes[1][2:], stride, call.node.args[4], dilation, k)
-    output_padding = _output_padding(output_padding, slid, split)
+    end = len(call.operands)  # of the result, which has rows
+    output_padding = _output_padding(call, end, output_padding, slid, split)
     settings = stride, padding, dilation, transposed, output_padding, groups
-    result = add_halo_rows(
-        call, call.same(x, weight, None, *settings), len(call.operands)
-    )
+    result = add_halo_rows(call, call.same(x, weight, None, *settings), end)
     if bias is None:
         return result
     bias = call.build.call(aten.reshape.default, bias, [-1, *[1] * k])
@@ -130,7 +134,7 @@ def _convolution_backward(
         slid = windows(call.shapes[2][2:], stride, padding, dilation, k)
         padding = _padding(padding, split)
         if transposed:
-            output_padding = _output_padding(output_padding, slid, split)
+            output_padding = _output_padding(call, 0, output_padding, slid, split)
             grad = with_halo_rows(call, grad, 0)
         else:
             x = with_halo_rows(call, x, 1) if mask[1] else _halo_shaped(call, x, 3)
