@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import PlanError
 from fxpar.passes import moved_rows
-from fxpar.passes.local import local_averages, local_index_lists
+from fxpar.passes.local import local_averages, local_index_lists, local_ops
 from fxpar.sharding import near_rows, row_moves
 from fxpar.sharding.factors import Reach
 from fxpar.sharding.rules import window_dims
@@ -170,6 +170,22 @@ def test_windows_that_ranks_do_not_share_alike(name: str, rows: int) -> None:
     assert not plan.result.decision.is_even
     assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
     check(plan, args)
+
+
+@pytest.mark.parametrize("name", ["convolution", "doubled"])
+def test_a_rank_without_rows(name: str) -> None:
+    """The last of four has none of 9."""
+    plan, args = planned(KEPT[name], rows=9)
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+def test_what_a_rank_without_windows_makes_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_ops, "cut", lambda build, x, cuts: x)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(*planned(KEPT["halved"], rows=18))
 
 
 @pytest.mark.parametrize("name", ["convolution", "halved"])

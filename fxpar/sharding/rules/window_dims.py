@@ -118,7 +118,8 @@ class SpatialDims:
     def windows(self, position: int, first: int, other: int) -> tuple[RowWindow, ...]:
         """Those of that tensor, which another one has windows of."""
         return tuple(
-            RowWindow(position, first + d, other, *read) for d, *read in self.read
+            RowWindow(position, first + d, other, rows, count, reach, halo)
+            for d, rows, count, reach, halo in self.read
         )
 
 
