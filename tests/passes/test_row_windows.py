@@ -185,7 +185,7 @@ def test_what_a_rank_without_windows_makes_is_cut(
 ) -> None:
     monkeypatch.setattr(local_ops, "cut", lambda build, x, cuts: x)
     with pytest.raises((AssertionError, RuntimeError)):
-        check(*planned(KEPT["halved"], rows=18))
+        check(*planned(KEPT["maximum"], rows=18))
 
 
 @pytest.mark.parametrize("name", ["convolution", "halved"])
