@@ -97,8 +97,8 @@ def _index_dims(indices: Sequence[fx.Node | None]) -> dict[int, list[int]] | Non
     for d in dims:
         own = [1] * (len(shape) - values[d].dim()) + list(values[d].shape)
         along[d] = [i for i, n in enumerate(own) if n > 1]
-    taken = sorted(i for own in along.values() for i in own)
-    return along if taken == list(range(len(shape))) else None
+    own_dims = sorted(i for own in along.values() for i in own)
+    return along if own_dims == list(range(len(shape))) else None
 
 
 def _reach(
@@ -185,9 +185,9 @@ def near(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
     position, other = (n, n - 1) if node.target in ADDED else (0, n)
     words: dict[str, str] = {}
     windows, sizes = [], rule.size
-    for d, made, reach in reaches:
+    for d, result_dim, reach in reaches:
         # An update has the rows that it adds in the place of those it makes.
-        pair = rule.tensors[position][d], rule.tensors[other][made]
+        pair = rule.tensors[position][d], rule.tensors[other][result_dim]
         if not all(pair):
             continue  # values that stand for all rows
         (wide,), (other_word,) = pair

@@ -194,7 +194,6 @@ def test_space_is_split_where_it_is_asked_for_only() -> None:
 
 # Windows of which a shard's are none of its own rows and a few around them.
 WHOLE = {
-    "shares differ": lambda x: F.adaptive_avg_pool2d(x, 3),
     "one window": lambda x: F.conv2d(x, torch.ones(1, 1, 8, 3).double()),
 }
 WEIGHT = torch.randn(1, 1, 3, 3, dtype=torch.float64)

@@ -16,7 +16,12 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import PlanError
 from fxpar.passes import moved_rows
-from fxpar.passes.local import local_averages, local_index_lists, local_ops
+from fxpar.passes.local import (
+    local_adaptive_pools,
+    local_averages,
+    local_index_lists,
+    local_ops,
+)
 from fxpar.sharding import near_rows, row_moves
 from fxpar.sharding.factors import Reach
 from fxpar.sharding.rules import window_dims
@@ -194,6 +199,52 @@ def test_an_odd_number_shared_alike_goes_by_permutes(name: str) -> None:
     assert plan.result.decision.is_even
     assert {c.kind for c in plan.collectives} == {"permute", "all_reduce"}
     check(plan, args)
+
+
+# Parts of a dim, of which some share a row, or ranks have unlike numbers.
+PARTS: dict[str, Op] = {
+    "averages": lambda x, _: F.adaptive_avg_pool2d(x, (7, 5)),
+    "more than rows": lambda x, _: F.adaptive_avg_pool2d(x, (20, 5)),
+    "alike, unlike shares": lambda x, _: F.adaptive_avg_pool2d(x, (6, 4)),
+    "maxima": lambda x, _: F.adaptive_max_pool2d(x, (9, 5)),
+    "maxima, alike": lambda x, _: F.adaptive_max_pool2d(x, (8, 6)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("averages", "h=4"),
+        ("maxima", "h=4"),
+        ("maxima, alike", "h=4"),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.slow)
+            for name, mesh in (
+                ("more than rows", "h=4"),
+                ("alike, unlike shares", "h=4"),
+                ("averages", "h=2,w=2"),
+                ("maxima", "h=2,w=2"),
+            )
+        ),
+    ],
+)
+def test_parts_of_a_dim(name: str, mesh: str) -> None:
+    space = (None, None, "h", "w") if "w" in mesh else None
+    plan, args = planned(PARTS[name], mesh=mesh, space=space)
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+def test_rows_behind_a_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = local_adaptive_pools.LaidOutParts
+    monkeypatch.setattr(parts, "laid_out", lambda self, x, fill: _unmasked(self, x))
+    with pytest.raises(AssertionError):
+        check(*planned(PARTS["averages"]))
+
+
+def _unmasked(parts: Any, x: Any) -> Any:
+    index = [*[None] * parts.dim, parts.places]
+    return parts.call.build.call(torch.ops.aten.index.Tensor, x, index)
 
 
 def two_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

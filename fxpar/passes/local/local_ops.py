@@ -31,6 +31,7 @@ from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.experts import expert_ops, local_experts
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
+    local_adaptive_pools,
     local_averages,
     local_custom_ops,
     local_flex,
@@ -67,6 +68,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_averages.LOCAL,
+    **local_adaptive_pools.LOCAL,
     **local_custom_ops.LOCAL,
     **local_flex.LOCAL,
     **local_experts.LOCAL,

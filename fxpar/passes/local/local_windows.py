@@ -44,7 +44,7 @@ def _groups(call: LocalCall, channels: Size, per_group: Size) -> Size:
     return call.build.compute(operator.floordiv, channels, per_group)
 
 
-def _split(call: LocalCall, position: int, k: int) -> list[bool]:
+def split_dims(call: LocalCall, position: int, k: int) -> list[bool]:
     """Of the last ``k`` dims of one of a call's tensors, which are split."""
     first = len(call.shapes[position]) - k
     return [is_split(call, position, first + d) for d in range(k)]
@@ -89,7 +89,7 @@ def _convolution(
         channels = (call.local_shape() if transposed else call.operand_shape(0))[1]
         groups = _groups(call, channels, call.operand_shape(1)[1])
     k = len(call.shapes[0]) - 2
-    split = _split(call, 0, k)
+    split = split_dims(call, 0, k)
     if not any(split):
         settings = stride, padding, dilation, transposed, output_padding, groups
         return call.same(x, weight, bias, *settings)
@@ -129,7 +129,7 @@ def _convolution_backward(
     if bias_sizes is not None:
         bias_sizes = [channels_out]
     k = len(call.shapes[0]) - 2
-    split, own = _split(call, 0, k), grad
+    split, own = split_dims(call, 0, k), grad
     if any(split):
         slid = windows(call.shapes[2][2:], stride, padding, dilation, k)
         padding = _padding(padding, split)
@@ -184,7 +184,7 @@ def _halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
 # Pools
 
 
-def _least(x: fx.Node) -> int | float:
+def least(x: fx.Node) -> int | float:
     """What no maximum is smaller than."""
     dtype = x.meta["val"].dtype
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -201,7 +201,7 @@ def pool(
     *settings: Any,
 ) -> fx.Node:
     """A pool of a shard with the rows around it; ``fill`` stands for padding."""
-    padding = _padding(padding, _split(call, 0, k))
+    padding = _padding(padding, split_dims(call, 0, k))
     return call.same(
         with_halo_rows(call, x, 0, fill), kernel, stride, padding, *settings
     )
@@ -219,7 +219,7 @@ def pool_backward(
 ) -> fx.Node:
     """Its gradient; that of the rows around the shard goes where they are."""
     position = len(call.operands)  # of the result, which has the halos
-    padding = _padding(padding, _split(call, 1, k))
+    padding = _padding(padding, split_dims(call, 1, k))
     x = _halo_shaped(call, x, position)
     return add_halo_rows(
         call, call.same(grad, x, kernel, stride, padding, *settings), position
@@ -237,16 +237,16 @@ def _max_pool(
     ceil: bool = False,
 ) -> Any:
     """The result says where in its window a maximum lies."""
-    return pool(k, _least(x), call, x, kernel, stride, padding, dilation, ceil)
+    return pool(k, least(x), call, x, kernel, stride, padding, dilation, ceil)
 
 
 def _max_pool_with_indices(k: int, call: LocalCall, x: fx.Node, *args: Any) -> Any:
     pooled = _max_pool(k, call, x, *args)
-    if not any(_split(call, 0, k)):
+    if not any(split_dims(call, 0, k)):
         return pooled
     values, index = (call.build.call(operator.getitem, pooled, i) for i in range(2))
-    return values, _reindexed(
-        call, index, _shards_with_halos(call, 0, 0, k), inward=False
+    return values, reindexed(
+        call, index, shards_with_halos(call, 0, 0, k), inward=False
     )
 
 
@@ -284,13 +284,13 @@ def _max_pool_backward(
 ) -> fx.Node:
     """``args``: what says how windows slide, and where in them maxima lie."""
     *settings, index = args
-    if any(_split(call, 1, k)):
-        index = _reindexed(call, index, _shards_with_halos(call, 1, 3, k), inward=True)
+    if any(split_dims(call, 1, k)):
+        index = reindexed(call, index, shards_with_halos(call, 1, 3, k), inward=True)
     return pool_backward(k, call, grad, x, *settings, index)
 
 
 @dataclass(frozen=True)
-class _ShardWithHalo:
+class ShardWithHalo:
     """One dim of a shard with the rows around it."""
 
     # That split the dim.
@@ -303,9 +303,9 @@ class _ShardWithHalo:
     start: Callable[[int], Size]
 
 
-def _shards_with_halos(
+def shards_with_halos(
     call: LocalCall, at: int, halos: int, k: int
-) -> list[_ShardWithHalo]:
+) -> list[ShardWithHalo]:
     """The last ``k`` dims of the tensor at a position, with another one's halos."""
     first, shards = len(call.shapes[at]) - k, []
     ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
@@ -318,7 +318,7 @@ def _shards_with_halos(
         size, (before, after) = call.build.own_size(whole, axes), ends.get(d, (0, 0))
         width = call.build.compute(operator.add, size, before + after)
         start = partial(_shard_start, call.build, axes, size, before)
-        shards.append(_ShardWithHalo(axes, whole, width, start))
+        shards.append(ShardWithHalo(axes, whole, width, start))
     return shards
 
 
@@ -328,18 +328,18 @@ def _shard_start(
     return build.offset(axes, sign * size, -sign * before)
 
 
-def _window(call: LocalCall, whole: int, exchange: Exchange) -> _ShardWithHalo:
+def _window(call: LocalCall, whole: int, exchange: Exchange) -> ShardWithHalo:
     """A dim of which a rank reads a window."""
     build = call.build
     start = build.window_start(exchange)
     width = build.window_rows(exchange)
-    return _ShardWithHalo(
+    return ShardWithHalo(
         exchange.axes, whole, width, partial(build.compute, operator.mul, start)
     )
 
 
-def _reindexed(
-    call: LocalCall, index: fx.Node, dims: Sequence[_ShardWithHalo], inward: bool
+def reindexed(
+    call: LocalCall, index: fx.Node, dims: Sequence[ShardWithHalo], inward: bool
 ) -> fx.Node:
     """Positions in the shard with the rows around it as those in the whole; ``inward``:
     the other way."""
@@ -360,10 +360,6 @@ def _reindexed(
     return total
 
 
-def _adaptive_pool(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
-    return call.same(x, list(call.local_shape()[-k:]))
-
-
 def _low_memory_pool(call: LocalCall, x: fx.Node, kernel: Any, *settings: Any) -> Any:
     return _max_pool(len(kernel), call, x, kernel, *settings)
 
@@ -381,6 +377,4 @@ LOCAL: dict[Any, Localizer] = {
     "prims::_low_memory_max_pool_offsets_to_indices": _offsets_to_indices,
     **by_rank("max_pool{}d_with_indices", (2, 3), _max_pool_with_indices),
     **by_rank("max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward),
-    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool),
-    **by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool),
 }
