@@ -165,7 +165,8 @@ def exchange_of(
 def as_halo(window: RowWindow, axes: Axes, mesh: Mesh) -> Halo | None:
     """The rows around a shard that a window is where shards fit, which go by permutes;
     None of others."""
-    if window.halo is None or not shard_sizes.is_even(window.count, mesh, axes):
+    ends = window.count, window.rows  # of unlike devices one may be even alone
+    if window.halo is None or not all(shard_sizes.is_even(n, mesh, axes) for n in ends):
         return None
     return Halo(window.position, window.dim, *window.halo)
 
