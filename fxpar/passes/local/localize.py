@@ -146,7 +146,7 @@ class _Localizer:
         """Each rank's own samples from what it has of them all by its own tangents,
         put together again. Other dims that axes of the batch split are whole meanwhile:
         ranks along those have unlike parts of a sample."""
-        batch, axes = self.program.signature.batch, spec.dims[d]
+        batch = self.program.signature.batch
         is_partial = bool(set(spec.partial_axes) & set(batch))
         if is_partial or not isinstance(x.meta["val"], torch.Tensor):
             makes = "summands" if is_partial else "several values"

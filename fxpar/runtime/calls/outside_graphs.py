@@ -140,9 +140,8 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
     watched = _CompiledCallable(reference, name, options)
     _watched.add(watched)
     if _takes_parts(options):
-        optimizer_steps.check_steps(
-            _trained
-        )  # one may take its first step before the first call
+        # One may take its first step before the first call.
+        optimizer_steps.check_steps(_trained)
 
     def enter() -> Callable[[], None]:
         if watched.settings is None:
