@@ -13,7 +13,9 @@ its part of the batch; ``fxpar`` reads the same (inputs=local), parameters whole
 ``first``: seconds from before the model is made to the end of the first step, of the
 slowest rank. ``cpu``: CPU seconds of all ranks and of what they started in that time,
 which other jobs on the machine change little; ``job_cpu``: of the whole job, imports
-and helpers of the compiler included. ``second``: seconds of the second step.
+and helpers of the compiler included. ``second``: seconds of the second step. ``stages``,
+of a side that fxpar compiles: seconds of each stage on rank 0, which compiles, and, if
+there is one, on rank 1, which is handed what rank 0 made.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _peers
 from _common import conditions, write
@@ -57,22 +60,33 @@ def cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
+def seconds_of(table: str) -> dict[str, float]:
+    """Of each stage, from the text of a table."""
+    rows = [line.rsplit(None, 1) for line in table.splitlines()]
+    return {name.strip(): float(taken) for name, taken in rows}
+
+
 def worker(args: argparse.Namespace) -> None:
     """What each rank runs: two steps, the first of which compiles."""
     import torch
     import torch.distributed as dist
     import transformers  # noqa: F401  (imports are no part of a first step)
 
-    import fxpar  # noqa: F401
+    import fxpar.joint_pass
+    from fxpar.runtime import stage_times
 
     torch.set_num_threads(1)
     _peers.LAYERS = args.layers[0]
     dist.init_process_group("gloo")
     dist.barrier()
     begun, cpu = time.perf_counter(), cpu_seconds()
-    step = step_of(args.side[0], dist.get_world_size())
-    *_, loss = step(0)
+    one_table = mock.patch.object(fxpar.joint_pass, "stage_table", str)
+    with one_table:  # of forward and backward
+        step = step_of(args.side[0], dist.get_world_size())
+        *_, loss = step(0)
     first, used = time.perf_counter() - begun, cpu_seconds() - cpu
+    stages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, stage_times.table())
     _, second, again = step(1)
     figures = torch.tensor([first, second, used], dtype=torch.float64)
     slowest = figures.clone()
@@ -85,6 +99,8 @@ def worker(args: argparse.Namespace) -> None:
             "cpu": float(figures[2]),
             "losses": [float(loss), float(again)],
         }
+        if args.side[0] != "ddp":
+            data["stages"] = [seconds_of(table) for table in stages[:2]]
         Path(args.worker).write_text(json.dumps(data))
     dist.barrier()
     dist.destroy_process_group()
@@ -150,6 +166,9 @@ def show(case: dict[str, Any]) -> None:
                 base = least.setdefault((state, what), median)
                 parts.append(f"{what} {median:7.2f} s ({median / base:4.2f})")
             print(f"  {side:8} {state}  {'  '.join(parts)}  n={len(runs)}", flush=True)
+            for rank, stages in enumerate(runs[-1].get("stages", ())):
+                listed = ", ".join(f"{name} {s:.2f}" for name, s in stages.items() if s)
+                print(f"    rank {rank}: {listed}", flush=True)
 
 
 def main() -> None:

@@ -224,9 +224,10 @@ class _Overheard:
 def seconds_by_phase() -> dict[str, float]:
     """Seconds that this process spent so far in phases of compiling that torch times,
     by torch's names."""
-    from torch._dynamo.utils import cumulative_time_spent_ns
+    from torch._dynamo.utils import compilation_time_metrics, cumulative_time_spent_ns
 
-    return {name: spent / 1e9 for name, spent in cumulative_time_spent_ns.items()}
+    phases = {name: spent / 1e9 for name, spent in cumulative_time_spent_ns.items()}
+    return phases | {key: sum(each) for key, each in compilation_time_metrics.items()}
 
 
 def is_argument(source: Any) -> bool:

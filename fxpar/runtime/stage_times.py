@@ -28,8 +28,11 @@ ORDER = (
 )
 
 # Of Inductor's seconds, by the names that torch times them under, those of another
-# stage.
-INSIDE_INDUCTOR = {"async_compile.wait": COMPILER, "PyCodeCache.load_by_key_path": LOAD}
+# stage, and the phase inside that is not counted with them.
+INSIDE_INDUCTOR = {
+    "async_compile.wait": (COMPILER, ""),
+    "PyCodeCache.load_by_key_path": (LOAD, "async_compile.wait"),
+}
 
 _TOTAL = "together"
 
@@ -83,8 +86,9 @@ def table() -> str:
     spent = {key: now[key] - _STAGES.torch.get(key, 0.0) for key in now}
     frame = spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)
     _add(DYNAMO, max(0.0, frame))
-    for phase, name in INSIDE_INDUCTOR.items():
-        part = min(spent.get(phase, 0.0), _STAGES.seconds.get(INDUCTOR, 0.0))
+    for phase, (name, inside) in INSIDE_INDUCTOR.items():
+        alone = max(0.0, spent.get(phase, 0.0) - spent.get(inside, 0.0))
+        part = min(alone, _STAGES.seconds.get(INDUCTOR, 0.0))
         _add(name, part)
         _add(INDUCTOR, -part)
     seconds = _STAGES.seconds
