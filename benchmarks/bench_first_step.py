@@ -13,9 +13,9 @@ its part of the batch; ``fxpar`` reads the same (inputs=local), parameters whole
 ``first``: seconds from before the model is made to the end of the first step, of the
 slowest rank. ``cpu``: CPU seconds of all ranks and of what they started in that time,
 which other jobs on the machine change little; ``job_cpu``: of the whole job, imports
-and helpers of the compiler included. ``second``: seconds of the second step. ``stages``,
-of a side that fxpar compiles: seconds of each stage on rank 0, which compiles, and, if
-there is one, on rank 1, which is handed what rank 0 made.
+and helpers of the compiler included. ``second``: seconds of the second step.
+``stages``, of a side that fxpar compiles: seconds of each stage on rank 0, which
+compiles, and, if there is one, on rank 1, which is handed what rank 0 made.
 """
 
 from __future__ import annotations
