@@ -232,8 +232,12 @@ def seconds_by_phase() -> dict[str, float]:
 
 def is_argument(source: Any) -> bool:
     """Whether a value, by Dynamo's source of it, is or lies in an argument of what is
-    traced; else it is a global, or in a closure."""
+    traced; else it is a global, in a closure, or an attribute of a module."""
+    from torch._dynamo.source import NNModuleSource
+
     while hasattr(source, "base"):
+        if isinstance(source, NNModuleSource):
+            return False
         source = source.base
     return bool(getattr(source, "is_input", False))
 

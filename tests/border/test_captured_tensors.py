@@ -1,9 +1,11 @@
-"""What a compiled function closes over, in local mode: alike on all ranks it is taken
-whole, and where the program needs as many rows of it as of the batch it is a part."""
+"""What a compiled function closes over, and attributes of modules that are no buffers,
+in local mode: alike on all ranks they are taken whole, and where the program needs as
+many rows of one as of the batch it is a part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +41,42 @@ def whole_tables(model: Any, d: Data) -> Loss:
     return lambda x: (model(x + table) * weights).square().mean() * table.sum()
 
 
+class Masked(nn.Module):
+    """A model whose tables are plain attributes, as deep as that of an argument."""
+
+    def __init__(self, model: nn.Module, d: Data) -> None:
+        super().__init__()
+        self.model, self.weights, self.tables = model, d["weights"], [d["table"]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.model(x + self.tables[0]) * self.weights
+        return y.square().mean() * self.tables[0].sum()
+
+
+def tables_of_a_module(model: Any, d: Data) -> Loss:
+    return Masked(model, d)
+
+
+def tables_of_an_argument(model: Any, d: Data) -> Loss:
+    return partial(_called, Masked(model, d))
+
+
+def _called(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
+
+
+def rows_of_a_module(model: Any, d: Data) -> Loss:
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.labels = model, d["labels"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.model(x), self.labels)
+
+    return Labelled()
+
+
 def part_of_batch(model: Any, d: Data) -> Loss:
     labels = d["labels"]
     return lambda x: F.cross_entropy(model(x), labels)
@@ -69,7 +107,13 @@ def trained(script: str, is_rank: bool) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("script", ["whole_tables", "part_of_batch", "nothing_fed"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("whole_tables", "part_of_batch", "nothing_fed", "tables_of_a_module"),
+        *("tables_of_an_argument", "rows_of_a_module"),
+    ],
+)
 def test_gradients_are_those_of_one_device(script: str) -> None:
     want = trained(script, is_rank=False)
     for got in shared_pool(2).run(trained, script, True):

@@ -38,7 +38,7 @@ class NamedInput:
     # "parameter", "buffer", "input", or "summand", an input of which each rank holds a
     # summand.
     kind: str
-    # Whether the function closes over it, or it is a global.
+    # Whether the function closes over it, it is a global, or a module has it.
     is_captured: bool = field(default=False, kw_only=True)
 
 
