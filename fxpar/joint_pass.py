@@ -50,7 +50,10 @@ from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 # What comes of a program itself, at every start; not of a rank that did not come.
-_REFUSALS = (HintError, PlanError, RuleError, ScheduleError, OpenSizesRefused)
+_REFUSALS = (
+    *(HintError, PlanError, RuleError, ScheduleError, OpenSizesRefused),
+    _torch.symbols.Inexpressible,
+)
 
 
 def _apart(schedule: str) -> str:

@@ -9,7 +9,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._torch.cpp_kernels import kernels_in_libraries, probes_remembered
+from fxpar._torch.cpp_kernels import (
+    kernels_in_libraries,
+    probe_beside,
+    probes_remembered,
+)
 from fxpar._torch.fake import fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
@@ -269,6 +273,8 @@ def compile_fx(
         kernels_in_libraries(),
         probes_remembered(),
     ):
+        if inner is None and not any(map(_on_accelerator, examples)):
+            probe_beside()
         compiled = inductor(
             gm,
             examples if symbolic else _with_symbols(gm, examples),
@@ -278,6 +284,10 @@ def compile_fx(
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )
     return cast(Callable[..., Any], compiled)
+
+
+def _on_accelerator(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type != "cpu"
 
 
 # Of AOTAutograd's configuration: a backward is compiled with its forward.

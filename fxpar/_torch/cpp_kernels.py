@@ -9,8 +9,10 @@ Inductor keeps what it compiles, by their text, and are found again there.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import platform
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -92,6 +94,18 @@ def probes_remembered() -> contextlib.AbstractContextManager[Any]:
 
     remembered.remembers = True  # type: ignore[attr-defined]
     return mock.patch.object(VecISA, name, remembered)
+
+
+def probe_beside() -> None:
+    """Begin to try vector instructions beside what the caller does, so that Inductor,
+    which asks for them late, need not wait. Does nothing where ``probes_remembered``
+    remembers nothing: the two would try the same."""
+    from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+
+    if not hasattr(getattr(VecISA, "_probe_load", None), "remembers"):
+        return
+    settings = contextvars.copy_context()
+    threading.Thread(target=settings.run, args=(pick_vec_isa,), daemon=True).start()
 
 
 def _machine() -> str:

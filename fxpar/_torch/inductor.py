@@ -114,6 +114,8 @@ def _hold_operands(gm: fx.GraphModule) -> None:
                 continue
             with body.graph.inserting_after(wait):
                 for operand in launch.all_input_nodes:
+                    if isinstance(operand.meta["val"], torch.SymInt):
+                        continue
                     hold = body.graph.call_function(_hold(), (operand,))
                     hold.meta["val"] = None
         body.recompile()
