@@ -1,12 +1,16 @@
 """What it costs that ranks meet at every call of a compiled graph and compare inputs.
 
-    python benchmarks/bench_calls.py [--json FILE] [--rounds N]
+    python benchmarks/bench_calls.py [--json FILE] [--rounds N] [--part steps|own]
 
 Two gloo ranks train a small Llama (hidden 256, 2 layers, 4 x 64 tokens). In turns,
 steps run as they are and with the meeting left out; the ratio is of pairs, with
 quartiles. ``alone``: one meeting by itself, through memory and through the store in
 turns, what a call takes besides the compiled program (``ours``), and one sum of inputs,
 in microseconds.
+
+``own``: what a call takes besides the compiled program and the meeting, in
+microseconds, of a model with 20 parameters, with sizes fixed and left open: ``again``,
+on sizes that were there before, ``new``, on a length in the range that was not.
 """
 
 from __future__ import annotations
@@ -59,6 +63,90 @@ def both_ways(fn: Any, rounds: int = 10) -> dict[str, list[float]]:
             laps[way] += laps_us(fn, 50)
     channel.boxes = boxes
     return {way: quartiles(each) for way, each in laps.items()}
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(64, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(9))
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for layer in self.layers:
+            h = h + torch.relu(layer(h))
+        logits = self.scale * h @ self.embed.weight.T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def own_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
+    """``own`` of one way to feed."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    result: dict[str, Any] = {"inputs": inputs, "ranks": RANKS, "rounds": rounds}
+    result |= _own(inputs, (64, 64), rounds)
+    result |= _own(inputs, (64, 48, 80), rounds)
+    if rank == 0:
+        Path(out).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _own(inputs: str, lengths: Sequence[int], rounds: int) -> dict[str, list[float]]:
+    """``own`` behind calls of these lengths, which stay open if they differ."""
+    from fxpar.runtime.calls import call_variants
+    from fxpar.runtime.calls.call_variants import Calls
+    from fxpar.runtime.calls.compiled_graph import Compiled
+
+    torch._dynamo.reset()
+    is_open, graphs, seen = len(set(lengths)) > 1, [], []
+    run_graph, call = Compiled.__call__, Calls.__call__
+    # What runs in the program's place is the same however it was compiled.
+    options = {"mesh": "dp=2", "plan": "propagate", "inputs": inputs}
+    options |= {"codegen": "eager", "schedule": "none"}
+    run = torch.compile(Layers(), backend="fxpar", options=options, dynamic=is_open)
+
+    def noted_graph(self: Any, *args: Any) -> Any:
+        graphs.append((self, run_graph(self, *args)))
+        return graphs[-1][1]
+
+    def noted_call(self: Any, *args: Any) -> Any:
+        seen.append((self, args))
+        return call(self, *args)
+
+    with (
+        mock.patch.object(Compiled, "__call__", noted_graph),
+        mock.patch.object(Calls, "__call__", noted_call),
+    ):
+        for length in lengths:
+            ids = torch.ones(4, length, dtype=torch.int64)
+            run(ids, ids.clone())
+    (graph, outputs), (calls, args) = graphs[-1], seen[-1]
+    graph.compiled = lambda *_: outputs
+    with mock.patch.object(call_variants, "meet", lambda word, _: [word] * RANKS):
+        laps = [median_us(lambda: calls(*args)) for _ in range(rounds)]
+        if not is_open:
+            return {"fixed_again_us": quartiles(laps)}
+        new = [_new_length_us(calls, args, 80 + i) for i in range(1, rounds)]
+    return {"open_again_us": quartiles(laps), "open_new_us": quartiles(new)}
+
+
+def _new_length_us(calls: Any, args: Sequence[Any], length: int) -> float:
+    """Of one call with sequences of this length."""
+    args = [
+        x.new_ones(4, length)
+        if isinstance(x, torch.Tensor) and x.dtype == torch.int64
+        else length
+        if isinstance(x, int)
+        else x
+        for x in args
+    ]
+    begin = time.perf_counter()
+    calls(*args)
+    return (time.perf_counter() - begin) * 1e6
 
 
 def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
@@ -140,21 +228,28 @@ def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
     dist.destroy_process_group()
 
 
+PARTS = {"steps": rank_main, "own": own_main}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--part", choices=PARTS)
     args = parser.parse_args()
     results, before = [], conditions()
-    # As torchrun does: the store is in a process of its own.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for inputs in ("global", "local"):
-        with tempfile.TemporaryDirectory() as folder:
-            out = f"{folder}/result.json"
-            given = store.port, inputs, args.rounds, out
-            mp.spawn(rank_main, given, nprocs=RANKS)
-            results.append(json.loads(Path(out).read_text()))
-        print(json.dumps(results[-1]))
+    for part in (args.part,) if args.part else PARTS:
+        for inputs in ("global", "local"):
+            # As torchrun does: the store is in a process of its own.
+            store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                out = f"{folder}/result.json"
+                given = store.port, inputs, args.rounds, out
+                mp.spawn(PARTS[part], given, nprocs=RANKS)
+                results.append({"part": part} | json.loads(Path(out).read_text()))
+            print(json.dumps(results[-1]))
     if args.json:
         data = {"conditions": before, "rows": results}
         Path(args.json).write_text(json.dumps(data, indent=1) + "\n")

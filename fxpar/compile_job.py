@@ -32,6 +32,7 @@ from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
     PlanStands,
+    refusal_of,
     size_range,
 )
 from fxpar.runtime.ranks import check_inputs as inputs
@@ -73,8 +74,7 @@ def _refused_alike() -> Iterator[None]:
     except Exception as error:
         if consensus.was_told(error):
             raise
-        what = str(error).strip().splitlines() or [""]
-        raise OpenSizesRefused(f"{type(error).__name__}: {what[0]}") from error
+        raise OpenSizesRefused(refusal_of(error)) from error
 
 
 def compile_step(
@@ -107,6 +107,7 @@ def compile_graph(
     if entry is not None and known_programs.is_led(entry, examples):
         leads = job.ranks.rank == 0
         entry = entry if leads else _await_leader(job, entry, number)
+    _refuse_as_known(entry)
     step = JointPass(job, number, broken_at, entry, leads=leads)
     showing = status_line.status_of(
         f"graph{number}",
@@ -136,9 +137,9 @@ def compile_graph(
                 local_border=bool(job.local) or job.options.outputs == "dtensor",
                 symbolic=job.open is not None,
             )
+        step.report_known_plan()
         if job.open is not None:
             step.sizes = size_range(job.open, step.written())
-        step.report_known_plan()
         status_line.begin("waiting for the other ranks")
         step.agree_on_launches()
     step.keep()
@@ -175,11 +176,14 @@ def _look_up(
     process groups that it uses are made."""
     if job.options.codegen != "inductor" or job.ranks.mesh.size == 1:
         return None
-    if job.open is not None or pipeline_axis(job.ranks.mesh) is not None:
+    if pipeline_axis(job.ranks.mesh) is not None:
+        return None
+    if job.open is not None and (job.rival or not _torch.aot.can_compile_backward()):
         return None
     text = None
     if job.size_match.kind != UNLIKE and all(map(_torch.dtensor.brings_mesh, examples)):
-        extras = job.writes, *sorted(job.rests.items())
+        followed = job.recalled.hash if job.recalled else ""
+        extras = job.writes, followed, sorted(job.local), *sorted(job.rests.items())
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
@@ -199,8 +203,19 @@ def _await_leader(
         planned = known_programs.await_plan(graph, entry)
         if planned is None:
             return None
+        if planned.refused or planned.divisors:
+            return planned
         _make_groups(job, planned)
         return known_programs.await_compiled(graph, planned)
+
+
+def _refuse_as_known(entry: KnownProgram | None) -> None:
+    """Raise what is known to come of leaving sizes open: OpenSizesRefused,
+    DivisorsAsked."""
+    if entry is not None and entry.refused:
+        raise OpenSizesRefused(entry.refused)
+    if entry is not None and entry.divisors:
+        raise DivisorsAsked(entry.divisors, entry.plan)
 
 
 def _make_groups(job: CompileJob, entry: KnownProgram | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
-from fxpar.errors import FxparWarning
+from fxpar.errors import FxparError, FxparWarning
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
 from fxpar.job_request import CompileJob, planned_request, request_of
@@ -32,8 +32,10 @@ from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
+    OpenSizesRefused,
     PlanStands,
     SizeRange,
+    refusal_of,
 )
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import settle
@@ -104,7 +106,7 @@ class JointPass:
         return self.plan and replace(
             self.plan,
             regions=tuple(self.regions),
-            notes=(*self.plan.notes, *notes),
+            notes=tuple(dict.fromkeys((*self.plan.notes, *notes))),
         )
 
     def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
@@ -145,9 +147,10 @@ class JointPass:
         with said_by_rank_0(ranks.rank):
             plan = choose_plan.searched if self.leads else choose_plan.planned
             self.result = plan(gm.graph, fake_mode, request)
-        if self.job.open is not None and (divisors := self.job.open.divisors_asked()):
-            raise DivisorsAsked(divisors, self.plan)
         planned_before = self.entry is not None and self.entry.plan is not None
+        if self.job.open is not None and (divisors := self.job.open.divisors_asked()):
+            self._keep_asked(divisors)
+            raise DivisorsAsked(divisors, self.plan)
         if not planned_before:
             parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
             result_notes = self.job.results.lines_of_results(self.results(), parts)
@@ -191,9 +194,8 @@ class JointPass:
         with presence.works(f"compiles {name} for all ranks"):
             try:
                 yield
-            except Exception:
-                if not self.has_told:
-                    known_programs.tell_plan(name, None)
+            except Exception as error:
+                self._tell_failure(error)
                 raise
         if self.has_told:
             known_programs.tell_compiled(
@@ -201,6 +203,39 @@ class JointPass:
             )
         else:
             known_programs.tell_plan(name, None)
+
+    def _tell_failure(self, error: Exception) -> None:
+        """Tell the ranks that wait for this one that it failed. With open sizes they
+        then do as it does: fix them, or trace with the divisors that the plan asks."""
+        name, entry = self.request.name, self.entry
+        assert entry is not None
+        if isinstance(error, DivisorsAsked):
+            known_programs.tell_plan(name, self._asked(error.divisors))
+        elif self.job.open is None:
+            if not self.has_told:
+                known_programs.tell_plan(name, None)
+        elif self.has_told:
+            refused = refusal_of(error)
+            known_programs.tell_compiled(
+                name, shared=False, launches=(), refused=refused
+            )
+        else:
+            record = known_programs.describe_refusal(entry, refusal_of(error))
+            known_programs.tell_plan(name, record)
+            if isinstance(error, (FxparError, OpenSizesRefused)):
+                known_programs.keep(entry, record)
+
+    def _asked(self, divisors: Mapping[str, int]) -> dict[str, Any]:
+        """What is known of a program whose plan asks its open sizes to divide."""
+        assert self.entry is not None
+        return known_programs.describe(
+            self.entry, self.plan, {}, (), fx.Graph(), divisors=divisors
+        )
+
+    def _keep_asked(self, divisors: Mapping[str, int]) -> None:
+        """Leave on disk what the plan asks of open sizes, for the next start."""
+        if self.entry is not None and self.ranks.rank == 0:
+            known_programs.keep(self.entry, self._asked(divisors))
 
     def report_known_plan(self) -> None:
         """The plan of a program that was taken from AOTAutograd's cache as it is."""
@@ -230,6 +265,7 @@ class JointPass:
             self.launches,
             self.result.local,
             shared=self.is_shared,
+            written=self.written(),
         )
 
     def lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
@@ -310,6 +346,8 @@ class JointPass:
 
     def written(self) -> set[int]:
         """Positions of the arguments that the program writes to."""
+        if self.result is None:
+            return set(self.entry.written) if self.entry and self.is_taken else set()
         signature = self.request.signature
         places = (
             self.places[out.of]

@@ -262,6 +262,7 @@ def compile_fx(
     with (
         functorch_config.patch(settings),
         _views_recomputed(),
+        _objects_behind_generators(),
         calls_rewritten(),
         kernels_in_libraries(),
         probes_remembered(),
@@ -271,6 +272,7 @@ def compile_fx(
             examples if symbolic else _with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
+            decompositions=decompositions(),
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )
     return cast(Callable[..., Any], compiled)
@@ -312,6 +314,35 @@ def _views_recomputed() -> Any:
         return ops
 
     return mock.patch.object(partitioners, "get_default_op_list", with_views)
+
+
+def _objects_behind_generators() -> Any:
+    """Context in which states of random generators that a forward saves stand with its
+    tensors. AOTAutograd (2.13) counts saved objects, as the DeviceMesh of a DTensor,
+    from the end, but puts such states behind them."""
+    from unittest import mock
+
+    from torch._functorch import partitioners
+
+    default = partitioners.functionalize_rng_ops
+
+    def in_order(
+        joint: fx.GraphModule,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        symbols: int,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        is_object = getattr(partitioners, "is_opaque_node", lambda node: False)
+        inputs = backward.graph.find_nodes(op="placeholder")
+        objects = [x for x in inputs if is_object(x) and "tangent" not in x.name]
+        modules = default(joint, forward, backward, symbols + len(objects))
+        for node in backward.graph.find_nodes(op="placeholder"):
+            if objects and node not in inputs:  # a state
+                objects[0].prepend(node)
+        backward.recompile()
+        return modules
+
+    return mock.patch.object(partitioners, "functionalize_rng_ops", in_order)
 
 
 def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:

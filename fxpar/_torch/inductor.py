@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.cpp_kernels import kernels_in_libraries
+from fxpar._torch.decompositions import TABLE
 from fxpar._torch.version import own_version
 
 
@@ -55,7 +56,11 @@ def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decomposition table Inductor traces with."""
+    """The decomposition table Inductor traces with, ours in place of some of its."""
+    return {**_own_decompositions(), **TABLE}
+
+
+def _own_decompositions() -> dict[Any, Callable[..., Any]]:
     import torch._inductor.lowering  # noqa: F401  (some decompositions call it)
     from torch._inductor.decomposition import select_decomp_table
 
@@ -67,7 +72,7 @@ def is_decomposed(op: Any) -> bool:
     more behind that."""
     from torch._inductor import lowering
 
-    return op in decompositions() and op not in lowering.lowerings
+    return op in _own_decompositions() and op not in lowering.lowerings
 
 
 def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:

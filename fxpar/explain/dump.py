@@ -180,7 +180,7 @@ def _why_whole(plan: Plan) -> str:
 # Notes that begin so say what was chosen; all others are warnings.
 _NEWS = (
     *("search: ", "schedule: ", "mesh ", "found before", "result ", "in parts: "),
-    *("uneven: ", "shares: ", "stages: ", "gathered: "),
+    *("uneven: ", "shares: ", "stages: ", "gathered: ", "holds for "),
 )
 
 

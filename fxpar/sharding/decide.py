@@ -26,6 +26,7 @@ from fxpar.sharding.propagate.at_rest import (
     may_lie_as_read,
     settle_at_rest,
 )
+from fxpar.sharding.propagate.gather_lookups import gather_lookups
 from fxpar.sharding.propagate.place_reductions import place_reductions
 from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
@@ -128,7 +129,12 @@ def decide(
     state = engine.state
     priced = hardware.on(mesh) if hardware is not None else mesh
     strategies = choose(program, state, priced, hardware or lookup(UNNAMED))
-    strategies, settled = place_reductions(program, state, strategies, priced)
+    strategies, settled = gather_lookups(
+        program,
+        strategies,
+        lambda chosen: place_reductions(program, state, chosen, priced),
+        priced,
+    )
     gather_before_views(program, strategies, settled, mesh)
     make_as_read(program, strategies, settled, mesh)
     lie_as_read(program, may_lie_as_read(program, state), strategies, settled)

@@ -35,12 +35,12 @@ _SHARE = 4
 # So many rows at either end may be made of others than the formula says.
 _ENDS = 32
 
-Reaches = tuple[tuple[int, Reach], ...]
+# (dim of the operand, dim of what is made of it, what each row along that reads)
+Reaches = tuple[tuple[int, int, Reach], ...]
 
 
 def reaches_of(node: fx.Node) -> Reaches:
-    """(dim, what each row along it reads) of a lookup, or of an update that
-    accumulates, of the dims where rows are near."""
+    """The dims of a lookup, or of an update that accumulates, where rows are near."""
     if node.target not in READ + ADDED:
         return ()
     with _torch.aot.as_compiled():
@@ -55,29 +55,34 @@ def _reaches(node: fx.Node) -> Reaches:
     value = x.meta["val"]
     if along is None or value.dtype is torch.bool:
         return ()
-    mask = _mask(masks[0], len(along)) if masks else None
+    first = min(along)
+    mask = _mask(masks[0], along) if masks else None
     if masks and mask is None:
         return ()
     out = []
-    for k, d in enumerate(along):
+    for k, (d, own) in enumerate(along.items()):
         others = [i for i in range(len(along)) if i != k]
         read = None if mask is None else mask.any(others) if others else mask
-        reach = _reach(indices[d], value.shape[d], read)
-        if reach is not None:
-            out.append((d, reach))
+        reached = _reach(indices[d], value.shape[d], own, read)
+        if reached is not None:
+            i, reach = reached
+            out.append((d, first + i, reach))
     return tuple(out)
 
 
-def _mask(node: fx.Node, ndim: int) -> torch.Tensor | None:
-    """A mask made of constants, of so many dims."""
+def _mask(node: fx.Node, along: Mapping[int, Sequence[int]]) -> torch.Tensor | None:
+    """A mask made of constants, of one dim for each that is looked up."""
     sizes = node.meta["val"].shape
     is_told = all(isinstance(n, int) for n in sizes)
     value = computed(node, {}) if is_told and math.prod(sizes) <= MOST else None
-    return value if value is not None and value.dim() == ndim else None
+    if value is None or [*along.values()] != [[i] for i in range(value.dim())]:
+        return None
+    return value
 
 
-def _index_dims(indices: Sequence[fx.Node | None]) -> list[int] | None:
-    """The dims that are looked up, where each index gives the rows of its own."""
+def _index_dims(indices: Sequence[fx.Node | None]) -> dict[int, list[int]] | None:
+    """The dims that are looked up, and of each those of the joint index that its own
+    has, which no other has."""
     values = {d: i.meta["val"] for d, i in enumerate(indices) if i is not None}
     sizes = [n for x in values.values() for n in x.shape]
     if not values or any(map(is_mask, values.values())):
@@ -86,17 +91,22 @@ def _index_dims(indices: Sequence[fx.Node | None]) -> list[int] | None:
         return None
     dims, at = index_dims([values.get(d) for d in range(len(indices))])
     shape = torch.broadcast_shapes(*(x.shape for x in values.values()))
-    if at != dims[0] or len(shape) != len(dims):
+    if at != dims[0]:
         return None
-    for k, d in enumerate(dims):
+    along = {}
+    for d in dims:
         own = [1] * (len(shape) - values[d].dim()) + list(values[d].shape)
-        if any(n > 1 for i, n in enumerate(own) if i != k) or own[k] != shape[k]:
-            return None
-    return dims
+        along[d] = [i for i, n in enumerate(own) if n > 1]
+    joint_dims = sorted(i for own in along.values() for i in own)
+    return along if joint_dims == list(range(len(shape))) else None
 
 
-def _reach(index: fx.Node, rows: int, read: torch.Tensor | None) -> Reach | None:
-    """``read``: which rows are looked up at all; others are of any place."""
+def _reach(
+    index: fx.Node, rows: int, own: Sequence[int], read: torch.Tensor | None
+) -> tuple[int, Reach] | None:
+    """(dim of the joint index, what each row along it reads), ``own`` those that the
+    index has; the dim with the narrowest windows. ``read``: which rows are looked up at
+    all; others are of any place."""
     value = index.meta["val"]
     sizes = (rows, *value.shape)
     if not all(isinstance(n, int) for n in sizes) or not 1 < value.numel() <= MOST:
@@ -104,31 +114,64 @@ def _reach(index: fx.Node, rows: int, read: torch.Tensor | None) -> Reach | None
     places = computed(index, {})
     if places is None:
         return None
-    places = places.reshape(-1)
+    places = places.reshape([n for n in places.shape if n > 1])
     if read is not None:
         i = torch.arange(len(places))
         anywhere = (i * rows // len(places)).clamp(0, rows - 1)
         places = torch.where(read.expand(len(places)), places, anywhere)
-    return reach_of(places, rows)
+    reaches = [
+        (i, reach)
+        for k, i in enumerate(own)
+        if (reach := reach_of(places.movedim(k, 0), rows)) is not None
+    ]
+    return min(reaches, key=lambda reached: reached[1].span, default=None)
 
 
 def reach_of(places: torch.Tensor, rows: int) -> Reach | None:
-    """What says these places of ``rows``; None if they are not near, or not so."""
+    """What says these places of ``rows``, ``[count]`` or several for each row of what
+    is made, ``[count, ...]``; None if they are not near, or not so."""
     count = len(places)
-    i, p = torch.arange(count), places.long()
-    far = (p * count - i * rows).abs().max()
-    if p.min() < 0 or p.max() >= rows or far * _SHARE > rows * count:
+    several, i = places.reshape(count, -1).long(), torch.arange(count)
+    low, high = several.min(1).values, several.max(1).values
+    width = int((high - low).max()) + 1
+    # Twice the middle of a window, less those of its own rows.
+    far = ((low + high - (width - 1)) * count - 2 * i * rows).abs().max()
+    if low.min() < 0 or high.max() >= rows or far * _SHARE > 2 * rows * count:
+        return None
+    if width > 1 and width * _SHARE > rows:
         return None
     slopes = [(1, 1), _reduced(rows, count), _reduced(rows - 1, count - 1)]
+    if count > 1:
+        steps = low.diff()
+        slopes.append((int(steps[len(steps) // 2]), 1))
+    best: Reach | None = None
     for ends in range(min(_ENDS, (count - 1) // 2) + 1):
-        inside = slice(ends, count - ends)
-        for step, of in slopes:
-            low, high = p * of - i * step, (p + 1) * of - 1 - i * step
-            first = int(low[inside].max())
-            if first <= int(high[inside].min()):
-                head, tail = p[:ends].tolist(), p[count - ends :].tolist()
-                return Reach(step, of, first, 1, tuple(head), tuple(tail))
-    return None
+        for slope in slopes:
+            reach = _windows(low, high, ends, slope)
+            if reach.span == width:
+                return reach
+            if best is None or reach.span < best.span:
+                best = reach
+    # Windows of one row are said as they are, or not at all.
+    return best if width > 1 else None
+
+
+def _windows(
+    low: torch.Tensor, high: torch.Tensor, ends: int, slope: tuple[int, int]
+) -> Reach:
+    """The narrowest windows on this slope that hold rows ``low`` to ``high``, but for
+    so many at either end."""
+    count, (step, of) = len(low), slope
+    i = torch.arange(count)
+    inside = slice(ends, count - ends)
+    least = int((low * of - i * step)[inside].max())
+    most = int(((low + 1) * of - 1 - i * step)[inside].min())
+    first = min(least, most)
+    begin = torch.div(first + step * i, of, rounding_mode="floor")
+    begin = torch.cat([low[:ends], begin[inside], low[count - ends :]])
+    span = int((high - begin).max()) + 1
+    head, tail = low[:ends].tolist(), low[count - ends :].tolist()
+    return Reach(step, of, first, span, tuple(head), tuple(tail))
 
 
 def _reduced(step: int, of: int) -> tuple[int, int]:
@@ -142,8 +185,9 @@ def near(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
     position, other = (n, n - 1) if node.target in ADDED else (0, n)
     words: dict[str, str] = {}
     windows, sizes = [], rule.size
-    for d, reach in reaches:
-        pair = [rule.tensors[at][d] for at in (position, other)]
+    for d, result_dim, reach in reaches:
+        # An update has the rows that it adds in the place of those it makes.
+        pair = rule.tensors[position][d], rule.tensors[other][result_dim]
         if not all(pair):
             continue  # values that stand for all rows
         (wide,), (other_word,) = pair

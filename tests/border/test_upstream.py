@@ -3,13 +3,20 @@ it is mended there, so that ours can go."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import fxpar
+from fxpar._torch import aot
 from tests.helpers.spawn import shared_pool
+from tests.helpers.training import whole
 
 
 class Counted(nn.Module):
@@ -59,3 +66,53 @@ def test_inductor_takes_the_copy_for_the_buffer() -> None:
     want, got = gradients("clone"), gradients("clone", backend="inductor")
     assert not torch.allclose(want[0], got[0])
     torch.testing.assert_close(gradients("clone", backend="aot_eager"), want)
+
+
+class Checkpointed(nn.Module):
+    """Attention, which draws random numbers for all that torch knows, made again in the
+    backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(8, 24)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.rows(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False).square().sum()
+
+
+def attended(mesh: str) -> dict[str, torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Checkpointed().double(), torch.randn(4, 2, 6, 8, dtype=torch.float64)
+    call = model
+    if mesh:
+        model = fxpar.shard(model, mesh=mesh)
+        options = {"mesh": mesh, "codegen": "eager"}
+        call = torch.compile(model, backend="fxpar", options=options)
+    call(x).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def test_random_states_are_saved_beside_the_mesh_of_parameters_at_rest() -> None:
+    for got in shared_pool(2).run(attended, "dp=2"):
+        torch.testing.assert_close(got, attended(""), rtol=1e-9, atol=1e-11)
+
+
+def unordered() -> str:
+    with mock.patch.object(aot, "_objects_behind_generators", contextlib.nullcontext):
+        try:
+            attended("dp=2")
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_torch_puts_random_states_behind_the_mesh() -> None:
+    """If this fails, torch is mended: ``_objects_behind_generators`` can go."""
+    for error in shared_pool(2).run(unordered):
+        assert "expected all tensors_saved_with_vc_check" in error

@@ -99,7 +99,7 @@ class Setting:
                 coordinate *= int(size)
                 coordinate += dist.get_rank() // below % int(size)
                 count *= int(size)
-        return x.chunk(count)[coordinate].clone()
+        return x.tensor_split(count)[coordinate].clone()
 
 
 def run(script: str, setting: Setting) -> dict[str, Any]:

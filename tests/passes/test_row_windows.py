@@ -96,16 +96,38 @@ def test_rows_around_a_shard_are_sent(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
-        for name in OPS
-        if name != "windows"  # whose backward is another lookup, by two positions
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OPS],
 )
 def test_gradients(name: str) -> None:
     plan, args = planned(OPS[name][0])
     kinds = {found.kind for found in plan.collectives}
     assert kinds <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+# Windows as columns, by their rows and by which of them.
+PATCHES: dict[str, Op] = {
+    "patches": lambda x, _: F.unfold(x, 3, padding=1),
+    "steps": lambda x, _: F.unfold(x, (4, 3), padding=(1, 0), stride=(2, 1)),
+    "there and back": lambda x, _: F.fold(
+        F.unfold(x, 3, padding=1).relu(), x.shape[2:], 3, padding=1
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("steps", "h=4"),
+        ("there and back", "h=2"),
+        pytest.param("there and back", "h=4", marks=pytest.mark.slow),
+        pytest.param("patches", "h=4", marks=pytest.mark.slow),
+    ],
+)
+def test_patches_are_rows_of_windows(name: str, mesh: str) -> None:
+    plan, args = planned(PATCHES[name], mesh=mesh)
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    assert max(c.bytes for c in plan.collectives) <= 4 * 4 * 2 * ROW
     check(plan, args)
 
 
@@ -137,6 +159,12 @@ def test_what_is_far_is_looked_up_by_all() -> None:
     for far in (places, torch.arange(31, -1, -1), torch.arange(16, 32)):
         assert near_rows.reach_of(far, 64) is None
     assert near_rows.reach_of(torch.arange(64) // 2, 32) == Reach(1, 2)
+    # Several rows for each: a third of all is not near, nor are rows of one window.
+    several = torch.arange(16).unsqueeze(1) * 2 + torch.arange(4)
+    assert near_rows.reach_of(several, 36) == Reach(2, span=4)
+    assert near_rows.reach_of(several, 34).span == 4
+    assert near_rows.reach_of(several.T, 36) is None
+    assert near_rows.reach_of(torch.randperm(64).reshape(16, 4), 64) is None
     clamped = (torch.arange(32) - 1).clamp_min(0)
     assert near_rows.reach_of(clamped, 32) == Reach(1, first=-1, head=(0,), tail=(30,))
 
@@ -175,6 +203,8 @@ def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:
         (rows_put_and_not_added, "no padding"),
         (counts_of_a_shard, "average of what is there"),
         (places_of_the_whole, "bilinear"),
+        (places_of_the_whole, "windows"),
+        (a_window_one_row_short, "windows"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )

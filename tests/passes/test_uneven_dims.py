@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxpar
 from fxpar.passes import lower_uneven
 from fxpar.passes.local import local_reductions
 from fxpar.passes.local.local_ops import LOCAL
@@ -55,6 +56,16 @@ def test_toys(program: Callable[..., Any], sizes: tuple[int, ...], mesh: str) ->
 @pytest.mark.parametrize("sizes", [(6, 5, 7), (3, 7, 37), (5, 6, 101), (7, 3, 5)])
 def test_more_toys(program: Any, sizes: tuple[int, ...], mesh: str) -> None:
     check(program, sizes, mesh)
+
+
+def test_a_pool_of_windows_of_one_row() -> None:
+    x = torch.randn(3, 1, 5, dtype=torch.float64, requires_grad=True)
+    specs = [(None, None, "tp")]
+    plan = fxpar.plan(
+        lambda x: F.max_pool1d(x, 1), x, mesh="tp=2", in_specs=specs, grad=True
+    )
+    got, want = plan.outcome(x), plan.reference_outcome(x)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
 
 
 # Each with what is broken, and a program that must notice.

@@ -319,7 +319,11 @@ def test_a_wrong_row_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["embedding", "index_add", "native_group_norm", "_grouped_mm"]
+    "name",
+    [
+        *("embedding", "index_add", "native_group_norm", "_grouped_mm"),
+        *("diagonal", "diagonal_scatter", "diag_embed"),
+    ],
 )
 def test_a_missing_local_form_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
     local_averages,
     local_custom_ops,
+    local_diagonals,
     local_flex,
     local_index_lists,
     local_indexing,
@@ -68,6 +69,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_windows.LOCAL,
     **local_averages.LOCAL,
     **local_custom_ops.LOCAL,
+    **local_diagonals.LOCAL,
     **local_flex.LOCAL,
     **local_experts.LOCAL,
     **expert_ops.LOCAL,

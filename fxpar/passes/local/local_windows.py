@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, Size
+from fxpar.passes.builder import Size
 from fxpar.passes.local.halos import (
     add_halo_rows,
     axes_of,
@@ -267,12 +267,15 @@ def _offsets_to_indices(
     return index
 
 
-def _times(call: LocalCall, rows: int, axes: Sequence[str], by: int) -> Size:
-    """A number times the first row that a rank holds."""
+def _times(
+    call: LocalCall, rows: int, axes: Sequence[str], by: int, base: int = 0
+) -> Size:
+    """``base`` + a number times the first row that a rank holds."""
     build = call.build
     if shard_sizes.is_even(rows, build.mesh, axes):
-        return build.offset(axes, rows // build.mesh.count(axes) * by)
-    return build.compute(operator.mul, build.own_start(rows, axes), by)
+        return build.offset(axes, rows // build.mesh.count(axes) * by, base)
+    start = build.compute(operator.mul, build.own_start(rows, axes), by)
+    return build.compute(operator.add, start, base)
 
 
 def _max_pool_backward(
@@ -313,15 +316,15 @@ def _shards_with_halos(
             continue
         size, (before, after) = call.build.own_size(whole, axes), ends.get(d, (0, 0))
         width = call.build.compute(operator.add, size, before + after)
-        start = partial(_shard_start, call.build, axes, size, before)
+        start = partial(_shard_start, call, whole, axes, before)
         shards.append(_ShardWithHalo(axes, whole, width, start))
     return shards
 
 
 def _shard_start(
-    build: Builder, axes: tuple[str, ...], size: Any, before: int, sign: int
+    call: LocalCall, rows: int, axes: Sequence[str], before: int, by: int
 ) -> Size:
-    return build.offset(axes, sign * size, -sign * before)
+    return _times(call, rows, axes, by, -by * before)
 
 
 def _window(call: LocalCall, whole: int, exchange: Exchange) -> _ShardWithHalo:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from fxpar.sharding.plan_request import known_machine
 from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
 
-FORMAT = "fxpar program 3"
+FORMAT = "fxpar program 4"
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ class KnownProgram:
     groups: tuple[tuple[str, ...], ...] = ()
     # Rank 0 compiled it for all: its bound graph is the same on all ranks.
     shared: bool = False
+    # Positions of the inputs that it writes to.
+    written: tuple[int, ...] = ()
+    # Of open sizes, by name: what they must be multiples of for the plan, which is
+    # that of the program traced so; this one is not compiled.
+    divisors: Mapping[str, int] = field(default_factory=dict)
+    # Why its sizes cannot be left open; "" if they can.
+    refused: str = ""
 
     def name_of(self, rank: int) -> str:
         """What torch's caches know it by on a rank."""
@@ -82,6 +89,8 @@ def look_up(text: str | None, tag: str) -> KnownProgram | None:
         return None
     first = every[0]
     program = _read(key, first["record"]) if first["record"] else None
+    if program is not None and program.refused:
+        return program
     if program is None or program.plan is None:
         return KnownProgram(key, first["number"])
     note = f"found before: {_path(key)}, nothing is planned"
@@ -91,6 +100,9 @@ def look_up(text: str | None, tag: str) -> KnownProgram | None:
 
 def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
     try:
+        if "refused" in data:
+            number = str(data["number"])
+            return KnownProgram(key, number, refused=str(data["refused"]))
         return KnownProgram(
             key,
             str(data["number"]),
@@ -99,6 +111,8 @@ def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
             tuple(data["launches"]),
             tuple(map(tuple, data["groups"])),
             bool(data["shared"]),
+            tuple(data["written"]),
+            {str(name): int(n) for name, n in data["divisors"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError, FxparError):
         return None
@@ -112,6 +126,8 @@ def describe(
     local: fx.Graph,
     *,
     shared: bool = False,
+    written: Collection[int] = (),
+    divisors: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """What is known of a program that was planned now, as data. ``local``: its graph;
     the rest as in KnownProgram."""
@@ -122,7 +138,14 @@ def describe(
         "launches": list(launches),
         "groups": [list(axes) for axes in _groups_of(local)],
         "shared": shared,
+        "written": sorted(written),
+        "divisors": dict(divisors or {}),
     }
+
+
+def describe_refusal(program: KnownProgram, refused: str) -> dict[str, Any]:
+    """What is known of a program whose sizes cannot be left open, as data."""
+    return {"number": program.number, "refused": refused}
 
 
 def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
@@ -160,9 +183,12 @@ def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
     return record and _read(program.key, record)
 
 
-def tell_compiled(graph: str, *, shared: bool, launches: Sequence[str]) -> None:
-    """Tell the other ranks that rank 0 has compiled a program, and what it found."""
-    message = {"shared": shared, "launches": list(launches)}
+def tell_compiled(
+    graph: str, *, shared: bool, launches: Sequence[str], refused: str = ""
+) -> None:
+    """Tell the other ranks that rank 0 has compiled a program, and what it found, or
+    why sizes cannot be left open."""
+    message = {"shared": shared, "launches": list(launches), "refused": refused}
     consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
 
 
@@ -173,9 +199,7 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
     """
     text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
     message = json.loads(text)
-    return replace(
-        program, shared=message["shared"], launches=tuple(message["launches"])
-    )
+    return replace(program, **message | {"launches": tuple(message["launches"])})
 
 
 def text_of(

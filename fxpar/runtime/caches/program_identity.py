@@ -219,8 +219,9 @@ def content(
     for name, x in zip(inputs, examples, strict=True):
         lines.append(f"{name} {type(x)}")
         if isinstance(x, torch.Tensor):
-            order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
-            flat = [d for d in range(x.dim()) if not x.stride()[d]]
+            strides = _torch.symbols.hint_shape(x.stride())
+            order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+            flat = [d for d in range(x.dim()) if not strides[d]]
             sizes = [n if isinstance(n, int) else "?" for n in x.shape]
             lines.append(
                 f"{x.dtype} {x.device} {x.requires_grad} {order} {flat} "
@@ -239,8 +240,8 @@ def content(
 def fixed_content(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str | None:
-    """``content`` on these sizes, the same text in every process; None for a graph that
-    holds more than other graphs."""
+    """``content`` on these sizes, of open ones on what they were traced with, the same
+    text in every process; None for a graph that holds more than other graphs."""
     for node in gm.graph.nodes:
         if node.op == "call_module":
             return None
@@ -254,6 +255,8 @@ def fixed_content(
     for x in examples:
         if isinstance(x, torch.Tensor):
             lines.append(f"{list(x.shape)} {list(x.stride())} {x.is_leaf}")
+        elif isinstance(x, _torch.symbols.SYMBOLIC):
+            lines.append(f"{x} {_torch.symbols.hint_of(x)}")
         elif isinstance(x, (int, float, str, type(None))):
             lines.append(repr(x))
         else:

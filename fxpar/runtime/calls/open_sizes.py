@@ -38,6 +38,14 @@ class OpenSizesRefused(Exception):
     """A program cannot be planned or compiled with its sizes left open."""
 
 
+def refusal_of(error: Exception) -> str:
+    """Why sizes cannot be left open, of an error that came of trying."""
+    if isinstance(error, OpenSizesRefused):
+        return str(error)
+    first = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[0]}"
+
+
 class DivisorsAsked(Exception):
     """A plan splits open sizes, which must be multiples of ``divisors``, by name of
     Dynamo's symbol; it holds for the program that is traced so."""

@@ -209,17 +209,38 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    rule = cut(x, [dim1, dim2], drop=True)
-    return replace(rule, results=((*rule.results[0], ()),))
+    """Each rank has the elements that lie in its own rows and columns, and zero
+    elsewhere."""
+    count = diagonal_rows(x.shape, offset, dim1, dim2)
+    words, line = _diagonal_words(x.shape, count, dim1, dim2)
+    if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
+        words = [w + "!" * (w not in ("_", *line)) for w in words]
+    return make([words], [line])
+
+
+def diagonal_rows(shape: Shape, offset: int, dim1: int, dim2: int) -> int:
+    """How many elements a diagonal of a matrix has."""
+    rows, columns = shape[dim1], shape[dim2]
+    return max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
+
+
+def _diagonal_words(
+    shape: Shape, count: int, dim1: int, dim2: int
+) -> tuple[list[str], list[str]]:
+    """(words of matrices, words of a diagonal of so many elements), which lies along a
+    dim that it goes through from end to end."""
+    words = words_of(shape)
+    first, second = at(dim1, len(shape)), at(dim2, len(shape))
+    others = [w for d, w in enumerate(words) if d not in (first, second)]
+    along = next((words[d] for d in (first, second) if shape[d] == count), "_")
+    return words, [*others, along]
 
 
 def diagonal_backward(
     grad: torch.Tensor, shape: Shape, offset: int, dim1: int, dim2: int
 ) -> Rule:
-    dims = {at(dim1, len(shape)), at(dim2, len(shape))}
-    words = words_of(shape, dims)
-    landed = [w for i, w in enumerate(words) if i not in dims]
-    return make([[*landed, "_"]], [words])
+    words, line = _diagonal_words(shape, grad.shape[-1], dim1, dim2)
+    return make([line], [words])
 
 
 def diagonal_scatter(
@@ -235,12 +256,11 @@ def diagonal_scatter(
 def diag_embed(
     x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1
 ) -> Rule:
-    new = sorted((at(dim1, x.ndim + 1), at(dim2, x.ndim + 1)))
-    words = words_of(x, {x.ndim - 1})
-    result = words[:-1]
-    for dim in new:
-        result.insert(dim, "_")
-    return make([words], [result])
+    shape, rows = list(x.shape[:-1]), x.shape[-1] + abs(offset)
+    for dim in sorted((at(dim1, x.ndim + 1), at(dim2, x.ndim + 1))):
+        shape.insert(dim, rows)
+    words, line = _diagonal_words(shape, x.shape[-1], dim1, dim2)
+    return make([line], [words])
 
 
 def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:

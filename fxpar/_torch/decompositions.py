@@ -1,0 +1,121 @@
+"""Decompositions that keep dims apart which torch's own join.
+
+In: the arguments of an ATen op. Out: its results by ops of which a plan may split every
+dim. torch reads all points of an image as one dim, and all windows with their rows as
+one: a split of any but the first of those would be strided pieces of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+Maybe = torch.Tensor | None
+
+
+def _group_norm(
+    x: torch.Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    n: int,
+    channels: int,
+    points: int,
+    groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(normalized, mean, one over the deviation) of channels ``[n, channels, *space]``
+    in groups; the latter two are ``[n, groups]``."""
+    wide = x.to(_wide(x.dtype))
+    sizes = [n, groups, channels // groups]
+    grouped = wide.reshape(*sizes, *x.shape[2:])
+    over = list(range(2, grouped.dim()))
+    variance, mean = torch.var_mean(grouped, dim=over, correction=0)
+    rstd = torch.rsqrt(variance + eps)
+    scale = rstd.unsqueeze(-1).expand(sizes)
+    if weight is not None:
+        scale = scale * weight.reshape(1, *sizes[1:])
+    shift = -mean.unsqueeze(-1) * scale
+    if bias is not None:
+        shift = shift + bias.reshape(1, *sizes[1:])
+    each = [n, channels, *[1] * (x.dim() - 2)]
+    result = wide * scale.reshape(each) + shift.reshape(each)
+    return result.to(x.dtype), mean.to(x.dtype), rstd.to(x.dtype)
+
+
+def _group_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: Maybe,
+    n: int,
+    channels: int,
+    points: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Maybe, Maybe, Maybe]:
+    """Gradients of its input, weight and bias, of those that are asked for."""
+    dtype, wide = x.dtype, _wide(x.dtype)
+    grad, x, mean, rstd = (t.to(wide) for t in (grad, x, mean, rstd))
+    sizes, space = [n, groups, channels // groups], list(range(2, x.dim()))
+    product, total = grad * x, grad
+    if space:
+        product, total = (t.sum(dim=space) for t in (product, total))
+    product, total = product.reshape(sizes), total.reshape(sizes)
+    mean, rstd = mean.unsqueeze(-1), rstd.unsqueeze(-1)
+    results: list[Maybe] = [None, None, None]
+    if mask[0]:
+        scale = torch.ones_like(product)
+        if weight is not None:
+            scale = scale * weight.to(wide).reshape(1, *sizes[1:])
+        products = (product * scale).sum(-1, keepdim=True)
+        totals = (total * scale).sum(-1, keepdim=True)
+        rows = points * sizes[2]
+        of_x = (totals * mean - products) * rstd * rstd * rstd / rows
+        constant = -of_x * mean - totals * rstd / rows
+        each = [n, channels, *[1] * len(space)]
+        of_grad, of_x, constant = (
+            t.expand(sizes).reshape(each) for t in (scale * rstd, of_x, constant)
+        )
+        results[0] = (grad * of_grad + x * of_x + constant).to(dtype)
+    if mask[1]:
+        of_weight = ((product - total * mean) * rstd).sum(0).reshape(channels)
+        results[1] = of_weight.to(dtype if weight is None else weight.dtype)
+    if mask[2]:
+        of_bias = total.sum(0).reshape(channels)
+        results[2] = of_bias.to(dtype if weight is None else weight.dtype)
+    return results[0], results[1], results[2]
+
+
+def _unfold_backward(
+    grad: torch.Tensor, shape: Sequence[int], dim: int, size: int, step: int
+) -> Any:
+    """Rows of windows added where they were read, by window and by row of it."""
+    if not shape:
+        return grad.squeeze(0)
+    dim %= len(shape)
+    count = (shape[dim] - size) // step + 1
+    if list(grad.shape) != [*shape[:dim], count, *shape[dim + 1 :], size]:
+        return NotImplemented  # broadcast: as an op
+    starts = torch.arange(count, device=grad.device).unsqueeze(1) * step
+    places = starts + torch.arange(size, device=grad.device)
+    rows = grad.movedim(-1, dim + 1)
+    zeros = grad.new_zeros(shape)
+    return aten.index_put.default(zeros, [*[None] * dim, places], rows, True)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of a dtype are computed in."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half else dtype
+
+
+TABLE: dict[Any, Callable[..., Any]] = {
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.unfold_backward.default: _unfold_backward,
+}
