@@ -92,7 +92,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     queries, keys = _is_split(call, 0)
     if not (queries or keys):
         return call.same(*args, **kwargs)
-    given, arguments = arguments, _with_one_mask(call, arguments, 0)
+    unmerged, arguments = arguments, _with_one_mask(call, arguments, 0)
     values = call.node.meta["val"]
     if arguments["is_causal"]:
         results = _causal(call, arguments)
@@ -104,8 +104,10 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
             arguments["attn_bias"] = merge_attention.aligned(
                 call.build, arguments["attn_bias"]
             )
-        changed = keys or arguments is not given
-        node = _call_by_name(call, arguments) if changed else call.same(*args, **kwargs)
+        is_changed = keys or arguments is not unmerged
+        node = (
+            _call_by_name(call, arguments) if is_changed else call.same(*args, **kwargs)
+        )
         if isinstance(values, torch.Tensor):
             return node
         lse = node.meta["val"][1]
@@ -161,14 +163,14 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     queries, keys = _is_split(call, 1)
     if not (queries or keys):
         return call.same(*args, **kwargs)
-    given, arguments = arguments, _with_one_mask(call, arguments, 1)
+    unmerged, arguments = arguments, _with_one_mask(call, arguments, 1)
     lse = next(name for name in ("logsumexp", "log_sumexp") if name in arguments)
     rows = call.operand_shape(1)[_SEQUENCE]
     weights = _per_query(call, arguments[lse], rows)
     values = call.node.meta["val"]
     if not arguments["is_causal"]:
         if "efficient" not in str(call.node.target):
-            changed = arguments is not given
+            is_changed = arguments is not unmerged
             return (
                 _call_by_name(call, arguments)
                 if changed
