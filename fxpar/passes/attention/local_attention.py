@@ -170,12 +170,9 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     values = call.node.meta["val"]
     if not arguments["is_causal"]:
         if "efficient" not in str(call.node.target):
-            is_changed = arguments is not unmerged
-            return (
-                _call_by_name(call, arguments)
-                if changed
-                else call.same(*args, **kwargs)
-            )
+            if arguments is unmerged:
+                return call.same(*args, **kwargs)
+            return _call_by_name(call, arguments)
         padded_rows = causal_attention.padding(value_of(rows))
         arguments[lse] = _padded(call, weights, padded_rows)
         if keys and arguments["attn_bias"] is not None:
