@@ -4,14 +4,16 @@
         [--part lengths|generate] [--repeat N] [--json FILE]
 
 ``lengths``: a Llama, forward, backward and AdamW, one step for each of six sequence
-lengths, from empty caches: DistributedDataParallel + torch.compile beside fxpar, which
-is fed the same parts of the batch. ``steps``: seconds of each step of the slowest rank;
-``total``: of all.
+lengths: DistributedDataParallel + torch.compile beside fxpar, which is fed the same
+parts of the batch. A ``cold`` start from empty caches, then a ``warm`` one. ``steps``:
+seconds of each step of the slowest rank; ``cpu``: CPU seconds of each, of all ranks;
+``total``: seconds of all.
 
 ``generate``: ``model.generate()`` of 64 tokens with a dynamic and with a static cache:
-DTensor tensor parallelism + torch.compile beside fxpar with the same axis. ``first``:
-seconds with what is compiled on the way; ``rate``: tokens a second of the same prompt
-again, by all sequences of the batch together.
+DTensor tensor parallelism + torch.compile beside fxpar with the same axis, and along
+dp. ``first``: seconds with what is compiled on the way; ``rate``: tokens a second of
+the same prompt again, by all sequences of the batch together; ``same``: whether they
+are those of one device.
 
 Each side is a job of its own; sides alternate.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -34,7 +37,10 @@ from _common import conditions, write
 
 LENGTHS = (64, 48, 80, 56, 72, 40)
 TOKENS = 64
-SIDES = {"lengths": ("ddp", "fxpar"), "generate": ("dtensor", "fxpar")}
+SIDES = {
+    "lengths": ("ddp", "fxpar"),
+    "generate": ("dtensor", "fxpar", "fxpar_dp"),
+}
 LIMIT = 1800  # seconds that one job may take
 
 
@@ -69,19 +75,29 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     else:
         options = {"mesh": f"dp={args.ranks}", "inputs": "local"}
         run = torch.compile(model, backend="fxpar", options=options)
-    seconds = []
+    seconds, cpu = [], []
     for length in LENGTHS:
         ids = torch.randint(0, 1024, (4, length))
         dist.barrier()
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), cpu_seconds()
         run(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         taken = torch.tensor(time.perf_counter() - begun)
+        used_by_all = torch.tensor(cpu_seconds() - used)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
+        dist.all_reduce(used_by_all)
         seconds.append(round(float(taken), 3))
+        cpu.append(round(float(used_by_all), 2))
     plans = len(fxpar.plans()) if args.side == "fxpar" else None
-    return {"steps": seconds, "total": sum(seconds), "plans": plans}
+    total = round(sum(seconds), 3)
+    return {"steps": seconds, "cpu": cpu, "total": total, "plans": plans}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the children that ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def generate(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,35 +106,38 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
 
     import fxpar
 
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for cache in ("dynamic", "static"):
         torch._dynamo.reset()
         model = llama(args).eval()
         model.generation_config.disable_compile = True
-        if args.side == "dtensor":
-            _split(model, args.ranks)
-            model.forward = torch.compile(model.forward)
-        else:
-            options = {"mesh": f"tp={args.ranks}"}
-            model.forward = torch.compile(
-                model.forward, backend="fxpar", options=options
-            )
         ids = torch.randint(
             0, 1024, (4, 16), generator=torch.Generator().manual_seed(0)
         )
         how = {"cache_implementation": cache} if cache != "dynamic" else {}
         asked = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "pad_token_id": 0}
+        want = model.generate(ids, do_sample=False, **asked, **how)
+        if args.side == "dtensor":
+            _split(model, args.ranks)
+            model.forward = torch.compile(model.forward)
+        else:
+            axis = "dp" if args.side == "fxpar_dp" else "tp"
+            options = {"mesh": f"{axis}={args.ranks}"}
+            model.forward = torch.compile(
+                model.forward, backend="fxpar", options=options
+            )
         seconds, before = [], len(fxpar.plans())
         for _ in range(2):
             begun = time.perf_counter()
             out = model.generate(ids, do_sample=False, **asked, **how)
             seconds.append(time.perf_counter() - begun)
-        found[cache] = {
+        figures[cache] = {
             "first": seconds[0],
             "rate": out.shape[0] * TOKENS / seconds[1],
             "plans": len(fxpar.plans()) - before,
+            "same": bool((out == want).all()),
         }
-    return found
+    return figures
 
 
 def _split(model: Any, ranks: int) -> None:
@@ -149,14 +168,23 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, part: str, side: str) -> dict[str, Any]:
-    """One job from empty caches; its figures."""
+    """A job from empty caches, of ``lengths`` another behind it; figures of both."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold = start(args, part, side, cache)
+        if part != "lengths":
+            return cold
+        return {"cold": cold, "warm": start(args, part, side, cache)}
+
+
+def start(args: argparse.Namespace, part: str, side: str, cache: str) -> dict[str, Any]:
+    """One job with caches in a folder; its figures."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache",
+            "TORCHINDUCTOR_CACHE_DIR": cache,
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
         out = os.path.join(folder, "figures.json")
@@ -166,8 +194,8 @@ def run(args: argparse.Namespace, part: str, side: str) -> dict[str, Any]:
         command += ["--ranks", str(args.ranks), "--layers", str(args.layers)]
         command += ["--width", str(args.width)]
         subprocess.run(command, env=environment, check=True, timeout=LIMIT)
-        found: dict[str, Any] = json.loads(Path(out).read_text())
-    return found
+        figures: dict[str, Any] = json.loads(Path(out).read_text())
+    return figures
 
 
 def main() -> None:
@@ -193,8 +221,12 @@ def main() -> None:
                 print(part, side, done[-1], flush=True)
         figures[part] = runs
         if part == "lengths":
-            totals = [statistics.median(r["total"] for r in x) for x in runs.values()]
-            print(f"fxpar takes {totals[1] / totals[0]:.2f} of DDP's seconds")
+            for when in ("cold", "warm"):
+                ddp, ours = (
+                    statistics.median(r[when]["total"] for r in each)
+                    for each in runs.values()
+                )
+                print(f"{when}: fxpar takes {ours / ddp:.2f} of DDP's seconds")
     if args.json:
         write(args.json, "shapes", figures)
 

@@ -163,7 +163,7 @@ def _called(
     compiled_graph.forget_homes(lean)
     examples = [_fed(examples[i], i in numbers) for i in positions]
     named_inputs = name_inputs(lean.graph, examples)
-    local = compiled_graph.local_inputs(named_inputs, examples, options)
+    local = compiled_graph.local_inputs(lean, named_inputs, examples, options)
 
     results = LocalResults()
 

@@ -165,7 +165,7 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
             NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
             for x in job.named_inputs
         ]
-        checks.append(inputs.Checks(named_inputs, job.options, step.ranks).run)
+        checks.append(inputs.Checks(named_inputs, job.local, step.ranks).run)
     return [*checks, step.verify] if job.options.verify else checks
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
-from fxpar.errors import FxparError, FxparWarning
+from fxpar.errors import FxparWarning, HintError, PlanError, RuleError, ScheduleError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
 from fxpar.job_request import CompileJob, planned_request, request_of
@@ -48,6 +48,9 @@ from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
+
+# What comes of a program itself, at every start; not of a rank that did not come.
+_REFUSALS = (HintError, PlanError, RuleError, ScheduleError, OpenSizesRefused)
 
 
 def _apart(schedule: str) -> str:
@@ -222,7 +225,7 @@ class JointPass:
         else:
             record = known_programs.describe_refusal(entry, refusal_of(error))
             known_programs.tell_plan(name, record)
-            if isinstance(error, (FxparError, OpenSizesRefused)):
+            if isinstance(error, _REFUSALS):
                 known_programs.keep(entry, record)
 
     def _asked(self, divisors: Mapping[str, int]) -> dict[str, Any]:

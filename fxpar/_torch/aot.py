@@ -239,6 +239,8 @@ def compile_fx(
 
     def compile_inner(graph: fx.GraphModule, examples: Any, **kwargs: Any) -> Any:
         local = _local_examples(graph.graph, examples)
+        if "get_decomp_fn" in kwargs:  # in the key of Inductor's cache, by its name
+            kwargs["get_decomp_fn"] = decompositions
 
         def generate(text: str | None) -> Any:
             graph.recompile()

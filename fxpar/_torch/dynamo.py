@@ -229,6 +229,14 @@ def seconds_by_phase() -> dict[str, float]:
     return {name: spent / 1e9 for name, spent in cumulative_time_spent_ns.items()}
 
 
+def is_argument(source: Any) -> bool:
+    """Whether a value, by Dynamo's source of it, is or lies in an argument of what is
+    traced; else it is a global, or in a closure."""
+    while hasattr(source, "base"):
+        source = source.base
+    return bool(getattr(source, "is_input", False))
+
+
 def graph_breaks() -> dict[str, int]:
     """How often Dynamo broke or gave up a graph, by its reasons."""
     from torch._dynamo.utils import counters

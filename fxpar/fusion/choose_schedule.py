@@ -109,10 +109,12 @@ class Chosen:
         return (saved,) * bool(self.schedule) + (stay,) * bool(self.unlike)
 
 
-def choose_or_warn(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen | None:
+def choose_or_warn(
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, lines: bool = True
+) -> Chosen | None:
     """As ``choose``; None, with a warning, if that fails: a program runs without."""
     try:
-        return choose(graph, mesh, hardware)
+        return choose(graph, mesh, hardware, lines=lines)
     except Exception as error:
         failed(error)
         return None
@@ -131,8 +133,11 @@ def failed(error: Exception) -> None:
     warnings.warn(text, FxparWarning, stacklevel=2)
 
 
-def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
-    """The best schedule found; an empty one if none pays."""
+def choose(
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, lines: bool = True
+) -> Chosen:
+    """The best schedule found; an empty one if none pays. ``lines``: verbs are tried,
+    not settings alone."""
     values = [node.meta.get("val") for node in graph.nodes]
     graph = closed(graph, mesh, _torch.fake.mode_of(values))
     with _old_objects_kept(), _torch.fake.shapes_alone():
@@ -140,7 +145,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         state = Attempts(shapes, hardware.on(mesh), hardware)
         before = state.now
         fewer = fewer_layers(shapes)
-        if fewer is None or not _lines_for_layers(state, fewer):
+        if lines and (fewer is None or not _lines_for_layers(state, fewer)):
             _lines(state)
         if len(graph.nodes) <= _LARGE or fewer is not None:
             _by_phase(state)

@@ -153,6 +153,9 @@ class RowWindow:
     count: int
     # What each row of the other tensor reads of the dim, or adds to it.
     reach: Reach
+    # How many rows lie before a shard and behind it that its windows reach, where all
+    # shards of the other tensor are as large; None: those of this one do not fit them.
+    halo: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

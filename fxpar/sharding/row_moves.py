@@ -129,7 +129,9 @@ def _extents(
     moves = exchange.moves
     if moves.reach is not None and of_targets != moves.adds:
         first, rows, _ = window(exchange, mesh, rank)
-        return [(first, rows)]
+        (count,) = moves.sources if moves.adds else moves.targets
+        is_spare = not shard_sizes.shard(count, mesh, exchange.axes, rank)[1]
+        return [(-rows if is_spare else first, rows)]
     all_rows = moves.targets if of_targets else moves.sources
     splits = exchange.split_targets if of_targets else exchange.split_sources
     return [
@@ -142,7 +144,7 @@ def _extents(
 def window(exchange: Exchange, mesh: Mesh, rank: int) -> tuple[int, int, int]:
     """(first row, rows, rows with those that mean nothing) of the window of a rank,
     which may begin before the dim and end behind it. All ranks have as many if all
-    shards are alike."""
+    shards are alike. One that has no windows has the rows of one, none of the dim."""
     moves, axes = exchange.moves, exchange.axes
     assert moves.reach is not None
     (count,) = moves.sources if moves.adds else moves.targets
@@ -161,9 +163,10 @@ def window(exchange: Exchange, mesh: Mesh, rank: int) -> tuple[int, int, int]:
 
 
 def read_by(reach: Reach, count: int, start: int, size: int) -> tuple[int, int]:
-    """(first row, rows) of what rows ``[start, start + size)`` of ``count`` read."""
+    """(first row, rows) of what rows ``[start, start + size)`` of ``count`` read; where
+    there are none, room for what one would."""
     if not size:
-        return 0, 0
+        return 0, reach.span
     end, begin, tail = start + size, len(reach.head), count - len(reach.tail)
     inside = range(max(start, begin), min(end, tail))
     firsts = [*reach.head[start:end]]

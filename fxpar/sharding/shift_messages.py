@@ -17,7 +17,7 @@ from typing import Any
 
 from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes, RowMoves, RowPiece, RowWindow
+from fxpar.sharding.factors import Axes, Halo, RowMoves, RowPiece, RowWindow
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, tensor_nodes
 from fxpar.sharding.row_moves import Exchange
@@ -86,7 +86,7 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
             return ()
         return _messages(op, 0, [(dim, by, by)], strategy, mesh)
     around: dict[int, list[tuple[int, int, int]]] = {}
-    for halo in op.rule.halos:
+    for halo in (*op.rule.halos, *_fitting(op, strategy, mesh)):
         rows = halo.dim, -halo.before, halo.after
         around.setdefault(halo.position, []).append(rows)
     return tuple(
@@ -94,6 +94,25 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
         for position, rows in around.items()
         for message in _messages(op, position, rows, strategy, mesh)
     )
+
+
+def _fitting(op: Op, strategy: Strategy, mesh: Mesh) -> list[Halo]:
+    """The windows of an op that are halos."""
+    halos = []
+    for window in op.rule.windows:
+        axes = _spec(op, strategy, window.position).dims[window.dim]
+        halo = as_halo(window, axes, mesh)
+        if halo is not None:
+            halos.append(halo)
+    return halos
+
+
+def _spec(op: Op, strategy: Strategy, position: int) -> Spec:
+    """That of one of an op's tensors, operands then results."""
+    late = position - len(op.operands)
+    if late < 0:
+        return operand_spec(op.rule, strategy, position)
+    return result_spec(op.rule, strategy, late)
 
 
 def _messages(
@@ -107,15 +126,10 @@ def _messages(
     from the shard's first row, and the last, counted from the shard's last. What is
     sent along one dim holds what came along those before it."""
     n = len(op.operands)
-    rule, late = op.rule, position >= n
-    spec = (
-        result_spec(rule, strategy, position - n)
-        if late
-        else operand_spec(rule, strategy, position)
-    )
+    spec = _spec(op, strategy, position)
     value = (
         tensors_of(op.node.meta["val"])[position - n]
-        if late
+        if position >= n
         else tensor_nodes(op.node)[position].meta["val"]
     )
     shape = list(spec.local_shape(mesh, [int(k) for k in value.shape]))
@@ -146,6 +160,15 @@ def exchange_of(
     lie = (spec.dims[moves.dim] for spec in (*operands, *results))
     axes = next((axes for axes in lie if mesh.count(axes) > 1), ())
     return Exchange(moves, axes, *map(tuple, split))
+
+
+def as_halo(window: RowWindow, axes: Axes, mesh: Mesh) -> Halo | None:
+    """The rows around a shard that a window is where shards fit, which go by permutes;
+    None of others."""
+    ends = window.count, window.rows  # of unlike devices one may be even alone
+    if window.halo is None or not all(shard_sizes.is_even(n, mesh, axes) for n in ends):
+        return None
+    return Halo(window.position, window.dim, *window.halo)
 
 
 def exchange_of_window(
@@ -192,13 +215,9 @@ def _read(op: Op, strategy: Strategy, mesh: Mesh) -> float:
     shapes: dict[int, list[int]] = {}
     for window in op.rule.windows:
         i, late = window.position, window.position >= n
-        spec = (
-            result_spec(op.rule, strategy, i - n)
-            if late
-            else operand_spec(op.rule, strategy, i)
-        )
+        spec = _spec(op, strategy, i)
         axes = spec.dims[window.dim]
-        if mesh.count(axes) == 1:
+        if mesh.count(axes) == 1 or as_halo(window, axes, mesh) is not None:
             continue
         value = (
             tensors_of(op.node.meta["val"])[i - n]

@@ -121,9 +121,12 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
     where the op cannot do with that."""
     for window in rule.windows:
         (factor,) = rule.tensors[window.position][window.dim]
-        if not shard_sizes.smallest(window.count, mesh, axes_of.get(factor, ())):
+        least = shard_sizes.smallest(window.count, mesh, axes_of.get(factor, ()))
+        if not least and rule.empty != "fill":
             return False
-    shut = {"run": frozenset(), "fill": rule.contracted, "never": rule.free}
+    # Of windows what is made of a row of zeros is zero.
+    summed = rule.contracted - rule.moved
+    shut = {"run": frozenset(), "fill": summed, "never": rule.free}
     for factor in shut[rule.empty]:
         rows, axes = rule.size[factor], axes_of.get(factor, ())
         if rows and not shard_sizes.smallest(rows, mesh, axes):

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar import _torch
+from fxpar import _torch, joint_pass
+from fxpar.errors import ScheduleError
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import Builder
+from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches.program_identity import name_inputs
 from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.runtime.calls.open_sizes import open_program, open_sizes, size_range
@@ -311,6 +313,70 @@ def test_sizes_far_from_those_planned_for_are_planned_again(
     for plans in shared_pool(2).run(planned_again, replan, rows, timeout=300.0):
         assert [number for number, _ in plans] == [1, 1, count, count, count]
         assert len({name for _, name in plans}) == count
+
+
+def scheduled(schedule: str) -> tuple[list[int], str, float]:
+    """Collectives of forward and backward, the plan's schedule, and how far gradients
+    are from one device's, for batches of three sizes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).double()
+    options = {"mesh": "dp=2", "plan": "propagate", "schedule": schedule}
+    options |= {"codegen": "eager", "cache_plans": False, "hardware": "h100"}
+    run, lists = (
+        torch.compile(model, backend="fxpar", options=options, dynamic=True),
+        [],
+    )
+    apart, before = 0.0, len(fxpar.plans())
+
+    def noted(graph: fx.Graph, **how: Any) -> list[str]:
+        lists.append(crossings(graph, **how))
+        return lists[-1]
+
+    with mock.patch.object(joint_pass, "crossings", noted):
+        for rows in (8, 12, 16):
+            x = torch.randn(rows, 256).double()
+            gradients = []
+            for each in (run, model):
+                model.zero_grad()
+                each(x).square().mean().backward()
+                gradients.append([p.grad.clone() for p in model.parameters()])
+            far = (float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+            apart = max(apart, *far)
+    (plan,) = fxpar.plans()[before:]
+    assert any("holds for" in note for note in plan.notes)
+    return [len(each) for each in lists], plan.schedule, apart
+
+
+@pytest.mark.multiprocess
+def test_buckets_are_of_the_schedule_that_is_asked_for() -> None:
+    """One by name that says settings alone, and what is chosen, keeps sizes open."""
+    backward = {}
+    for schedule in ("auto", "none", "buckets(bytes=0)"):
+        for counts, text, apart in shared_pool(2).run(scheduled, schedule):
+            backward[schedule] = counts[1]
+            assert len(counts) == 2 and apart < 1e-12
+            if schedule == "auto":
+                assert text.startswith("buckets(bytes=")
+            else:
+                assert text == schedule.replace("none", "")
+    assert backward["auto"] < backward["none"] < backward["buckets(bytes=0)"] == 8
+
+
+def refused(schedule: str) -> str:
+    torch._dynamo.reset()
+    options = {"mesh": "dp=2", "codegen": "eager", "schedule": schedule}
+    run = torch.compile(nn.Linear(4, 4), backend="fxpar", options=options, dynamic=True)
+    with pytest.raises(ScheduleError) as caught:
+        run(torch.ones(8, 4))
+    return str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_a_schedule_with_verbs_is_for_sizes_that_are_fixed() -> None:
+    """Where it names a node that is not there, as for any program."""
+    for text in shared_pool(2).run(refused, "split(nothing)"):
+        assert "nothing" in text and "sizes" not in text
 
 
 def add_in_place() -> list[torch.Tensor]:

@@ -8,10 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fxpar
 from fxpar import FxparError
 from fxpar._torch import dynamo
 from tests.helpers.models import build, build_loss
@@ -135,6 +137,28 @@ def hidden_again() -> int:
 
 def test_what_no_argument_holds_is_traced_again() -> None:
     assert shared_pool(2).run(hidden_again, timeout=100.0) == [1, 1]
+
+
+def columns_over_the_batch(local: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 4).double(), torch.randn(8, 6, dtype=torch.float64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return fxpar.constrain(model(x), "_", "dp").square().sum() / len(x)
+
+    run = loss
+    if local:
+        torch._dynamo.reset()
+        x = x.tensor_split(2)[dist.get_rank()]
+        run = torch.compile(loss, backend="fxpar", options=options("dp=2"))
+    run(x).backward()
+    return model.weight.grad
+
+
+def test_an_axis_of_the_batch_may_split_columns() -> None:
+    want = columns_over_the_batch(False)
+    for got in shared_pool(2).run(columns_over_the_batch, True):
+        torch.testing.assert_close(got, want)
 
 
 class Broken(nn.Module):

@@ -60,7 +60,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failure_to_choose_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(*_: Any) -> None:
+    def choose(*_: Any, **__: Any) -> None:
         raise KeyError("a mistake of ours")
 
     monkeypatch.setattr(choose_schedule, "choose", choose)

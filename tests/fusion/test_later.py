@@ -124,8 +124,8 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plain, tried = planned("none").predicted.peak_bytes, list[str]()
 
-    def choose(*args: Any) -> Chosen:
-        chosen = kept(*args)
+    def choose(*args: Any, **options: Any) -> Chosen:
+        chosen = kept(*args, **options)
         tried[:] = map(str, (chosen.schedule, *chosen.others))
         return chosen
 

@@ -198,6 +198,28 @@ def adversaries(use: Any) -> Values:
     return {"losses": losses, "state": state(maker, judge)}
 
 
+def variational(use: Any) -> Values:
+    """Two models in one function, their loss a sum over the batch and a mean."""
+    encoder, decoder = use.model(Residual(8, 6)), use.model(Residual(3, 8))
+    parameters = [*encoder.parameters(), *decoder.parameters()]
+    optimizer = torch.optim.Adam(parameters, 1e-2)
+
+    def loss(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        mean, log = encoder(x).chunk(2, 1)
+        guess = decoder(mean + noise * (log / 2).exp())
+        rebuilt = F.mse_loss(guess, x, reduction="sum") / len(x)
+        return rebuilt - 0.5 * (1 + log - mean**2 - log.exp()).sum(1).mean()
+
+    run, losses = use.compile(loss), []
+    for _ in range(2):
+        value = run(use.part(rows(8, 8)), use.part(rows(8, 3)))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+    return {"losses": losses, "state": state(encoder, decoder)}
+
+
 def frozen(use: Any) -> Values:
     """Layers are frozen and thawed between steps."""
     model = use.model(Residual(layers=3))
@@ -365,6 +387,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "ring": (*BY_HAND, "step"),
     "two_models": BY_HAND,
     "adversaries": (*BY_HAND, *LOCAL),
+    "variational": (*BY_HAND, *LOCAL),
     "frozen": BY_HAND,
     "many_sizes": BY_HAND,
     "resumed": BY_HAND,

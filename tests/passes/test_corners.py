@@ -184,3 +184,6 @@ def test_several_values_of_all_samples_by_one_rank_are_refused() -> None:
     with pytest.raises(PlanError, match="unbind.* makes several values") as error:
         _Localizer._of_own_samples(localizer, x, Spec("dp"), 0)  # type: ignore[arg-type]
     assert "FXPAR_INPUTS=global" in str(error.value)
+    x.meta["val"], summands = whole(2), Spec("_", partial={"dp": "sum"})
+    with pytest.raises(PlanError, match="unbind.* makes summands"):
+        _Localizer._of_own_samples(localizer, x, summands, 0)  # type: ignore[arg-type]

@@ -59,7 +59,9 @@ def rings(graph: fx.Graph, mesh: Mesh) -> Schedule:
 def test_attention_by_a_schedule(
     fn: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(graph: fx.Graph, mesh: Mesh, hardware: Any) -> choose_schedule.Chosen:
+    def choose(
+        graph: fx.Graph, mesh: Mesh, hardware: Any, **_: Any
+    ) -> choose_schedule.Chosen:
         schedule = lines(graph, mesh)
         assert len(schedule.lines) == 2
         after = apply(schedule, graph, mesh)

@@ -16,7 +16,12 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import PlanError
 from fxpar.passes import moved_rows
-from fxpar.passes.local import local_averages, local_index_lists
+from fxpar.passes.local import (
+    local_adaptive_pools,
+    local_averages,
+    local_index_lists,
+    local_ops,
+)
 from fxpar.sharding import near_rows, row_moves
 from fxpar.sharding.factors import Reach
 from fxpar.sharding.rules import window_dims
@@ -140,6 +145,106 @@ def test_shards_that_are_not_alike(name: str, mesh: str) -> None:
     assert not plan.result.decision.is_even
     assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
     check(plan, args)
+
+
+# Windows that keep a size, halve or double it.
+KEPT: dict[str, Op] = {
+    "convolution": partial(F.conv2d, padding=1),
+    "halved": partial(F.conv2d, stride=2, padding=1),
+    "one of three": lambda x, w: F.conv2d(x, w[..., :1, :1], stride=3),
+    "doubled": partial(F.conv_transpose2d, stride=2, padding=1, output_padding=1),
+    "apart": lambda x, w: F.conv_transpose2d(
+        x, w[..., :1, :1], stride=3, output_padding=2
+    ),
+    "maximum": lambda x, _: F.max_pool2d(x, 3, 2, 1),
+    "average": lambda x, _: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+}
+
+
+@pytest.mark.parametrize("rows", [30, 18])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("halved", "apart")))
+        for name in KEPT
+    ],
+)
+def test_windows_that_ranks_do_not_share_alike(name: str, rows: int) -> None:
+    """Of 30 or 18 rows, or half of them, or a third."""
+    plan, args = planned(KEPT[name], rows=rows)
+    assert not plan.result.decision.is_even
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+@pytest.mark.parametrize("name", ["convolution", "doubled"])
+def test_a_rank_without_rows(name: str) -> None:
+    """The last of four has none of 9."""
+    plan, args = planned(KEPT[name], rows=9)
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+def test_what_a_rank_without_windows_makes_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_ops, "cut", lambda build, x, cuts: x)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(*planned(KEPT["maximum"], rows=18))
+
+
+@pytest.mark.parametrize("name", ["convolution", "halved"])
+def test_an_odd_number_shared_alike_goes_by_permutes(name: str) -> None:
+    plan, args = planned(KEPT[name], mesh="h=3", rows=18)
+    assert plan.result.decision.is_even
+    assert {c.kind for c in plan.collectives} == {"permute", "all_reduce"}
+    check(plan, args)
+
+
+# Parts of a dim, of which some share a row, or ranks have unlike numbers.
+PARTS: dict[str, Op] = {
+    "averages": lambda x, _: F.adaptive_avg_pool2d(x, (7, 5)),
+    "more than rows": lambda x, _: F.adaptive_avg_pool2d(x, (20, 5)),
+    "alike, unlike shares": lambda x, _: F.adaptive_avg_pool2d(x, (6, 4)),
+    "maxima": lambda x, _: F.adaptive_max_pool2d(x, (9, 5)),
+    "maxima, alike": lambda x, _: F.adaptive_max_pool2d(x, (8, 6)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("averages", "h=4"),
+        ("maxima", "h=4"),
+        ("maxima, alike", "h=4"),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.slow)
+            for name, mesh in (
+                ("more than rows", "h=4"),
+                ("alike, unlike shares", "h=4"),
+                ("averages", "h=2,w=2"),
+                ("maxima", "h=2,w=2"),
+            )
+        ),
+    ],
+)
+def test_parts_of_a_dim(name: str, mesh: str) -> None:
+    space = (None, None, "h", "w") if "w" in mesh else None
+    plan, args = planned(PARTS[name], mesh=mesh, space=space)
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all", "all_reduce"}
+    check(plan, args)
+
+
+def test_rows_behind_a_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = local_adaptive_pools.LaidOutParts
+    monkeypatch.setattr(parts, "laid_out", lambda self, x, fill: _unmasked(self, x))
+    with pytest.raises(AssertionError):
+        check(*planned(PARTS["averages"]))
+
+
+def _unmasked(parts: Any, x: Any) -> Any:
+    index = [*[None] * parts.dim, parts.places]
+    return parts.call.build.call(torch.ops.aten.index.Tensor, x, index)
 
 
 def two_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -307,7 +307,7 @@ def lookup(ids: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> Any:
 
 
 def test_graphs_of_all_ranks_are_one_text() -> None:
-    ids, table = torch.randint(16, (8, 4)), torch.randn(16, 8)
+    ids, table = torch.randint(64, (8, 4)), torch.randn(64, 8)
     hints = {"ids": ("dp", None), "table": ("tp", None), "weight": (None, "tp")}
     args = (ids, table, torch.randn(8, 8))
     plan = fxpar.plan(lookup, *args, mesh="dp=2,tp=2", hints=hints, mode="propagate")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fxpar import _torch
-from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs
@@ -130,10 +129,11 @@ def compare() -> dict[str, object]:
     ]
     for mode in ("global", "local"):
         ranks = Ranks(MESH, me)
-        checks = check_inputs.Checks(named, Options(inputs=mode), ranks)
+        local = [1, 2] if mode == "local" else []
+        checks = check_inputs.Checks(named, local, ranks)
         out[mode] = said(checks.run, [torch.ones(1), torch.ones(2) * dp, 3])
         whole = torch.ones(2) * dp
-        setattr(whole, check_inputs.LOCAL_MARK, False)
+        checks = check_inputs.Checks(named, local[1:], ranks)
         out[mode + " whole"] = said(checks.run, [torch.ones(1), whole, 3])
     return out
 

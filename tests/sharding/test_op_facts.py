@@ -31,6 +31,7 @@ ROOT = Path(fxpar.__file__).parent
 # Tables of forms of ops, which are no facts: how one call is made local, rewritten, or
 # written as an expression of a kernel.
 FORMS = {
+    "_torch/decompositions.py",  # ops by others that keep dims apart
     "passes/local/local_diagonals.py",
     "passes/local/local_index_lists.py",
     "passes/local/local_indexing.py",

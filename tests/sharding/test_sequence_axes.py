@@ -118,7 +118,9 @@ def packed(batch: int) -> dict[str, torch.Tensor]:
     return {"position_ids": torch.cat([half, half]).repeat(batch, 1)}
 
 
-def rings(graph: fx.Graph, mesh: Mesh, hardware: Any) -> choose_schedule.Chosen:
+def rings(
+    graph: fx.Graph, mesh: Mesh, hardware: Any, **_: Any
+) -> choose_schedule.Chosen:
     """A ring of each attention, whatever it takes."""
     schedule = rings_of(graph)
     assert len(schedule.lines) == 2  # forward and backward

@@ -23,6 +23,7 @@ QUICK = (
     ("two_models", "pp=2", "compile"),
     ("groups", "dp=2", "step"),
     ("groups", "pp=2,dp=2", "local shard"),
+    ("variational", "dp=2,ep=2", "local shard"),
 )
 MESHES = (
     "dp=2",
@@ -36,13 +37,16 @@ MESHES = (
     "dp=2,tp=2",
     "pp=2,dp=2",
     "pp=2,tp=2",
+    "dp=2,ep=2",
 )
+# Meshes whose ranks feed parts of a batch.
+FED = ("dp=2", "ep=2", "dp=4", "dp=2,tp=2", "pp=2,dp=2", "dp=2,ep=2")
 ALL = [
     (script, mesh, mode)
     for mesh in MESHES
     for script, modes in SCRIPTS.items()
     for mode in modes
-    if "local" not in mode or mesh in ("dp=2", "ep=2", "dp=4", "dp=2,tp=2", "pp=2,dp=2")
+    if "local" not in mode or mesh in FED
     if (script, mesh, mode) not in QUICK
 ]
 

@@ -19,7 +19,7 @@ from fxpar.passes import collective_nodes, size_nodes
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding.factors import Axes, Halo, RowWindow
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.shift_messages import exchange_of_window, pieces
+from fxpar.sharding.shift_messages import as_halo, exchange_of_window, pieces
 
 aten = torch.ops.aten
 
@@ -36,19 +36,30 @@ def is_split(call: LocalCall, position: int, dim: int) -> bool:
 
 def halos_of(call: LocalCall, position: int) -> list[Halo]:
     """The halos of one of a call's tensors, of dims that are split."""
+    fitting = (_as_halo(call, window) for window in call.rule.windows)
     return [
         halo
-        for halo in call.rule.halos
-        if halo.position == position and is_split(call, position, halo.dim)
+        for halo in (*call.rule.halos, *filter(None, fitting))
+        if halo.position == position
+        and is_split(call, position, halo.dim)
+        and halo.before + halo.after
     ]
 
 
+def _as_halo(call: LocalCall, window: RowWindow) -> Halo | None:
+    axes = axes_of(call, window.position, window.dim)
+    return as_halo(window, axes, call.build.mesh)
+
+
 def windows_of(call: LocalCall, position: int) -> list[RowWindow]:
-    """The windows of rows of one of a call's tensors, of dims that are split."""
+    """The windows of rows of one of a call's tensors, of dims that are split, but for
+    those that are halos."""
     return [
         window
         for window in call.rule.windows
-        if window.position == position and is_split(call, position, window.dim)
+        if window.position == position
+        and is_split(call, position, window.dim)
+        and _as_halo(call, window) is None
     ]
 
 

@@ -86,10 +86,7 @@ def _divided(
     value, k = x.meta["val"], len(slid)
     first = value.dim() - k
     for d, window in enumerate(slid, first):
-        rows, count = call.shapes[many][d], call.shapes[few][d]
-        counted = _counted(
-            call, window, rows, count, axes_of(call, few, d), count_padding
-        )
+        counted = _counted(call, window, (many, few), d, count_padding)
         counted = call.build.cast(counted, value.dtype)
         view = [-1, *[1] * (value.dim() - 1 - d)]
         counted = call.build.call(aten.reshape.default, counted, view)
@@ -100,16 +97,18 @@ def _divided(
 def _counted(
     call: LocalCall,
     window: SlidingWindow,
-    rows: int,
-    count: int,
-    axes: tuple[str, ...],
+    positions: tuple[int, int],
+    d: int,
     count_padding: bool,
 ) -> fx.Node:
-    """How many rows each window of a rank counts."""
-    build = call.build
-    device = call.node.meta["val"].device
-    place = build.iota(build.own_size(count, axes), device)
-    place = build.call(aten.add.Tensor, place, build.own_start(count, axes))
+    """How many rows each window of a rank counts, of dim ``d`` of the tensors at these
+    positions, that has rows and that has windows."""
+    build, (many, few) = call.build, positions
+    rows, late = call.shapes[many][d], few - len(call.operands)
+    shape = call.operand_shape(few) if late < 0 else call.local_shape(late)
+    start = build.own_start(call.shapes[few][d], axes_of(call, few, d))
+    place = build.iota(shape[d], call.node.meta["val"].device)
+    place = build.call(aten.add.Tensor, place, start)
     place = build.call(aten.mul.Tensor, place, window.stride)
     first = build.call(aten.sub.Tensor, place, window.padding)
     end = build.call(aten.add.Tensor, first, window.kernel)

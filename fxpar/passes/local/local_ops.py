@@ -31,6 +31,7 @@ from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.experts import expert_ops, local_experts
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
+    local_adaptive_pools,
     local_averages,
     local_custom_ops,
     local_diagonals,
@@ -68,6 +69,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_averages.LOCAL,
+    **local_adaptive_pools.LOCAL,
     **local_custom_ops.LOCAL,
     **local_diagonals.LOCAL,
     **local_flex.LOCAL,
@@ -87,19 +89,23 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     is a row of zeros to an op that cannot run on nothing; of several results it is cut
     off where they are read (``cut``)."""
     n = len(call.operands)
+    read = {(window.position, window.dim) for window in call.rule.windows}
     empty = [
-        call.empty_dims(spec, shape)
-        for spec, shape in zip(call.operands + call.results, call.shapes, strict=True)
+        [d for d in call.empty_dims(spec, shape) if (i, d) not in read]
+        for i, (spec, shape) in enumerate(
+            zip(call.operands + call.results, call.shapes, strict=True)
+        )
     ]
     if call.rule.empty != "fill" or not any(empty):
         return _local_form(call, args, kwargs)
     filled_call = replace(call, least=1)
     reads = _operands(args, kwargs)
     filled = {}
-    for i, (read, dims) in enumerate(zip(reads, empty[:n], strict=True)):
+    for i, (x, dims) in enumerate(zip(reads, empty[:n], strict=True)):
         pairs = zip(filled_call.operand_shape(i), call.operand_shape(i), strict=True)
-        padding = [call.build.missing(*pair) for pair in pairs]
-        filled[read] = call.build.pad(read, padding) if dims else read
+        missing = [call.build.missing(*pair) for pair in pairs]
+        padding = [m if d in dims else 0 for d, m in enumerate(missing)]
+        filled[x] = call.build.pad(x, padding) if dims else x
     args, kwargs = fx.node.map_arg((args, kwargs), lambda x: filled.get(x, x))
     result = _local_form(filled_call, args, kwargs)
     cuts = [

@@ -44,7 +44,7 @@ def _groups(call: LocalCall, channels: Size, per_group: Size) -> Size:
     return call.build.compute(operator.floordiv, channels, per_group)
 
 
-def _split(call: LocalCall, position: int, k: int) -> list[bool]:
+def split_dims(call: LocalCall, position: int, k: int) -> list[bool]:
     """Of the last ``k`` dims of one of a call's tensors, which are split."""
     first = len(call.shapes[position]) - k
     return [is_split(call, position, first + d) for d in range(k)]
@@ -57,11 +57,16 @@ def _padding(padding: int | Sequence[int], split: Sequence[bool]) -> list[int]:
 
 
 def _output_padding(
-    extra: Sequence[int], slid: Sequence[SlidingWindow], split: Sequence[bool]
+    call: LocalCall,
+    position: int,
+    extra: Sequence[int],
+    slid: Sequence[SlidingWindow],
+    split: Sequence[bool],
 ) -> list[int]:
-    """Rows that a transposed convolution adds behind; of a shard, those that no window
-    reaches."""
-    own = [max(0, -window.behind) for window in slid]
+    """Rows that a transposed convolution adds behind. ``position``: of the tensor that
+    has rows; of a shard they are those that no window reaches, of windows none."""
+    read = {window.dim - 2 for window in windows_of(call, position)}
+    own = [0 if d in read else max(0, -w.behind) for d, w in enumerate(slid)]
     return [
         n if cut else whole
         for n, whole, cut in zip(own, each(extra, len(split)), split, strict=True)
@@ -84,7 +89,7 @@ def _convolution(
         channels = (call.local_shape() if transposed else call.operand_shape(0))[1]
         groups = _groups(call, channels, call.operand_shape(1)[1])
     k = len(call.shapes[0]) - 2
-    split = _split(call, 0, k)
+    split = split_dims(call, 0, k)
     if not any(split):
         settings = stride, padding, dilation, transposed, output_padding, groups
         return call.same(x, weight, bias, *settings)
@@ -93,11 +98,10 @@ def _convolution(
         settings = stride, padding, dilation, transposed, output_padding, groups
         return call.same(with_halo_rows(call, x, 0), weight, bias, *settings)
     slid = windows(call.shapes[1][2:], stride, call.node.args[4], dilation, k)
-    output_padding = _output_padding(output_padding, slid, split)
+    end = len(call.operands)  # of the result, which has rows
+    output_padding = _output_padding(call, end, output_padding, slid, split)
     settings = stride, padding, dilation, transposed, output_padding, groups
-    result = add_halo_rows(
-        call, call.same(x, weight, None, *settings), len(call.operands)
-    )
+    result = add_halo_rows(call, call.same(x, weight, None, *settings), end)
     if bias is None:
         return result
     bias = call.build.call(aten.reshape.default, bias, [-1, *[1] * k])
@@ -125,12 +129,12 @@ def _convolution_backward(
     if bias_sizes is not None:
         bias_sizes = [channels_out]
     k = len(call.shapes[0]) - 2
-    split, own = _split(call, 0, k), grad
+    split, own = split_dims(call, 0, k), grad
     if any(split):
         slid = windows(call.shapes[2][2:], stride, padding, dilation, k)
         padding = _padding(padding, split)
         if transposed:
-            output_padding = _output_padding(output_padding, slid, split)
+            output_padding = _output_padding(call, 0, output_padding, slid, split)
             grad = with_halo_rows(call, grad, 0)
         else:
             x = with_halo_rows(call, x, 1) if mask[1] else _halo_shaped(call, x, 3)
@@ -180,7 +184,7 @@ def _halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
 # Pools
 
 
-def _least(x: fx.Node) -> int | float:
+def least(x: fx.Node) -> int | float:
     """What no maximum is smaller than."""
     dtype = x.meta["val"].dtype
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -197,7 +201,7 @@ def pool(
     *settings: Any,
 ) -> fx.Node:
     """A pool of a shard with the rows around it; ``fill`` stands for padding."""
-    padding = _padding(padding, _split(call, 0, k))
+    padding = _padding(padding, split_dims(call, 0, k))
     return call.same(
         with_halo_rows(call, x, 0, fill), kernel, stride, padding, *settings
     )
@@ -215,7 +219,7 @@ def pool_backward(
 ) -> fx.Node:
     """Its gradient; that of the rows around the shard goes where they are."""
     position = len(call.operands)  # of the result, which has the halos
-    padding = _padding(padding, _split(call, 1, k))
+    padding = _padding(padding, split_dims(call, 1, k))
     x = _halo_shaped(call, x, position)
     return add_halo_rows(
         call, call.same(grad, x, kernel, stride, padding, *settings), position
@@ -233,16 +237,16 @@ def _max_pool(
     ceil: bool = False,
 ) -> Any:
     """The result says where in its window a maximum lies."""
-    return pool(k, _least(x), call, x, kernel, stride, padding, dilation, ceil)
+    return pool(k, least(x), call, x, kernel, stride, padding, dilation, ceil)
 
 
 def _max_pool_with_indices(k: int, call: LocalCall, x: fx.Node, *args: Any) -> Any:
     pooled = _max_pool(k, call, x, *args)
-    if not any(_split(call, 0, k)):
+    if not any(split_dims(call, 0, k)):
         return pooled
     values, index = (call.build.call(operator.getitem, pooled, i) for i in range(2))
-    return values, _reindexed(
-        call, index, _shards_with_halos(call, 0, 0, k), inward=False
+    return values, reindexed(
+        call, index, shards_with_halos(call, 0, 0, k), inward=False
     )
 
 
@@ -283,13 +287,13 @@ def _max_pool_backward(
 ) -> fx.Node:
     """``args``: what says how windows slide, and where in them maxima lie."""
     *settings, index = args
-    if any(_split(call, 1, k)):
-        index = _reindexed(call, index, _shards_with_halos(call, 1, 3, k), inward=True)
+    if any(split_dims(call, 1, k)):
+        index = reindexed(call, index, shards_with_halos(call, 1, 3, k), inward=True)
     return pool_backward(k, call, grad, x, *settings, index)
 
 
 @dataclass(frozen=True)
-class _ShardWithHalo:
+class ShardWithHalo:
     """One dim of a shard with the rows around it."""
 
     # That split the dim.
@@ -302,9 +306,9 @@ class _ShardWithHalo:
     start: Callable[[int], Size]
 
 
-def _shards_with_halos(
+def shards_with_halos(
     call: LocalCall, at: int, halos: int, k: int
-) -> list[_ShardWithHalo]:
+) -> list[ShardWithHalo]:
     """The last ``k`` dims of the tensor at a position, with another one's halos."""
     first, shards = len(call.shapes[at]) - k, []
     ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
@@ -317,7 +321,7 @@ def _shards_with_halos(
         size, (before, after) = call.build.own_size(whole, axes), ends.get(d, (0, 0))
         width = call.build.compute(operator.add, size, before + after)
         start = partial(_shard_start, call, whole, axes, before)
-        shards.append(_ShardWithHalo(axes, whole, width, start))
+        shards.append(ShardWithHalo(axes, whole, width, start))
     return shards
 
 
@@ -327,18 +331,18 @@ def _shard_start(
     return _times(call, rows, axes, by, -by * before)
 
 
-def _window(call: LocalCall, whole: int, exchange: Exchange) -> _ShardWithHalo:
+def _window(call: LocalCall, whole: int, exchange: Exchange) -> ShardWithHalo:
     """A dim of which a rank reads a window."""
     build = call.build
     start = build.window_start(exchange)
     width = build.window_rows(exchange)
-    return _ShardWithHalo(
+    return ShardWithHalo(
         exchange.axes, whole, width, partial(build.compute, operator.mul, start)
     )
 
 
-def _reindexed(
-    call: LocalCall, index: fx.Node, dims: Sequence[_ShardWithHalo], inward: bool
+def reindexed(
+    call: LocalCall, index: fx.Node, dims: Sequence[ShardWithHalo], inward: bool
 ) -> fx.Node:
     """Positions in the shard with the rows around it as those in the whole; ``inward``:
     the other way."""
@@ -359,10 +363,6 @@ def _reindexed(
     return total
 
 
-def _adaptive_pool(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
-    return call.same(x, list(call.local_shape()[-k:]))
-
-
 def _low_memory_pool(call: LocalCall, x: fx.Node, kernel: Any, *settings: Any) -> Any:
     return _max_pool(len(kernel), call, x, kernel, *settings)
 
@@ -380,6 +380,4 @@ LOCAL: dict[Any, Localizer] = {
     "prims::_low_memory_max_pool_offsets_to_indices": _offsets_to_indices,
     **by_rank("max_pool{}d_with_indices", (2, 3), _max_pool_with_indices),
     **by_rank("max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward),
-    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool),
-    **by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool),
 }

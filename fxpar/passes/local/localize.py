@@ -144,21 +144,31 @@ class _Localizer:
 
     def _of_own_samples(self, x: fx.Node, spec: Spec, d: int) -> fx.Node:
         """Each rank's own samples from what it has of them all by its own tangents,
-        put together again."""
-        batch, axes = self.program.signature.batch, spec.dims[d]
-        if not isinstance(x.meta["val"], torch.Tensor):
+        put together again. Other dims that axes of the batch split are whole meanwhile:
+        ranks along those have unlike parts of a sample."""
+        batch = self.program.signature.batch
+        is_partial = bool(set(spec.partial_axes) & set(batch))
+        if is_partial or not isinstance(x.meta["val"], torch.Tensor):
+            makes = "summands" if is_partial else "several values"
             raise PlanError(
-                f"{x.name} ({x.target}) makes several values of all samples, each by "
+                f"{x.name} ({x.target}) makes {makes} of all samples, each by "
                 "gradients of one rank",
                 where=user_line(x),
                 fix="split the batch over the ranks (FXPAR_PLAN=propagate), or feed "
                 "the global batch (FXPAR_INPUTS=global)",
             )
-        if axes:
-            x = step(self.build, all_gather, x, d, axes)
+        split = [
+            (i, dim_axes)
+            for i, dim_axes in enumerate(spec.dims)
+            if dim_axes and (i == d or set(dim_axes) & set(batch))
+        ]
+        for i, dim_axes in split:
+            x = step(self.build, all_gather, x, i, dim_axes)
         x = step(self.build, slice_, x, d, batch)
         x = step(self.build, all_gather, x, d, batch)
-        return step(self.build, slice_, x, d, axes) if axes else x
+        for i, dim_axes in split:
+            x = step(self.build, slice_, x, i, dim_axes)
+        return x
 
     def _values(self, node: fx.Node) -> list[tuple[int, Spec]]:
         """The values of the program that a node makes, and their specs."""

@@ -13,7 +13,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class NamedInput:
     # "parameter", "buffer", "input", or "summand", an input of which each rank holds a
     # summand.
     kind: str
+    # Whether the function closes over it, or it is a global.
+    is_captured: bool = field(default=False, kw_only=True)
 
 
 def _source(node: fx.Node) -> str:
@@ -49,7 +51,12 @@ def _source(node: fx.Node) -> str:
     return name() if callable(name) else str(name)
 
 
-def _name_input(source: str, example: Any) -> NamedInput:
+def _is_captured(node: fx.Node) -> bool:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return source is not None and not _torch.dynamo.is_argument(source)
+
+
+def _name_input(source: str, example: Any, is_captured: bool) -> NamedInput:
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -70,14 +77,14 @@ def _name_input(source: str, example: Any) -> NamedInput:
         kind = "parameter"
     if getattr(example, SUMMAND_MARK, False):
         kind = "summand"
-    return NamedInput(name, kind)
+    return NamedInput(name, kind, is_captured=is_captured)
 
 
 def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
     """One NamedInput per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
-        _name_input(_source(node), example)
+        _name_input(_source(node), example, _is_captured(node))
         for node, example in zip(nodes, examples, strict=True)
     ]
     total = Counter(entry.name for entry in inputs)
@@ -89,7 +96,7 @@ def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
             seen[name] += 1
             if seen[name] > 1:
                 name = f"{name}#{seen[name]}"
-        unique.append(NamedInput(name, entry.kind))
+        unique.append(replace(entry, name=name))
     return unique
 
 

@@ -134,7 +134,7 @@ class Calls:
         heads, all_sums, sketches = zip(
             *(word.split("\t") for word in words), strict=True
         )
-        if any(sketches):
+        if len(set(sketches)) > 1:
             gradient_sketches.compare(sketches)
         run = self.ready.get(heads)
         if run is None:
@@ -190,7 +190,7 @@ class Calls:
         every = set(map(int, meet(str(mine), self.what)))
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
-            Checks(self.inputs, self.options, self.ranks).run(args)
+            Checks(self.inputs, self.local, self.ranks).run(args)
         number = agreed or self._new(key, agreement, args)
         own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
         self.variants.last[own_sizes] = number

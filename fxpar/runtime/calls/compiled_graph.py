@@ -266,19 +266,31 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
 
 
 def local_inputs(
-    inputs: Sequence[NamedInput], examples: Sequence[Any], options: Options
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
 ) -> tuple[int, ...]:
     """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
-    save those another graph returned whole."""
+    save those another graph returned whole. What a function captures besides its
+    arguments is whole too, unless the program needs as many rows of both."""
     if options.inputs != "local":
         return ()
-    return tuple(
+    parts = [
         i
         for i, (name, x) in enumerate(zip(inputs, examples, strict=True))
         if name.kind == "input"
         and isinstance(x, torch.Tensor)
         and x.dim() > 0
         and getattr(x, LOCAL_MARK, True)
+    ]
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = {i: nodes[i].meta.get("example_value", examples[i]) for i in parts}
+    fed = [i for i in parts if not inputs[i].is_captured]
+    # A size that the first trace fixed is opened in the next.
+    rows = {str(values[i].shape[0]) for i in fed}
+    return tuple(
+        i for i in parts if not fed or i in fed or str(values[i].shape[0]) in rows
     )
 
 

@@ -5,9 +5,8 @@ break, a disabled function) is run by each rank as it stands. ``watch`` looks at
 call of what was compiled: it was one graph, from its first line to its last, or there
 is code outside. Then the user is told, once, why and what it costs; and in local mode,
 where such code runs on the rank's own part of the batch,
-``runtime.ranks.reduce_gradients`` takes the mean of gradients over the ranks. Steps of
-optimizers are checked for gradients of code that was not compiled at all, when a
-parameter first has one.
+``runtime.ranks.reduce_gradients`` takes the mean of gradients over the ranks, and steps
+of optimizers are checked (``runtime.calls.optimizer_steps``).
 
 A model inside DistributedDataParallel needs no such wrapper: gradients that leave a
 compiled graph are reduced already, and equal on every rank. The wrapper's hooks average
@@ -30,15 +29,14 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime.at_rest.sharded_modules import HOME
+from fxpar.runtime.calls import optimizer_steps
 from fxpar.runtime.calls.open_sizes import open_rows
-from fxpar.runtime.ranks import gradient_sketches, reduce_gradients
+from fxpar.runtime.ranks import reduce_gradients
 from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.ranks.meeting import current
@@ -123,21 +121,6 @@ _calls = _Calls()
 _skipped: dict[types.CodeType, _Outside] = {}
 
 
-@dataclass(eq=False)
-class _CheckedParameters:
-    """What was checked of an optimizer."""
-
-    # Ids of those that had a gradient.
-    parameters: set[int] = field(default_factory=set)
-    # Whether ranks compared them before its first step.
-    compared: bool = False
-
-
-_checked: weakref.WeakKeyDictionary[Optimizer, _CheckedParameters] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
     """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
 
@@ -156,6 +139,9 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
             reference = functools.partial(_itself, fn)
     watched = _CompiledCallable(reference, name, options)
     _watched.add(watched)
+    if _takes_parts(options):
+        # One may take its first step before the first call.
+        optimizer_steps.check_steps(_trained)
 
     def enter() -> Callable[[], None]:
         if watched.settings is None:
@@ -176,6 +162,13 @@ def _itself(fn: Any) -> Any:
     return fn
 
 
+def _takes_parts(options: dict[str, Any] | None) -> bool:
+    try:
+        return Options.read(options).inputs == "local"
+    except OptionError:
+        return False  # which the backend raises where the user sees it
+
+
 def _read(watched: _CompiledCallable) -> None:
     watched.before = _torch.dynamo.graph_breaks()
     try:
@@ -183,7 +176,7 @@ def _read(watched: _CompiledCallable) -> None:
     except OptionError:
         return  # which the backend raises where the user sees it
     if watched.local:
-        _check_optimizers()
+        optimizer_steps.check_steps(_trained)
     for root in watched.modules().values():
         for module in root.modules():
             _tell_home(module, watched.local)
@@ -204,7 +197,8 @@ def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
         return
     watched.begun.add(code)
     buffers = {id(x) for root in watched.modules().values() for x in root.buffers()}
-    for x in _torch.fake.tree_leaves(dict(frame.f_locals)):
+    local = {k: x for k, x in frame.f_locals.items() if k not in code.co_freevars}
+    for x in _torch.fake.tree_leaves(local):
         plain = type(x) is torch.Tensor and x.dim() > 0 and id(x) not in buffers
         if (
             plain
@@ -327,57 +321,13 @@ def _say(watched: _CompiledCallable) -> None:
             warnings.warn(text, FxparWarning, stacklevel=2)
 
 
-@functools.cache
-def _check_optimizers() -> None:
-    register_optimizer_step_pre_hook(_check)
-
-
-@_torch.dynamo.not_compiled
-def _check(optimizer: Optimizer, *_: Any) -> None:
-    """Before steps of optimizers where a model runs in local mode: gradients that are
-    there for the first time are alike on all ranks.
-
-    Raises GradientError before the first step of an optimizer of the model. Other ranks
-    need not take other steps: what they have not alike is told at the next call."""
+def _trained() -> dict[int, str]:
+    """Names of the parameters that compiled callables in local mode train, by id; ""
+    for one that only a graph was seen to read."""
     local = [watched for watched in _watched if watched.local]
-    if not local or not reduce_gradients.takes_part():
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    checked = _checked.setdefault(optimizer, _CheckedParameters())
-    unchecked = {
-        id(p)
-        for p in parameters
-        if p.grad is not None and id(p) not in checked.parameters
-    }
-    if not unchecked:
-        return
-    checked.parameters |= unchecked
-    by_name = _names_of(optimizer, parameters, local)
     references = [ref for watched in local for ref in watched.parameters.values()]
-    ours = {id(p) for ref in references if (p := ref()) is not None}
-    ours |= {id(p) for watched in local for _, p in _parameters_of(watched)}
-    if not checked.compared and not ours.isdisjoint(unchecked):
-        checked.compared = True
-        reduce_gradients.require_equal(by_name)
-    else:
-        gradient_sketches.note(
-            optimizer, reduce_gradients.unreduced(by_name, unchecked)
-        )
-
-
-def _names_of(
-    optimizer: Optimizer,
-    parameters: Sequence[torch.Tensor],
-    local: Sequence[_CompiledCallable],
-) -> dict[str, torch.Tensor]:
-    """Parameters of an optimizer by name; not those in shards."""
-    names = {id(p): name for watched in local for name, p in _parameters_of(watched)}
-    kind = type(optimizer).__name__
-    return {
-        names.get(id(p), f"number {i} of the {kind}"): p
-        for i, p in enumerate(parameters)
-        if not isinstance(p, DTensor)
-    }
+    names = {id(p): "" for ref in references if (p := ref()) is not None}
+    return names | {id(p): name for each in local for name, p in _parameters_of(each)}
 
 
 def _parameters_of(watched: _CompiledCallable) -> Iterator[tuple[str, nn.Parameter]]:

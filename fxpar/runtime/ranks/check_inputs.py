@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from fxpar import _torch
-from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError, compose
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import consensus
@@ -44,8 +43,8 @@ class Checks:
 
     # Of the graph, in order.
     inputs: Sequence[NamedInput]
-    # Of the program: ``inputs`` says what ranks feed.
-    options: Options
+    # Positions of those that are a rank's part of the batch.
+    local: Collection[int]
     # That compare them.
     ranks: Ranks
 
@@ -57,8 +56,8 @@ class Checks:
         from torch.distributed.tensor import DTensor
 
         fed = [
-            (entry.name, self._kind(entry, x), x)
-            for entry, x in zip(self.inputs, args, strict=True)
+            (entry.name, "batch" if i in self.local else entry.kind, x)
+            for i, (entry, x) in enumerate(zip(self.inputs, args, strict=True))
             if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
         ]
         devices = {x.device for *_, x in fed}
@@ -66,10 +65,6 @@ class Checks:
         for device in accelerators:
             check_devices(device)
         check_same(fed, self.ranks.mesh)
-
-    def _kind(self, entry: NamedInput, x: torch.Tensor) -> str:
-        local = self.options.inputs == "local" and entry.kind == "input" and x.dim() > 0
-        return "batch" if local and getattr(x, LOCAL_MARK, True) else entry.kind
 
 
 class Drift:
@@ -326,7 +321,8 @@ def _told_apart(
         fact = f"{what}; a plain tensor is a global value, the same on every rank"
         fix = (
             "feed the same batch on every rank (one seed, no DistributedSampler); or, "
-            "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
+            "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local "
+            "and pass it as an argument"
         )
     error = InputMismatchError(fact, fix=fix)
     error.told = True

@@ -1,9 +1,11 @@
-"""Gradients that ranks should have alike, compared without a collective of their own.
+"""Gradients and learning rates that ranks should have alike, compared without a
+collective of their own.
 
 In local mode a gradient that comes out of no graph is each rank's own, and nobody knows
 which ranks take the optimizer's step that uses it. So each notes two numbers of it,
 which go with the word of its next call (``meet``): there all ranks compare what more
-than one of them has noted.
+than one of them has noted. So do the rates at which they train shared parameters, which
+a scheduler may have set by a rank's own loss.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ FIX = (
     "with the rest; or wrap it in DistributedDataParallel; what one rank trains by "
     "itself goes inside `with fxpar.alone():`"
 )
+_RATE = "learning rate of group "
+RATE_FIX = (
+    "give the scheduler what all ranks have alike: the loss as the compiled function "
+    "returns it, or its mean by torch.distributed.all_reduce"
+)
 
 
 @dataclass(frozen=True)
@@ -40,16 +47,23 @@ class _StepSketches:
     optimizer: weakref.ref[Optimizer]
     # What it holds, as text.
     parameters: str
-    # By name of the parameter: norm, and sum weighted by a wave.
+    # By name of the parameter: norm, and sum weighted by a wave; rates by group.
     sketches: dict[str, tuple[float, float]]
 
 
 _steps: list[_StepSketches] = []  # since this rank's last call
 
 
-def note(optimizer: Optimizer, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Let the next call compare gradients. ``gradients``: by names."""
+def note(
+    optimizer: Optimizer, gradients: Mapping[str, torch.Tensor], *, rates: bool
+) -> None:
+    """Let the next call compare gradients, and the optimizer's learning rates if
+    ``rates``. ``gradients``: by names."""
     sketches = {name: _sketch(gradient) for name, gradient in gradients.items()}
+    if rates:
+        for i, group in enumerate(optimizer.param_groups):
+            if isinstance(rate := group.get("lr"), float):
+                sketches[f"{_RATE}{i}"] = (abs(rate), rate)
     if sketches:
         _steps.append(
             _StepSketches(weakref.ref(optimizer), _parameters_of(optimizer), sketches)
@@ -94,7 +108,8 @@ def _parameters_of(optimizer: Optimizer) -> str:
 
 
 def compare(words: Sequence[str]) -> None:
-    """Raise GradientError, on all ranks, if gradients that several noted differ."""
+    """Raise GradientError, on all ranks, if gradients or learning rates that several
+    noted differ."""
     sketches_of_ranks = [json.loads(text) if text else {} for text in words]
     names = dict.fromkeys(name for each in sketches_of_ranks for name in each)
     wrong = [
@@ -102,6 +117,13 @@ def compare(words: Sequence[str]) -> None:
         for name in names
         if _differ([x[name] for x in sketches_of_ranks if name in x])
     ]
+    rates = [name for name in wrong if name.startswith(_RATE)]
+    if rates:
+        raise GradientError(
+            f"{_listed(rates)} of an optimizer differed between ranks at its step, so "
+            "that their parameters are no longer alike",
+            fix=RATE_FIX,
+        )
     if wrong:
         raise GradientError(
             f"gradients of {_listed(wrong)} differed between ranks at an optimizer's "

@@ -196,6 +196,17 @@ def hook_new() -> None:
         reducer.hook()
 
 
+def mean_loss(loss: Any) -> Any:
+    """The mean over the ranks of what a closure of an optimizer returns on each."""
+    if not isinstance(loss, (torch.Tensor, float)):
+        return loss
+    value = torch.as_tensor(loss).detach().clone()
+    device, value = value.device, value.to(check_inputs.transport(value.device))
+    dist.all_reduce(value)
+    value = value.to(device) / dist.get_world_size()
+    return value if isinstance(loss, torch.Tensor) else value.item()
+
+
 def meet(what: str) -> None:
     """Return once all ranks have come to the same place of eager code, before they
     communicate there. Raises RankMismatchError if they are at different ones."""

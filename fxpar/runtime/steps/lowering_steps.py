@@ -23,7 +23,7 @@ from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes import writes_as_results
+from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.decompose import decompose
 from fxpar.passes.experts import local_experts
@@ -104,7 +104,7 @@ def apply_schedule(state: JointState) -> None:
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
     if state.open:
-        _leave_unscheduled(state)
+        _schedule_open(state)
         return
     recalled = state.plan_with_schedule
     if request.pipeline is not None:
@@ -130,18 +130,34 @@ def apply_schedule(state: JointState) -> None:
         state.graph = after
 
 
-_UNSCHEDULED = "no schedule is chosen: sizes are left open"
+_SETTINGS_ALONE = (
+    "schedule: chosen of buckets and prefetching alone, since sizes are left open"
+)
 
 
-def _leave_unscheduled(state: JointState) -> None:
-    """Of a graph with open sizes: chunks and slices are of sizes that are known. What
-    was asked for by name is refused, so that the sizes are fixed."""
-    schedule = state.request.schedule
-    if schedule not in ("auto", "none"):
-        raise ScheduleError(f"a schedule is for sizes that are known: {schedule!r}")
-    notes = state.recalled.notes if state.recalled else ()
-    if schedule == "auto" and state.decided.mesh.size > 1 and _UNSCHEDULED not in notes:
-        state.notes = (_UNSCHEDULED,)
+def _schedule_open(state: JointState) -> None:
+    """The settings of a schedule for a graph with open sizes, chosen for those it was
+    traced with. Verbs cut sizes that are known: a schedule with lines of them is
+    refused, so that the sizes are fixed."""
+    request, mesh = state.request, state.decided.mesh
+    recalled = state.plan_with_schedule
+    text = "" if request.schedule == "none" else request.schedule
+    if text == "auto" and recalled is None:
+        if request.hardware is None or mesh.size == 1:
+            return
+        hinted = size_nodes.at_hints(state.graph, state.fake_mode)
+        hardware = request.hardware.at_speed(mesh.slowest)
+        chosen = choose_or_warn(hinted, mesh, hardware, lines=False)
+        if chosen is None:
+            return
+        state.schedule, state.near = chosen.schedule, chosen.near
+        state.notes += (*chosen.notes, _SETTINGS_ALONE)
+        return
+    if recalled is not None and text == "auto":
+        text, state.near = recalled.schedule, recalled.near
+    state.schedule = Schedule.of(text)
+    if state.schedule.lines:
+        raise ScheduleError(f"a schedule's verbs are for sizes that are known: {text}")
 
 
 def lower(state: JointState) -> None:

@@ -9,6 +9,7 @@ less time. What is computed from parameters alone is left as it lies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from fxpar.sharding.mesh import Mesh
@@ -77,6 +78,11 @@ def _whole(op: Op, strategy: Strategy) -> Strategy:
 
 
 def _takes_longer(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether its sum sends more than its operand; a sum of less may go in one message
+    with others, so that latency alone says nothing."""
+    operand, result = (program.values[v].shape for v in (op.operands[0], op.results[0]))
+    if math.prod(result) <= math.prod(operand):
+        return False
     whole = _whole(op, strategy)
 
     def seconds(v: int, source: Spec, target: Spec) -> float:

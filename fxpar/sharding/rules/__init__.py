@@ -17,6 +17,7 @@ from fxpar import _torch
 from fxpar.errors import RuleError
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.rules import (
+    adaptive_pools,
     attention,
     convolution,
     custom_op_rules,
@@ -50,6 +51,7 @@ FAMILIES = (
     embedding,
     normalization,
     convolution,
+    adaptive_pools,
     attention,
     nn_attention,
     sources,
@@ -59,7 +61,7 @@ FAMILIES = (
 
 # Families whose kernels refuse tensors that hold nothing, and those that refuse, or may
 # not make, a row of zeros instead.
-_FILLED = (normalization, convolution, attention)
+_FILLED = (normalization, convolution, adaptive_pools, attention)
 _NEVER_EMPTY = (linalg, statistics, nn_attention)
 
 

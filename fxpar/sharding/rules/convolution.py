@@ -156,16 +156,6 @@ def _spatial(k: int) -> Callable[..., str]:
     return factors
 
 
-def _spatial_pair(k: int) -> Callable[..., str]:
-    """As ``_spatial`` with two results: values and where they come from."""
-
-    def factors(x: torch.Tensor, *_: Any, **__: Any) -> str:
-        words = [*names(x.dim() - k), *["_"] * k]
-        return text(words, results=[words, words])
-
-    return factors
-
-
 def _pooled(
     x: torch.Tensor,
     slid: Sequence[SlidingWindow],
@@ -282,29 +272,6 @@ def _pool_backward_of(
         return _pool_backward(x, slid, grad.shape[-k:], may, n, sliding)
 
     return lambda k: partial(rule, k)
-
-
-def _shares(x: torch.Tensor, few: Sequence[int]) -> list[SlidingWindow]:
-    """Windows that cut dims into so many parts, where these are of one size."""
-    pairs = zip(x.shape[-len(few) :], few, strict=True)
-    sizes = [int(n) // max(int(m), 1) for n, m in pairs]
-    return [SlidingWindow(max(n, 1), max(n, 1)) for n in sizes]
-
-
-def _adaptive_pool(k: int) -> Callable[..., Rule]:
-    def factors(x: torch.Tensor, few: Numbers) -> Rule:
-        sizes = each(few, k)
-        return _pool(x, _shares(x, sizes), sizes, _even(False), sliding=False)
-
-    return factors
-
-
-def _adaptive_pool_backward(k: int) -> Callable[..., Rule]:
-    def factors(grad: torch.Tensor, x: torch.Tensor) -> Rule:
-        few = grad.shape[-k:]
-        return _pool_backward(x, _shares(x, few), few, _even(False), sliding=False)
-
-    return factors
 
 
 def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule:
@@ -425,14 +392,6 @@ ROWS = {
     **_by_rank(
         "avg_pool{}d_backward", (2, 3), _pool_backward_of(_average_windows), linear="0"
     ),
-    **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool, linear="0"),
-    **_by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool, linear="0"),
-    **_by_rank(
-        "_adaptive_avg_pool{}d_backward", (2, 3), _adaptive_pool_backward, linear="0"
-    ),
-    aten.adaptive_max_pool2d.default: row(_spatial_pair(2)),
-    aten.adaptive_max_pool3d.default: row(_spatial_pair(3)),
-    **_by_rank("adaptive_max_pool{}d_backward", (2, 3), linear="0"),
     **{
         op: entry
         for pattern, ranks in _RESAMPLED

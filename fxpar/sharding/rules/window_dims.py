@@ -98,8 +98,9 @@ class SpatialDims:
     sizes: tuple[tuple[str, int], ...]
     # (number among these dims, rows before, rows behind)
     reach: tuple[tuple[int, int, int], ...]
-    # (number among these dims, rows, windows, what each of these reads)
-    read: tuple[tuple[int, int, int, Reach], ...] = ()
+    # (number among these dims, rows, windows, what each of these reads, its halo where
+    # shards fit)
+    read: tuple[tuple[int, int, int, Reach, tuple[int, int] | None], ...] = ()
     # Words of dims each of whose windows is the row at its place.
     plain: frozenset[str] = frozenset()
 
@@ -117,8 +118,8 @@ class SpatialDims:
     def windows(self, position: int, first: int, other: int) -> tuple[RowWindow, ...]:
         """Those of that tensor, which another one has windows of."""
         return tuple(
-            RowWindow(position, first + d, other, rows, count, reach)
-            for d, rows, count, reach in self.read
+            RowWindow(position, first + d, other, rows, count, reach, halo)
+            for d, rows, count, reach, halo in self.read
         )
 
 
@@ -132,22 +133,22 @@ def spatial_dims(
 ) -> SpatialDims:
     """Words of dims of these sizes, windows ``slid`` over them; ``may``: whether such a
     dim may be split as halos are; ``sliding``: whether others may be split at all, and
-    those that no even number of ranks divides."""
+    those that ranks do not share alike."""
     many_words, few_words, sizes, reach, read = [], [], [], [], []
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
         word = f"o{d}"
         fits = window.fits(int(n), int(count)) and may(window)
-        if sliding and _may_slide(window, n, count) and (not fits or count % 2):
+        ends = window.padding, max(0, window.behind)
+        if sliding and _may_slide(window, n, count):
             many_words.append(word)
             few_words.append(word)
-            read.append((d, n, count, window.reach))
+            read.append((d, n, count, window.reach, ends if fits else None))
             continue
         many_words.append(word if fits else "_")
         few_words.append(word if fits else f"{word}!")
         if fits and window.stride > 1:
             many_words[-1] = f"({word} s{d}!)"
             sizes.append((f"s{d}", window.stride))
-        ends = window.padding, max(0, window.behind)
         if fits and any(ends):
             reach.append((d, *ends))
     plain = frozenset(few_words[d] for d, w in enumerate(slid) if w.is_row)

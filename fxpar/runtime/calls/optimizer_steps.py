@@ -1,0 +1,129 @@
+"""Steps of optimizers in local mode: what ranks must have alike before they take one.
+
+Each rank takes its step by itself. So gradients are compared when a parameter first
+has one, those of code that was not compiled too; learning rates at every step; and a
+closure of an optimizer that needs one (LBFGS, which searches along a line) returns the
+mean of the ranks' losses, as gradients are the mean of theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fxpar import _torch
+from fxpar.runtime.ranks import gradient_sketches, reduce_gradients
+
+Trained = Callable[[], Mapping[int, str]]
+
+
+@dataclass(eq=False)
+class _CheckedParameters:
+    """What was checked of an optimizer."""
+
+    # Ids of those that had a gradient.
+    parameters: set[int] = field(default_factory=set)
+    # Whether ranks compared them before its first step; so it trains shared ones.
+    compared: bool = False
+
+
+_checked: weakref.WeakKeyDictionary[Optimizer, _CheckedParameters] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@functools.cache
+def check_steps(trained: Trained) -> None:
+    """From now on, check steps of optimizers. ``trained``: names of the parameters that
+    compiled code in local mode trains, by id."""
+    hook = functools.partial(_before_step, trained)
+    register_optimizer_step_pre_hook(_torch.dynamo.not_compiled(hook))
+
+
+def _before_step(
+    trained: Trained,
+    optimizer: Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Raises GradientError before the first step of an optimizer of the model. Other
+    ranks need not take other steps: what they have not alike is told at the next call.
+    """
+    if reduce_gradients.takes_part():
+        _check_gradients(trained, optimizer)
+    if _reads_loss(type(optimizer)):
+        averaged = functools.partial(_averaged, trained, optimizer)
+        args = tuple(averaged(x) if callable(x) else x for x in args)
+        kwargs = {k: averaged(x) if callable(x) else x for k, x in kwargs.items()}
+    return args, kwargs
+
+
+def _reads_loss(kind: type[Optimizer]) -> bool:
+    """Whether steps of optimizers of this class need a closure."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _averaged(
+    trained: Trained, optimizer: Optimizer, closure: Callable[[], Any]
+) -> Callable[[], Any]:
+    """A closure whose loss is the mean over the ranks, if the optimizer trains what
+    they share: by its own loss each would take another step."""
+
+    @functools.wraps(closure)
+    def averaged() -> Any:
+        loss, names = closure(), trained()
+        shares = any(id(p) in names for p in _parameters(optimizer))
+        if not shares or not reduce_gradients.takes_part():
+            return loss
+        return reduce_gradients.mean_loss(loss)
+
+    return averaged
+
+
+def _check_gradients(trained: Trained, optimizer: Optimizer) -> None:
+    parameters = _parameters(optimizer)
+    checked = _checked.setdefault(optimizer, _CheckedParameters())
+    unchecked = {
+        id(p)
+        for p in parameters
+        if p.grad is not None and id(p) not in checked.parameters
+    }
+    gradients: dict[str, torch.Tensor] = {}
+    if unchecked:
+        if not (names := trained()):
+            return
+        checked.parameters |= unchecked
+        by_name = _by_name(optimizer, parameters, names)
+        if not checked.compared and not unchecked.isdisjoint(names):
+            checked.compared = True
+            reduce_gradients.require_equal(by_name)
+        else:
+            gradients = reduce_gradients.unreduced(by_name, unchecked)
+    gradient_sketches.note(optimizer, gradients, rates=checked.compared)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _by_name(
+    optimizer: Optimizer,
+    parameters: Sequence[torch.Tensor],
+    names: Mapping[int, str],
+) -> dict[str, torch.Tensor]:
+    """Parameters of an optimizer by name; not those in shards."""
+    kind = type(optimizer).__name__
+    return {
+        names.get(id(p)) or f"number {i} of the {kind}": p
+        for i, p in enumerate(parameters)
+        if not isinstance(p, DTensor)
+    }

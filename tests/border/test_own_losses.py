@@ -1,0 +1,101 @@
+"""Losses computed outside the graph in local mode, each a rank's own, where ranks must
+decide alike: a line search takes their mean, a learning rate they set is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fxpar
+from fxpar.errors import GradientError
+from tests.helpers.spawn import shared_pool
+from tests.helpers.training import whole
+
+ROWS = 8
+OPTIONS = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
+
+
+def batch(is_rank: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(ROWS, n, dtype=torch.float64, generator=made) for n in (6, 3))
+    x[ROWS // 2 :] *= 3  # so that losses of the parts differ
+    if is_rank:
+        x, y = (t.chunk(2)[dist.get_rank()] for t in (x, y))
+    return x, y
+
+
+def model_of(is_rank: bool, shard: bool) -> tuple[nn.Module, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    if shard:
+        model = fxpar.shard(model, mesh="dp=2")
+    if not is_rank:
+        return model, model
+    return model, torch.compile(model, backend="fxpar", options=OPTIONS)
+
+
+def searched(is_rank: bool, shard: bool = False) -> dict[str, Any]:
+    """Steps of LBFGS, how often it asked for the loss, and what it was told last."""
+    model, run = model_of(is_rank, shard)
+    search = {"line_search_fn": "strong_wolfe", "max_iter": 5}
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, **search)
+    x, y = batch(is_rank)
+    asked = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal asked
+        asked += 1
+        optimizer.zero_grad()
+        loss = F.mse_loss(run(x), y)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    state = {name: whole(x) for name, x in model.state_dict().items()}
+    return {"state": state, "losses": losses, "asked": asked}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_line_search_sees_the_mean_of_the_losses(shard: bool) -> None:
+    want = searched(is_rank=False)
+    for got in shared_pool(2).run(searched, True, shard):
+        assert got["asked"] == want["asked"]
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+        for name, x in want["state"].items():
+            torch.testing.assert_close(got["state"][name], x, rtol=1e-7, atol=1e-9)
+
+
+def scheduled(mean: bool) -> str:
+    """What is said where a scheduler lowers the rate by the loss: of this rank, which
+    falls on one rank and rises on the other, or the mean of both."""
+    model, run = model_of(is_rank=True, shard=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rates = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    x, y = batch(is_rank=True)
+    try:
+        for i in range(4):
+            F.mse_loss(run(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = torch.tensor(float(i if dist.get_rank() else -i))
+            if mean:
+                dist.all_reduce(loss)
+            rates.step(loss)
+    except GradientError as error:
+        return str(error)
+    return "alike"
+
+
+@pytest.mark.multiprocess
+def test_a_learning_rate_of_a_rank_s_own_loss_is_an_error() -> None:
+    for error in shared_pool(2).run(scheduled, False):
+        assert "learning rate of group 0 of an optimizer differed" in error
+        assert "give the scheduler what all ranks have alike" in error
+    assert shared_pool(2).run(scheduled, True) == ["alike", "alike"]
