@@ -34,6 +34,7 @@ from fxpar.sharding.program import (
 from fxpar.sharding.rules import row_of
 from fxpar.sharding.rules.custom_op_rules import manual_axes, pinned
 from fxpar.sharding.rules.table import evaluate, tensors_of
+from fxpar.sharding.shift_messages import NAME as SHIFT
 
 
 def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:
@@ -119,6 +120,24 @@ class RuleReader:
         return _whole(node), False
 
 
+def _at_open_sizes(rule: Rule, node: fx.Node) -> Rule:
+    """The rule with dims whole along which rows move, if their sizes are left open:
+    which rank sends which rows is known for one size alone, but of a shift."""
+    source = node.meta.get(OPEN)
+    if source is None or not rule.moves or str(node.target) == SHIFT:
+        return rule
+    values = [x.meta["val"] for x in tensor_nodes(source)]
+    values += tensors_of(source.meta["val"])
+    open_dims = {
+        moves.dim
+        for moves in rule.moves
+        if any(_torch.symbols.is_open(x.shape[moves.dim]) for x in values)
+    }
+    factors = (f for t in rule.tensors for d in open_dims for f in t[d])
+    moves = tuple(m for m in rule.moves if m.dim not in open_dims)
+    return replace(rule, moves=moves, whole=rule.whole.union(factors))
+
+
 def read(graph: fx.Graph, signature: Signature) -> Program:
     """The Program of an ATen graph with fake values on every node.
 
@@ -175,6 +194,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             if not tensors:
                 continue
             rule, has_rule = rules(node)
+            rule = _at_open_sizes(rule, node)
             rule = pinned(rule, manual.get(node, {}))
             operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
             single = isinstance(val, torch.Tensor)

@@ -26,6 +26,8 @@ from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.runtime.calls.open_sizes import open_program, open_sizes, size_range
 from fxpar.sharding import decide
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.read_program import read
 from tests.helpers.spawn import ranks_of, shared_pool
 
 LENGTHS = (64, 48, 80, 56, 72, 40)
@@ -535,3 +537,21 @@ def test_a_size_that_no_input_tells_is_refused() -> None:
     graph.placeholder("x").meta["val"] = torch.empty(2)
     with pytest.raises(_torch.symbols.Inexpressible):
         size_nodes.as_nodes(graph, [s])
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_rows_of_an_open_size_do_not_move(is_open: bool) -> None:
+    """Who sends which rows is known for one size alone."""
+    mode = _torch.symbols.open_mode()
+    rows = _torch.symbols.new_symbol(mode, "s", 16) if is_open else 16
+    graph = fx.Graph()
+    graph.placeholder("s").meta["val"] = rows
+    build = Builder(graph, mode)
+    x = build.call(torch.ops.aten.full.default, [rows, 4], 1.0)
+    graph.output(build.call(torch.ops.aten.slice.Tensor, x, 0, 1, -1))
+    signature = Signature((Input("s"),), (Output("y"),))
+    program = read(size_nodes.at_hints(graph, mode), signature)
+    rule = program.ops[-1].rule
+    (word,) = rule.operands[0][0]
+    assert bool(rule.moves) is not is_open
+    assert (word in rule.whole) is is_open

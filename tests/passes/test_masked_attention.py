@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs import attention_form, ring_attention
-from fxpar.passes.attention import merge_attention
+from fxpar.passes.attention import local_attention, merge_attention
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 16, 8
 SEQUENCE = (None, None, "cp", None)
@@ -182,6 +182,56 @@ def test_a_mask_of_other_keys_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ring_attention.Ring, "cut", first)
     with pytest.raises(AssertionError):
         matches(ringed(*args), *args)
+
+
+# A mask beside ``is_causal``
+
+
+def attend_causal(q, k, v, mask) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+
+
+MASKS = {
+    "padding": padded(True),
+    "padding of later rows": padded(False),
+    "half of the documents": documents() | documents().mT,
+    "bias": additive(padded(True)) + torch.arange(ROWS) / ROWS,
+}
+
+
+@pytest.mark.parametrize("mesh", ["cp=4", pytest.param("cp=3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_causal_mask_counts_whole_places_beside_another(name: str, mesh: str) -> None:
+    args = [*tensors(), MASKS[name]]
+    specs = [*BY_ROWS, (None,) * args[3].dim()]
+    options = {"mesh": mesh, "mode": "propagate", "grad": True, "in_specs": specs}
+    plan = fxpar.plan(attend_causal, *args, **options, schedule="none")
+    calls = [node for node in plan.nodes if "flash" in node.name]
+    assert all(
+        node.operands[i].dims[2] == ("cp",) for i, node in enumerate(calls)
+    )  # a backward has the gradient first
+    matches(plan, *args)
+
+
+@pytest.mark.parametrize("name", ["padding", "bias"])
+def test_keys_of_a_causal_call_stay_where_they_are(name: str) -> None:
+    args = [*tensors(), MASKS[name]]
+    options = {"mode": "propagate", "in_specs": [*BY_KEYS, None], "out_specs": [None]}
+    plan = fxpar.plan(attend_causal, *args, mesh="cp=4", **options)
+    (call,) = (node for node in plan.nodes if "flash" in node.name)
+    assert call.operands[1].dims[2] == ("cp",)
+    matches(plan, *args)
+
+
+def test_a_causal_mask_by_local_place_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_attention, "_starts", lambda call, query: (0, 0))
+    args = [*tensors(), MASKS["padding"]]
+    options = {"mode": "propagate", "in_specs": [*BY_ROWS, None]}
+    plan = fxpar.plan(attend_causal, *args, mesh="cp=4", **options)
+    with pytest.raises(AssertionError):
+        matches(plan, *args)
 
 
 def test_a_bias_with_a_gradient_is_refused() -> None:

@@ -49,8 +49,8 @@ def _is_split(call: LocalCall, query: int) -> tuple[bool, bool]:
     return count(rows) > 1, count(keys) > 1
 
 
-def _ahead(call: LocalCall, query: int) -> Size:
-    """By how much this rank's first query lies behind its first key."""
+def _starts(call: LocalCall, query: int) -> tuple[Size, Size]:
+    """Places of this rank's first query and first key in the whole sequence."""
     rows, keys = (
         call.build.own_start(shape[_SEQUENCE], spec.dims[_SEQUENCE])
         for shape, spec in zip(
@@ -59,7 +59,32 @@ def _ahead(call: LocalCall, query: int) -> Size:
             strict=True,
         )
     )
-    return call.build.compute(operator.sub, rows, keys)
+    return rows, keys
+
+
+def _ahead(call: LocalCall, query: int) -> Size:
+    """By how much this rank's first query lies behind its first key."""
+    return call.build.compute(operator.sub, *_starts(call, query))
+
+
+def _with_one_mask(
+    call: LocalCall, arguments: dict[str, Any], query: int
+) -> dict[str, Any]:
+    """Of a call that is causal and has a mask, both as one, by places in the whole
+    sequence; the arguments as they are of another."""
+    name = next((n for n in BIASES if arguments.get(n) is not None), None)
+    if name is None or not arguments["is_causal"]:
+        return arguments
+    build, mask = call.build, arguments[name]
+    places = []
+    for i, start in enumerate(_starts(call, query)):
+        count = call.operand_shape(query + i)[_SEQUENCE]
+        own = build.iota(count, mask.meta["val"].device)
+        places.append(build.call(aten.add.Tensor, own, start))
+    mask = merge_attention.of_places(build, mask, *places)
+    if name == "attn_bias":
+        mask = merge_attention.aligned(build, mask)
+    return arguments | {name: mask, "is_causal": False}
 
 
 def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +92,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     queries, keys = _is_split(call, 0)
     if not (queries or keys):
         return call.same(*args, **kwargs)
+    unmerged, arguments = arguments, _with_one_mask(call, arguments, 0)
     values = call.node.meta["val"]
     if arguments["is_causal"]:
         results = _causal(call, arguments)
@@ -78,7 +104,10 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
             arguments["attn_bias"] = merge_attention.aligned(
                 call.build, arguments["attn_bias"]
             )
-        node = _call_by_name(call, arguments) if keys else call.same(*args, **kwargs)
+        is_changed = keys or arguments is not unmerged
+        node = (
+            _call_by_name(call, arguments) if is_changed else call.same(*args, **kwargs)
+        )
         if isinstance(values, torch.Tensor):
             return node
         lse = node.meta["val"][1]
@@ -134,13 +163,16 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     queries, keys = _is_split(call, 1)
     if not (queries or keys):
         return call.same(*args, **kwargs)
+    unmerged, arguments = arguments, _with_one_mask(call, arguments, 1)
     lse = next(name for name in ("logsumexp", "log_sumexp") if name in arguments)
     rows = call.operand_shape(1)[_SEQUENCE]
     weights = _per_query(call, arguments[lse], rows)
     values = call.node.meta["val"]
     if not arguments["is_causal"]:
         if "efficient" not in str(call.node.target):
-            return call.same(*args, **kwargs)
+            if arguments is unmerged:
+                return call.same(*args, **kwargs)
+            return _call_by_name(call, arguments)
         padded_rows = causal_attention.padding(value_of(rows))
         arguments[lse] = _padded(call, weights, padded_rows)
         if keys and arguments["attn_bias"] is not None:

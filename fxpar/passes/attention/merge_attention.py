@@ -97,6 +97,17 @@ class RunningAttention:
         return _scaled(build, self.out, scale), total
 
 
+def of_places(
+    build: Builder, mask: fx.Node, queries: fx.Node, keys: fx.Node
+) -> fx.Node:
+    """A mask (boolean or additive) that hides later keys, too: places of queries and of
+    keys in the whole sequence, one of each row."""
+    rows = build.call(aten.unsqueeze.default, queries, -1)
+    visible = build.call(aten.ge.Tensor, rows, keys)
+    hidden = False if mask.meta["val"].dtype is torch.bool else -math.inf
+    return build.where(visible, mask, hidden)
+
+
 def aligned(build: Builder, mask: fx.Node) -> fx.Node:
     """A mask as the memory-efficient kernel reads it."""
     shape = list(mask.meta["val"].shape)

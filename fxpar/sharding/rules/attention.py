@@ -90,17 +90,13 @@ def _windowed(rest: dict[str, Any]) -> bool:
     )
 
 
-def _for_cpu(
-    q: torch.Tensor, k: torch.Tensor, mask: Maybe, is_causal: bool
-) -> Heads | None:
+def _for_cpu(q: torch.Tensor, k: torch.Tensor, mask: Maybe) -> Heads | None:
     """Words of the kernel on CPU."""
-    masked = mask is not None
-    split = not (is_causal and masked)
-    return heads_of(q, k, queries=split, keys=split, masked=masked)
+    return heads_of(q, k, queries=True, keys=True, masked=mask is not None)
 
 
 def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    words = _for_cpu(q, k, attn_mask, is_causal)
+    words = _for_cpu(q, k, attn_mask)
     if dropout_p or words is None:
         return None
     return words.forward(*words.inputs, *words.bias(attn_mask))
@@ -109,7 +105,7 @@ def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale
 def _flash_cpu_backward(
     grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
 ):
-    words = _for_cpu(q, k, attn_mask, is_causal)
+    words = _for_cpu(q, k, attn_mask)
     if dropout_p or words is None:
         return None
     return words.rule(
@@ -124,7 +120,7 @@ def _flash_cpu_backward(
 def _efficient(
     q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None
 ):
-    words = _memory_efficient(q, k, bias, is_causal, compute_lse)
+    words = _memory_efficient(q, k, bias, compute_lse)
     if dropout_p or words is None:
         return None
     lse = words.merged if compute_lse and _rows_fit(q) else [*words.padded, "~t"]
@@ -132,13 +128,11 @@ def _efficient(
 
 
 def _memory_efficient(
-    q: torch.Tensor, k: torch.Tensor, bias: Maybe, is_causal: bool, compute_lse: bool
+    q: torch.Tensor, k: torch.Tensor, bias: Maybe, compute_lse: bool
 ) -> Heads | None:
     """Words of a kernel whose log-sum-exp, if it gives one, has rows in steps of 32."""
-    masked = bias is not None
-    split = not (is_causal and masked)
-    queries = split and (_rows_fit(q) or not compute_lse)
-    return heads_of(q, k, queries=queries, keys=split and compute_lse, masked=masked)
+    queries, masked = _rows_fit(q) or not compute_lse, bias is not None
+    return heads_of(q, k, queries=queries, keys=compute_lse, masked=masked)
 
 
 def _rows_fit(q: torch.Tensor) -> bool:
@@ -150,7 +144,10 @@ def _efficient_backward(
     grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *,
     scale=None,
 ):  # fmt: skip
-    words = _memory_efficient(q, k, bias, is_causal, True)
+    words = _memory_efficient(q, k, bias, True)
+    # The gradient of a bias has its shape, not that of a causal mask.
+    if words is not None and is_causal and mask[3]:
+        words = heads_of(q, k)
     if dropout_p or words is None:
         return None
     lse = words.logsumexp if _rows_fit(q) else words.padded
@@ -197,8 +194,8 @@ def _cudnn(
     q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *,
     scale=None,
 ):  # fmt: skip
-    split = compute_lse and not (is_causal and bias is not None)
-    words = heads_of(q, k, queries=split, keys=split and bias is None)
+    keys = compute_lse and bias is None
+    words = heads_of(q, k, queries=compute_lse, keys=keys)
     if dropout_p or debug or words is None:
         return None
     lse = [*words.logsumexp, "_", "~t"] if compute_lse else [*words.padded, "_", "~t"]
@@ -209,8 +206,7 @@ def _cudnn_backward(
     grad, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k,
     dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
-    split = not (is_causal and bias is not None)
-    words = heads_of(q, k, queries=split, keys=split and bias is None)
+    words = heads_of(q, k, queries=True, keys=bias is None)
     if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
     return words.rule(
@@ -262,7 +258,7 @@ def _math(
 def _plain(
     q, k, v, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ):
-    words = heads_of(q, k, queries=not is_causal or mask is None)
+    words = heads_of(q, k, queries=True)
     if dropout_p or words is None:
         return None
     return words.rule(*words.inputs, *words.bias(mask), results=[words.out])
