@@ -23,7 +23,12 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches.program_identity import name_inputs
 from fxpar.runtime.calls.call_sizes import Fed
-from fxpar.runtime.calls.open_sizes import open_program, open_sizes, size_range
+from fxpar.runtime.calls.open_sizes import (
+    open_program,
+    open_sizes,
+    shortened,
+    size_range,
+)
 from fxpar.sharding import decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
@@ -537,6 +542,30 @@ def test_a_size_that_no_input_tells_is_refused() -> None:
     graph.placeholder("x").meta["val"] = torch.empty(2)
     with pytest.raises(_torch.symbols.Inexpressible):
         size_nodes.as_nodes(graph, [s])
+
+
+def test_sizes_that_a_collective_reads_are_not_held() -> None:
+    mode = _torch.symbols.open_mode()
+    rows, graph = _torch.symbols.new_symbol(mode, "s", 6), fx.Graph()
+    s = graph.placeholder("s")
+    s.meta["val"] = rows
+    build = Builder(graph, mode)
+    x = build.call(torch.ops.aten.full.default, [2 * rows, 3], 1.0)
+    functional = torch.ops._c10d_functional
+    launch = graph.call_function(
+        functional.all_to_all_single.default, (x, [s, s], [s, s], "group")
+    )
+    graph.output(graph.call_function(functional.wait_tensor.default, (launch,)))
+    module = fx.GraphModule({}, graph)
+    _torch.inductor._hold_operands(module)
+    holds = [n for n in module.graph.nodes if "hold" in str(n.target)]
+    assert [n.all_input_nodes[0].name for n in holds] == [x.name]
+
+
+def test_many_conditions_are_counted() -> None:
+    few = " and ".join(["2 <= s"] * 6)
+    assert shortened(few) == few
+    assert shortened(f"s % 7 == 0 and {few}") == (f"{few} and 1 more")
 
 
 @pytest.mark.parametrize("is_open", [True, False])

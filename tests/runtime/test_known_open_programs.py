@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,8 @@ from torch import nn
 
 import fxpar
 from fxpar import pipeline
+from fxpar.runtime.caches import known_programs
+from fxpar.sharding import read_program
 from tests.helpers.spawn import shared_pool
 
 
@@ -35,7 +39,8 @@ class _Model(nn.Module):
 def start(
     folder: str, lengths: Sequence[int], flip: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """A start of the program: how far from one device's it is, what was done for it."""
+    """A start of the program: how far from one device's it is, what was done for it.
+    Rows of a size that is left open are told to move, which nothing can lower."""
     from torch._dynamo.utils import counters
 
     planned, parallelize = [], pipeline.parallelize
@@ -53,6 +58,7 @@ def start(
     )
     apart = []
     with (
+        mock.patch.object(read_program, "_at_open_sizes", lambda rule, _: rule),
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
         mock.patch.object(pipeline, "parallelize", counted),
     ):
@@ -108,7 +114,6 @@ def test_a_range_is_known_at_the_next_start(tmp_path: Path) -> None:
     assert [each["hits"] for each in warm] == [1, 1]
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_what_cannot_stay_open_is_known_too(tmp_path: Path) -> None:
     """The sizes are fixed at once, and each set of them is known."""
@@ -118,3 +123,15 @@ def test_what_cannot_stay_open_is_known_too(tmp_path: Path) -> None:
         assert all(note.startswith("sizes are fixed: ") for note in each["ranges"])
         assert len(each["ranges"]) == 2
     assert [each["hits"] for each in warm] == [2, 2]
+
+
+def test_a_refusal_that_is_known_is_led_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 would go on, and others wait for its plan."""
+    ranks = SimpleNamespace(folders=lambda: ["one", "one"])
+    monkeypatch.setattr(known_programs, "current", lambda: ranks)
+    program = known_programs.KnownProgram("key", "number")
+    assert known_programs.is_led(program, [])
+    refused = replace(program, refused="branches and loops")
+    assert not known_programs.is_led(refused, [])

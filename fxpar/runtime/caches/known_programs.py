@@ -155,8 +155,9 @@ def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
 
 def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
     """Whether rank 0 plans and compiles a program before all other ranks do: nobody
-    did or failed to before, and they see its files. On CPUs alone: on others a schedule may fuse
-    regions, whose kernels all ranks make together. ``examples``: the inputs."""
+    did or failed to before, and they see its files. On CPUs alone: on others a schedule
+    may fuse regions, whose kernels all ranks make together. ``examples``: the
+    inputs."""
     channel = current()
     if program.plan is not None or program.refused or channel is None:
         return False

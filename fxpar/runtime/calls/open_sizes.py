@@ -346,5 +346,19 @@ def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange
     for size, unit, name in zip(program.sizes, program.units, names, strict=True):
         text = text.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
     return SizeRange(
-        tuple(program.fixed()), frozenset(written), scope["contains"], text
+        tuple(program.fixed()), frozenset(written), scope["contains"], shortened(text)
     )
+
+
+# Conditions on sizes that a plan spells out.
+MOST_CONDITIONS = 6
+
+
+def shortened(text: str) -> str:
+    """Conditions on sizes, the longest of many as their number alone."""
+    conditions = text.split(" and ")
+    shortest = sorted(conditions, key=len)[:MOST_CONDITIONS]
+    left = len(conditions) - len(shortest)
+    if not left:
+        return text
+    return " and ".join([*shortest, f"{left} more"])
