@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpar
 from fxpar.errors import ScheduleError
@@ -307,31 +305,3 @@ def test_shared_keys_are_gathered_before_they_are_repeated() -> None:
     sent = [c.bytes for c in plan.collectives if c.kind == "all_gather"]
     assert sent == [args[1].numel() * 8] * 2
     matches(plan, *args)
-
-
-PACKED = [("tp", (None, "tp", None), []), ("cp", ("cp", None, None), ["all_to_all"])]
-
-
-@pytest.mark.parametrize("heads", [8, 4])
-@pytest.mark.parametrize("axis, lie, sent", PACKED)
-def test_packed_documents_are_split_by_heads(
-    heads: int, axis: str, lie: tuple[str | None, ...], sent: list[str]
-) -> None:
-    """Nothing is gathered, forward and backward, and nothing is sent if they lie so;
-    prices know how torch counts flops."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
-        pytest.skip("this torch has no shared heads there")
-
-    def attend(q: Any, k: Any, v: Any, starts: Any) -> Any:
-        return varlen.varlen_attn(q, k, v, starts, starts, 8, 8, enable_gqa=True)
-
-    with FakeTensorMode():
-        shapes = (16, 8, 16), (16, heads, 16), (16, heads, 16)
-        qkv = [torch.empty(n, dtype=torch.float16, requires_grad=True) for n in shapes]
-        starts = torch.empty(3, dtype=torch.int32)
-    how = {"mesh": f"{axis}=2", "mode": "propagate", "grad": True}
-    plan = fxpar.plan(attend, *qkv, starts, in_specs=[lie] * 3 + [(None,)], **how)
-    assert not plan.unknown and [*kinds(plan)] == sent
-    calls = [node for node in plan.nodes if "varlen" in node.name]
-    assert all(node.operands[1].dims[1] == (axis,) for node in calls)

@@ -32,7 +32,7 @@ ours = torch.ops.fxpar
 _SEQUENCE = 2
 
 
-def _arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict:
+def arguments_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict:
     """What a call gives, by the names of its op's schema; defaults where it gives
     nothing."""
     declared = _torch.objects.schema_of(target).arguments
@@ -88,7 +88,7 @@ def _with_one_mask(
 
 
 def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-    arguments = _arguments(call.node.target, args, kwargs)
+    arguments = arguments_of(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 0)
     if not (queries or keys):
         return call.same(*args, **kwargs)
@@ -106,7 +106,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
             )
         is_changed = keys or arguments is not unmerged
         node = (
-            _call_by_name(call, arguments) if is_changed else call.same(*args, **kwargs)
+            call_by_name(call, arguments) if is_changed else call.same(*args, **kwargs)
         )
         if isinstance(values, torch.Tensor):
             return node
@@ -159,7 +159,7 @@ def _merged(
 
 
 def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-    arguments = _arguments(call.node.target, args, kwargs)
+    arguments = arguments_of(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 1)
     if not (queries or keys):
         return call.same(*args, **kwargs)
@@ -172,14 +172,14 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
         if "efficient" not in str(call.node.target):
             if arguments is unmerged:
                 return call.same(*args, **kwargs)
-            return _call_by_name(call, arguments)
+            return call_by_name(call, arguments)
         padded_rows = causal_attention.padding(value_of(rows))
         arguments[lse] = _padded(call, weights, padded_rows)
         if keys and arguments["attn_bias"] is not None:
             arguments["attn_bias"] = merge_attention.aligned(
                 call.build, arguments["attn_bias"]
             )
-        return _call_by_name(call, arguments)
+        return call_by_name(call, arguments)
     grad = next(
         arguments[name] for name in ("grad_out", "grad_out_") if name in arguments
     )
@@ -192,7 +192,7 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     return (*gradients, *(None for _ in values[3:]))
 
 
-def _call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
+def call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
     """The op itself on arguments by name."""
     declared = _torch.objects.schema_of(call.node.target).arguments
     positional = [arguments[a.name] for a in declared if not a.kwarg_only]

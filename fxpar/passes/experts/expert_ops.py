@@ -202,10 +202,10 @@ def within(
     Raises RoomError; on a GPU its kernel stops the program, and nothing waits for it.
     ``axes``, of a local graph: ranks along them tell one another how many there are, so
     that all of them find the same, and none waits for one that has raised."""
+    fits = (most <= room).all()
     if most.is_cuda:
-        fits = most.amax() <= room
         torch.ops.aten._assert_async.msg(fits, _FULL.format("more", room))
-    elif int(most.amax()) > room:
+    elif not fits:
         rows = int(most.amax())
         raise RoomError(_FULL.format(rows, room), where=where, fix=_FIX)
     return x.clone()

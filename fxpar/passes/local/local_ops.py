@@ -26,7 +26,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import size_nodes
-from fxpar.passes.attention import local_attention
+from fxpar.passes.attention import local_attention, local_documents
 from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.experts import expert_ops, local_experts
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
@@ -76,6 +76,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_experts.LOCAL,
     **expert_ops.LOCAL,
     **local_attention.LOCAL,
+    **local_documents.LOCAL,
 }
 
 

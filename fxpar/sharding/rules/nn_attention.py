@@ -7,8 +7,9 @@ gradients of keys are sums over them. Tensors that a score or mask function capt
 whole, since it may look up anything in them, and their gradients are sums over all
 scores, so partial.
 
-Of ``varlen`` tokens are whole: where documents begin and end is data. With pages of a
-cache a call has no rule.
+Of ``varlen`` queries are split too, where no window reaches behind them; keys are
+whole, since where documents begin and end is data
+(``passes.attention.local_documents``). With pages of a cache a call has no rule.
 """
 
 from __future__ import annotations
@@ -128,7 +129,10 @@ def _flex_backward(
 
 
 def _varlen_words(
-    q: torch.Tensor, k: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    window: Sequence[int] | None,
 ) -> tuple[Words, Words, Words, Words, Words, dict[str, int]] | None:
     """Words of queries, keys, values, output and log-sum-exp, and sizes of factors.
     None where these are not [tokens, heads, features]."""
@@ -137,9 +141,12 @@ def _varlen_words(
     shared = int(q.shape[1] // k.shape[1])
     heads: Word = ("h", "g") if shared > 1 else "h"
     sizes = {"h": int(k.shape[1]), "g": shared} if shared > 1 else {}
-    out, logsumexp = ["s!", heads, "e!"], [heads, "s!"]
+    left, right = window or (-1, -1)
+    splits = starts_k is not None and (right == 0 or left == right == -1)
+    queries = "s" if splits else "s!"
+    out, logsumexp = [queries, heads, "e!"], [heads, queries]
     return (
-        ["s!", heads, "d!"],
+        [queries, heads, "d!"],
         ["t!", "h", "d!"],
         ["t!", "h", "e!"],
         out,
@@ -158,16 +165,21 @@ def _varlen(
     v: torch.Tensor,
     starts_q: torch.Tensor,
     starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
     *settings: Any,
     **rest: Any,
 ) -> Rule | None:
-    words = _varlen_words(q, k)
+    words = _varlen_words(q, k, starts_k, window)
     paged = [x for x in (*settings, *rest.values()) if isinstance(x, torch.Tensor)]
     if words is None or paged:
         return None
     query, key, value, out, logsumexp, sizes = words
     operands = [query, key, value, *_loose(starts_q, starts_k)]
-    state: Words = ["_", *(f"~{name}" for name in sizes or "h")]
+    state: Words = ["_", "~s", *(f"~{name}" for name in sizes or "h")]
     return make(operands, [out, logsumexp, state], sizes)
 
 
@@ -184,10 +196,10 @@ def _varlen_backward(
     max_k: int,
     is_causal: bool,
     state: torch.Tensor,
-    *settings: Any,
-    **rest: Any,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
 ) -> Rule | None:
-    words = _varlen_words(q, k)
+    words = _varlen_words(q, k, starts_k, window)
     if words is None:
         return None
     query, key, value, out, logsumexp, sizes = words

@@ -1,0 +1,93 @@
+"""Local forms of attention over packed documents whose queries are split.
+
+In: a call on [tokens, heads, features] with the places where documents begin, of
+queries and of keys. Out: the same op on this rank's queries and on all keys, told where
+documents begin among its own: one that begins elsewhere begins at its first query, and
+one that ends elsewhere ends at its last.
+
+A causal mask or a window is aligned with the last key of a document, so that one cut
+behind this rank's last query is cut by as many keys. Nobody sees keys behind these, and
+what a kernel writes for them in a backward is no gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.attention.local_attention import arguments_of, call_by_name
+from fxpar.passes.local.local_call import LocalCall, Localizer
+
+aten = torch.ops.aten
+
+
+def _own_documents(
+    call: LocalCall, arguments: dict[str, Any], query: int
+) -> dict[str, Any] | None:
+    """The arguments with where documents begin among this rank's queries and in what
+    these see of the keys; None if ranks hold the same queries. ``query``: position of
+    the queries among the operands."""
+    build, spec = call.build, call.operands[query]
+    axes, rows = spec.dims[0], call.shapes[query][0]
+    if build.mesh.count(axes) == 1:
+        return None
+    queries, keys = arguments["cu_seq_q"], arguments["cu_seq_k"]
+    start, own = build.own_start(rows, axes), build.own_size(rows, axes)
+    begins = build.call(aten.sub.Tensor, queries, start)
+    own_begins = build.call(aten.clamp.default, begins, 0, own)
+    end = build.own_end(rows, axes)
+    if not _is_aligned(arguments):
+        seen_keys = keys
+    elif keys is queries:
+        seen_keys = build.call(aten.clamp_max.default, keys, end)
+    else:
+        behind = build.call(aten.sub.Tensor, queries, end)
+        behind = build.call(aten.clamp_min.default, behind, 0)
+        seen_keys = build.call(aten.sub.Tensor, keys, behind)
+        seen_keys = build.call(aten.cummax.default, seen_keys, 0)
+        seen_keys = build.call(operator.getitem, seen_keys, 0)
+        seen_keys = build.cast(seen_keys, keys.meta["val"].dtype)
+    return arguments | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
+
+
+def _is_aligned(arguments: dict[str, Any]) -> bool:
+    """Whether what a query sees counts from the end of its document."""
+    window = arguments["window_size"] or (-1, -1)
+    return arguments["is_causal"] or tuple(window) != (-1, -1)
+
+
+def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+    arguments = arguments_of(call.node.target, args, kwargs)
+    own = _own_documents(call, arguments, 0)
+    return call.same(*args, **kwargs) if own is None else call_by_name(call, own)
+
+
+def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+    arguments = arguments_of(call.node.target, args, kwargs)
+    own = _own_documents(call, arguments, 1)
+    if own is None:
+        return call.same(*args, **kwargs)
+    node = call_by_name(call, own)
+    queries, keys, values = (
+        call.build.call(operator.getitem, node, i) for i in range(3)
+    )
+    return (queries, *(_of_seen(call, x, own["cu_seq_k"]) for x in (keys, values)))
+
+
+def _of_seen(call: LocalCall, grad: fx.Node, begins: fx.Node) -> fx.Node:
+    """Gradients of keys, those of keys behind the last document being 0."""
+    build, value = call.build, grad.meta["val"]
+    places = build.iota(value.shape[0], value.device)
+    end = build.call(aten.select.int, begins, 0, -1)
+    is_seen = build.call(aten.lt.Tensor, places, end)
+    is_seen = build.call(aten.view.default, is_seen, [-1, 1, 1])
+    return build.where(is_seen, grad, 0.0)
+
+
+LOCAL: dict[Any, Localizer] = {
+    "torch_attn::_varlen_attn": _forward,
+    "torch_attn::_varlen_attn_backward": _backward,
+}
