@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpar
 from fxpar.sharding.cost.hardware import Peak
@@ -130,3 +131,25 @@ def test_a_search_pays_for_the_rank_that_sees_most(factor: str) -> None:
         "h": triangle / RANKS,
     }
     assert paid == pytest.approx(most[factor] * EACH[0])
+
+
+def test_heads_of_packed_documents_have_an_equal_share() -> None:
+    """Whose dim before the features is no sequence."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def packed(q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return varlen.varlen_attn(q, k, k, starts, starts, 8, 8, window_size=(-1, 0))
+
+    with FakeTensorMode():
+        q, k = (torch.empty(16, 8, 16, dtype=torch.float16) for _ in range(2))
+        starts = torch.empty(3, dtype=torch.int32)
+    decision = fxpar.plan(packed, q, k, starts, mesh="tp=2", mode="replicate")
+    program, mesh = decision.result.decision.program, decision.mesh
+    (op,) = (op for op in program.ops if "varlen" in str(op.target))
+    slow = replace(lookup("cpu"), peaks=(("float32", Peak(1.0)),))
+    work = work_alone(op, program.values)
+    for dim in (0, 1):
+        (factor,) = op.rule.tensors[0][dim]
+        split = Strategy(((factor, ("tp",)),))
+        paid, whole = (seconds(op, work, s, mesh, slow) for s in (split, Strategy()))
+        assert paid == pytest.approx(whole / 2)

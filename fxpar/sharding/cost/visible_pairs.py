@@ -20,6 +20,14 @@ from fxpar._torch.symbols import hint_of
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 
+# Ops on [..., sequence, heads, features]. Ranks hold parts of their queries where
+# nothing counts places, or where documents begin and end, which is data.
+_SEQUENCE_BEFORE_HEADS = (
+    *("_flash_attention_forward", "_flash_attention_backward"),
+    *("_efficient_attention_forward", "_efficient_attention_backward"),
+    *("_varlen_attn", "_varlen_attn_backward"),
+)
+
 # (queries, keys, places of the first query before that of the first key): the last is
 # an int, or a function of the rank, as ``_expression`` writes it.
 _Block = tuple[int, int, Any]
@@ -48,7 +56,9 @@ def seen_share(node: fx.Node) -> float:
 def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
     """By how much more the rank with the last queries and the first keys has to do than
     the mean of all: of a causal call whose queries and keys are split in so many parts,
-    in order."""
+    in order. 1 of packed documents, of which any rank may have the longest."""
+    if _name(node.target) in _SEQUENCE_BEFORE_HEADS:
+        return 1.0
     names = _names(node.target)
     if "is_causal" not in names or not _argument(node, names, "is_causal"):
         return 1.0
@@ -57,6 +67,10 @@ def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
     most = visible_pairs(rows, columns, queries - rows)
     mean = visible_pairs(queries, keys, 0) / (query_parts * key_parts)
     return most / mean if mean else 1.0
+
+
+def _name(target: Any) -> str:
+    return _torch.objects.schema_of(target).name.split("::")[-1]
 
 
 @cache
