@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 import fxpar
 from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
@@ -75,6 +76,43 @@ class Skips(nn.Module):
         return x + kept
 
 
+class Nested(nn.Module):
+    """Skips over all other stages, the first made the last read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            skips.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(torch.cat([x, skips.pop()], -1)))
+        return x
+
+
+class Losses(nn.Module):
+    """Every stage makes a loss, over rows that a label counts, and a part of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        labels = torch.arange(x.shape[0]) % 6
+        losses, total = [], x.new_zeros(())
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            losses.append(F.cross_entropy(head(x), labels, ignore_index=2))
+            total = total + x.square().mean()
+        weights = torch.softmax(torch.stack(losses).detach(), 0)
+        return {"loss": (weights * torch.stack(losses)).sum(), "parts": (total, x)}
+
+
 class Tied(nn.Module):
     """The first stage and the last read one weight."""
 
@@ -102,6 +140,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "dropped": (dropped, rows),
     "normed": (normed, rows),
     "skips": (lambda: exact(Skips()), rows),
+    "nested": (lambda: exact(Nested()), rows),
+    "losses": (lambda: exact(Losses()), rows),
     "tied": (lambda: exact(Tied()), ids),
 }
 
@@ -129,7 +169,8 @@ def error_of(plan: Any, x: torch.Tensor) -> float:
     got = plan.outcome(x)
     torch.manual_seed(3)
     want = plan.reference_outcome(x)
-    pairs = [(got.result, want.result)]
+    results = tree_leaves(got.result), tree_leaves(want.result)
+    pairs = [*zip(*results, strict=True)]
     pairs += [(got.gradients[k], y) for k, y in want.gradients.items()]
     pairs += [(got.mutations[k], y) for k, y in want.mutations.items()]
     return max((a - b).abs().max().item() for a, b in pairs)
@@ -145,6 +186,11 @@ MESHES = [
     ("stage=2", 1),
 ]
 SLOW = pytest.mark.slow
+QUICK_MESHES = {
+    ("normed", "pp=2", 4),
+    ("nested", "pp=4", 8),
+    ("losses", "pp=4", 2),
+}
 QUICK = {("tied", "interleaved"), ("skips", "zero_bubble"), ("tied", "dualpipev")}
 TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
 
@@ -153,7 +199,7 @@ TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
     ("name", "mesh", "parts"),
     [
         pytest.param(
-            name, *mesh, marks=() if (name, *mesh) == ("normed", "pp=2", 4) else SLOW
+            name, *mesh, marks=() if (name, *mesh) in QUICK_MESHES else SLOW
         )
         for name in MODELS
         for mesh in MESHES
@@ -369,7 +415,7 @@ def test_what_cannot_be_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         fxpar.plan(model, rows(), mesh="pp=2,tp=2", mode="propagate")
 
 
-REAL = ("llama", "gpt2", "bert", "t5", "vit", "resnet")
+REAL = ("llama", "gpt2", "bert", "t5", "whisper", "vit", "resnet")
 
 
 def check_real_model(name: str, mesh: str) -> None:
