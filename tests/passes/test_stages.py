@@ -23,7 +23,7 @@ from fxpar.sharding.cost.hardware_table import Level, Measured
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
 from tests.helpers.machines import machine
-from tests.helpers.models import build_double, double
+from tests.helpers.models import ODD_NAMES, build_double, double
 
 WIDTH, ROWS = 16, 8
 ours = torch.ops.fxpar
@@ -198,9 +198,7 @@ TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
 @pytest.mark.parametrize(
     ("name", "mesh", "parts"),
     [
-        pytest.param(
-            name, *mesh, marks=() if (name, *mesh) in QUICK_MESHES else SLOW
-        )
+        pytest.param(name, *mesh, marks=() if (name, *mesh) in QUICK_MESHES else SLOW)
         for name in MODELS
         for mesh in MESHES
     ],
@@ -410,9 +408,27 @@ def test_what_cannot_be_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("FXPAR_PIPELINE", "auto")
         text = "buckets(bytes=1)"
         fxpar.plan(blocks(), rows(), mesh="pp=2", mode="propagate", schedule=text)
-    model = exact(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
+    hints = {"0.weight": ("tp", None)}
     with pytest.raises(PlanError, match=r"0.weight .*31@tp.* are not alike"):
-        fxpar.plan(model, rows(), mesh="pp=2,tp=2", mode="propagate")
+        fxpar.plan(odd(), rows(), mesh="pp=2,tp=2", mode="propagate", hints=hints)
+
+
+def odd() -> nn.Module:
+    return exact(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
+
+
+@pytest.mark.parametrize(("mesh", "count"), [("pp=2,dp=2", 7), ("pp=2,tp=2", 8)])
+def test_what_ranks_do_not_divide_is_whole_beside_stages(
+    mesh: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last batch of a loader; without stages it would be split unevenly."""
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    how: dict[str, Any] = {"mode": "propagate", "grad": True}
+    alone = fxpar.plan(odd(), rows(count), mesh=mesh.removeprefix("pp=2,"), **how)
+    assert not alone.result.decision.is_even
+    plan = fxpar.plan(odd(), rows(count), mesh=mesh, **how)
+    assert len(plan.stages) == 2 and plan.result.decision.is_even
+    assert error_of(plan, rows(count)) < 1e-11
 
 
 REAL = ("llama", "gpt2", "bert", "t5", "whisper", "vit", "resnet")
@@ -444,6 +460,16 @@ def test_real_models(
     name: str, mesh: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    check_real_model(name, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "dp=4,pp=2"])
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_real_models_of_odd_sizes(
+    name: str, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
     check_real_model(name, mesh)
 
 
