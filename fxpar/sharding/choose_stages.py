@@ -94,7 +94,6 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     pipeline, options = request.pipeline, request.mode
     if pipeline is None or not isinstance(options, SearchOptions):
         return decide_on(program, request)
-    program = _split_evenly(program)
     cut = cut_in_time(program)
     count = _parts_of(cut, parts) if cut else 1
     if cut is None or count == 1:
@@ -111,10 +110,10 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)
 
 
-def _split_evenly(program: Program) -> Program:
-    """The program with rules that give all ranks alike shards, as stages need."""
+def split_evenly(program: Program) -> Program:
+    """The program whose ranks get alike shards, as stages need."""
     ops = [replace(op, rule=replace(op.rule, even=True)) for op in program.ops]
-    return replace(program, ops=ops)
+    return replace(program, ops=ops, even=True)
 
 
 def _parts_of(cut: BatchCut, most: int) -> int:
@@ -174,7 +173,7 @@ def fastest_staged(
     options = request.mode
     if not request.staged or not isinstance(options, SearchOptions):
         return None, ()
-    begun, program = time.perf_counter(), _split_evenly(program)
+    begun, program = time.perf_counter(), split_evenly(program)
     least = _least_seconds(program, options, unstaged)
     if all(_waiting(mesh, _most_parts(mesh)) * least >= bar for mesh in request.staged):
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)

@@ -202,6 +202,8 @@ class Program:
     # Values whose dtype is the one to reduce in: what they are computed from, one
     # operand an op, is not reduced before.
     reduce_here: frozenset[int] = frozenset()
+    # No dim is split into shards that are not alike, unless a hint asks.
+    even: bool = False
 
     def named(self, name: str) -> int | None:
         """Index of the value with this name."""

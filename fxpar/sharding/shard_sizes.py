@@ -103,11 +103,14 @@ def divides(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     return True
 
 
-def may_split(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether a plan may split a dim so where nobody asked for it: evenly, or if there
-    is a row for each rank and one of the axes alone would not divide it either."""
-    if is_even(rows, mesh, axes):
-        return True
+def may_split(
+    rows: int, mesh: Mesh, axes: Sequence[str], *, even: bool = False
+) -> bool:
+    """Whether a plan may split a dim so where nobody asked for it: evenly, or unless
+    all is to be ``even``, if there is a row for each rank and one of the axes alone
+    would not divide it either."""
+    if is_even(rows, mesh, axes) or even:
+        return is_even(rows, mesh, axes)
     if has_shares(mesh, axes):
         return smallest(rows, mesh, axes) > 0
     if rows < mesh.count(axes):

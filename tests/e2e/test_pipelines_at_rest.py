@@ -69,15 +69,24 @@ def trained(options: dict[str, Any], folder: str = "") -> dict[str, Any]:
     state = model.state_dict()
     if folder:
         dcp.save({"model": state}, checkpoint_id=folder)
-    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
-    moments = [x.to_local() if isinstance(x, DTensor) else x for x in moments]
+    parameters = list(model.parameters())
+    at_rest = [
+        parameters,
+        [p.grad for p in parameters],
+        [optimizer.state[p]["exp_avg"] for p in parameters],
+        [optimizer.state[p]["exp_avg_sq"] for p in parameters],
+    ]
     return {
         "losses": losses,
         "gradients": first,
         "state": {name: whole(x) for name, x in state.items()},
-        "held": [sum(x.numel() for x in kind) for kind in (held, moments)],
+        "held": [sum(here(x).numel() for x in kind) for kind in at_rest],
     }
+
+
+def here(x: Any) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def read_back(mesh: str, folder: str) -> dict[str, torch.Tensor]:

@@ -163,6 +163,31 @@ def _t5(layers: int, sizes: Sizes) -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
+def _whisper(layers: int, sizes: Sizes) -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        d_model=sizes.width,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=sizes.heads,
+        decoder_attention_heads=sizes.heads,
+        encoder_ffn_dim=sizes.inner,
+        decoder_ffn_dim=sizes.inner,
+        vocab_size=sizes.words,
+        num_mel_bins=sizes.channels,
+        max_source_positions=sizes.length,
+        max_target_positions=sizes.length,
+        dropout=DROPOUT,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    return WhisperForConditionalGeneration(config)
+
+
 def _mixtral(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -213,6 +238,12 @@ def _sentences(size: int, sizes: Sizes) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def _speech(size: int, sizes: Sizes) -> Batch:
+    labels = torch.randint(3, sizes.words, (size, sizes.length))
+    frames = torch.randn(size, sizes.channels, 2 * sizes.length)
+    return {"input_features": frames, "labels": labels}
+
+
 def _images(size: int, sizes: Sizes) -> Batch:
     return _labelled(size, sizes.pixels, sizes.classes)
 
@@ -241,8 +272,8 @@ ODD_NAMES = tuple(f"odd {name}" for name in NAMES)
 MIXTURES = ("mixtral", "qwen3_moe")
 _MODELS |= {"mixtral": (_mixtral, _text), "qwen3_moe": (_qwen3_moe, _text)}
 # Encoder and decoder; the first stage and the last read one embedding.
-_MODELS |= {"t5": (_t5, _text)}
-DRAWS_RANDOM = frozenset({"bert", "odd bert", "t5"})
+_MODELS |= {"t5": (_t5, _text), "whisper": (_whisper, _speech)}
+DRAWS_RANDOM = frozenset({"bert", "odd bert", "t5", "whisper"})
 
 
 def build(name: str, size: int | None = None) -> tuple[nn.Module, Batch]:

@@ -194,11 +194,12 @@ def test_narrow_sums_are_accumulated_in_float32(
     assert all(x.dtype == torch.bfloat16 for x in grads.values())
 
 
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 def test_rows_that_do_not_divide_take_fewer_parts(
-    monkeypatch: pytest.MonkeyPatch,
+    mesh: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = rows()[:6]
-    plan = planned(monkeypatch, mlp(), x, "dp=1", 4)
+    plan = planned(monkeypatch, mlp(), x, mesh, 4)
     assert any("6 rows on a rank are cut in 3 parts" in note for note in plan.notes)
     assert error_of(plan, x) < 1e-12
 

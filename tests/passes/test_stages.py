@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 import fxpar
 from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
@@ -22,7 +23,7 @@ from fxpar.sharding.cost.hardware_table import Level, Measured
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
 from tests.helpers.machines import machine
-from tests.helpers.models import build_double, double
+from tests.helpers.models import ODD_NAMES, build_double, double
 
 WIDTH, ROWS = 16, 8
 ours = torch.ops.fxpar
@@ -75,6 +76,43 @@ class Skips(nn.Module):
         return x + kept
 
 
+class Nested(nn.Module):
+    """Skips over all other stages, the first made the last read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            skips.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(torch.cat([x, skips.pop()], -1)))
+        return x
+
+
+class Losses(nn.Module):
+    """Every stage makes a loss, over rows that a label counts, and a part of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        labels = torch.arange(x.shape[0]) % 6
+        losses, total = [], x.new_zeros(())
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            losses.append(F.cross_entropy(head(x), labels, ignore_index=2))
+            total = total + x.square().mean()
+        weights = torch.softmax(torch.stack(losses).detach(), 0)
+        return {"loss": (weights * torch.stack(losses)).sum(), "parts": (total, x)}
+
+
 class Tied(nn.Module):
     """The first stage and the last read one weight."""
 
@@ -102,6 +140,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "dropped": (dropped, rows),
     "normed": (normed, rows),
     "skips": (lambda: exact(Skips()), rows),
+    "nested": (lambda: exact(Nested()), rows),
+    "losses": (lambda: exact(Losses()), rows),
     "tied": (lambda: exact(Tied()), ids),
 }
 
@@ -129,7 +169,8 @@ def error_of(plan: Any, x: torch.Tensor) -> float:
     got = plan.outcome(x)
     torch.manual_seed(3)
     want = plan.reference_outcome(x)
-    pairs = [(got.result, want.result)]
+    results = tree_leaves(got.result), tree_leaves(want.result)
+    pairs = [*zip(*results, strict=True)]
     pairs += [(got.gradients[k], y) for k, y in want.gradients.items()]
     pairs += [(got.mutations[k], y) for k, y in want.mutations.items()]
     return max((a - b).abs().max().item() for a, b in pairs)
@@ -145,6 +186,11 @@ MESHES = [
     ("stage=2", 1),
 ]
 SLOW = pytest.mark.slow
+QUICK_MESHES = {
+    ("normed", "pp=2", 4),
+    ("nested", "pp=4", 8),
+    ("losses", "pp=4", 2),
+}
 QUICK = {("tied", "interleaved"), ("skips", "zero_bubble"), ("tied", "dualpipev")}
 TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
 
@@ -152,9 +198,7 @@ TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
 @pytest.mark.parametrize(
     ("name", "mesh", "parts"),
     [
-        pytest.param(
-            name, *mesh, marks=() if (name, *mesh) == ("normed", "pp=2", 4) else SLOW
-        )
+        pytest.param(name, *mesh, marks=() if (name, *mesh) in QUICK_MESHES else SLOW)
         for name in MODELS
         for mesh in MESHES
     ],
@@ -364,12 +408,30 @@ def test_what_cannot_be_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("FXPAR_PIPELINE", "auto")
         text = "buckets(bytes=1)"
         fxpar.plan(blocks(), rows(), mesh="pp=2", mode="propagate", schedule=text)
-    model = exact(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
+    hints = {"0.weight": ("tp", None)}
     with pytest.raises(PlanError, match=r"0.weight .*31@tp.* are not alike"):
-        fxpar.plan(model, rows(), mesh="pp=2,tp=2", mode="propagate")
+        fxpar.plan(odd(), rows(), mesh="pp=2,tp=2", mode="propagate", hints=hints)
 
 
-REAL = ("llama", "gpt2", "bert", "t5", "vit", "resnet")
+def odd() -> nn.Module:
+    return exact(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
+
+
+@pytest.mark.parametrize(("mesh", "count"), [("pp=2,dp=2", 7), ("pp=2,tp=2", 8)])
+def test_what_ranks_do_not_divide_is_whole_beside_stages(
+    mesh: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last batch of a loader; without stages it would be split unevenly."""
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    how: dict[str, Any] = {"mode": "propagate", "grad": True}
+    alone = fxpar.plan(odd(), rows(count), mesh=mesh.removeprefix("pp=2,"), **how)
+    assert not alone.result.decision.is_even
+    plan = fxpar.plan(odd(), rows(count), mesh=mesh, **how)
+    assert len(plan.stages) == 2 and plan.result.decision.is_even
+    assert error_of(plan, rows(count)) < 1e-11
+
+
+REAL = ("llama", "gpt2", "bert", "t5", "whisper", "vit", "resnet")
 
 
 def check_real_model(name: str, mesh: str) -> None:
@@ -398,6 +460,16 @@ def test_real_models(
     name: str, mesh: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    check_real_model(name, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "dp=4,pp=2"])
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_real_models_of_odd_sizes(
+    name: str, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
     check_real_model(name, mesh)
 
 

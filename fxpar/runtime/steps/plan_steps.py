@@ -36,7 +36,11 @@ from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
 from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import balanced, decide_on
-from fxpar.sharding.choose_stages import choose_with_stages, decide_in_stages
+from fxpar.sharding.choose_stages import (
+    choose_with_stages,
+    decide_in_stages,
+    split_evenly,
+)
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -113,13 +117,14 @@ def split_batch(state: JointState) -> None:
         return
     mesh = state.request.mesh
     axes, along, unlike = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
+    may_split = partial(shard_sizes.may_split, even=state.request.pipeline is not None)
 
     def splits(rows: int, behind: int) -> bool:
-        if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
+        if along and rows > 1 and may_split(behind, mesh, along):
             return True
         # Of unlike ranks a search may choose the shares.
         even = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
-        return not even and shard_sizes.may_split(rows, mesh, axes)
+        return not even and may_split(rows, mesh, axes)
 
     keep_batch_apart(state.graph, state.rewriter, splits)
 
@@ -247,7 +252,8 @@ def _program(state: JointState) -> Program:
     graph = state.graph
     if state.open:
         graph = size_nodes.at_hints(graph, state.fake_mode)
-    return read(graph, state.request.laid)
+    program = read(graph, state.request.laid)
+    return program if state.request.pipeline is None else split_evenly(program)
 
 
 def expand_moments(state: JointState) -> None:

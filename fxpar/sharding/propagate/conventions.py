@@ -87,7 +87,7 @@ def sequence_seeds(
     seeds = []
     for v in sequence_inputs(program):
         value = program.values[v]
-        if not may_split(value.shape[1], mesh, axes):
+        if not may_split(value.shape[1], mesh, axes, even=program.even):
             notes.append(
                 f"sequence dim of {value.name} ({value.shape[1]}) is not split over "
                 f"{'+'.join(axes)}, whose ranks repeat the same work"
@@ -120,7 +120,8 @@ def batch_seeds(
         value = program.values[v]
         fit: list[str] = []
         for axis in axes:
-            if not may_split(value.shape[0], mesh, (*fit, axis)):
+            split = (*fit, axis)
+            if not may_split(value.shape[0], mesh, split, even=program.even):
                 notes.append(
                     f"batch dim of {value.name} ({value.shape[0]}) is not split over "
                     f"{'+'.join([*fit, axis])}: {axis} is left off and its ranks "
@@ -256,7 +257,7 @@ def _column_seed(
         if dim
         and dim[0] in rule.free
         and dim[0] not in rule.contracted
-        and _pays(rule.size[dim[0]], dim, engine.mesh, axes)
+        and _pays(rule.size[dim[0]], dim, engine.mesh, axes, even=program.even)
         and not state.dims[v][d]
         and (len(parts) == 1 or keeps_heads(dim[0]))
     ]
@@ -285,12 +286,14 @@ def _column_seed(
 _IDLE = 0.2
 
 
-def _pays(rows: int, dim: tuple[str, ...], mesh: Mesh, axes: Axes) -> bool:
+def _pays(
+    rows: int, dim: tuple[str, ...], mesh: Mesh, axes: Axes, *, even: bool
+) -> bool:
     """Whether axes split a weight along a factor of ``rows`` of a dim."""
     if is_even(rows, mesh, axes):
         return True
     small = idle(rows, mesh, axes) < _IDLE
-    return len(dim) == 1 and small and may_split(rows, mesh, axes)
+    return len(dim) == 1 and small and may_split(rows, mesh, axes, even=even)
 
 
 def heads_of(

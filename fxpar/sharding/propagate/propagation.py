@@ -222,7 +222,8 @@ class Propagation:
                 break
             size = self.program.values[v].shape[d]
             origin = state.origins[source][axis]
-            if not may_split(size, self.mesh, (*state.dims[v][d], axis)):
+            split = (*state.dims[v][d], axis)
+            if not may_split(size, self.mesh, split, even=self.program.even):
                 state.indivisible.setdefault((v, d, axis), origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
@@ -392,9 +393,9 @@ class Propagation:
         for axis in axes:
             split = {**view, factor: (*have, *fit, axis)}
             size, even = op.rule.size, op.rule.even_factors
-            if not may_split(size[factor], self.mesh, split[factor]) or not expressible(
-                (dims[d],), split, size, self.mesh, even=even
-            ):
+            if not may_split(
+                size[factor], self.mesh, split[factor], even=self.program.even
+            ) or not expressible((dims[d],), split, size, self.mesh, even=even):
                 origin = self.state.origins[op.tensors[source]][axis]
                 self.state.indivisible.setdefault((v, d, axis), origin)
                 break

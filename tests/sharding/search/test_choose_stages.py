@@ -348,7 +348,7 @@ def test_a_batch_that_does_not_divide_is_cut_in_fewer_parts(
     monkeypatch.setenv("FXPAR_MICROBATCHES", "7")
     plan = planned(STARVED, tmp_path, monkeypatch)
     assert len(plan.stages) > 1 and plan.microbatches == 4
-    assert any(f"{len(plan.stages)} stages, 1f1b, 4 microb" in n for n in plan.notes)
+    assert any(f"{len(plan.stages)} stages, gpipe, 4 microb" in n for n in plan.notes)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
