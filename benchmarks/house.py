@@ -7,7 +7,8 @@ feature that came after ``--since`` if ``FEATURES`` names it. Of all other modul
 ``git blame -w -M -C`` says which lines stood at that commit, and which commit wrote
 those that did not; ``--renames`` are commits that gave nothing but other names. A
 commit that also changed a module of a feature is counted as work on that feature: an
-estimate, since it may have done other work as well.
+estimate, since it may have done other work as well. ``full``: the modules that all of
+a row would fill to the last of ``MOST`` lines, comments and docstrings counted.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ FEATURES = {
         *("attention_form", "balance", "overlap_attention", "ring_attention"),
         *("region_specs", "shard_map", "body_rules", "body_ties", "body_seeds"),
         *("softmax_pairs", "attention_heads", "nn_attention", "local_flex"),
+        "visible_pairs",
     ),
     "microbatches and stages": (
         *("passes/stages/*", "stage_times", "pipeline_state", "stage_steps"),
@@ -53,6 +55,8 @@ FEATURES = {
         *("stage_bytes", "stage_chain", "simulate_pipeline", "pipelining"),
     ),
 }
+# Lines of a module.
+MOST = 400
 _SPACE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -119,15 +123,18 @@ def blamed(path: str, since: str, renames: Sequence[str]) -> dict[int, str | Non
     return commits
 
 
-def table(since: str, renames: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Rows of what lines came for, modules, code lines."""
+def table(since: str, renames: Sequence[str]) -> list[tuple[str, int, int, int]]:
+    """Rows of what lines came for, modules, those all would fill, code lines."""
     features = features_of_commits(since)
     modules: Counter[str] = Counter()
     lines: Counter[str] = Counter()
+    # With comments and docstrings.
+    text_lines: Counter[str | None] = Counter()
     other = 0
     for path in _git("ls-files", "fxpar/**.py", "fxpar/*.py").split():
-        code = code_lines(Path(path).read_text())
-        feature = feature_of(path)
+        text = Path(path).read_text()
+        code, feature = code_lines(text), feature_of(path)
+        text_lines[feature] += text.count("\n")
         if feature is not None:
             modules[feature] += 1
             lines[feature] += len(code)
@@ -142,14 +149,15 @@ def table(since: str, renames: Sequence[str]) -> list[tuple[str, int, int]]:
                 lines["with " + features[commit]] += 1
             else:
                 lines["since"] += 1
-    rows = [(f"modules of {f}", modules[f], lines[f]) for f in FEATURES]
-    rows.append(
-        ("all other modules", other, sum(lines.values()) - sum(r[2] for r in rows))
-    )
-    rows.append(("- lines that stood then", 0, lines["stood"]))
-    rows += [(f"- written with {f}", 0, lines["with " + f]) for f in FEATURES]
-    rows.append(("- written since, with none of these", 0, lines["since"]))
-    rows.append(("what stood then or is of none", 0, lines["stood"] + lines["since"]))
+    full = {feature: -(-n // MOST) for feature, n in text_lines.items()}
+    rows = [(f"modules of {f}", modules[f], full[f], lines[f]) for f in FEATURES]
+    others = sum(lines.values()) - sum(row[3] for row in rows)
+    rows.append(("all other modules", other, full[None], others))
+    rows.append(("- lines that stood then", 0, 0, lines["stood"]))
+    rows += [(f"- written with {f}", 0, 0, lines["with " + f]) for f in FEATURES]
+    rows.append(("- written since, with none of these", 0, 0, lines["since"]))
+    old = lines["stood"] + lines["since"]
+    rows.append(("what stood then or is of none", 0, 0, old))
     return rows
 
 
@@ -171,12 +179,12 @@ def main() -> None:
     total = len(FEATURES) + 1
     _, command, *text = __doc__.strip().split("\n\n")
     print(f"# Size of the package\n\n```\n{command.strip()}\n```\n\n{text[0]}\n")
-    print("| what | modules | code lines |\n| --- | ---: | ---: |")
-    print("| the package then | {} | {:,} |".format(*then(since)))
-    for what, modules, lines in rows:
-        print(f"| {what} | {modules or ''} | {lines:,} |")
-    files, code = sum(row[1] for row in rows), sum(row[2] for row in rows[:total])
-    print(f"| the package now | {files} | {code:,} |")
+    print("| what | modules | full | code lines |\n| --- | ---: | ---: | ---: |")
+    print("| the package then | {} | | {:,} |".format(*then(since)))
+    for what, modules, full, lines in rows:
+        print(f"| {what} | {modules or ''} | {full or ''} | {lines:,} |")
+    files, full, code = (sum(row[i] for row in rows[:total]) for i in (1, 2, 3))
+    print(f"| the package now | {files} | {full} | {code:,} |")
 
 
 if __name__ == "__main__":
