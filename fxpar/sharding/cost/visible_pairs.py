@@ -57,10 +57,10 @@ def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
     """By how much more the rank with the last queries and the first keys has to do than
     the mean of all: of a causal call whose queries and keys are split in so many parts,
     in order. 1 of packed documents, of which any rank may have the longest."""
-    if _name(node.target) in _SEQUENCE_BEFORE_HEADS:
-        return 1.0
     names = _names(node.target)
     if "is_causal" not in names or not _argument(node, names, "is_causal"):
+        return 1.0
+    if _name(node.target) in _SEQUENCE_BEFORE_HEADS:
         return 1.0
     queries, keys = _rows(node, names)
     rows, columns = round(queries / query_parts), round(keys / key_parts)
