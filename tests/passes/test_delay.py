@@ -17,8 +17,9 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.order_collectives import _may_move, delay
+from fxpar.passes.order.order_collectives import delay
 from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.order.small_collectives import only_computes
 from tests.helpers.sketch import GATHER, REDUCE, Sketch, check_equal
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -238,8 +239,8 @@ def test_many_that_are_under_way_together_take_little_time(sketch: Sketch) -> No
             x = sketch.call(aten.sin, x)
         begun.append(sketch.call(REDUCE, x, "sum", "fxpar:dp"))
     sketch.output(*(sketch.call(c10d.wait_tensor, n) for n in begun))
-    looked = mock.Mock(side_effect=_may_move)
-    with mock.patch("fxpar.passes.order.order_collectives._may_move", looked):
+    looked = mock.Mock(side_effect=only_computes)
+    with mock.patch("fxpar.passes.order.order_collectives.only_computes", looked):
         delay(sketch.graph)
     assert looked.call_count < 5000
 

@@ -19,7 +19,6 @@ ranks. What is moved holds what it reads for longer: the nearest are moved, up t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,14 +38,17 @@ from fxpar.passes.order.bucket_collectives import (
     region_of,
 )
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
+from fxpar.passes.order.small_collectives import (
+    only_computes,
+    start_first,
+    wait_last,
+)
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS
 from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding.cost.op import (
     bytes_of,
     contracts,
-    is_light,
-    is_view,
     viewed,
 )
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -117,7 +119,9 @@ def _unneeded(
             bytes_of(candidate) if candidate in read_longer else 0
         )
         stays = (
-            candidate in stay_reads or candidate in delayed or not _may_move(candidate)
+            candidate in stay_reads
+            or candidate in delayed
+            or not only_computes(candidate)
         )
         if stays or size > room or source in reads:
             stay_reads.update(candidate.all_input_nodes)
@@ -126,21 +130,6 @@ def _unneeded(
         read_longer.update(reads)
         room -= size
     return movable[::-1]
-
-
-def _may_move(node: fx.Node) -> bool:
-    """Whether an op does nothing but compute its result."""
-    target = node.target
-    if node.op != "call_function" or node.is_impure() or region_of(node):
-        return False
-    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-        return False
-    if target is operator.getitem or contracts(target):
-        return True
-    is_core = getattr(target, "namespace", "") in ("aten", "prims")
-    return (
-        is_core and (is_light(target) or is_view(node)) and "assert" not in str(target)
-    )
 
 
 c10d = torch.ops._c10d_functional
@@ -403,7 +392,9 @@ ORDER = (
         lambda phase: gather_before_messages(phase.graph),
         optional=False,
     ),
+    PhasePass("start_first", lambda phase: start_first(phase.graph)),
     PhasePass("sink_waits", lambda phase: sink_waits(phase.graph)),
+    PhasePass("wait_last", lambda phase: wait_last(phase.graph)),
     PhasePass("prefetch", start_early),
     PhasePass("drain", lambda phase: drain(phase.graph)),
     PhasePass(

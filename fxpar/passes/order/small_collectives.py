@@ -1,0 +1,165 @@
+"""bound -> bound: small collectives that need no work start first, and what only the
+caller reads is waited for last.
+
+In: the bound graph of a forward, a backward or a step. Out: the same nodes, changed in
+place only in their order. ``start_first``: a collective of what light ops make of graph
+inputs, as the number of labels that count, starts before any other work, so that no
+rank waits for the others in the middle of a step. ``wait_last``: a waited result, and
+light ops that only lead from it to an output, as the mean of a loss, come last, so that
+the backward of a step does not wait for them. Neither holds more than ``HELD`` bytes
+for longer, moves work that contracts, draws or writes, or touches the update, chunks,
+fused regions, gathers that ``prefetch`` places, or a graph with messages between
+stages, whose ranks do not have the same order of collectives; ``start_first`` none on
+shards that are not alike.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxpar.passes.order.bucket_collectives import LARGEST, from_inputs, region_of
+from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
+from fxpar.passes.simulate.launches import KINDS
+from fxpar.passes.stages.pipeline_ops import MESSAGES
+from fxpar.sharding.cost.op import bytes_of, contracts, is_light, is_view, viewed
+from fxpar.sharding.program import phase_of
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+# Bytes that may be held for longer, in all.
+HELD = 1 << 20
+
+
+def start_first(graph: fx.Graph) -> None:
+    """Move collectives of small values, which light ops make of graph inputs, with
+    these ops, before all other work, in their order."""
+    if _has_messages(graph):
+        return
+    placed_by_prefetch = from_inputs(graph, through=(*KINDS, WAIT))
+    sources = _made_lightly(graph)
+    started: dict[fx.Node, None] = {}
+    room = HELD
+    for node in graph.nodes:
+        if not _may_start(node) or node in placed_by_prefetch:
+            continue
+        if not sources.issuperset(node.all_input_nodes):
+            continue
+        moved = _ancestors(node)
+        held = {viewed(n) for n in moved if not moved.keys() >= n.users.keys()}
+        new = [n for n in held - started.keys() if n.op == "call_function"]
+        size = sum(map(bytes_of, new))
+        if size <= room:
+            room -= size
+            started.update(moved)
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    if not started or first is None:
+        return
+    with graph.inserting_before(first):
+        anchor = graph.call_function(_begin)
+    for node in [n for n in graph.nodes if n in started]:
+        anchor.prepend(node)
+    graph.erase_node(anchor)
+    graph.lint()
+
+
+def wait_last(graph: fx.Graph) -> None:
+    """Move waits, and light ops behind them, that lead to outputs alone, to the end."""
+    if _has_messages(graph):
+        return
+    waited: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is WAIT or not waited.isdisjoint(node.all_input_nodes):
+            waited.add(node)
+    last: set[fx.Node] = set()
+    room = HELD
+    for node in reversed(list(graph.nodes)):
+        leads_out = node.users and all(
+            u.op == "output" or u in last for u in node.users
+        )
+        if node not in waited or not leads_out or not _may_wait(node):
+            continue
+        reads = {viewed(n) for n in node.all_input_nodes} - waited
+        size = bytes_of(node) + sum(map(bytes_of, reads))
+        if size <= room:
+            room -= size
+            last.add(node)
+    sink(graph, last)
+
+
+def only_computes(node: fx.Node) -> bool:
+    """Whether an op does nothing but compute its result."""
+    target = node.target
+    if node.op != "call_function" or node.is_impure() or region_of(node):
+        return False
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return False
+    if target is operator.getitem or contracts(target):
+        return True
+    is_core = getattr(target, "namespace", "") in ("aten", "prims")
+    return (
+        is_core and (is_light(target) or is_view(node)) and "assert" not in str(target)
+    )
+
+
+# Kinds of collectives that may start first.
+_STARTED = ("all_gather", "reduce_scatter", "all_reduce")
+
+# Nodes that are there before any work.
+_INPUTS = ("placeholder", "get_attr")
+
+
+def _begin() -> None:
+    """Stands where work begins, while nodes are moved there."""
+
+
+def _has_messages(graph: fx.Graph) -> bool:
+    return any(node.target in MESSAGES for node in graph.nodes)
+
+
+def _may_start(node: fx.Node) -> bool:
+    """Whether a collective may come before others: all ranks answer alike, which they
+    would not by the sizes of shards that are not alike."""
+    alike = LARGEST not in (node.meta.get("custom") or {})
+    return (
+        KINDS.get(node.target) in _STARTED
+        and alike
+        and not is_chunk(node)
+        and not region_of(node)
+    )
+
+
+def _may_wait(node: fx.Node) -> bool:
+    if node.target is WAIT:
+        return not is_chunk(node.args[0]) and not region_of(node.args[0])
+    return _is_light_work(node) and phase_of(node) != "update"
+
+
+def _is_light_work(node: fx.Node) -> bool:
+    return only_computes(node) and not contracts(node.target)
+
+
+def _made_lightly(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that light ops make of graph inputs, before anything writes to memory."""
+    derived: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is not WAIT and op_facts_of(node.target).mutates:
+            return derived
+        if node.op in _INPUTS or (
+            _is_light_work(node) and derived.issuperset(node.all_input_nodes)
+        ):
+            derived.add(node)
+    return derived
+
+
+def _ancestors(node: fx.Node) -> dict[fx.Node, None]:
+    """``node`` and what it is computed from, placeholders left out."""
+    ancestors: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        at = stack.pop()
+        if at.op != "placeholder" and at not in ancestors:
+            ancestors[at] = None
+            stack += at.all_input_nodes
+    return ancestors

@@ -1,0 +1,173 @@
+"""Small collectives of inputs start first, and what only the caller reads is waited for
+last: what moves, and what must not.
+
+Small graphs by hand, in order before and after, with equal results on every rank; and a
+loss with ignored labels, as a training step runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fxpar
+from fxpar.passes.order.bucket_collectives import LARGEST
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.order.small_collectives import start_first, wait_last
+from fxpar.passes.simulate.launches import KINDS
+from fxpar.sharding.cost.op import contracts
+from tests.helpers.sketch import REDUCE, Sketch, check_equal
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+@pytest.fixture
+def sketch() -> Sketch:
+    return Sketch()
+
+
+def after(sketch: Sketch, run: Any) -> list[str]:
+    """The order after, whose numbers are those before."""
+    want = sketch.run()
+    run(sketch.graph)
+    check_equal(sketch.run(), want)
+    return sketch.order()
+
+
+def counted(sketch: Sketch, of: Any) -> fx.Node:
+    """A reduction of how many are above zero."""
+    count = sketch.call(aten.sum, sketch.call(aten.relu, of))
+    return sketch.call(REDUCE, count, "sum", "fxpar:dp")
+
+
+def test_a_count_of_an_input_starts_first(sketch: Sketch) -> None:
+    x, w, labels = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    count = sketch.call(c10d.wait_tensor, counted(sketch, labels))
+    sketch.output(sketch.call(aten.maximum, y, count))
+    assert after(sketch, start_first) == [
+        *("relu", "sum", "reduce", "mm", "wait", "maximum"),
+    ]
+
+
+def test_not_of_what_work_made(sketch: Sketch) -> None:
+    x, w = (sketch.input(4, 4) for _ in range(2))
+    y = sketch.call(aten.mm, x, w)
+    sketch.output(sketch.call(c10d.wait_tensor, counted(sketch, y)))
+    before = sketch.order()
+    assert after(sketch, start_first) == before
+
+
+def test_not_of_what_another_collective_made(sketch: Sketch) -> None:
+    x, w, labels = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    one = sketch.call(c10d.wait_tensor, counted(sketch, labels))
+    other = sketch.call(c10d.wait_tensor, counted(sketch, one))
+    sketch.output(y, other)
+    assert after(sketch, start_first)[:4] == ["relu", "sum", "reduce", "mm"]
+
+
+def test_not_what_is_written_to_before(sketch: Sketch) -> None:
+    x, w, labels = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    sketch.call(aten.copy_, labels, y)
+    sketch.output(sketch.call(c10d.wait_tensor, counted(sketch, labels)))
+    before = sketch.order()
+    start_first(sketch.graph)
+    assert sketch.order() == before
+
+
+def test_not_what_holds_much(sketch: Sketch) -> None:
+    x, w, labels = (sketch.input(400, 400) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    above = sketch.call(aten.relu, labels)
+    count = sketch.call(REDUCE, sketch.call(aten.sum, above), "sum", "fxpar:dp")
+    wait = sketch.call(c10d.wait_tensor, count)
+    sketch.output(sketch.call(aten.maximum, sketch.call(aten.minimum, y, above), wait))
+    before = sketch.order()
+    assert after(sketch, start_first) == before
+
+
+def test_not_on_shards_that_are_not_alike(sketch: Sketch) -> None:
+    """By their sizes ranks would decide each for itself, and wait for each other."""
+    x, w, labels = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    begun = counted(sketch, labels)
+    begun.meta["custom"] = {LARGEST: 128}
+    sketch.output(y, sketch.call(c10d.wait_tensor, begun))
+    before = sketch.order()
+    assert after(sketch, start_first) == before
+
+
+def test_a_constant_comes_along(sketch: Sketch) -> None:
+    x, w, labels = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    ones = sketch.call(aten.ones_like, labels)
+    above = sketch.call(aten.maximum, labels, ones)
+    count = sketch.call(REDUCE, sketch.call(aten.sum, above), "sum", "fxpar:dp")
+    sketch.output(y, sketch.call(c10d.wait_tensor, count))
+    assert after(sketch, start_first)[-2:] == ["mm", "wait"]
+
+
+def test_a_loss_is_waited_for_last(sketch: Sketch) -> None:
+    x, w = (sketch.input(4, 4) for _ in range(2))
+    wait = sketch.call(c10d.wait_tensor, counted(sketch, x))
+    loss = sketch.call(aten.neg, wait)
+    sketch.output(loss, sketch.call(aten.mm, x, w))
+    assert after(sketch, wait_last) == [
+        *("relu", "sum", "reduce", "mm", "wait", "neg"),
+    ]
+
+
+def test_not_what_work_reads(sketch: Sketch) -> None:
+    x, w = (sketch.input(4, 4) for _ in range(2))
+    wait = sketch.call(c10d.wait_tensor, counted(sketch, x))
+    loss = sketch.call(aten.neg, wait)
+    sketch.output(loss, sketch.call(aten.mm, sketch.call(aten.maximum, x, wait), w))
+    order = after(sketch, wait_last)
+    assert order.index("wait") < order.index("maximum") < order.index("mm")
+    assert order[-1] == "neg"
+
+
+def test_not_what_holds_much_until_the_end(sketch: Sketch) -> None:
+    x, w = (sketch.input(400, 400) for _ in range(2))
+    begun = sketch.call(REDUCE, x, "sum", "fxpar:dp")
+    wait = sketch.call(c10d.wait_tensor, begun)
+    sketch.output(sketch.call(aten.neg, wait), sketch.call(aten.mm, x, w))
+    before = sketch.order()
+    assert after(sketch, wait_last) == before
+
+
+class Head(nn.Module):
+    """Two linear layers, and the mean loss of the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.outer(self.inner(x).relu())
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def test_a_forward_counts_labels_beside_its_work() -> None:
+    x, labels = torch.randn(8, 8, dtype=torch.float64), torch.randint(12, (8,))
+    labels[5] = -100
+    model = Head().double()
+    plan = fxpar.plan(
+        model, x, labels, mesh="dp=4", hints={"x": ("dp", None), "labels": ("dp",)}
+    )
+    torch.testing.assert_close(
+        plan.simulate(x, labels), plan.reference(x, labels), rtol=1e-12, atol=0
+    )
+    graph = as_run(plan.result.local)
+    nodes = list(graph.nodes)
+    work = [i for i, n in enumerate(nodes) if contracts(n.target)]
+    starts = [i for i, n in enumerate(nodes) if n.target in KINDS]
+    waits = [i for i, n in enumerate(nodes) if n.target is WAIT]
+    assert starts[0] < work[0], [n.name for n in nodes]
+    assert waits[0] > work[0]
