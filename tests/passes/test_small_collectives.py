@@ -137,6 +137,16 @@ def test_not_what_holds_much_until_the_end(sketch: Sketch) -> None:
     x, w = (sketch.input(400, 400) for _ in range(2))
     begun = sketch.call(REDUCE, x, "sum", "fxpar:dp")
     wait = sketch.call(c10d.wait_tensor, begun)
+    loss = sketch.call(aten.sum, wait)
+    sketch.output(loss, sketch.call(aten.mm, x, w))
+    before = sketch.order()
+    assert after(sketch, wait_last) == before
+
+
+def test_not_what_is_no_scalar(sketch: Sketch) -> None:
+    """A gradient and what is fused with its reduction stay together."""
+    x, w = (sketch.input(4, 4) for _ in range(2))
+    wait = sketch.call(c10d.wait_tensor, sketch.call(REDUCE, x, "sum", "fxpar:dp"))
     sketch.output(sketch.call(aten.neg, wait), sketch.call(aten.mm, x, w))
     before = sketch.order()
     assert after(sketch, wait_last) == before

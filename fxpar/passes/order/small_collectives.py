@@ -5,8 +5,8 @@ In: the bound graph of a forward, a backward or a step. Out: the same nodes, cha
 place only in their order. ``start_first``: a collective of what light ops make of graph
 inputs, as the number of labels that count, starts before any other work, so that no
 rank waits for the others in the middle of a step. ``wait_last``: a waited result, and
-light ops that only lead from it to an output, as the mean of a loss, come last, so that
-the backward of a step does not wait for them. Neither holds more than ``HELD`` bytes
+light ops that only lead from it to an output of one element, as the mean of a loss,
+come last, so that the backward of a step does not wait for them. Neither holds more than ``HELD`` bytes
 for longer, moves work that contracts, draws or writes, or touches the update, chunks,
 fused regions, gathers that ``prefetch`` places, or a graph with messages between
 stages, whose ranks do not have the same order of collectives; ``start_first`` none on
@@ -16,6 +16,7 @@ shards that are not alike.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -65,7 +66,8 @@ def start_first(graph: fx.Graph) -> None:
 
 
 def wait_last(graph: fx.Graph) -> None:
-    """Move waits, and light ops behind them, that lead to outputs alone, to the end."""
+    """Move waits, and light ops behind them, that lead to outputs of one element alone,
+    to the end."""
     if _has_messages(graph):
         return
     waited: set[fx.Node] = set()
@@ -75,10 +77,7 @@ def wait_last(graph: fx.Graph) -> None:
     last: set[fx.Node] = set()
     room = HELD
     for node in reversed(list(graph.nodes)):
-        leads_out = node.users and all(
-            u.op == "output" or u in last for u in node.users
-        )
-        if node not in waited or not leads_out or not _may_wait(node):
+        if node not in waited or not _leads_out(node, last) or not _may_wait(node):
             continue
         reads = {viewed(n) for n in node.all_input_nodes} - waited
         size = bytes_of(node) + sum(map(bytes_of, reads))
@@ -128,6 +127,18 @@ def _may_start(node: fx.Node) -> bool:
         and not is_chunk(node)
         and not region_of(node)
     )
+
+
+def _leads_out(node: fx.Node, last: Collection[fx.Node]) -> bool:
+    """Whether it leads to outputs of one element alone, as a loss is."""
+    for user in node.users:
+        if user.op == "output":
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.dim():
+                return False
+        elif user not in last:
+            return False
+    return bool(node.users)
 
 
 def _may_wait(node: fx.Node) -> bool:
