@@ -6,11 +6,12 @@ place only in their order. ``start_first``: a collective of what light ops make 
 inputs, as the number of labels that count, starts before any other work, so that no
 rank waits for the others in the middle of a step. ``wait_last``: a waited result, and
 light ops that only lead from it to an output of one element, as the mean of a loss,
-come last, so that the backward of a step does not wait for them. Neither holds more than ``HELD`` bytes
-for longer, moves work that contracts, draws or writes, or touches the update, chunks,
-fused regions, gathers that ``prefetch`` places, or a graph with messages between
-stages, whose ranks do not have the same order of collectives; ``start_first`` none on
-shards that are not alike.
+come last, so that the backward of a step does not wait for them.
+
+Neither holds more than ``HELD`` bytes for longer, moves work that contracts, draws or
+writes, or touches the update, chunks, fused regions, gathers that ``prefetch`` places,
+or a graph with messages between stages, whose ranks have other orders of collectives.
+``start_first`` moves none on shards that are not alike.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def wait_last(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node not in waited or not _leads_out(node, last) or not _may_wait(node):
             continue
-        reads = {viewed(n) for n in node.all_input_nodes} - waited
+        reads = {viewed(n) for n in node.all_input_nodes}
         size = bytes_of(node) + sum(map(bytes_of, reads))
         if size <= room:
             room -= size
