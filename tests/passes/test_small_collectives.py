@@ -7,6 +7,7 @@ loss with ignored labels, as a training step runs it.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.order.small_collectives import start_first, wait_last
 from fxpar.passes.simulate.launches import KINDS
+from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.sharding.cost.op import contracts
+from fxpar.sharding.program import PHASE
 from tests.helpers.sketch import REDUCE, Sketch, check_equal
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -103,14 +106,51 @@ def test_not_on_shards_that_are_not_alike(sketch: Sketch) -> None:
     assert after(sketch, start_first) == before
 
 
+def test_not_a_chunk(sketch: Sketch) -> None:
+    """A schedule has put it where it is."""
+    x, w, labels = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    begun = counted(sketch, labels)
+    begun.meta["fxpar_chunk"] = True
+    sketch.output(y, sketch.call(c10d.wait_tensor, begun))
+    before = sketch.order()
+    assert after(sketch, start_first) == before
+
+
+def test_not_a_gather_of_a_parameter(sketch: Sketch) -> None:
+    """``prefetch`` places these; all at the start would hold all parameters whole."""
+    x, w, other = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    sketch.output(y, sketch.gather(other))
+    before = sketch.order()
+    assert after(sketch, start_first) == before
+
+
+def test_not_beside_messages_of_stages(sketch: Sketch) -> None:
+    """Another stage has another order: each would wait for the other."""
+    x, w, labels = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, w)
+    sent = sketch.graph.call_function(next(iter(MESSAGES)), (y,))
+    sent.meta["val"] = y.meta["val"]
+    sketch.output(sent, sketch.call(c10d.wait_tensor, counted(sketch, labels)))
+    before = sketch.order()
+    start_first(sketch.graph)
+    wait_last(sketch.graph)
+    assert sketch.order() == before
+
+
 def test_a_constant_comes_along(sketch: Sketch) -> None:
     x, w, labels = (sketch.input(4, 4) for _ in range(3))
     y = sketch.call(aten.mm, x, w)
-    ones = sketch.call(aten.ones_like, labels)
-    above = sketch.call(aten.maximum, labels, ones)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no module owns the graph
+        constant = sketch.graph.get_attr("constant")
+    constant.meta["val"] = labels.meta["val"]
+    above = sketch.call(aten.maximum, labels, constant)
     count = sketch.call(REDUCE, sketch.call(aten.sum, above), "sum", "fxpar:dp")
     sketch.output(y, sketch.call(c10d.wait_tensor, count))
-    assert after(sketch, start_first)[-2:] == ["mm", "wait"]
+    start_first(sketch.graph)
+    assert sketch.order() == ["maximum", "sum", "reduce", "mm", "wait"]
 
 
 def test_a_loss_is_waited_for_last(sketch: Sketch) -> None:
@@ -139,6 +179,17 @@ def test_not_what_holds_much_until_the_end(sketch: Sketch) -> None:
     wait = sketch.call(c10d.wait_tensor, begun)
     loss = sketch.call(aten.sum, wait)
     sketch.output(loss, sketch.call(aten.mm, x, w))
+    before = sketch.order()
+    assert after(sketch, wait_last) == before
+
+
+def test_not_the_update(sketch: Sketch) -> None:
+    """A step counter that a reduction scales stays with the update."""
+    x, w = (sketch.input(4, 4) for _ in range(2))
+    wait = sketch.call(c10d.wait_tensor, counted(sketch, x))
+    counter = sketch.call(aten.neg, wait)
+    counter.meta["custom"] = {PHASE: "update"}
+    sketch.output(counter, sketch.call(aten.mm, x, w))
     before = sketch.order()
     assert after(sketch, wait_last) == before
 

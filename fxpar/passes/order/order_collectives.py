@@ -39,6 +39,7 @@ from fxpar.passes.order.bucket_collectives import (
 )
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.order.small_collectives import (
+    needed,
     only_computes,
     start_first,
     wait_last,
@@ -46,11 +47,7 @@ from fxpar.passes.order.small_collectives import (
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS
 from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.passes.stages.stage_kinds import draws
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    contracts,
-    viewed,
-)
+from fxpar.sharding.cost.op import bytes_of, contracts, viewed
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 ours = torch.ops.fxpar
@@ -261,7 +258,7 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     repeats at its top, in the forward's order, so that all are first moved to where
     they are read. Those of several stages stay where they are."""
     input_derived = from_inputs(graph, through=(_GATHER, WAIT))
-    staying = {n for gather in _gathers_of_stages(graph) for n in _needed(gather)}
+    staying = {n for gather in _gathers_of_stages(graph) for n in needed(gather)}
     movable = (n for n in input_derived if n.op != "placeholder")
     sink(graph, {node for node in movable if node not in staying})
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
@@ -275,7 +272,7 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     for i, node in enumerate(ends[1:], 1):
         at = min(ends[max(0, i - ahead)].users)  # its wait
         if at < node:
-            for node_needed in _needed(node):
+            for node_needed in needed(node):
                 if at < node_needed:
                     at.prepend(node_needed)
     graph.lint()
@@ -287,7 +284,7 @@ def gather_before_messages(graph: fx.Graph) -> None:
     stage: a rank would wait for a message of one that waits for it in a gather."""
     messages = [node for node in graph.nodes if node.target in MESSAGES]
     for gather in _gathers_of_stages(graph):
-        for node in _needed(gather):
+        for node in needed(gather):
             if messages[0] < node:
                 messages[0].prepend(node)
     graph.lint()
@@ -327,20 +324,6 @@ def drain(graph: fx.Graph) -> None:
             if wait.target is WAIT and node < wait:
                 node.prepend(wait)
     graph.lint()
-
-
-def _needed(node: fx.Node) -> list[fx.Node]:
-    """``node`` and what it is computed from, inputs left out, in order."""
-    sources: dict[fx.Node, None] = {}
-
-    def visit(n: fx.Node) -> None:
-        for read in n.all_input_nodes:
-            if read.op != "placeholder" and read not in sources:
-                visit(read)
-        sources[n] = None
-
-    visit(node)
-    return list(sources)
 
 
 def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:

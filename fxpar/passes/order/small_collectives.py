@@ -8,7 +8,7 @@ rank waits for the others in the middle of a step. ``wait_last``: a waited resul
 light ops that only lead from it to an output of one element, as the mean of a loss,
 come last, so that the backward of a step does not wait for them.
 
-Neither holds more than ``HELD`` bytes for longer, moves work that contracts, draws or
+Neither holds more than ``ROOM`` bytes for longer, moves work that contracts, draws or
 writes, or touches the update, chunks, fused regions, gathers that ``prefetch`` places,
 or a graph with messages between stages, whose ranks have other orders of collectives.
 ``start_first`` moves none on shards that are not alike.
@@ -31,7 +31,7 @@ from fxpar.sharding.program import phase_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Bytes that may be held for longer, in all.
-HELD = 1 << 20
+ROOM = 1 << 20
 
 
 def start_first(graph: fx.Graph) -> None:
@@ -42,13 +42,13 @@ def start_first(graph: fx.Graph) -> None:
     placed_by_prefetch = from_inputs(graph, through=(*KINDS, WAIT))
     sources = _made_lightly(graph)
     started: dict[fx.Node, None] = {}
-    room = HELD
+    room = ROOM
     for node in graph.nodes:
         if not _may_start(node) or node in placed_by_prefetch:
             continue
         if not sources.issuperset(node.all_input_nodes):
             continue
-        moved = _ancestors(node)
+        moved = dict.fromkeys(needed(node))
         held = {viewed(n) for n in moved if not moved.keys() >= n.users.keys()}
         new = [n for n in held - started.keys() if n.op == "call_function"]
         size = sum(map(bytes_of, new))
@@ -76,7 +76,7 @@ def wait_last(graph: fx.Graph) -> None:
         if node.target is WAIT or not waited.isdisjoint(node.all_input_nodes):
             waited.add(node)
     last: set[fx.Node] = set()
-    room = HELD
+    room = ROOM
     for node in reversed(list(graph.nodes)):
         if node not in waited or not _leads_out(node, last) or not _may_wait(node):
             continue
@@ -86,6 +86,18 @@ def wait_last(graph: fx.Graph) -> None:
             room -= size
             last.add(node)
     sink(graph, last)
+
+
+def needed(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it is computed from, placeholders left out, in order."""
+    sources: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        read = stack.pop()
+        if read.op != "placeholder" and read not in sources:
+            sources.add(read)
+            stack += read.all_input_nodes
+    return sorted(sources)
 
 
 def only_computes(node: fx.Node) -> bool:
@@ -163,15 +175,3 @@ def _made_lightly(graph: fx.Graph) -> set[fx.Node]:
         ):
             derived.add(node)
     return derived
-
-
-def _ancestors(node: fx.Node) -> dict[fx.Node, None]:
-    """``node`` and what it is computed from, placeholders left out."""
-    ancestors: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        at = stack.pop()
-        if at.op != "placeholder" and at not in ancestors:
-            ancestors[at] = None
-            stack += at.all_input_nodes
-    return ancestors
