@@ -168,6 +168,56 @@ def test_both_halves_of_a_reduction_over_two_axes_become_one_each(
     check_equal(sketch.run(), want)
 
 
+def _copied(sketch: Sketch) -> int:
+    """How many tensors are copied into buckets."""
+    cats = sketch.graph.find_nodes(op="call_function", target=aten.cat.default)
+    return sum(len(cat.args[0]) for cat in cats)
+
+
+@pytest.mark.parametrize("reduced", [(0, 1, 2), (0, 1), (1, 2)])
+@pytest.mark.parametrize("first", [Sketch.scatter, Sketch.reduce])
+def test_a_bucket_of_neighbours_in_another_is_no_copy(
+    sketch: Sketch, first: Any, reduced: tuple[int, ...]
+) -> None:
+    waits = [first(sketch, sketch.input(*s)) for s in [(4, 2), (2, 3), (8,)]]
+    for i in reduced:
+        waits[i] = sketch.reduce(waits[i], group=TP)
+    sketch.output(*waits)
+    want = sketch.run()
+    sketch.bucket()
+    assert len(sketch.moved()) == 2
+    assert _copied(sketch) == 3
+    check_values(sketch.graph)
+    check_equal(sketch.run(), want)
+
+
+@pytest.mark.parametrize("reduced", [(1, 0), (0, 2), (0, 0)])
+def test_a_bucket_of_what_is_no_neighbour_is_a_copy(
+    sketch: Sketch, reduced: tuple[int, ...]
+) -> None:
+    waits = [sketch.reduce(sketch.input(*s)) for s in [(4, 2), (2, 3), (8,)]]
+    again = [sketch.reduce(waits[i], group=TP) for i in reduced]
+    sketch.output(*waits, *again)
+    want = sketch.run()
+    sketch.bucket()
+    assert len(sketch.moved()) == 2
+    assert _copied(sketch) == 5
+    check_equal(sketch.run(), want)
+
+
+def test_a_bucket_of_columns_of_more_rows_is_a_copy(sketch: Sketch) -> None:
+    x = sketch.input(2, 8)
+    ends = (0, 4), (4, 8)
+    halves = [sketch.rewriter.call(aten.slice.Tensor, x, 1, *end) for end in ends]
+    rows = [sketch.call(aten.reshape, half, [8]) for half in halves]
+    sketch.output(*(sketch.reduce(row) for row in rows))
+    want = sketch.run()
+    sketch.bucket()
+    assert len(sketch.moved()) == 1
+    assert _copied(sketch) == 2
+    check_equal(sketch.run(), want)
+
+
 def test_cut_results_are_contiguous(sketch: Sketch) -> None:
     """Also one that is its bucket's columns as they stand, of a row a rank."""
     a, b = sketch.gather(sketch.input(1, 6)), sketch.gather(sketch.input(4))

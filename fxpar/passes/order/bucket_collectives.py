@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,9 @@ def bucket(
             _JOIN[filled_bucket.members[0].target](rewriter, filled_bucket.members)
             for member in filled_bucket.members:
                 graph.erase_node(member)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and _is_cheap(node):
+            graph.erase_node(node)
     _sort(graph)
 
 
@@ -231,10 +234,56 @@ def _wait_of(node: fx.Node) -> fx.Node:
     return wait
 
 
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements of a node that go into a bucket: all, or [begin, end) of its one row."""
+
+    node: fx.Node
+    begin: int = 0
+    # None: all of the node, whatever its shape.
+    end: int | None = None
+
+    def with_next(self, other: _Stretch) -> _Stretch | None:
+        """Both as one, if the other lies behind this one."""
+        if self.end is None or (self.node, self.end) != (other.node, other.begin):
+            return None
+        return replace(self, end=other.end)
+
+    def build(self, rewriter: Builder, rows: int) -> fx.Node:
+        if self.end is None:
+            return rewriter.call(aten.reshape.default, self.node, [rows, -1])
+        if (self.begin, self.end) == (0, self.node.meta["val"].shape[1]):
+            return self.node
+        return rewriter.call(aten.slice.Tensor, self.node, 1, self.begin, self.end)
+
+
+def _stretch_of(node: fx.Node, rows: int) -> _Stretch:
+    """Where a node's elements lie: what ``_split_result`` made is read in its row."""
+    if rows == 1 and node.target is aten.reshape.default:
+        piece = node.args[0]
+        if piece.target is aten.slice.Tensor and len(piece.args) == 4:
+            row, dim, begin, end = piece.args
+            value = row.meta["val"]
+            known = all(type(n) is int for n in (begin, end, *value.shape))
+            is_row = known and value.dim() == 2 and len(value) == 1 and dim == 1
+            if is_row and value.is_contiguous() and 0 <= begin <= end <= value.shape[1]:
+                return _Stretch(row, begin, end)
+    return _Stretch(node)
+
+
 def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
-    """[rows, all of them]: row r of each operand, seen as [rows, ...], side by side."""
-    parts = [rewriter.call(aten.reshape.default, x, [rows, -1]) for x in nodes]
-    return rewriter.call(aten.cat.default, parts, 1)
+    """[rows, all of them]: row r of each operand, seen as [rows, ...], side by side.
+    Neighbours in the row of another bucket are read from it as they lie."""
+    stretches: list[_Stretch] = []
+    for node in nodes:
+        stretch = _stretch_of(node, rows)
+        joined = stretches[-1].with_next(stretch) if stretches else None
+        if joined is None:
+            stretches.append(stretch)
+        else:
+            stretches[-1] = joined
+    parts = [stretch.build(rewriter, rows) for stretch in stretches]
+    return parts[0] if len(parts) == 1 else rewriter.call(aten.cat.default, parts, 1)
 
 
 def _split_result(
