@@ -38,6 +38,7 @@ from fxpar.passes.order.bucket_collectives import (
     from_inputs,
     region_of,
 )
+from fxpar.passes.order.recompute_in_step import recompute_in_step
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS
 from fxpar.passes.stages.pipeline_ops import MESSAGES
@@ -397,6 +398,7 @@ class PhasePass:
 # What is done to a phase, in order; regions are fused behind them, before ``DELAY``.
 ORDER = (
     PhasePass("drop_unread", lambda phase: drop_unread(phase.graph), optional=False),
+    PhasePass("recompute_in_step", lambda phase: recompute_in_step(phase.graph)),
     PhasePass("bucket", join),
     PhasePass(
         "gather_before_messages",
