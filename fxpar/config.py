@@ -41,6 +41,7 @@ PASSES = (
     "pair_reductions",
     "schedule",
     "sink_waits",
+    "recompute_in_step",
     "bucket",
     "start_first",
     "wait_last",

@@ -37,6 +37,7 @@ from fxpar.passes.order.bucket_collectives import (
     from_inputs,
     region_of,
 )
+from fxpar.passes.order.recompute_in_step import recompute_in_step
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.order.small_collectives import (
     needed,
@@ -369,6 +370,7 @@ class PhasePass:
 # What is done to a phase, in order; regions are fused behind them, before ``DELAY``.
 ORDER = (
     PhasePass("drop_unread", lambda phase: drop_unread(phase.graph), optional=False),
+    PhasePass("recompute_in_step", lambda phase: recompute_in_step(phase.graph)),
     PhasePass("bucket", join),
     PhasePass(
         "gather_before_messages",

@@ -1,0 +1,77 @@
+"""What the backward of a training step computes again.
+
+In: the graph of a whole step, its forward, backward and update in the order they run.
+Out: the same graph, changed in place: of the forward's light values that the backward
+reads, those stand in the backward once more that it can compute from values that are
+kept anyway (``sharding.cost.recompute``). What is parted in forward and backward
+AOTAutograd does so; a step is one graph that nobody parts.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import copy_node
+from fxpar.passes.stages.stage_kinds import draws
+from fxpar.sharding.cost.recompute import computed_again
+from fxpar.sharding.program import PHASE, phase_of
+
+
+def recompute_in_step(graph: fx.Graph) -> None:
+    """Copy what the backward computes again to before what reads it first."""
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    late: dict[fx.Node, None] = {}  # what passes made of them says no phase
+    for node in calls:
+        if phase_of(node) in ("backward", "update") or any(
+            read in late for read in node.all_input_nodes
+        ):
+            late[node] = None
+    if not late:
+        return
+    recomputed = {node for node in computed_again(calls, late) if _is_pure(node)}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in late:
+        _copy_operands(graph, node, recomputed, copies)
+        node.args = fx.node.map_arg(node.args, lambda n: copies.get(n, n))
+        node.kwargs = fx.node.map_arg(node.kwargs, lambda n: copies.get(n, n))
+    for node in reversed(calls):
+        if node in recomputed and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether an op computes the same again, and nothing else happens."""
+    if node.target is operator.getitem:
+        return _is_pure(node.args[0])  # type: ignore[arg-type]
+    tensors = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    is_core = getattr(node.target, "namespace", "") in ("aten", "prims")
+    return tensors and is_core and not (seeded or draws(node) or node.is_impure())
+
+
+def _copy_operands(
+    graph: fx.Graph,
+    reader: fx.Node,
+    recomputed: set[fx.Node],
+    copies: dict[fx.Node, fx.Node],
+) -> None:
+    """Copies of what a node reads, and of what that is computed from, before it."""
+    stack = [n for n in reader.all_input_nodes if n in recomputed and n not in copies]
+    while stack:
+        node = stack[-1]
+        missing = [
+            n for n in node.all_input_nodes if n in recomputed and n not in copies
+        ]
+        if missing:
+            stack += missing
+            continue
+        if stack.pop() in copies:
+            continue
+        with graph.inserting_before(reader):
+            operands = {n: copies.get(n, n) for n in node.all_input_nodes}
+            copies[node] = copy = copy_node(graph, node, operands)
+        copy.meta["custom"] = {**(node.meta.get("custom") or {}), PHASE: "backward"}
