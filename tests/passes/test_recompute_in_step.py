@@ -14,9 +14,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxpar.passes.order.bucket_collectives import REGION
 from fxpar.passes.order.recompute_in_step import recompute_in_step
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.program import PHASE, phase_of
+from tests.helpers.sketch import Sketch, check_equal
 
 aten = torch.ops.aten
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -98,9 +100,8 @@ def test_light_values_are_computed_again(layer: Layer) -> None:
 def test_what_draws_is_not_repeated() -> None:
     """Numbers that are drawn again are others, whatever a checkpoint says."""
     module, inputs = step_of(dropped)
-    for node in module.graph.find_nodes(
-        op="call_function", target=aten.rand_like.default
-    ):
+    (draw,) = module.graph.find_nodes(op="call_function", target=aten.rand_like.default)
+    for node in (draw, *draw.users):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     torch.manual_seed(1)
     want = module(*inputs)
@@ -108,6 +109,96 @@ def test_what_draws_is_not_repeated() -> None:
     module.recompile()
     torch.manual_seed(1)
     assert all(map(torch.equal, module(*inputs), want))
+
+
+def sketched(
+    build: Callable[[Sketch, fx.Node], tuple[fx.Node, fx.Node]],
+) -> list[str]:
+    """Names of the calls after the pass, of a step that multiplies by a light value,
+    which its backward reads. ``build``: the value, and what else the backward reads."""
+    sketch = Sketch()
+    x = sketch.input(4, 4)
+    value, grad = build(sketch, x)
+    first = sketch.call(aten.mm, value, x)
+    for node in sketch.graph.nodes:
+        node.meta.setdefault("custom", {PHASE: "forward"})
+    second = sketch.call(aten.maximum, sketch.call(aten.mm, grad, first), value)
+    for node in (second, *second.all_input_nodes[:1]):
+        node.meta["custom"] = {PHASE: "backward"}
+    sketch.output(first, second)
+    want = sketch.run()
+    recompute_in_step(sketch.graph)
+    check_equal(sketch.run(), want)
+    return sketch.order()
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_collective_is_not_repeated(tagged: bool) -> None:
+    """Nor is one in a checkpointed region, whose light values are."""
+
+    def build(sketch: Sketch, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+        wait = sketch.reduce(x)
+        value = sketch.call(aten.sin, wait)
+        for node in (wait.args[0], wait, value) if tagged else ():
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        return value, x
+
+    order = sketched(build)
+    assert len([name for name in order if "reduce" in name]) == 1
+    assert len([name for name in order if "sin" in name]) == 2
+
+
+@pytest.mark.parametrize("mark", ["none", "chunk", "region"])
+def test_what_a_schedule_placed_is_not_repeated(mark: str) -> None:
+    def build(sketch: Sketch, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+        value = sketch.call(aten.sin, x)
+        if mark == "chunk":
+            value.meta["fxpar_chunk"] = True
+        if mark == "region":
+            value.meta["custom"] = {PHASE: "forward", REGION: "r0"}
+        return value, x
+
+    order = sketched(build)
+    assert len([name for name in order if "sin" in name]) == (
+        2 if mark == "none" else 1
+    )
+
+
+@pytest.mark.parametrize("written", ["x", "y"])
+def test_what_reads_an_input_that_was_written_is_not_repeated(written: str) -> None:
+    sketch = Sketch()
+    x, y = sketch.input(4, 4), sketch.input(4, 4)
+    value = sketch.call(aten.sin, x)
+    first = sketch.call(aten.mm, value, y)
+    write = sketch.call(aten.copy_, x if written == "x" else y, first)
+    for node in (value, first, write):
+        node.meta["custom"] = {PHASE: "forward"}
+    second = sketch.call(aten.maximum, first, value)
+    second.meta["custom"] = {PHASE: "backward"}
+    sketch.output(first, second)
+    want = sketch.run()
+    recompute_in_step(sketch.graph)
+    sines = [name for name in sketch.order() if "sin" in name]
+    assert len(sines) == (1 if written == "x" else 2)
+    check_equal(sketch.run(), want)
+
+
+def test_writes_at_the_end_are_behind_all_that_is_repeated() -> None:
+    sketch = Sketch()
+    x, y = sketch.input(4, 4), sketch.input(4, 4)
+    value = sketch.call(aten.sin, x)
+    first = sketch.call(aten.mm, value, y)
+    grad = sketch.call(aten.maximum, first, value)
+    writes = sketch.call(aten.copy_, x, grad), sketch.call(aten.copy_, y, first)
+    for node in (value, first):
+        node.meta["custom"] = {PHASE: "forward"}
+    for node in (grad, *writes):
+        node.meta["custom"] = {PHASE: "update"}
+    sketch.output(*writes)
+    want = sketch.run()
+    recompute_in_step(sketch.graph)
+    assert len([name for name in sketch.order() if "sin" in name]) == 2
+    check_equal(sketch.run(), want)
 
 
 def test_a_forward_alone_stays() -> None:

@@ -238,9 +238,11 @@ def _wait_of(node: fx.Node) -> fx.Node:
 class _Stretch:
     """Elements of a node that go into a bucket: all, or [begin, end) of its one row."""
 
+    # Whose elements.
     node: fx.Node
+    # The first of them, along dim 1.
     begin: int = 0
-    # None: all of the node, whatever its shape.
+    # Behind the last. None: all of the node, whatever its shape.
     end: int | None = None
 
     def with_next(self, other: _Stretch) -> _Stretch | None:
@@ -264,8 +266,8 @@ def _stretch_of(node: fx.Node, rows: int) -> _Stretch:
         if piece.target is aten.slice.Tensor and len(piece.args) == 4:
             row, dim, begin, end = piece.args
             value = row.meta["val"]
-            known = all(type(n) is int for n in (begin, end, *value.shape))
-            is_row = known and value.dim() == 2 and len(value) == 1 and dim == 1
+            closed = all(type(n) is int for n in (begin, end, *value.shape))
+            is_row = closed and value.dim() == 2 and len(value) == 1 and dim == 1
             if is_row and value.is_contiguous() and 0 <= begin <= end <= value.shape[1]:
                 return _Stretch(row, begin, end)
     return _Stretch(node)
@@ -277,11 +279,11 @@ def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
     stretches: list[_Stretch] = []
     for node in nodes:
         stretch = _stretch_of(node, rows)
-        joined = stretches[-1].with_next(stretch) if stretches else None
-        if joined is None:
+        both = stretches[-1].with_next(stretch) if stretches else None
+        if both is None:
             stretches.append(stretch)
         else:
-            stretches[-1] = joined
+            stretches[-1] = both
     parts = [stretch.build(rewriter, rows) for stretch in stretches]
     return parts[0] if len(parts) == 1 else rewriter.call(aten.cat.default, parts, 1)
 

@@ -5,6 +5,9 @@ Out: the same graph, changed in place: of the forward's light values that the ba
 reads, those stand in the backward once more that it can compute from values that are
 kept anyway (``sharding.cost.recompute``). What is parted in forward and backward
 AOTAutograd does so; a step is one graph that nobody parts.
+
+Never repeated are collectives, draws, what a schedule placed, and what reads an input
+that the graph writes before its end.
 """
 
 from __future__ import annotations
@@ -15,23 +18,35 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import copy_node
+from fxpar.passes.order.bucket_collectives import region_of
+from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.passes.stages.stage_kinds import draws
+from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.cost.recompute import computed_again
 from fxpar.sharding.program import PHASE, phase_of
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 def recompute_in_step(graph: fx.Graph) -> None:
     """Copy what the backward computes again to before what reads it first."""
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    writes = {node for node in calls if op_facts_of(node.target).mutates}
     late: dict[fx.Node, None] = {}  # what passes made of them says no phase
     for node in calls:
+        if node in writes:
+            continue  # a value that one reads was computed before the writes
         if phase_of(node) in ("backward", "update") or any(
             read in late for read in node.all_input_nodes
         ):
             late[node] = None
     if not late:
         return
-    recomputed = {node for node in computed_again(calls, late) if _is_pure(node)}
+    changed = {viewed(n) for w in writes if w < max(late) for n in w.all_input_nodes}
+    recomputed = {
+        node
+        for node in computed_again(calls, late)
+        if _is_pure(node) and changed.isdisjoint(map(viewed, node.all_input_nodes))
+    }
     copies: dict[fx.Node, fx.Node] = {}
     for node in late:
         _copy_operands(graph, node, recomputed, copies)
@@ -46,11 +61,12 @@ def recompute_in_step(graph: fx.Graph) -> None:
 def _is_pure(node: fx.Node) -> bool:
     """Whether an op computes the same again, and nothing else happens."""
     if node.target is operator.getitem:
-        return _is_pure(node.args[0])  # type: ignore[arg-type]
+        return _is_pure(node.args[0])
+    if is_chunk(node) or region_of(node):
+        return False
     tensors = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
-    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     is_core = getattr(node.target, "namespace", "") in ("aten", "prims")
-    return tensors and is_core and not (seeded or draws(node) or node.is_impure())
+    return tensors and is_core and not draws(node)
 
 
 def _copy_operands(
