@@ -43,7 +43,7 @@ from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.steps.binding import is_of_all
 from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.runtime.train_step.forward import StepInput
-from fxpar.runtime.train_step.trace import restore_numbers
+from fxpar.runtime.train_step.trace import restore_meta
 from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -134,7 +134,7 @@ class JointPass:
         name = self.request.name
         writes = writes_as_results.lift(gm.graph)
         if self.job.writes:
-            restore_numbers(gm.graph)
+            restore_meta(gm.graph)
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = planned_request(

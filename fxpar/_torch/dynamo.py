@@ -68,7 +68,8 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     copy = fx.GraphModule(gm, graph)
     for name, body in list(copy.named_children()):
         if isinstance(body, fx.GraphModule):
-            setattr(copy, name, copy_graph(body))
+            setattr(copy, name, body_copy := copy_graph(body))
+            body_copy.meta = dict(body.meta)  # which ops of a checkpoint are kept
     copy.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     return copy
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fxpar
 from fxpar import compile_job
 from fxpar.errors import PlanError
+from fxpar.passes.order import order_collectives
+from fxpar.passes.order.recompute_in_step import recompute_in_step
 from tests.helpers.models import NAMES, build_double, double
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.step_programs import OPTIMIZERS, batches, build, loss_fn
@@ -418,6 +425,53 @@ def regions(parallel: bool) -> list[torch.Tensor]:
 def test_checkpointed_regions_of_parameters_at_rest() -> None:
     for got in shared_pool(2).run(regions, True):
         torch.testing.assert_close(got, regions(False), rtol=1e-9, atol=1e-11)
+
+
+REGIONS = ("none", "all", "chosen")
+
+
+def products(regions: str) -> tuple[list[float], int]:
+    """The losses of two steps, and the products that one runs. ``regions``: what of it
+    is in checkpointed ones."""
+    counts = []
+
+    def counted(graph: torch.fx.Graph) -> None:
+        recompute_in_step(graph)
+        mm = torch.ops.aten.mm.default
+        counts.append(len(graph.find_nodes(op="call_function", target=mm)))
+
+    def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op is torch.ops.aten.mm.default
+        policy = CheckpointPolicy
+        return policy.MUST_SAVE if is_product else policy.PREFER_RECOMPUTE
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        how: dict[str, Any] = {"use_reentrant": False}
+        if regions == "chosen":
+            chosen = partial(create_selective_checkpoint_contexts, keep_products)
+            how["context_fn"] = chosen
+        out = model(x) if regions == "none" else checkpoint(model, x, **how)
+        return out.square().sum()
+
+    with double(), mock.patch.object(order_collectives, "recompute_in_step", counted):
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 8), nn.SiLU(), nn.Dropout(0.5), nn.Linear(8, 8)
+        model, x = nn.Sequential(*layers), torch.randn(4, 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"codegen": "eager", "mesh": "dp=2"}
+        step = fxpar.train_step(model, loss_of, optimizer, options=options)
+        return [float(step(x)) for _ in range(2)], counts[-1]
+
+
+def test_a_checkpointed_region_is_computed_again() -> None:
+    """Its products too, with the mask that it drew; not where ops are chosen."""
+    runs = {kind: shared_pool(2).run(products, kind) for kind in REGIONS}
+    for rank in range(2):
+        (want, few), (all_again, more), (chosen, same) = (
+            runs[kind][rank] for kind in REGIONS
+        )
+        assert (all_again, chosen) == (want, want)
+        assert more > few == same
 
 
 # What is refused

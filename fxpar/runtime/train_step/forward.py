@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.errors import PlanError
@@ -80,12 +81,15 @@ def globally(
 
 
 def _open_checkpoints(gm: fx.GraphModule) -> None:
-    """Put the ops of checkpointed regions in place of them: parameters at rest cross
-    inside, and a step computes nothing again."""
+    """Put the ops of checkpointed regions in place of them, as parameters at rest cross
+    inside; tagged to be computed again, but where the user chooses for each op."""
     name_of, calls = _torch.aot.higher_order_name, list(gm.graph.nodes)
     for call in [node for node in calls if name_of(node.target) == _CHECKPOINT]:
         body = gm.get_submodule(call.args[0].target)
         _open_checkpoints(body)
+        if "_checkpoint_context_fn" not in body.meta:
+            for node in body.graph.nodes:
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         for node in body.graph.find_nodes(op="get_attr"):
             name = f"{call.args[0].target}_{node.target}".replace(".", "_")
             setattr(gm, name, operator.attrgetter(node.target)(body))

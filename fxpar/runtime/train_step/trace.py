@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.errors import PlanError
@@ -47,10 +48,11 @@ from fxpar.runtime.train_step.optimizer import (
     stand_in,
     step_of,
 )
-from fxpar.sharding.program import PHASE
+from fxpar.sharding.program import PHASE, phase_of
 
-# Of a node, among what is kept of it: the number that autograd gave it.
-_NUMBER = "fxpar_number"
+# Of a node, among what is kept of it: the number that autograd gave it, and that the
+# forward has it in a checkpointed region.
+_NUMBER, _CHECKPOINTED = "fxpar_number", "fxpar_checkpointed"
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def trace(
 
     module = _torch.aot.trace_flat(step, fakes, mode)
     _tidy(module)
-    _keep_numbers(module)
+    _keep_meta(module)
     results = module.graph.output_node().args[0][findings.count :][
         : len(findings.result_slots)
     ]
@@ -201,32 +203,38 @@ def as_tensor(x: Any) -> torch.Tensor:
 
 
 def _tidy(module: fx.GraphModule) -> None:
-    """Where nothing is differentiated any more, a detached value is the value. Nothing
-    is computed again either: a checkpointed region stands in the graph once."""
+    """Where nothing is differentiated any more, a detached value is the value."""
     for node in list(module.graph.nodes):
-        node.meta.pop("recompute", None)
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
 
 
-def _keep_numbers(module: fx.GraphModule) -> None:
-    """Keep the numbers that autograd gives ops where they are not overwritten when the
-    graph is traced again, without autograd."""
+def _keep_meta(module: fx.GraphModule) -> None:
+    """Keep what must not be overwritten when the graph is traced again, without
+    autograd: the numbers that autograd gives ops, and what the forward has in
+    checkpointed regions. AOTAutograd (2.13) would compute these again itself, before
+    anything is planned, and refuses what draws."""
     for node in module.graph.nodes:
+        custom = node.meta.get("custom") or {}
         if "seq_nr" in node.meta:
-            custom = node.meta.get("custom") or {}
-            node.meta["custom"] = custom | {_NUMBER: node.meta["seq_nr"]}
+            custom = custom | {_NUMBER: node.meta["seq_nr"]}
+        if node.meta.pop("recompute", None) and phase_of(node) == "forward":
+            custom = custom | {_CHECKPOINTED: True}
+        node.meta["custom"] = custom
 
 
-def restore_numbers(graph: fx.Graph) -> None:
+def restore_meta(graph: fx.Graph) -> None:
     """Give nodes of a step the numbers that autograd gave them, by which a backward op
-    is known to differentiate a forward one. In place."""
+    is known to differentiate a forward one, and the tags of checkpointed regions. In
+    place."""
     for node in graph.nodes:
-        number = (node.meta.get("custom") or {}).get(_NUMBER)
-        if number is not None:
-            node.meta["seq_nr"] = number
+        custom = node.meta.get("custom") or {}
+        if _NUMBER in custom:
+            node.meta["seq_nr"] = custom[_NUMBER]
+        if _CHECKPOINTED in custom:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _stamp(phase: str) -> None:
