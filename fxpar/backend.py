@@ -61,10 +61,11 @@ def fxpar(
     instead of inside Dynamo's wrapping of backend errors.
     """
     try:
+        traced, gm = gm, _torch.dynamo.without_regions(gm)
         job_options, ranks = _joined(gm, options)
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
-            return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
+            return _torch.aot.compile_fx(compiled_graph.without_hints(traced), examples)
         compared = compiled_graph.compare_parameters(gm)
         views = shared_results.views_of_results(gm) if _is_global(job_options) else []
         once = shared_results.return_once(gm, views) if views else gm
@@ -120,6 +121,7 @@ def train_step(
                     finish = partial(compile_step, job)
                     return step.stage(gm, examples, job.named_inputs, finish)
 
+                gm = _torch.dynamo.without_regions(gm)
                 job_options, ranks = _joined(gm, options)
                 return _called(gm, examples, job_options, ranks, stage, step)
             except FxparError as error:
