@@ -5,6 +5,7 @@ Each name is imported where it is used first, since importing fxpar must stay li
 
 from fxpar._torch import (
     aot,
+    cpp_kernels,
     distributed,
     dtensor,
     dynamo,
@@ -19,6 +20,7 @@ from fxpar._torch import (
 
 __all__ = [
     "aot",
+    "cpp_kernels",
     "distributed",
     "dtensor",
     "dynamo",

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.cpp_kernels import (
+    BEHIND_ALL,
     kernels_in_libraries,
     probe_beside,
     probes_remembered,
@@ -270,7 +271,7 @@ def compile_fx(
         _views_recomputed(),
         _objects_behind_generators(),
         calls_rewritten(),
-        kernels_in_libraries(),
+        kernels_in_libraries(BEHIND_ALL),
         probes_remembered(),
     ):
         if inner is None and not any(map(_on_accelerator, examples)):

@@ -10,20 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import itertools
+import os
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 # Characters of kernels in one library, so that several are compiled at once where there
 # are cores.
 LIBRARY = 40_000
+
+# What torch counts the seconds under that a module's kernels are waited for: while it
+# is loaded, as torch's own, or when all modules of a program are.
+LOADING, BEHIND_ALL = "async_compile.wait", "fxpar.wait_for_kernels"
 
 _ENTRY = re.compile(r'(extern "C"\s+void\s+)kernel\(')
 _PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
@@ -38,12 +47,19 @@ class CppKernel(NamedTuple):
     source: str
 
 
-def kernels_in_libraries() -> contextlib.AbstractContextManager[None]:
-    """Context in which the kernels of a module that is loaded are compiled together."""
+@contextlib.contextmanager
+def kernels_in_libraries(phase: str = LOADING) -> Iterator[None]:
+    """Context in which the kernels of a module that is loaded are compiled together,
+    beside what is done next; they are there when it ends. ``phase``: under which the
+    seconds are counted that they are then waited for."""
     from torch._dynamo.utils import dynamo_timed
     from torch._inductor.async_compile import AsyncCompile
 
+    if AsyncCompile.wait.__name__ == "wait_for_all":  # inside such a context already
+        yield
+        return
     alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    begun: list[Callable[[], None]] = []
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         if _goes_with_others(source_code):
@@ -52,35 +68,52 @@ def kernels_in_libraries() -> contextlib.AbstractContextManager[None]:
 
     def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
         kernels = {k: x for k, x in scope.items() if isinstance(x, CppKernel)}
-        with dynamo_timed("async_compile.wait"):
-            scope.update(zip(kernels, _compiled(list(kernels.values())), strict=True))
+        begun.append(_put_when_compiled(scope, kernels))
         wait(self, scope)
 
-    return _replaced(AsyncCompile, cpp_pybinding=cpp_pybinding, wait=wait_for_all)
+    with mock.patch.multiple(
+        AsyncCompile, cpp_pybinding=cpp_pybinding, wait=wait_for_all
+    ):
+        yield
+    with dynamo_timed(phase):
+        for put in begun:
+            put()
+
+
+def _put_when_compiled(
+    scope: dict[str, Any], kernels: Mapping[str, CppKernel]
+) -> Callable[[], None]:
+    """Begin to compile kernels of a module; called, what is returned waits for them and
+    puts their functions in the module's ``scope``, as the first call of one does."""
+    functions = _begun(list(kernels.values()))
+
+    @functools.cache
+    def put() -> None:
+        scope.update(zip(kernels, functions(), strict=True))
+
+    def late(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            put()
+            return scope[name](*args)
+
+        return call
+
+    scope.update({name: late(name) for name in kernels})
+    return put
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
-    from unittest import mock
+def probes_remembered() -> Iterator[None]:
+    """Context in which vector instructions that once worked on this machine are not
+    tried again, and none behind the best that work: torch starts a process for each
+    kind, at every start, and a compiler for each at the first."""
+    from torch._inductor import cpu_vec_isa
 
-    if owner.wait.__name__ == "wait_for_all":  # inside such a context already
+    isa, name = cpu_vec_isa.VecISA, "_probe_load"
+    probe = getattr(isa, name, None)
+    if probe is None or hasattr(probe, "remembers"):
         yield
         return
-    with mock.patch.multiple(owner, **functions):
-        yield
-
-
-def probes_remembered() -> contextlib.AbstractContextManager[Any]:
-    """Context in which vector instructions that once worked on this machine are not
-    tried again: torch starts a process for each kind, at every start."""
-    from unittest import mock
-
-    from torch._inductor.cpu_vec_isa import VecISA
-
-    name = "_probe_load"
-    probe = getattr(VecISA, name, None)
-    if probe is None or hasattr(probe, "remembers"):
-        return contextlib.nullcontext()
 
     def remembered(self: Any, output_path: str) -> bool:
         worked = Path(f"{output_path}.{_machine()}.works")
@@ -93,7 +126,26 @@ def probes_remembered() -> contextlib.AbstractContextManager[Any]:
         return works
 
     remembered.remembers = True  # type: ignore[attr-defined]
-    return mock.patch.object(VecISA, name, remembered)
+    best = functools.partial(_best_instructions, cpu_vec_isa.valid_vec_isa_list)
+    with (
+        mock.patch.object(isa, name, remembered),
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", best),
+    ):
+        yield
+
+
+def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
+    """The first kind of vector instructions that work here, by itself; ``every`` kind
+    where the user chooses one, or on machines other than x86."""
+    from torch._inductor import config, cpu_vec_isa
+
+    chosen = config.cpp.simdlen is not None or os.getenv("ATEN_CPU_CAPABILITY")
+    if chosen or platform.machine() not in ("x86_64", "AMD64"):
+        return every()
+    flags = set(cpu_vec_isa.x86_isa_checker())
+    kinds = cpu_vec_isa.supported_vec_isa_list
+    here = (isa for isa in kinds if set(str(isa).split()) <= flags)
+    return list(itertools.islice(filter(None, here), 1))
 
 
 def probe_beside() -> None:
@@ -125,17 +177,34 @@ def _goes_with_others(source: str) -> bool:
     return set(says) <= {_PREFIX} and len(_ENTRY.findall(source)) == 1
 
 
-def _compiled(kernels: Sequence[CppKernel]) -> list[Callable[..., Any]]:
-    """The functions of kernels, in order."""
+def _begun(kernels: Sequence[CppKernel]) -> Callable[[], list[Callable[..., Any]]]:
+    """Kernels whose compiling was begun; called, their functions, in order."""
+    batches = list(_batches(kernels))
+    with _compiling_threads() as submit:
+        libraries = [_library(batch, submit) for batch in batches]
+
+    def functions() -> list[Callable[..., Any]]:
+        each = zip(batches, libraries, strict=True)
+        return [
+            _function(library(), i)
+            for batch, library in each
+            for i in range(len(batch))
+        ]
+
+    return functions
+
+
+@contextlib.contextmanager
+def _compiling_threads() -> Iterator[Callable[..., Any]]:
+    """What starts compiling: in as many threads as Inductor may, beside its own."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
-    submit = AsyncCompile.submit if get_compile_threads() > 1 else None
-    batches = list(_batches(kernels))
-    libraries = [_begun(batch, submit) for batch in batches]
-    each = zip(batches, libraries, strict=True)
-    return [
-        _function(library(), i) for batch, library in each for i in range(len(batch))
-    ]
+    if get_compile_threads() > 1:
+        yield AsyncCompile.submit
+        return
+    alone = ThreadPoolExecutor(1)
+    yield alone.submit
+    alone.shutdown(wait=False)
 
 
 def _batches(kernels: Iterable[CppKernel]) -> Iterator[list[CppKernel]]:
@@ -149,7 +218,7 @@ def _batches(kernels: Iterable[CppKernel]) -> Iterator[list[CppKernel]]:
         yield batch
 
 
-def _begun(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], Any]:
+def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], Any]:
     """A library whose compiling was begun; called, where it lies and its key."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 

@@ -27,11 +27,12 @@ ORDER = (
     *(PHASE, INDUCTOR, COMPILER, LOAD, WAIT, FIRST),
 )
 
-# Of Inductor's seconds, by the names that torch times them under, those of another
-# stage, and the phase inside that is not counted with them.
-INSIDE_INDUCTOR = {
-    "async_compile.wait": (COMPILER, ""),
-    "PyCodeCache.load_by_key_path": (LOAD, "async_compile.wait"),
+# By the names that torch times them under: the stage they are counted in, the one they
+# are of, and the phase inside that is not counted with them.
+INSIDE = {
+    _torch.cpp_kernels.LOADING: (INDUCTOR, COMPILER, ""),
+    _torch.cpp_kernels.BEHIND_ALL: (TRACE, COMPILER, ""),
+    "PyCodeCache.load_by_key_path": (INDUCTOR, LOAD, _torch.cpp_kernels.LOADING),
 }
 
 _TOTAL = "together"
@@ -86,11 +87,11 @@ def table() -> str:
     spent = {key: now[key] - _STAGES.torch.get(key, 0.0) for key in now}
     frame = spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)
     _add(DYNAMO, max(0.0, frame))
-    for phase, (name, inside) in INSIDE_INDUCTOR.items():
+    for phase, (counted, name, inside) in INSIDE.items():
         alone = max(0.0, spent.get(phase, 0.0) - spent.get(inside, 0.0))
-        part = min(alone, _STAGES.seconds.get(INDUCTOR, 0.0))
+        part = min(alone, _STAGES.seconds.get(counted, 0.0))
         _add(name, part)
-        _add(INDUCTOR, -part)
+        _add(counted, -part)
     seconds = _STAGES.seconds
     _STAGES.seconds, _STAGES.torch = {}, now
     rows = [(name, seconds[name]) for name in ORDER if name in seconds]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import async_compile, codecache, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
+from torch._inductor.exc import CppCompileError
 
 from fxpar._torch import cpp_kernels
 from fxpar._torch.cpp_kernels import kernels_in_libraries, probes_remembered
@@ -31,12 +34,12 @@ extern "C"  void  kernel(const float* in_ptr0,
 """
 
 
-def loaded(*sources: str) -> list[Any]:
-    """The functions of a module that Inductor generated."""
+def loaded(*sources: str) -> dict[str, Any]:
+    """A module that Inductor generated, as it is when it was loaded."""
     compiler = AsyncCompile()
     scope = {f"f{i}": compiler.cpp_pybinding(TYPES, x) for i, x in enumerate(sources)}
     compiler.wait(scope)
-    return list(scope.values())
+    return scope
 
 
 def library(function: Any) -> str:
@@ -46,9 +49,10 @@ def library(function: Any) -> str:
 def test_kernels_share_a_library() -> None:
     own_header = source("std::sqrt(in_ptr0[x0])", "#include <complex>")
     with kernels_in_libraries(), kernels_in_libraries():
-        twice, root, thrice = loaded(
+        module = loaded(
             source("2 * in_ptr0[x0]"), own_header, source("3 * in_ptr0[x0]")
         )
+    twice, root, thrice = module.values()
     assert library(twice) == library(thrice) != library(root)
     x, out = torch.tensor([1.0, 4.0, 9.0]), torch.zeros(3)
     for function, want in ((twice, 2 * x), (root, x.sqrt()), (thrice, 3 * x)):
@@ -58,8 +62,63 @@ def test_kernels_share_a_library() -> None:
     with pytest.raises(RuntimeError, match="requires 3 args"):
         twice(x, out)
     # Outside, Inductor compiles as it does.
-    (alone,) = loaded(own_header)
+    (alone,) = loaded(own_header).values()
     assert library(alone) == library(root)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_are_compiled_beside_what_comes_next(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go, compile_cpp = threading.Event(), codecache._worker_compile_cpp
+
+    def slowly(*args: Any) -> None:
+        assert may_go.wait(60.0)
+        compile_cpp(*args)
+
+    monkeypatch.setattr(codecache, "_worker_compile_cpp", slowly)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: threads)
+    x, out = torch.tensor([4.0]), torch.zeros(1)
+    with kernels_in_libraries():
+        first = loaded(source(f"{threads} + 5 * in_ptr0[x0]"))
+        second = loaded(source(f"{threads} + 7 * in_ptr0[x0]"))  # not behind the first
+        may_go.set()
+        late = first["f0"]
+        late(x, out, 1)  # waits
+        assert out.item() == threads + 20 and first["f0"] is not late
+    late(x, out.zero_(), 1)
+    assert out.item() == threads + 20
+    second["f0"](x, out, 1)
+    assert out.item() == threads + 28
+    assert library(first["f0"]) != library(second["f0"])
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_at_the_end() -> None:
+    with pytest.raises(CppCompileError, match="unheard_of"), kernels_in_libraries():
+        loaded(source("unheard_of(in_ptr0[x0])"))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other instructions")
+def test_no_instructions_are_tried_behind_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, works = [], {"first": False, "second": True, "third": True}
+
+    class Kind(str):
+        def __bool__(self) -> bool:
+            tried.append(str(self))
+            return works[self]
+
+    kinds = [Kind(name) for name in ("unknown", *works)]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: list(works))
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: ["every"])
+    with probes_remembered(), probes_remembered():
+        assert cpu_vec_isa.valid_vec_isa_list() == ["second"]
+        assert tried == ["first", "second"]
+        with torch._inductor.config.patch({"cpp.simdlen": 256}):  # the user chooses
+            assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
+    assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
 
 
 def test_a_library_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
