@@ -16,7 +16,7 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.forward_backward import PartedGraph, parted, parted_as_run
 from fxpar.passes.order.order_collectives import Settings, may_differ
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -45,7 +45,7 @@ class Attempts:
         self.left: list[Schedule] = []
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
-        self._last: tuple[tuple[Line, ...], fx.Graph] | None = None
+        self._last: tuple[tuple[Line, ...], PartedGraph] | None = None
         self.schedule = Schedule()
         self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
 
@@ -69,20 +69,20 @@ class Attempts:
         """A step as it would run. Raises ScheduleError."""
         if schedule in self.simulated:
             return self.simulated[schedule]
-        run = as_run(self._lowered(schedule), settings=schedule.settings)
+        run = parted_as_run(self._lowered(schedule), settings=schedule.settings)
         return simulate(run, self.mesh, self.hardware)
 
     def may_differ(self, settings: Settings) -> bool:
         """Whether a step may be another than the one so far, with other settings."""
-        graph = self._lowered(self.schedule)
-        return may_differ(graph, self.schedule.settings, settings)
+        parts = self._lowered(self.schedule)
+        return may_differ(parts.graph, self.schedule.settings, settings)
 
-    def _lowered(self, schedule: Schedule) -> fx.Graph:
+    def _lowered(self, schedule: Schedule) -> PartedGraph:
         """After the lines of a schedule, collectives as they run; the last one asked
         for is remembered."""
         if self._last is None or self._last[0] != schedule.lines:
             lowered = apply(schedule, self.first, self.mesh, lowered=True)
-            self._last = schedule.lines, lowered
+            self._last = schedule.lines, parted(lowered)
         return self._last[1]
 
     def attempt(self, schedule: Schedule, what: str) -> Timeline | None:

@@ -370,4 +370,3 @@ def _sort(graph: fx.Graph) -> None:
             output.prepend(node)
             placed.add(node)
             stack.extend(reversed(waiting.pop(node, [])))
-    graph.lint()

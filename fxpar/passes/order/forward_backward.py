@@ -25,6 +25,7 @@ not take part in a second gather.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,6 +80,27 @@ def regather(graph: fx.Graph) -> None:
             node.meta["ac_graph_id"] = REGATHERED
 
 
+@dataclass(frozen=True)
+class PartedGraph:
+    """A local graph, its calls by phase."""
+
+    graph: fx.Graph
+    # Calls that the forward runs; all of a graph that is not joint.
+    forward: tuple[fx.Node, ...]
+    # Calls that the backward runs, those that it computes again among them.
+    backward: tuple[fx.Node, ...]
+    # Of each result, whether the backward gives it.
+    is_gradient: tuple[bool, ...]
+
+
+def parted(graph: fx.Graph) -> PartedGraph:
+    """What the forward and what the backward of a local graph runs."""
+    backward_nodes = depending_on_tangents(graph)
+    forward, backward = phases(graph)
+    is_gradient = (result in backward_nodes for result in graph.output_node().args[0])
+    return PartedGraph(graph, tuple(forward), tuple(backward), tuple(is_gradient))
+
+
 def as_run(
     graph: fx.Graph,
     *,
@@ -90,23 +112,32 @@ def as_run(
 
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    results = list(graph.output_node().args[0])
-    backward_nodes = depending_on_tangents(graph)
-    first, second = phases(graph)
-    if not backward_nodes:
-        whole = _graph(inputs, first, results)
-        of_step = any(map(phase_of, first))  # which has its backward inside
+    return parted_as_run(parted(graph), disable=disable, settings=settings)
+
+
+def parted_as_run(
+    parts: PartedGraph,
+    *,
+    disable: Collection[str] = (),
+    settings: Settings = DEFAULT,
+) -> fx.Graph:
+    """``as_run`` of a graph that was parted before."""
+    inputs = parts.graph.find_nodes(op="placeholder")
+    results = list(parts.graph.output_node().args[0])
+    if not parts.backward:
+        whole = _graph(inputs, parts.forward, results)
+        of_step = any(map(phase_of, parts.forward))  # which has its backward inside
         schedule(whole, backward=of_step, disable=disable, settings=settings)
         return whole
-    saved = given_of(first, second)
-    early = [r for r in results if r not in backward_nodes]
-    grads = [r for r in results if r in backward_nodes]
-    forward = _graph(inputs, first, [*early, *saved])
-    backward = _graph([*inputs, *saved], second, grads)
+    saved = given_of(parts.forward, parts.backward)
+    of_phase: tuple[list[Any], list[Any]] = [], []
+    for result, is_gradient in zip(results, parts.is_gradient, strict=True):
+        of_phase[is_gradient].append(result)
+    forward = _graph(inputs, parts.forward, [*of_phase[False], *saved])
+    backward = _graph([*inputs, *saved], parts.backward, of_phase[True])
     schedule(forward, backward=False, disable=disable, settings=settings)
     schedule(backward, backward=True, disable=disable, settings=settings)
-    return _joined(forward, backward, [r in backward_nodes for r in results])
+    return _joined(forward, backward, parts.is_gradient)
 
 
 def _graph(

@@ -180,7 +180,8 @@ def schedule(
     disable: Collection[str] = (),
     settings: Settings = DEFAULT,
 ) -> None:
-    """Run the passes that ``disable`` does not name."""
+    """Run the passes that ``disable`` does not name; the graph is checked once, behind
+    the last, since many schedules are tried."""
     phase = PhaseGraph(graph, backward, settings)
     for row in (*ORDER, DELAY):
         if row.name not in disable:
@@ -276,7 +277,6 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
             for node_needed in needed(node):
                 if at < node_needed:
                     at.prepend(node_needed)
-    graph.lint()
 
 
 def gather_before_messages(graph: fx.Graph) -> None:
@@ -288,7 +288,6 @@ def gather_before_messages(graph: fx.Graph) -> None:
         for node in needed(gather):
             if messages[0] < node:
                 messages[0].prepend(node)
-    graph.lint()
 
 
 def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
@@ -324,7 +323,6 @@ def drain(graph: fx.Graph) -> None:
         for wait in list(before.users):
             if wait.target is WAIT and node < wait:
                 node.prepend(wait)
-    graph.lint()
 
 
 def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:

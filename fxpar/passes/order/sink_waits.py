@@ -51,7 +51,6 @@ def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
             reader = min([*node.users, *after])
             first.get(reader, reader).prepend(node)
             first[reader] = node
-    graph.lint()
 
 
 def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

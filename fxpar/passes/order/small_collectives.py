@@ -63,7 +63,6 @@ def start_first(graph: fx.Graph) -> None:
     for node in [n for n in graph.nodes if n in started]:
         anchor.prepend(node)
     graph.erase_node(anchor)
-    graph.lint()
 
 
 def wait_last(graph: fx.Graph) -> None:

@@ -16,7 +16,9 @@ from functools import partial
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import graph_bodies, size_nodes
 from fxpar.passes.experts.expert_ops import room_of
 from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
@@ -368,8 +370,9 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
     if pipeline is not None:
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
     try:
-        for graph in graphs:
-            graph = as_run(graph, disable=disable, settings=settings)
+        for graph in map(shapes_of, graphs):
+            with _torch.fake.shapes_alone():
+                graph = as_run(graph, disable=disable, settings=settings)
             peaks.append(by_kind(graph, state.decided.program.signature))
         return max(peaks, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives
