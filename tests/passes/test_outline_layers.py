@@ -3,7 +3,7 @@ makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,12 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar import _torch
+from fxpar.passes.order import outline_layers as outline_layers_module
 from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
 
-c10d = torch.ops._c10d_functional
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 Tensor = torch.Tensor
 
@@ -189,6 +190,87 @@ def test_nothing_touches_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> N
     early = code.replace("buf14 = torch", "layer0_args = [buf8]\nbuf14 = torch", 1)
     assert "is read before its wait" in hazards(early)[0]
     assert code.count("def layer0(args)") == 1
+
+
+def of_buckets(
+    group: str, sizes: Sequence[int], *, early: bool = False
+) -> Callable[..., Any]:
+    """Layers, each with two values that are summed over ranks, in buckets of so many
+    values, which start where the last of them is made; ``early``: and are read there.
+    """
+
+    def stack(x: Tensor, *ws: Tensor) -> Any:
+        bucket: list[Tensor] = []
+        started: list[Tensor] = []
+
+        def push(value: Tensor, h: Tensor) -> Tensor:
+            bucket.append(value)
+            if len(bucket) < sizes[len(started) % len(sizes)]:
+                return h
+            flat = torch.cat([each.view(1, 8) for each in bucket])
+            started.append(c10d.all_reduce.default(flat, "sum", group))
+            bucket.clear()
+            return h * c10d.wait_tensor.default(started[-1]).sum() if early else h
+
+        for w in ws:
+            x = x * 0.5
+            h = x.view(8, 8)
+            h = push((h.sin() * w).sum(0) + h.exp().sum(1), h)
+            h = (h - h.mean(1, keepdim=True)) / (h.var(1, keepdim=True) + 1e-5).sqrt()
+            h = push((h.cos() * w).sum(1) + h.exp().sum(0), h)
+            x = (x.view(8, 8) + torch.sigmoid(h @ w.t()) * h.exp()).view(4, 16)
+        ends = [c10d.wait_tensor.default(each).sum() for each in started]
+        return (x.sum(), sum(ends))
+
+    return stack
+
+
+SIZES = (3, 2, 3, 4)  # of values: buckets start in either half of a layer, or in none
+
+
+def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_group(2) as group:
+        module = outlined(of_buckets(group, SIZES), *feeds(8))
+        code = code_of(module.graph, monkeypatch, module)
+        never = mock.Mock(return_value=False)
+        with mock.patch.object(outline_layers_module, "_may_start_later", never):
+            cut = outlined(of_buckets(group, SIZES), *feeds(8))
+    assert calls(module) == ["layer0"] * 7  # each from middle to middle
+    assert len(calls(cut)) < 7
+    reductions = [n for n in module.graph.nodes if n.target is c10d.all_reduce.default]
+    sizes = [node.args[0].meta["val"].shape[0] for node in reductions]
+    assert sizes == [3, 2, 3, 4, 3]  # in order
+    assert launches(code) == len(reductions) and hazards(code) == []
+
+
+@pytest.mark.parametrize("how", ["is read in the layer", "is a chunk"])
+def test_a_reduction_that_must_start_there_cuts_a_layer(how: str) -> None:
+    early = how == "is read in the layer"
+    with fake_group(2) as group:
+        module = traced(of_buckets(group, SIZES, early=early), *feeds(8))
+        for node in module.graph.nodes:
+            if node.target is c10d.all_reduce.default and not early:
+                node.meta["fxpar_chunk"] = True
+        before = _computed_before_reductions(module.graph)
+        outline_layers(module.graph)
+    for body in (m for n, m in module.named_children() if n.startswith("layer")):
+        assert "c10d" not in str(body.graph)
+    assert _computed_before_reductions(module.graph) == before
+
+
+def _computed_before_reductions(graph: fx.Graph) -> list[int]:
+    """How many values of layers that go into a reduction are made before each."""
+    made, out = 0, []
+    for node in graph.nodes:
+        if node.target is INVOKE:
+            body = getattr(graph.owning_module, node.args[1]).graph
+            made += sum(n.target is aten.exp.default for n in body.nodes)
+        made += node.target is aten.exp.default
+        if node.target is c10d.all_reduce.default:
+            out.append(made)
+    return out
 
 
 def trained(layout: str, disable: str) -> tuple[list[list[float]], list[int]]:

@@ -6,7 +6,9 @@ that all of its kind share, so that Inductor lowers and generates it once. Bodie
 alike to the last constant, shape and stride. They hold ops that compute, and nothing
 else: collectives, writes, seeds and a rank's coordinates stay between the calls, so
 that what is under way, or written, is memory of the outer graph alone. What a body
-gives is memory of its own: views are made outside.
+gives is memory of its own: views are made outside. A reduction that starts inside a
+layer, as a bucket that is full in the middle of it, starts right behind the layer: in
+others that are alike none does.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.alike_nodes import is_aligned, labels_of, with_reads
 from fxpar.passes.builder import PROVENANCE
+from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.search.layers import rows_of_layers
 
-aten, ours = torch.ops.aten, torch.ops.fxpar
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 # Calls a body.
 INVOKE = _torch.inductor.invoke_subgraph()
@@ -86,7 +89,7 @@ def _takes_tensors(segment: LayerSegment) -> bool:
 
 def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
     """What of the graph's layers can be bodies."""
-    nodes, sections = _computing(graph)
+    nodes, ends = _computing(graph)
     labels = labels_of(nodes)
     outlined = np.zeros(len(nodes), bool)
     for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
@@ -95,49 +98,72 @@ def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
             begin -= 1
         while end < len(nodes) and labels[end] == labels[end - distance]:
             end += 1
-        begin = _border(nodes, sections, begin, end, distance)
+        begin = _border(nodes, ends, begin, end, distance)
         for layer in range(begin, end - distance + 1, distance):
-            for first, last in _runs(sections, layer, layer + distance):
+            for first, last in _runs(ends, layer, layer + distance):
                 pattern = labels[first:last]
                 if last - first >= LEAST_OPS and not outlined[first:last].any():
-                    for at in _matches(labels, sections, pattern, outlined):
+                    for at in _matches(labels, ends, pattern, outlined):
                         yield _segment(nodes[at], labels[at])
 
 
 def _matches(
     labels: np.ndarray,
-    sections: np.ndarray,
+    ends: np.ndarray,
     pattern: np.ndarray,
     outlined: np.ndarray,
 ) -> Iterator[slice]:
-    """Where in a section the labels have a pattern, and nothing was taken yet."""
+    """Where the labels have a pattern that may be one body, and nothing was taken yet.
+    ``ends``: see ``_computing``."""
     for first in np.flatnonzero(labels == pattern[0]).tolist():
         at = slice(first, first + len(pattern))
         if outlined[at].any() or not np.array_equal(labels[at], pattern):
             continue
-        if sections[first] == sections[at.stop - 1]:
+        if ends[first + 1 : at.stop].min(initial=at.stop) >= at.stop:
             outlined[at] = True
             yield at
 
 
 def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
-    """The ops that may be in bodies, and in which section each is: between two ops that
-    may not, and do more than show memory that is not of a body."""
+    """The ops that may be in bodies; and for each place before one of them, and behind
+    the last, how far a body that begins before may reach: to there, where what stands
+    there cuts, for it may not be in a body, and does more than show memory that is not
+    of one; as far as a reduction that starts there can be put off; or to the end."""
     kinds: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
             kinds[node] = "shows"
         else:
             kinds[node] = "computes" if _fits(node) else "cuts"
+    packs: set[fx.Node] = set()  # what a collective is given
     for node in reversed(graph.nodes):
-        packs = node.target is aten.cat.default or _shows(node)
-        packs = packs and kinds[node] == "computes" and bool(node.users)
-        if packs and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
-            kinds[node] = "cuts"  # what a collective is given
-    cuts = np.cumsum([kinds[node] == "cuts" for node in graph.nodes])
-    numbered = zip(graph.nodes, cuts.tolist(), strict=True)
-    pairs = [(node, at) for node, at in numbered if kinds[node] == "computes"]
-    return [node for node, _ in pairs], np.array([at for _, at in pairs], int)
+        is_pack = node.target is aten.cat.default or _shows(node)
+        is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
+        if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
+            kinds[node] = "cuts"
+            packs.add(node)
+    nodes = [node for node in graph.nodes if kinds[node] == "computes"]
+    counts = np.cumsum([kinds[node] == "computes" for node in graph.nodes]).tolist()
+    place = dict(zip(graph.nodes, counts, strict=True))  # ops of bodies up to a node
+    place.update((node, i) for i, node in enumerate(nodes))
+    ends = np.full(len(nodes) + 1, len(nodes))
+    put_off: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        if kinds[node] == "computes":
+            continue
+        put_off[node] = place[node]
+        if node in packs or kinds[node] == "shows" or _may_start_later(node):
+            readers = (max(place[u], put_off.get(u, 0)) for u in node.users)
+            put_off[node] = min(readers, default=place[node])
+        if kinds[node] == "cuts":
+            ends[place[node]] = min(ends[place[node]], put_off[node])
+    return nodes, ends
+
+
+def _may_start_later(node: fx.Node) -> bool:
+    """Whether a node starts a reduction that no schedule put beside certain ops."""
+    reductions = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
+    return node.target in reductions and not is_chunk(node)
 
 
 def _fits(node: fx.Node) -> bool:
@@ -168,7 +194,7 @@ def _computes(target: Any) -> bool:
 
 
 def _border(
-    nodes: Sequence[fx.Node], sections: np.ndarray, begin: int, end: int, distance: int
+    nodes: Sequence[fx.Node], ends: np.ndarray, begin: int, end: int, distance: int
 ) -> int:
     """Where layers begin, so that few values go from one to the next: the later by less
     than a layer, the fewer calls."""
@@ -187,16 +213,20 @@ def _border(
     for later in range(distance):
         calls = (end - begin - later) // distance
         if calls >= LEAST_CALLS:
-            whole = sections[middle + later - 1] == sections[middle + later]
+            whole = ends[middle + later] > middle + later
             ways.append((bool(whole), live[later], -calls, later))
     return begin + min(ways)[-1] if ways else begin
 
 
-def _runs(sections: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Maximal [first, last) inside [begin, end) of one section."""
-    cuts = begin + 1 + np.flatnonzero(np.diff(sections[begin:end]))
-    edges = [begin, *cuts.tolist(), end]
-    return zip(edges, edges[1:], strict=False)
+def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Maximal [first, last) inside [begin, end) that may be one body."""
+    first = begin
+    while first < end:
+        last, reach = first + 1, end
+        while last < end and (reach := min(reach, int(ends[last]))) > last:
+            last += 1
+        yield first, last
+        first = last
 
 
 def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
@@ -269,11 +299,7 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> None:
     """Let a call of the body give what the segment gives."""
     inside = set(segment.nodes)
     first, last = segment.nodes[0], segment.nodes[-1]
-    node = first
-    while node is not last:  # what stands between shows memory that is there before
-        node, between = node.next, node
-        if between not in inside:
-            first.prepend(between)
+    behind = _put_behind(segment)
     operands = _operands(segment.nodes)
     origin = {key: first.meta[key] for key in PROVENANCE if key in first.meta}
     results: dict[fx.Node, fx.Node] = {}
@@ -306,5 +332,27 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> None:
             value = outside(node)
             for user in users:
                 user.replace_input_with(node, value)
+    for node in behind:
+        place.append(node)
+        place = node
     for node in reversed(segment.nodes):
         graph.erase_node(node)
+
+
+def _put_behind(segment: LayerSegment) -> list[fx.Node]:
+    """What stands in a segment and goes behind it: reductions, in order, and what they
+    are given of it. The rest, which shows memory that is there before, is put before
+    it."""
+    inside, behind = set(segment.nodes), dict[fx.Node, None]()
+    first, last = segment.nodes[0], segment.nodes[-1]
+    node = first
+    while node is not last:
+        node, between = node.next, node
+        if between in inside:
+            continue
+        reads_late = any(r in inside or r in behind for r in between.all_input_nodes)
+        if reads_late or _may_start_later(between):
+            behind[between] = None
+        else:
+            first.prepend(between)
+    return list(behind)
