@@ -233,16 +233,16 @@ def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
 ) -> None:
     with fake_group(2) as group:
         module = outlined(of_buckets(group, SIZES), *feeds(8))
+        starts = [n for n in module.graph.nodes if n.target is c10d.all_reduce.default]
+        sizes = [node.args[0].meta["val"].shape[0] for node in starts]
         code = code_of(module.graph, monkeypatch, module)
         never = mock.Mock(return_value=False)
         with mock.patch.object(outline_layers_module, "_may_start_later", never):
             cut = outlined(of_buckets(group, SIZES), *feeds(8))
     assert calls(module) == ["layer0"] * 7  # each from middle to middle
     assert len(calls(cut)) < 7
-    reductions = [n for n in module.graph.nodes if n.target is c10d.all_reduce.default]
-    sizes = [node.args[0].meta["val"].shape[0] for node in reductions]
     assert sizes == [3, 2, 3, 4, 3]  # in order
-    assert launches(code) == len(reductions) and hazards(code) == []
+    assert launches(code) == len(sizes) and hazards(code) == []
 
 
 @pytest.mark.parametrize("how", ["is read in the layer", "is a chunk"])
