@@ -145,6 +145,8 @@ def _merged(
     axes = call.operands[1].dims[_SEQUENCE]
     if mask is not None:
         lse = merge_attention.of_visible(build, lse, mask)
+        if "cudnn" in str(call.node.target):
+            out = merge_attention.of_seen_rows(build, out, lse)
     of_ranks = merge_attention.gathered(build, lse, axes)
     if mask is None:
         total = merge_attention.log_of_sum(build, of_ranks)

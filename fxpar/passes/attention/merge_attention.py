@@ -54,6 +54,13 @@ def of_visible(build: Builder, lse: fx.Node, mask: fx.Node) -> fx.Node:
     return build.where(build.call(aten.any.dim, mask, -1), lse, -math.inf)
 
 
+def of_seen_rows(build: Builder, out: fx.Node, lse: fx.Node) -> fx.Node:
+    """An output that is 0 of queries that see no key, of which a kernel may give what
+    is no number."""
+    sees_keys = build.call(aten.ne.Scalar, lse, -math.inf)
+    return build.where(build.call(aten.unsqueeze.default, sees_keys, -1), out, 0.0)
+
+
 def of_ranks(
     build: Builder, out: fx.Node, lse: fx.Node, lse_of_ranks: fx.Node
 ) -> tuple[fx.Node, fx.Node]:

@@ -8,8 +8,8 @@ split outputs are summands that ranks weight (``Merge``), and gradients of queri
 Tensors that a score or mask function captures are whole, since it may look up anything
 in them, and their gradients are sums over all scores, so partial.
 
-Of ``varlen`` queries are split too, where no window reaches behind them; keys are
-whole, since where documents begin and end is data
+Of ``varlen`` queries are split too, where a window that has an end at one side has one
+behind them; keys are whole, since where documents begin and end is data
 (``passes.attention.local_documents``). With pages of a cache a call has no rule.
 """
 
@@ -165,7 +165,7 @@ def _varlen_words(
     heads: Word = ("h", "g") if shared > 1 else "h"
     sizes = {"h": int(k.shape[1]), "g": shared} if shared > 1 else {}
     left, right = window or (-1, -1)
-    splits = starts_k is not None and (right == 0 or left == right == -1)
+    splits = starts_k is not None and (right >= 0 or left == right == -1)
     queries = "s" if splits else "s!"
     out, logsumexp = [queries, heads, "e!"], [heads, queries]
     return (
