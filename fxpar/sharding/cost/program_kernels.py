@@ -101,11 +101,11 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         arithmetic = on.arithmetic(flops, least, work.dtype, family=work.family)
         return max(arithmetic, nbytes / on.bandwidth)
 
-    taken = kernel(flops * _unevenness(op, shards))
+    duration = kernel(flops * _unevenness(op, shards))
     swaps = swap_seconds(op, strategy, mesh, on) if work.balances else None
     if swaps is not None:
-        taken = min(taken, kernel(flops) + swaps)
-    return taken + messages
+        duration = min(duration, kernel(flops) + swaps)
+    return duration + messages
 
 
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
