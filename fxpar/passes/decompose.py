@@ -2,13 +2,14 @@
 
 In: the graph one rank runs. Out: the same graph, changed in place, computing the same
 values. AOTAutograd traces a program with Inductor's decompositions; what passes add
-after it was never traced, and Inductor refuses an op that it decomposes. What it never
+after it was never traced, and Inductor refuses an op that it decomposes. So it does
+flex_attention on CPU where it is to give weights (``written_out_flex``). What it never
 does: touch an op that Inductor takes, or a graph that is run op by op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
+from fxpar.passes.attention import written_out_flex
 from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import body_of
 
 
 def decompose(graph: fx.Graph, fake_mode: Any) -> None:
@@ -25,17 +28,26 @@ def decompose(graph: fx.Graph, fake_mode: Any) -> None:
     table = _torch.inductor.decompositions()
     for node in list(graph.nodes):
         if node.op == "call_function" and _torch.inductor.is_decomposed(node.target):
-            _decompose_node(build, node, table)
+            _decompose_node(build, node, node.target, table)
+        elif node.op == "call_function" and written_out_flex.is_written_out(node):
+            _decompose_node(build, node, written_out_flex.attend, table)
     graph.lint()
 
 
-def _decompose_node(build: Builder, node: fx.Node, table: Mapping[Any, Any]) -> None:
-    operands = node.all_input_nodes
+def _decompose_node(
+    build: Builder,
+    node: fx.Node,
+    function: Callable[..., Any],
+    table: Mapping[Any, Any],
+) -> None:
+    """Put what a function, which gives what the node does, is made of in its place."""
+    bodies = {n: n.meta["val"] for n in node.all_input_nodes if body_of(n) is not None}
+    operands = [n for n in node.all_input_nodes if n not in bodies]
 
     def call(*values: Any) -> Any:
-        value_of = dict(zip(operands, values, strict=True))
+        value_of = bodies | dict(zip(operands, values, strict=True))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of.__getitem__)
-        return node.target(*args, **kwargs)
+        return function(*args, **kwargs)
 
     with build.fake_mode, torch.no_grad():
         values = [operand.meta["val"] for operand in operands]

@@ -113,7 +113,7 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
 def split_evenly(program: Program) -> Program:
     """The program whose ranks get alike shards, as stages need."""
     ops = [replace(op, rule=replace(op.rule, even=True)) for op in program.ops]
-    return replace(program, ops=ops, even=True)
+    return replace(program, ops=ops, even=True, balances=False)
 
 
 def _parts_of(cut: BatchCut, most: int) -> int:

@@ -204,6 +204,9 @@ class Program:
     reduce_here: frozenset[int] = frozenset()
     # No dim is split into shards that are not alike, unless a hint asks.
     even: bool = False
+    # A schedule is chosen, which may have ranks swap queries of causal attentions, so
+    # that all have as much to do.
+    balances: bool = False
 
     def named(self, name: str) -> int | None:
         """Index of the value with this name."""

@@ -15,16 +15,9 @@ import fxpar
 from fxpar.passes.builder import Builder
 from fxpar.passes.local import local_flex
 from fxpar.planning import TracedPlan
+from tests.helpers.flex_calls import calls, on_cpu
 
 slow = pytest.mark.slow
-
-
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch (2.13) refuses gradients of flex_attention on CPU, where Inductor has no
-    kernel for them; run op by op they are right."""
-    monkeypatch.setattr(
-        "torch.nn.attention.flex_attention._validate_device", lambda *_: None
-    )
 
 
 def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -59,11 +52,6 @@ def split_along_queries(
         in_specs=[(None, None, "cp", None)] * 3,
     )
     return plan, qkv
-
-
-def calls(plan: TracedPlan) -> list[Any]:
-    """Plan's entries of attention."""
-    return [node for node in plan.nodes if node.name.startswith("flex_attention")]
 
 
 @slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -268,3 +269,72 @@ def test_rows_of_a_bias_are_aligned() -> None:
     for bias in biases:
         assert bias.meta["val"].shape[3] == 8
         assert all(n % 16 == 0 for n in bias.meta["val"].stride()[:3])
+
+
+# cuDNN's kernels, which run on CUDA alone
+
+
+def cudnn_forward(
+    q, k, v, bias, compute_lse, dropout=0.0, is_causal=False, debug=False, *, scale=None
+) -> Any:  # fmt: skip
+    """Stands for its forward: of what sees nothing it gives no number."""
+    scores = q @ k.mT / math.sqrt(WIDTH) + bias
+    lse = scores.logsumexp(-1, keepdim=True)
+    unseen, seed = torch.empty(0), torch.zeros((), dtype=torch.int64)
+    lse = lse.masked_fill(lse == -math.inf, math.nan)
+    ends = unseen, unseen, q.shape[2], k.shape[2], seed, seed, unseen
+    return (scores - lse).exp() @ v, lse, *ends
+
+
+def cudnn_backward(
+    grad, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k,
+    dropout, is_causal, *, scale=None,
+) -> Any:  # fmt: skip
+    weights = (q @ k.mT / math.sqrt(WIDTH) + bias - lse).exp()
+    centered = grad @ v.mT - (grad * out).sum(-1, keepdim=True)
+    scores = weights * centered / math.sqrt(WIDTH)
+    return scores @ k, scores.mT @ q, weights.mT @ grad
+
+
+@pytest.fixture
+def cudnn_on_cpu() -> Iterator[None]:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        name = "_scaled_dot_product_cudnn_attention"
+        library.impl(name, cudnn_forward, "CPU")
+        library.impl(f"{name}_backward", cudnn_backward, "CPU")
+        yield
+
+
+def attend_by_cudnn(q, k, v, mask) -> Any:
+    """Output and gradients of cuDNN's kernels."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, _, _, rows, keys, seed, offset, _ = op(q, k, v, mask, True)
+    given = out, lse, seed, offset, mask, None, None, rows, keys, 0.0, False
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    return out, *backward(torch.ones_like(out), q, k, v, *given)
+
+
+@pytest.mark.parametrize("specs", [BY_KEYS, BY_ROWS])
+@pytest.mark.parametrize("name", ["window", "documents"])
+def test_keys_of_cudnn_stay_where_they_are(
+    name: str, specs: Any, cudnn_on_cpu: None
+) -> None:
+    args = [x.detach() for x in tensors()]
+    args.append(additive(SEEN[name]).expand(BATCH, HEADS, -1, -1))
+    options = {"in_specs": [*specs, None], "mode": "propagate", "schedule": "none"}
+    out_specs = [None, None, SEQUENCE, SEQUENCE] if specs is BY_KEYS else None
+    plan = fxpar.plan(
+        attend_by_cudnn, *args, mesh="cp=4", out_specs=out_specs, **options
+    )
+    split = 1 if specs is BY_KEYS else 0
+    first = [node for node in plan.nodes if "cudnn" in node.name]
+    assert [n.operands[split + i].dims[2] for i, n in enumerate(first)] == [("cp",)] * 2
+    matches(plan, *args)
+
+
+def test_what_is_no_number_has_no_weight(
+    cudnn_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_attention, "of_seen_rows", lambda build, out, lse: out)
+    with pytest.raises(AssertionError):
+        test_keys_of_cudnn_stay_where_they_are("documents", BY_KEYS, None)

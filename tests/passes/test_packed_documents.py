@@ -124,7 +124,7 @@ def kinds(plan: Any) -> set[str]:
 
 # A document cut by three ranks, empty ones, borders of documents where ranks' are.
 PACKED = [(0, 12), (0, 5, 12), (0, 1, 1, 11, 12), (0, 3, 6, 9, 12), (0, 0, 7, 12, 12)]
-WINDOWS = [(-1, -1), CAUSAL, (2, 0)]
+WINDOWS = [(-1, -1), CAUSAL, (2, 0), (-1, 2), (3, 1), (0, 99)]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -174,14 +174,22 @@ def test_heads_are_split(heads: int) -> None:
     matches(plan, *args)
 
 
-@pytest.mark.parametrize("window", [(-1, 2), (3, 1), (2, -1)])
-def test_a_window_that_reaches_behind_its_query_is_whole(window: Any) -> None:
+def test_a_window_with_no_end_behind_its_query_is_whole() -> None:
     """A cut would hide keys that this rank's last queries see."""
     args = [*tensors(ROWS, ROWS), starts(0, 5, 12)]
-    plan = planned(args, window)
+    plan = planned(args, (2, -1))
     calls = [node for node in plan.nodes if "varlen" in node.name]
     assert calls and not any(x.dims[0] for node in calls for x in node.operands)
     matches(plan, *args)
+
+
+def test_keys_behind_a_query_that_are_cut_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_documents, "_reach", lambda _: 0)
+    args = [*tensors(ROWS, ROWS), starts(0, 5, 12)]
+    with pytest.raises(AssertionError):
+        matches(planned(args, (3, 1)), *args)
 
 
 def test_a_forgotten_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

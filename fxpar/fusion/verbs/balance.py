@@ -26,6 +26,7 @@ from fxpar.passes.attention import balanced_attention as _ops  # noqa: F401  (re
 from fxpar.passes.attention.local_attention import laid_out
 from fxpar.passes.builder import Builder
 from fxpar.sharding import rank_ints
+from fxpar.sharding.cost.balanced_queries import obstacle
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -74,10 +75,11 @@ def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
         return "has queries that begin at the same place on all ranks, or not in steps"
     _, axes, stride, *begin = ahead.args
     count = mesh.count(axes)
-    if stride != queries or any(begin) or keys != queries * count or count < 2:
-        return "does not read all keys, in order, and a part of the queries"
-    if queries % 2:
-        return f"has {queries} queries, which have no halves"
+    if stride != queries or any(begin):
+        return "has queries that are not in order"
+    why = obstacle(queries, keys, count)
+    if why is not None:
+        return why
     if any(user.target is not operator.getitem for user in node.users):
         return "gives a tuple that is read whole"
     return None

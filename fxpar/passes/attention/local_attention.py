@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import collective_nodes
 from fxpar.passes.attention import causal_attention, merge_attention
 from fxpar.passes.attention.merge_attention import BIASES, weighted
 from fxpar.passes.builder import Builder, Size, value_of
@@ -146,10 +145,9 @@ def _merged(
     axes = call.operands[1].dims[_SEQUENCE]
     if mask is not None:
         lse = merge_attention.of_visible(build, lse, mask)
-    of_ranks = build.call(aten.unsqueeze.default, lse, 0)
-    of_ranks = collective_nodes.step(
-        build, collective_nodes.all_gather, of_ranks, 0, tuple(axes)
-    )
+        if "cudnn" in str(call.node.target):
+            out = merge_attention.of_seen_rows(build, out, lse)
+    of_ranks = merge_attention.gathered(build, lse, axes)
     if mask is None:
         total = merge_attention.log_of_sum(build, of_ranks)
         out = weighted(build, out, lse, total)

@@ -7,7 +7,9 @@ one that ends elsewhere ends at its last.
 
 A causal mask or a window is aligned with the last key of a document, so that one cut
 behind this rank's last query is cut by as many keys. Nobody sees keys behind these, and
-what a kernel writes for them in a backward is no gradient.
+what a kernel writes for them in a backward is no gradient. For a window that reaches
+behind its query a rank's queries are followed by as many rows of zeros, which stand for
+the next ones: keys are cut behind these, and what they give is cut off.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.attention.local_attention import arguments_of, call_by_name
+from fxpar.passes.builder import Builder, Size
 from fxpar.passes.local.local_call import LocalCall, Localizer
 
 aten = torch.ops.aten
@@ -37,8 +40,12 @@ def _own_documents(
     queries, keys = arguments["cu_seq_q"], arguments["cu_seq_k"]
     start, own = build.own_start(rows, axes), build.own_size(rows, axes)
     begins = build.call(aten.sub.Tensor, queries, start)
-    own_begins = build.call(aten.clamp.default, begins, 0, own)
-    end = build.own_end(rows, axes)
+    reach = _reach(arguments)
+    reach = min(reach, rows) if isinstance(rows, int) else reach
+    count, end = (
+        build.compute(operator.add, x, reach) for x in (own, build.own_end(rows, axes))
+    )
+    own_begins = build.call(aten.clamp.default, begins, 0, count)
     if not _is_aligned(arguments):
         seen_keys = keys
     elif keys is queries:
@@ -50,7 +57,34 @@ def _own_documents(
         seen_keys = build.call(aten.cummax.default, seen_keys, 0)
         seen_keys = build.call(operator.getitem, seen_keys, 0)
         seen_keys = build.cast(seen_keys, keys.meta["val"].dtype)
-    return arguments | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
+    followed = {
+        name: _followed(build, arguments[name], dim, reach)
+        for name, dim in _BY_QUERY.items()
+        if reach and name in arguments
+    }
+    return arguments | followed | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
+
+
+# The dim of queries of what has a row of each.
+_BY_QUERY = {"query": 0, "grad_out": 0, "out": 0, "lse": 1}
+
+
+def _reach(arguments: dict[str, Any]) -> int:
+    """How many keys a query sees behind its own place."""
+    return max(0, (arguments["window_size"] or (-1, -1))[1])
+
+
+def _followed(build: Builder, x: fx.Node, dim: int, rows: int) -> fx.Node:
+    """``x`` with so many rows of zeros behind."""
+    amounts = [rows if d == dim else 0 for d in range(x.meta["val"].dim())]
+    return build.pad(x, amounts)
+
+
+def _cut(call: LocalCall, x: fx.Node, dim: int, rows: Size) -> fx.Node:
+    """A result without rows that follow this rank's."""
+    call_op = call.build.call
+    x = call_op(aten.slice.Tensor, x, dim, 0, rows)
+    return call_op(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
 def _is_aligned(arguments: dict[str, Any]) -> bool:
@@ -62,7 +96,14 @@ def _is_aligned(arguments: dict[str, Any]) -> bool:
 def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
     own = _own_documents(call, arguments, 0)
-    return call.same(*args, **kwargs) if own is None else call_by_name(call, own)
+    if own is None:
+        return call.same(*args, **kwargs)
+    node = call_by_name(call, own)
+    if not _reach(arguments):
+        return node
+    out, lse, state = (call.build.call(operator.getitem, node, i) for i in range(3))
+    rows = call.operand_shape(0)[0]
+    return _cut(call, out, 0, rows), _cut(call, lse, 1, rows), state
 
 
 def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +115,8 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     queries, keys, values = (
         call.build.call(operator.getitem, node, i) for i in range(3)
     )
+    if _reach(arguments):
+        queries = _cut(call, queries, 0, call.operand_shape(1)[0])
     return (queries, *(_of_seen(call, x, own["cu_seq_k"]) for x in (keys, values)))
 
 

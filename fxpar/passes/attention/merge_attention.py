@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
+from fxpar.sharding.factors import Axes
 
 aten = torch.ops.aten
 
@@ -27,6 +29,13 @@ _GRAIN = 16
 def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
     """An output over keys of this log-sum-exp as a summand of that over all keys."""
     return _scaled(build, out, _weight(build, lse, _finite_or_zero(build, total)))
+
+
+def gathered(build: Builder, lse: fx.Node, axes: Axes) -> fx.Node:
+    """A value of each query, of all ranks along axes: [ranks, batch, heads,
+    queries]."""
+    row = build.call(aten.unsqueeze.default, lse, 0)
+    return collective_nodes.step(build, collective_nodes.all_gather, row, 0, axes)
 
 
 def log_of_sum(build: Builder, lse_of_ranks: fx.Node) -> fx.Node:
@@ -43,6 +52,13 @@ def of_visible(build: Builder, lse: fx.Node, mask: fx.Node) -> fx.Node:
     if mask.meta["val"].dtype is not torch.bool:
         mask = build.call(aten.ne.Scalar, mask, -math.inf)
     return build.where(build.call(aten.any.dim, mask, -1), lse, -math.inf)
+
+
+def of_seen_rows(build: Builder, out: fx.Node, lse: fx.Node) -> fx.Node:
+    """An output that is 0 of queries that see no key, of which a kernel may give what
+    is no number."""
+    sees_keys = build.call(aten.ne.Scalar, lse, -math.inf)
+    return build.where(build.call(aten.unsqueeze.default, sees_keys, -1), out, 0.0)
 
 
 def of_ranks(

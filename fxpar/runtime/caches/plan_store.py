@@ -60,7 +60,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         repr(list(request.hints.items())),
         repr((request.keep_gathered, sorted(request.disable))),
         repr(request.microbatches),
-        repr(sorted(program.reduce_here)),
+        repr((sorted(program.reduce_here), program.balances)),
         *lines_of(graph),
         repr([value.shape for value in program.values]),
         *_rules(program),

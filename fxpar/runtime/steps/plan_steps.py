@@ -255,7 +255,16 @@ def _program(state: JointState) -> Program:
     if state.open:
         graph = size_nodes.at_hints(graph, state.fake_mode)
     program = read(graph, state.request.laid)
-    return program if state.request.pipeline is None else split_evenly(program)
+    if state.request.pipeline is not None:
+        return split_evenly(program)
+    return replace(program, balances=_chooses_verbs(state))
+
+
+def _chooses_verbs(state: JointState) -> bool:
+    """Whether a schedule will be chosen, of verbs too (``apply_schedule``)."""
+    request = state.request
+    left_out = "schedule" in request.disable or state.open
+    return request.schedule == "auto" and request.hardware is not None and not left_out
 
 
 def expand_moments(state: JointState) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fxpar.sharding import shard_sizes, shift_messages
+from fxpar.sharding.cost.balanced_queries import swap_seconds
 from fxpar.sharding.cost.fused_kernels import (
     Buffer,
     KernelReader,
@@ -73,6 +74,8 @@ class Work:
     dtype: torch.dtype
     # Which peak a contraction has, as ``Hardware.peak`` knows it.
     family: str = ""
+    # Of an attention with a causal mask: a schedule may have ranks swap queries.
+    balances: bool = False
 
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
@@ -92,11 +95,17 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         return streamed + messages
     pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
     flops = work.flops / math.prod(n for f, n in shards.items() if f not in pinned)
-    flops *= _unevenness(op, shards)
-    arithmetic = on.arithmetic(
-        flops, _least(op, shards), work.dtype, family=work.family
-    )
-    return max(arithmetic, nbytes / on.bandwidth) + messages
+
+    def kernel(flops: float) -> float:
+        least = _least(op, shards)
+        arithmetic = on.arithmetic(flops, least, work.dtype, family=work.family)
+        return max(arithmetic, nbytes / on.bandwidth)
+
+    duration = kernel(flops * _unevenness(op, shards))
+    swaps = swap_seconds(op, strategy, mesh, on) if work.balances else None
+    if swaps is not None:
+        duration = min(duration, kernel(flops) + swaps)
+    return duration + messages
 
 
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
@@ -138,8 +147,10 @@ def work_of(
     values: Sequence[Value],
     traffic: tuple[tuple[int, float], ...],
     launches: int,
+    balances: bool = False,
 ) -> Work:
-    """The work of an op that moves so much and starts so many kernels."""
+    """The work of an op that moves so much and starts so many kernels. ``balances``: as
+    of a program."""
     tensors = [values[v] for v in op.tensors]
     floating = [x.dtype for x in tensors if x.dtype.is_floating_point]
     dtype = floating[0] if floating else tensors[-1].dtype
@@ -147,7 +158,8 @@ def work_of(
         return Work(0.0, (), (), 0, dtype)
     points = tuple(x.numel for x in tensors)
     family = family_of(op.target)
-    return Work(flops_of_op(op), traffic, points, launches, dtype, family)
+    flops = flops_of_op(op)
+    return Work(flops, traffic, points, launches, dtype, family, balances)
 
 
 def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
@@ -229,8 +241,8 @@ def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKerne
     base = run.base()
     moved, launched = run.moved(base), Counter(run.leaders())
     works = tuple(
-        work_of(op, program.values, tuple(moved[op.index]), launched[op.index])
-        for op in program.ops
+        work_of(op, program.values, tuple(moved[i]), launched[i], program.balances)
+        for i, op in enumerate(program.ops)
     )
     return ProgramKernels(
         program,

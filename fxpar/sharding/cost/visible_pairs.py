@@ -28,6 +28,9 @@ _SEQUENCE_BEFORE_HEADS = (
     *("_varlen_attn", "_varlen_attn_backward"),
 )
 
+# What a mask or bias beside a causal one is called.
+_MASKS = ("attn_mask", "attn_bias", "bias")
+
 # (queries, keys, places of the first query before that of the first key): the last is
 # an int, or a function of the rank, as ``_expression`` writes it.
 _Block = tuple[int, int, Any]
@@ -51,6 +54,18 @@ def seen_share(node: fx.Node) -> float:
         return 1.0
     queries, keys = _rows(node, names)
     return _most(blocks) / (queries * keys) if queries * keys else 1.0
+
+
+def counts_places(node: fx.Node) -> bool:
+    """Whether a call on [batch, heads, sequence, features] has a causal mask, and no
+    other: where its queries or keys are split, it counts places."""
+    names = _names(node.target)
+    if "is_causal" not in names or _name(node.target) in _SEQUENCE_BEFORE_HEADS:
+        return False
+    masks = (_argument(node, names, name) for name in _MASKS if name in names)
+    return bool(_argument(node, names, "is_causal")) and not any(
+        isinstance(mask, fx.Node) for mask in masks
+    )
 
 
 def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:

@@ -194,8 +194,8 @@ def _cudnn(
     q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *,
     scale=None,
 ):  # fmt: skip
-    keys = compute_lse and bias is None
-    words = heads_of(q, k, queries=compute_lse, keys=keys)
+    masked = bias is not None
+    words = heads_of(q, k, queries=compute_lse, keys=compute_lse, masked=masked)
     if dropout_p or debug or words is None:
         return None
     lse = [*words.logsumexp, "_", "~t"] if compute_lse else [*words.padded, "_", "~t"]
@@ -206,7 +206,7 @@ def _cudnn_backward(
     grad, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k,
     dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
-    words = heads_of(q, k, queries=True, keys=bias is None)
+    words = heads_of(q, k, queries=True, keys=True, masked=bias is not None)
     if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
     return words.rule(

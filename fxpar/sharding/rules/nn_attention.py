@@ -1,26 +1,27 @@
 """Rows of ``torch.nn.attention``: flex_attention, and documents packed in one dim.
 
 Heads are free, as in ``attention``. Of flex_attention the batch is free too; a block
-mask is split with them where it has them. So are queries, block by block of the mask:
-functions of scores count them by global index (``passes.local.local_flex``), and
-gradients of keys are sums over them. Tensors that a score or mask function captures are
-whole, since it may look up anything in them, and their gradients are sums over all
-scores, so partial.
+mask is split with them where it has them. So are queries and keys, block by block of
+the mask: functions of scores count both by global index
+(``passes.local.local_flex``). Gradients of keys are sums over queries; where keys are
+split outputs are summands that ranks weight (``Merge``), and gradients of queries sums.
+Tensors that a score or mask function captures are whole, since it may look up anything
+in them, and their gradients are sums over all scores, so partial.
 
-Of ``varlen`` queries are split too, where no window reaches behind them; keys are
-whole, since where documents begin and end is data
+Of ``varlen`` queries are split too, where a window that has an end at one side has one
+behind them; keys are whole, since where documents begin and end is data
 (``passes.attention.local_documents``). With pages of a cache a call has no rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Rule
+from fxpar.sharding.factors import Merge, Rule
 from fxpar.sharding.rules.attention_heads import Heads, heads_of
 from fxpar.sharding.rules.table import Word, make, row, rows, tensors_of
 
@@ -34,18 +35,19 @@ def _captured(*groups: Sequence[Any]) -> Names:
 
 
 def _flex_words(
-    q: torch.Tensor, k: torch.Tensor, queries: bool = False
+    q: torch.Tensor, k: torch.Tensor, queries: bool, keys: bool
 ) -> Heads | None:
     """Those of the tensors; a batch of one key serves all queries."""
-    heads = heads_of(q, k, queries=queries)
+    heads = heads_of(q, k, queries=queries, keys=keys, masked=True)
     if heads is None or k.shape[0] == q.shape[0]:
         return heads
     return replace(heads, key=["_", *heads.key[1:]], value=["_", *heads.value[1:]])
 
 
-def _blocks(heads: Heads, mask: Sequence[Any], query_block: str = "_") -> Names | None:
+def _lists(heads: Heads, mask: Sequence[Any], query_block: str) -> Names | None:
     """The tensors of a block mask: of each batch and head, or of all; the first four
-    have a row for each block of queries."""
+    have a row for each block of queries. Those by block of keys are whole: a mask makes
+    them of the others, and they are small."""
     out, by_query = [], tensors_of(mask[2:6])
     for i, x in enumerate(tensors_of(mask)):
         sizes = [int(n) for n in x.shape[:2]]
@@ -60,72 +62,93 @@ def _blocks(heads: Heads, mask: Sequence[Any], query_block: str = "_") -> Names 
     return out
 
 
-def _query_blocks(q: torch.Tensor, mask: Sequence[Any]) -> int | None:
-    """In how many blocks a mask has the queries; None if it ends within one."""
-    rows, size = q.shape[2], mask[-3]
-    if size >= rows:
-        return 1
-    return None if rows % size else int(rows // size)
-
-
-def _by_blocks(
+def _in_blocks(
     q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
-) -> tuple[Heads, Names] | None:
-    """Words of the tensors, whose queries are blocks of the mask if it has several, and
-    of the mask; None where these do not fit."""
-    count = _query_blocks(q, mask)
-    words = _flex_words(q, k, queries=count is not None)
-    if words is None:
+) -> tuple[int | None, int | None]:
+    """In how many blocks a mask has queries and keys; None if it ends within one, or
+    gives an order of all blocks, in which a backward is to write."""
+    if any(x is not None for x in mask[10:-3]):
+        return None, None
+    counts: list[int | None] = []
+    for x, size in ((q, mask[-3]), (k, mask[-2])):
+        rows = x.shape[2]
+        count = None if rows % size else int(rows // size)
+        counts.append(1 if size >= rows else count)
+    return counts[0], counts[1]
+
+
+@dataclass(frozen=True)
+class FlexWords:
+    """Words of one call."""
+
+    # Of queries, keys, values and results.
+    heads: Heads
+    # Of the tensors of the mask.
+    lists: Names
+    # (factor, size), of dims that are several blocks.
+    sizes: tuple[tuple[str, int], ...]
+
+    def rule(self, *operands: Sequence[str], results: Names) -> Rule:
+        """The rule of these words; blocks are alike on all ranks."""
+        rule = self.heads.rule(*operands, results=results)
+        evenly = rule.evenly.union({"s"} if "s" in dict(self.sizes) else ())
+        return replace(rule, sizes=(*rule.sizes, *self.sizes), evenly=evenly)
+
+
+def _words_of(
+    q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
+) -> FlexWords | None:
+    """Words of a call, whose queries and keys are blocks of the mask if it has several;
+    None where these do not fit."""
+    query_blocks, key_blocks = _in_blocks(q, k, mask)
+    splits = query_blocks is not None, key_blocks is not None
+    heads = _flex_words(q, k, *splits)
+    if heads is None:
         return None
-    in_blocks = count is not None and count > 1
-    if in_blocks:
-        query, out, scores = (
-            [*x[:2], "(s r!)", *x[3:]] for x in (words.query, words.out, words.scores)
-        )
-        words = replace(words, query=query, out=out, scores=scores)
-    blocks = _blocks(words, mask, "s" if in_blocks else "_")
-    return None if blocks is None else (words, blocks)
-
-
-def _in_blocks(rule: Rule, q: torch.Tensor, mask: Sequence[Any]) -> Rule:
-    """A rule of such words, with the number of blocks and their rows."""
-    count = _query_blocks(q, mask)
-    if count is None or count == 1:
-        return rule
-    sizes = (*rule.sizes, ("s", count), ("r", mask[-3]))
-    return replace(rule, sizes=sizes, evenly=frozenset("s"))
+    query_block = "_"
+    sizes: list[tuple[str, int]] = []
+    if query_blocks is not None and query_blocks > 1:
+        query_block, words = "s", (heads.query, heads.out, heads.scores)
+        query, out, scores = ([*x[:2], "(s r!)", *x[3:]] for x in words)
+        heads = replace(heads, query=query, out=out, scores=scores)
+        sizes += [("s", query_blocks), ("r", mask[-3])]
+    if key_blocks is not None and key_blocks > 1:
+        key, value = ([*x[:2], "(t u!)", x[3]] for x in (heads.key, heads.value))
+        heads = replace(heads, key=key, value=value)
+        sizes += [("t", key_blocks), ("u", mask[-2])]
+    lists = _lists(heads, mask, query_block)
+    return None if lists is None else FlexWords(heads, lists, tuple(sizes))
 
 
 def _flex(
     q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
 ) -> Rule | None:
-    both = _by_blocks(q, k, mask)
-    if both is None:
+    words = _words_of(q, k, mask)
+    if words is None:
         return None
-    words, blocks = both
-    captured_dims = _captured(score_others, mask_others)
-    results = [words.out, words.logsumexp, words.logsumexp]
-    rule = words.rule(*words.inputs, *blocks, *captured_dims, results=results)
-    return _in_blocks(rule, q, mask)
+    heads = words.heads
+    operands = [*heads.inputs, *words.lists, *_captured(score_others, mask_others)]
+    rule = words.rule(*operands, results=[heads.out, heads.merged, heads.merged])
+    merge = Merge("t", len(operands) + 1)
+    return replace(rule, merges=(merge,)) if heads.splits_keys else rule
 
 
 def _flex_backward(
     q, k, v, out, lse, grad, grad_lse, forward, joint, mask, scale, options,
     score_others=(), mask_others=(),
 ) -> Rule | None:  # fmt: skip
-    both = _by_blocks(q, k, mask)
-    if both is None:
+    words = _words_of(q, k, mask)
+    if words is None:
         return None
-    words, blocks = both
-    grads = [words.out] * (grad is not None)
-    grads += [words.logsumexp] * (grad_lse is not None)
+    heads = words.heads
+    grads = [heads.out] * (grad is not None)
+    grads += [heads.logsumexp] * (grad_lse is not None)
     captured_dims = _captured(score_others, mask_others)
-    results = [*words.inputs, *_captured(score_others)]
-    rule = words.rule(
-        *words.inputs, words.out, words.logsumexp, *grads, *blocks, *captured_dims,
+    results = [*heads.inputs, *_captured(score_others)]
+    return words.rule(
+        *heads.inputs, heads.out, heads.logsumexp, *grads, *words.lists, *captured_dims,
         results=results,
     )  # fmt: skip
-    return _in_blocks(rule, q, mask)
 
 
 def _varlen_words(
@@ -142,7 +165,7 @@ def _varlen_words(
     heads: Word = ("h", "g") if shared > 1 else "h"
     sizes = {"h": int(k.shape[1]), "g": shared} if shared > 1 else {}
     left, right = window or (-1, -1)
-    splits = starts_k is not None and (right == 0 or left == right == -1)
+    splits = starts_k is not None and (right >= 0 or left == right == -1)
     queries = "s" if splits else "s!"
     out, logsumexp = [queries, heads, "e!"], [heads, queries]
     return (
