@@ -84,6 +84,7 @@ def regather(graph: fx.Graph) -> None:
 class PartedGraph:
     """A local graph, its calls by phase."""
 
+    # The graph whose calls they are.
     graph: fx.Graph
     # Calls that the forward runs; all of a graph that is not joint.
     forward: tuple[fx.Node, ...]
