@@ -33,6 +33,7 @@ OPS: dict[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
     "padded": (aten.constant_pad_nd.default, lambda n: ([0, 0, 2, 1], 7.0)),
     "cropped": (aten.constant_pad_nd.default, lambda n: ([0, 0, -1, 2], 7.0)),
     "repeated": (aten.repeat.default, lambda n: ([3, 1],)),
+    "often": (aten.repeat.default, lambda n: ([23, 1],)),
     "split": (aten.split_with_sizes.default, lambda n: ([1, n - 1], 0)),
     "flipped": (aten.flip.default, lambda n: ([0],)),
     "rolled": (aten.roll.default, lambda n: ([2], [0])),
@@ -129,6 +130,40 @@ def test_nothing_is_gathered(name: str) -> None:
     assert not [note for note in plan.notes if "reads dim" in note]
 
 
+@pytest.mark.parametrize("times", [2, 4, 6, 400])
+def test_no_row_is_sent_twice(times: int) -> None:
+    """However often rows are repeated, a rank gets each once, and says so in as many
+    words."""
+    x = torch.randn(ROWS, COLUMNS, dtype=torch.float64)
+    lies = [("tp", None)]
+    plan = fxpar.plan(
+        lambda x: x.repeat(times, 1),
+        x,
+        mesh="tp=4",
+        in_specs=lies,
+        out_specs=lies,
+        mode="propagate",
+    )
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    moves = [n for n in plan.result.local.nodes if "move_rows" in str(n.target)]
+    assert [c.kind for c in plan.collectives] == ["all_to_all"]
+    # The bytes of an all-to-all that takes as long.
+    assert plan.collectives[0].bytes <= 4 * NBYTES
+    assert len(str(moves)) + len(plan.result.local.nodes) < 100
+
+
+def test_copies_of_one_row_are_split() -> None:
+    x = torch.randn(1, COLUMNS, dtype=torch.float64)
+    lies = [("tp", None, None)]
+    plan = fxpar.plan(
+        lambda x: x.repeat(40, 8, 1), x, mesh="tp=4", out_specs=lies, mode="propagate"
+    )
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    assert not plan.collectives
+    (repeat,) = (n for n in plan.result.local.nodes if "repeat" in str(n.target))
+    assert repeat.args[1] == [10, 8, 1]
+
+
 def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is priced: what lies split and is wanted so is not gathered."""
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
@@ -178,9 +213,20 @@ def of_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(moved_rows, "runs", wrong)
 
 
+def only_what_begins_a_turn(patch: pytest.MonkeyPatch) -> None:
+    """A rank gets nothing of a turn that began before its rows."""
+    read = row_moves._read
+
+    def wrong(moves: RowMoves, to: Sequence[tuple[int, int]]) -> Sequence[RowPiece]:
+        return [piece for piece in read(moves, to) if piece.at == to[0][0]]
+
+    patch.setattr(row_moves, "_read", wrong)
+
+
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
+        (only_what_begins_a_turn, "repeated"),
         (one_row_short, "slice"),
         (not_turned, "flipped"),
         (of_the_wrong_rank, "joined"),
