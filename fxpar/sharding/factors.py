@@ -172,15 +172,15 @@ class RowMoves:
     pieces: tuple[RowPiece, ...]
     # What the other rows hold.
     fill: bool | int | float = 0
-    # How often the pieces lie one after the other in the result, of which a rank gets
-    # no more rows of its shard than they are, and repeats them.
-    turns: int = 1
     # A rank gets, instead of its shard of the result, the window of rows that this
     # reads; None: its shard.
     reach: Reach | None = None
     # Whether a rank has, instead, such a window of the operand, parts of which are
     # added up.
     adds: bool = False
+    # How often the pieces lie one after the other in the result, of which a rank gets
+    # no more rows of its shard than they are, and repeats them.
+    turns: int = 1
 
 
 @dataclass(frozen=True)

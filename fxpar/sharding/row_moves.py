@@ -77,14 +77,14 @@ class Exchange:
     def parse(text: str) -> Exchange:
         """The inverse of ``text``."""
         moves, *rest = json.loads(text)
-        dim, sources, targets, pieces, fill, turns, reach, adds = moves
+        dim, sources, targets, pieces, fill, reach, adds, turns = moves
         rows = tuple(RowPiece(*piece) for piece in pieces)
         if reach is not None:
             step, of, first, span, *ends = reach
             reach = Reach(step, of, first, span, *map(tuple, ends))
         ends = tuple(sources), tuple(targets)
         return Exchange(
-            RowMoves(dim, *ends, rows, fill, turns, reach, adds), *map(tuple, rest)
+            RowMoves(dim, *ends, rows, fill, reach, adds, turns), *map(tuple, rest)
         )
 
 

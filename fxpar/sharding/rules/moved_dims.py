@@ -34,7 +34,7 @@ def moved(
             tuple(shape[dim] for shape in results),
             tuple(rows),
             fill,
-            (turns or {}).get(dim, 1),
+            turns=(turns or {}).get(dim, 1),
         )
         for dim, rows in pieces.items()
     )
