@@ -53,10 +53,10 @@ def _reaches(node: fx.Node) -> Reaches:
     if node.target in ADDED and node.args[3:] != (True,):
         return ()
     value = x.meta["val"]
-    found = _index_dims(indices, value.dim())
-    if found is None or value.dtype is torch.bool:
+    places = _index_dims(indices, value.dim())
+    if places is None or value.dtype is torch.bool:
         return ()
-    along, first = found
+    along, first = places
     mask = _mask(masks[0], along) if masks else None
     if masks and mask is None:
         return ()

@@ -179,10 +179,10 @@ def _resampled_backward(
 ) -> fx.Node:
     if not any(split_dims(call, 1, 2)):
         return call.same(grad, size, list(call.local_shape()), *how)
-    build, dtype, made = call.build, grad.meta["val"].dtype, call.operand_shape(0)
-    x, full = build.cast(grad, _summed_in(dtype)), list(made)
+    build, dtype, own = call.build, grad.meta["val"].dtype, call.operand_shape(0)
+    x, full = build.cast(grad, _summed_in(dtype)), list(own)
     options = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
-    for dim in _dims(kind, call, 1, made, size, *how):
+    for dim in _dims(kind, call, 1, own, size, *how):
         places, weights = _weights(kind, call, dim)
         weights = _spread(call, weights, x, dim.dim)
         rows = build.call(aten.unsqueeze.default, x, dim.dim + 1)

@@ -179,7 +179,11 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
-    return cut(x, [dim], drop=True, results=x.shape[dim])
+    """Each row as ``select`` gives it."""
+    dim, words = at(dim, x.ndim), words_of(x)
+    if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
+        return cut(x, [dim], drop=True, results=x.shape[dim])
+    return make([words], [words[:dim] + words[dim + 1 :]] * x.shape[dim])
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
