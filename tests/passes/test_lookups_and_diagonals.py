@@ -3,7 +3,9 @@ what one device does."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.passes.local import local_index_lists
+from fxpar.sharding.propagate import gather_lookups
 
 ROWS = ("tp", None)
 
@@ -94,6 +97,59 @@ def test_a_table_stays_as_it_lies() -> None:
     hints, index = {"table": ("tp", None)}, torch.randint(0, 8, (64,))
     plan = fxpar.plan(Table(), index, mesh="tp=4", mode="propagate", hints=hints)
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """Of all rows, without a kink before the sum."""
+    return reduce(operator.add, [y * i for i, y in enumerate(x.unbind(0), 1)])
+
+
+# Rows that are cut out, and what is sent: as (kind, rows), of 12.
+CUTS: dict[str, tuple[Callable[[torch.Tensor], Any], list[tuple[str, int]]]] = {
+    "all unbound": (lambda x: [y.sin() for y in x.unbind(0)], [("all_gather", 12)]),
+    "all summed": (summed, [("all_reduce", 1)]),
+    "some unbound": (
+        lambda x: [y.sin() for y in x.unbind(0)[:2]],
+        [("all_reduce", 1)] * 2,
+    ),
+    "all selected": (
+        lambda x: [x[i].sin() for i in range(12)],
+        [("all_gather", 12)],
+    ),
+    "some selected": (lambda x: [x[i].sin() for i in (7, 2)], [("all_reduce", 1)] * 2),
+    "short slices": (
+        lambda x: [x[3 * i : 3 * i + 3].sin() for i in range(4)],
+        [("all_gather", 12)],
+    ),
+}
+
+
+def cut_rows(name: str) -> list[tuple[str, int]]:
+    """(kind, rows) of what cuts of 12 rows send forward."""
+    x = torch.randn(12, 5, dtype=torch.float64)
+    how: Any = {"mesh": "tp=4", "mode": "propagate", "in_specs": [ROWS]}
+    plan = fxpar.plan(CUTS[name][0], x, **how)
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    gathers = [c for c in plan.collectives if c.kind == "all_gather"]
+    assert bool(gathers) == any("gathered: " in note for note in plan.notes)
+    return [(c.kind, c.bytes // (5 * 8)) for c in plan.collectives]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_cuts(name: str) -> None:
+    """Rows are summed, each by those who have them, or gathered once for all cuts."""
+    assert cut_rows(name) == CUTS[name][1]
+
+
+@pytest.mark.parametrize("rows", [12, 7])
+def test_gradients_of_cuts(rows: int) -> None:
+    kinds = sent(lambda x: summed(x.sin()) + x.unbind(0)[3].exp(), rows)
+    assert kinds == ["all_reduce"] * 2
+
+
+def test_cuts_by_themselves_send_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_lookups, "_cuts", lambda *_: {})
+    assert cut_rows("all selected") == [("all_reduce", 1)] * 12
 
 
 LAST = torch.tensor([3, 0, 5, 2, 2, 1, 4, 5])
