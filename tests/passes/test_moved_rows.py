@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.passes import moved_rows
+from fxpar.passes.local import share_exchanges
 from fxpar.sharding import row_moves
 from fxpar.sharding.factors import RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
@@ -162,6 +163,72 @@ def test_copies_of_one_row_are_split() -> None:
     assert not plan.collectives
     (repeat,) = (n for n in plan.result.local.nodes if "repeat" in str(n.target))
     assert repeat.args[1] == [10, 8, 1]
+
+
+Stencil = Callable[[torch.Tensor], torch.Tensor]
+
+
+def all_of_three(x: torch.Tensor) -> torch.Tensor:
+    return x[2:] & x[1:-1] & x[:-2]
+
+
+# Slices of one tensor, and rows that they send at most: by themselves, and at once.
+STENCILS: dict[str, tuple[Stencil, int, int]] = {
+    "three points": (lambda x: x[2:] - 2 * x[1:-1] + x[:-2], 6, 3),
+    "five points": (
+        lambda x: x[4:] - x[3:-1] - 2 * x[2:-2] - x[1:-3] + x[:-4],
+        11,
+        5,
+    ),
+    "truths": (lambda x: all_of_three(x > 0), 6, 3),
+}
+
+
+def sent_rows(stencil: Stencil, rows: int, mesh: str = "tp=4") -> float:
+    """Rows that a rank sends at most, of two columns."""
+    x = torch.randn(rows, 2, dtype=torch.float64)
+    spec = [("tp", None)]
+    plan = fxpar.plan(stencil, x, mesh=mesh, in_specs=spec, mode="propagate")
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    itemsize = plan.reference(x).dtype.itemsize
+    share = {"permute": 1.0, "all_to_all": 1 - 1 / Mesh.parse(mesh).size}
+    return sum(c.bytes * share[c.kind] for c in plan.collectives) / 2 / itemsize
+
+
+@pytest.mark.parametrize("name", STENCILS)
+def test_slices_of_one_tensor_share_an_exchange(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stencil, apart, once = STENCILS[name]
+    rows = 20 if name == "five points" else 18
+    assert round(sent_rows(stencil, rows)) == once
+    monkeypatch.setenv("FXPAR_DISABLE", "share_exchanges")
+    assert round(sent_rows(stencil, rows)) >= apart
+
+
+@pytest.mark.parametrize("rows", [9, 13, 16, 21])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4"])
+def test_stencils_of_any_size(mesh: str, rows: int) -> None:
+    for stencil, *_ in STENCILS.values():
+        sent_rows(stencil, rows, mesh)
+
+
+def test_slices_that_send_less_by_themselves_stay() -> None:
+    """From far apart; or one of them sends nothing."""
+    far = sent_rows(lambda x: x[9:] * x[:-9], 36)
+    assert far <= 2 * 9
+    assert sent_rows(lambda x: x[1:] - x[:-1], 16) == 1
+
+
+def test_a_window_cut_at_the_wrong_row_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = share_exchanges._cut
+    monkeypatch.setattr(
+        share_exchanges, "_cut", lambda b, x, dim, start, rows: real(b, x, dim, 0, rows)
+    )
+    with pytest.raises(AssertionError):
+        sent_rows(STENCILS["three points"][0], 18)
 
 
 def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
