@@ -90,16 +90,13 @@ def both_dims(
     ]
 
 
-def _rule(
-    dims: Sequence[Resampled], lead: int, x: int, made: int, *, is_float: bool
-) -> Rule:
+def _rule(dims: Sequence[Resampled], lead: int, x: int, made: int) -> Rule:
     """``x`` and ``made``: which tensor has the rows, and which is made of them, or, of
     a backward, makes them."""
     words: dict[int, list[str]] = {x: names(lead), made: names(lead)}
     windows = []
     for d, dim in enumerate(dims):
-        told = isinstance(dim.rows, int) and isinstance(dim.count, int)
-        splits = told and is_float and min(dim.rows, dim.count) > 1
+        splits = min(dim.rows, dim.count) > 1
         for position in (x, made):
             words[position].append(f"o{d}" if splits else "_")
         if splits and not dim.stays:
@@ -109,10 +106,16 @@ def _rule(
     return replace(rule, windows=tuple(windows))
 
 
-def _forward(kind: str, x: torch.Tensor, size: Sequence[int], *how: Any) -> Rule:
-    """Whole numbers are rounded in between."""
-    dims = both_dims(kind, x.shape[-2:], size, *how)
-    return _rule(dims, x.dim() - 2, 0, 1, is_float=x.is_floating_point())
+def _may_split(x: torch.Tensor, sizes: Sequence[int]) -> bool:
+    """Whole numbers are rounded in between; weights go by sizes that are known."""
+    return x.is_floating_point() and all(isinstance(n, int) for n in sizes)
+
+
+def _forward(kind: str, x: torch.Tensor, size: Sequence[int], *how: Any) -> Rule | str:
+    rows = x.shape[-2:]
+    if not _may_split(x, [*rows, *size]):
+        return _whole(kind, x)
+    return _rule(both_dims(kind, rows, size, *how), x.dim() - 2, 0, 1)
 
 
 def _backward(
@@ -121,13 +124,16 @@ def _backward(
     size: Sequence[int],
     shape: Sequence[int],
     *how: Any,
-) -> Rule:
-    dims = both_dims(kind, shape[-2:], size, *how)
-    return _rule(dims, grad.dim() - 2, 1, 0, is_float=grad.is_floating_point())
+) -> Rule | str:
+    rows = shape[-2:]
+    if not _may_split(grad, [*rows, *size]):
+        return _whole(kind, grad)
+    return _rule(both_dims(kind, rows, size, *how), grad.dim() - 2, 1, 0)
 
 
 def _whole(kind: str, x: torch.Tensor, *_: Any) -> str:
-    """Of sizes told by factors, which is no op of a traced graph."""
+    """In its rows and columns; so of sizes that are told by factors, too, which is no
+    op of a traced graph."""
     words = [*names(x.dim() - 2), "_", "_"]
     return text(words, results=[words])
 
