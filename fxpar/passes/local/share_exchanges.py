@@ -20,6 +20,7 @@ from torch import fx
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.sharding import row_moves
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.factors import Reach, RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
@@ -74,7 +75,7 @@ def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
         replace(moves, pieces=(rows,), reach=reach), axes, (True,), (True,)
     )
     x: Any = nodes[0].args[0]
-    row = collective_nodes.bytes_of(x) / max(1, x.meta["val"].shape[moves.dim])
+    row = nbytes_of(x.meta["val"]) / max(1, x.meta["val"].shape[moves.dim])
     apart = sum(row_moves.seconds(exchange, mesh, row) for exchange in set(exchanges))
     if row_moves.seconds(window, mesh, row) >= apart:
         return False

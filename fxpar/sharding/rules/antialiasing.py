@@ -83,25 +83,25 @@ def both_dims(
     *scales: float | None,
 ) -> list[Resampled]:
     """How rows and columns are resampled."""
-    given = [*scales, None, None]
+    both = [*scales, None, None]
     return [
         resampled(kind, n, count, align_corners, scale)
-        for n, count, scale in zip(rows, counts, given[:2], strict=True)
+        for n, count, scale in zip(rows, counts, both[:2], strict=True)
     ]
 
 
-def _rule(dims: Sequence[Resampled], lead: int, x: int, made: int) -> Rule:
-    """``x`` and ``made``: which tensor has the rows, and which is made of them, or, of
+def _rule(dims: Sequence[Resampled], lead: int, x: int, other: int) -> Rule:
+    """``x`` and ``other``: which tensor has the rows, and which is made of them, or, of
     a backward, makes them."""
-    words: dict[int, list[str]] = {x: names(lead), made: names(lead)}
+    words: dict[int, list[str]] = {x: names(lead), other: names(lead)}
     windows = []
     for d, dim in enumerate(dims):
         splits = min(dim.rows, dim.count) > 1
-        for position in (x, made):
+        for position in (x, other):
             words[position].append(f"o{d}" if splits else "_")
         if splits and not dim.stays:
             ends = dim.rows, dim.count, dim.reach
-            windows.append(RowWindow(x, lead + d, made, *ends))
+            windows.append(RowWindow(x, lead + d, other, *ends))
     rule = parse_rule(text(words[0], results=[words[1]]))
     return replace(rule, windows=tuple(windows))
 
