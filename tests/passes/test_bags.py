@@ -93,6 +93,12 @@ def test_two_axes(mode: str) -> None:
     assert sorted(found) == sorted([("all_reduce", n) for n in half])
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_that_ranks_do_not_share_alike(mode: str) -> None:
+    specs = [("tp", None), ("dp", None)]
+    sent(bags(mode), *operands(5, 1), mesh="dp=2,tp=2", in_specs=specs)
+
+
 @pytest.mark.parametrize("how", ["bags", "table"])
 def test_weights(how: str) -> None:
     def fn(

@@ -103,7 +103,7 @@ def _summed(
     if scales is not None:
         scale = trailing(call, build.cast(scales, dtype), 1)
         rows = build.call(aten.mul.Tensor, rows, scale)
-    bag = build.iota(indices.meta["val"].shape[0], like.device)
+    bag = build.iota(call.operand_shape(1)[0], like.device)
     begins = build.cast(begins, torch.int64)
     bag = build.call(aten.searchsorted.Tensor, begins, bag, right=True)
     bag = build.call(aten.sub.Tensor, bag, 1)
