@@ -37,6 +37,7 @@ PASSES = (
     "clone_constants",
     "join_pool_gradients",
     "expand_moments",
+    "share_exchanges",
     "keep_sorted",
     "pair_reductions",
     "schedule",

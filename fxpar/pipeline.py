@@ -121,6 +121,7 @@ JOINT = (
     _always("plan", plan_steps.make_plan, "planned"),
     _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
     _always("localize", lowering_steps.localize),
+    _may("share_exchanges", lowering_steps.share_exchanges),
     _always("find_stages", stage_steps.find_stages),
     _always("cut_batch", lowering_steps.cut_batch),
     _always("sort_by_expert", lowering_steps.sort_by_expert),

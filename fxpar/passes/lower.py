@@ -32,6 +32,7 @@ from fxpar.passes.collective_nodes import Axes
 from fxpar.passes.custom_ops import group_name
 from fxpar.passes.lower_uneven import local_shape, lower_uneven
 from fxpar.passes.simulate import emulate_collectives
+from fxpar.sharding import row_moves
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.row_moves import Exchange
@@ -183,6 +184,8 @@ def _move_rows(build: Builder, x: fx.Node, text: str, axes: Axes) -> fx.Node:
         build.own_size(n, exchange.axes) if split else n
         for n, split in zip(moves.targets, exchange.split_targets, strict=True)
     ]
+    if moves.turns > 1:
+        own = [build.compute(min, n, row_moves.turn_of(moves)) for n in own]
     if moves.reach is not None and not moves.adds:
         own = [build.window_rows(exchange)]
     rows = reduce(partial(build.compute, operator.add), own)

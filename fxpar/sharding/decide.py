@@ -26,7 +26,7 @@ from fxpar.sharding.propagate.at_rest import (
     may_lie_as_read,
     settle_at_rest,
 )
-from fxpar.sharding.propagate.gather_lookups import gather_lookups
+from fxpar.sharding.propagate.gather_lookups import gather_lookups, is_cut
 from fxpar.sharding.propagate.place_reductions import place_reductions
 from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
@@ -382,6 +382,7 @@ def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
         pairs = zip(reshard.source.dims, reshard.target.dims, strict=True)
         for d, (before, after) in enumerate(pairs):
             is_whole = not dims[d] or not op.rule.whole.isdisjoint(dims[d])
+            is_whole |= is_cut(op) and not op.rule.contracted.isdisjoint(dims[d])
             exchanged = set(before) <= {*reshard.target.sharded_axes}
             if not before or after or not is_whole or value.shape[d] == 1 or exchanged:
                 continue

@@ -178,6 +178,9 @@ class RowMoves:
     # Whether a rank has, instead, such a window of the operand, parts of which are
     # added up.
     adds: bool = False
+    # How often the pieces lie one after the other in the result, of which a rank gets
+    # no more rows of its shard than they are, and repeats them.
+    turns: int = 1
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ _SHARE = 4
 # So many rows at either end may be made of others than the formula says.
 _ENDS = 32
 
-# (dim of the operand, dim of what is made of it, what each row along that reads)
+# (dim of the operand, dim of what is made of it from the last, -1, on, what each row
+# along that reads)
 Reaches = tuple[tuple[int, int, Reach], ...]
 
 
@@ -51,23 +52,24 @@ def _reaches(node: fx.Node) -> Reaches:
     x, *masks, indices = node.args[: 3 if node.target is MASKED else 2]
     if node.target in ADDED and node.args[3:] != (True,):
         return ()
-    along = _index_dims(indices)
     value = x.meta["val"]
-    if along is None or value.dtype is torch.bool:
+    places = _index_dims(indices, value.dim())
+    if places is None or value.dtype is torch.bool:
         return ()
-    first = min(along)
+    along, first = places
     mask = _mask(masks[0], along) if masks else None
     if masks and mask is None:
         return ()
-    out = []
+    out: dict[int, tuple[int, int, Reach]] = {}
     for k, (d, own) in enumerate(along.items()):
         others = [i for i in range(len(along)) if i != k]
         read = None if mask is None else mask.any(others) if others else mask
         reached = _reach(indices[d], value.shape[d], own, read)
-        if reached is not None:
+        # Of two dims that are looked up along the same one the first has its rows.
+        if reached is not None and reached[0] not in out:
             i, reach = reached
-            out.append((d, first + i, reach))
-    return tuple(out)
+            out[i] = d, first + i, reach
+    return tuple(out.values())
 
 
 def _mask(node: fx.Node, along: Mapping[int, Sequence[int]]) -> torch.Tensor | None:
@@ -80,9 +82,11 @@ def _mask(node: fx.Node, along: Mapping[int, Sequence[int]]) -> torch.Tensor | N
     return value
 
 
-def _index_dims(indices: Sequence[fx.Node | None]) -> dict[int, list[int]] | None:
-    """The dims that are looked up, and of each those of the joint index that its own
-    has, which no other has."""
+def _index_dims(
+    indices: Sequence[fx.Node | None], ndim: int
+) -> tuple[dict[int, list[int]], int] | None:
+    """(of ``ndim`` dims those that are looked up, and of each those of the joint index
+    that its own has; the dim where the joint index starts, from the result's last)."""
     values = {d: i.meta["val"] for d, i in enumerate(indices) if i is not None}
     sizes = [n for x in values.values() for n in x.shape]
     if not values or any(map(is_mask, values.values())):
@@ -91,14 +95,11 @@ def _index_dims(indices: Sequence[fx.Node | None]) -> dict[int, list[int]] | Non
         return None
     dims, at = index_dims([values.get(d) for d in range(len(indices))])
     shape = torch.broadcast_shapes(*(x.shape for x in values.values()))
-    if at != dims[0]:
-        return None
     along = {}
     for d in dims:
         own = [1] * (len(shape) - values[d].dim()) + list(values[d].shape)
         along[d] = [i for i, n in enumerate(own) if n > 1]
-    joint_dims = sorted(i for own in along.values() for i in own)
-    return along if joint_dims == list(range(len(shape))) else None
+    return along, at - len(shape) - (ndim - len(dims))
 
 
 def _reach(
@@ -187,9 +188,12 @@ def near(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
     windows, sizes = [], rule.size
     for d, result_dim, reach in reaches:
         # An update has the rows that it adds in the place of those it makes.
-        pair = rule.tensors[position][d], rule.tensors[other][result_dim]
-        if not all(pair):
+        dims = rule.tensors[other]
+        if -result_dim > len(dims):
             continue  # values that stand for all rows
+        pair = rule.tensors[position][d], dims[result_dim]
+        if not all(pair):
+            continue
         (wide,), (other_word,) = pair
         rows, count = sizes[wide], sizes[other_word]
         if count > 1:

@@ -18,6 +18,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
+from fxpar.sharding.even_bags import bag_length, in_bags
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.near_rows import near, reaches_of
 from fxpar.sharding.program import (
@@ -89,14 +90,19 @@ class RuleReader:
             (node.args, node.kwargs), lambda n: n.meta["val"]
         )
         reaches = reaches_of(node)
-        key: Any = (_key(node.target, args, kwargs), reaches)
+        length = bag_length(node)
+        key: Any = (_key(node.target, args, kwargs), reaches, length)
         try:
             if key in self._cache:
                 return self._cache[key]
         except TypeError:
             key = None
         rule, has_rule = self._make(node, args, kwargs)
-        answer = (near(rule, node, reaches) if reaches and has_rule else rule), has_rule
+        if has_rule and reaches:
+            rule = near(rule, node, reaches)
+        if has_rule and length is not None:
+            rule = in_bags(rule, node, length)
+        answer = rule, has_rule
         if key is not None:
             self._cache[key] = answer
         return answer

@@ -9,9 +9,9 @@ a result, gets them all. Shards may be of any size, none included. Knows no grap
 
 from __future__ import annotations
 
-import itertools
 import json
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 
 from fxpar.sharding import shard_sizes
@@ -76,14 +76,15 @@ class Exchange:
     @lru_cache(maxsize=1 << 10)
     def parse(text: str) -> Exchange:
         """The inverse of ``text``."""
-        (dim, sources, targets, pieces, fill, reach, adds), *rest = json.loads(text)
+        moves, *rest = json.loads(text)
+        dim, sources, targets, pieces, fill, reach, adds, turns = moves
         rows = tuple(RowPiece(*piece) for piece in pieces)
         if reach is not None:
             step, of, first, span, *ends = reach
             reach = Reach(step, of, first, span, *map(tuple, ends))
         ends = tuple(sources), tuple(targets)
         return Exchange(
-            RowMoves(dim, *ends, rows, fill, reach, adds), *map(tuple, rest)
+            RowMoves(dim, *ends, rows, fill, reach, adds, turns), *map(tuple, rest)
         )
 
 
@@ -96,7 +97,8 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
         for of_targets in (False, True)
     )
     table: list[list[list[Run]]] = [[[] for _ in members] for _ in members]
-    for (taker, to), piece in itertools.product(enumerate(target_rows), moves.pieces):
+    read = [(i, to, p) for i, to in enumerate(target_rows) for p in _read(moves, to)]
+    for taker, to, piece in read:
         begin, size = to[piece.target]
         inside = _meeting(piece.at, piece.stride, piece.count, begin, size)
         givers = (
@@ -121,6 +123,26 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
     return tuple(tuple(map(tuple, row)) for row in table)
 
 
+def _read(moves: RowMoves, to: Sequence[tuple[int, int]]) -> Sequence[RowPiece]:
+    """The pieces that rows of the results may be of; of several turns those that the
+    rows lie in."""
+    if moves.turns == 1:
+        return moves.pieces
+    ((begin, size),) = to
+    turn = turn_of(moves)
+    return [
+        replace(piece, at=piece.at + first)
+        for first in range(begin // turn * turn, begin + size, turn)
+        for piece in moves.pieces
+    ]
+
+
+def turn_of(moves: RowMoves) -> int:
+    """Rows that a rank gets at most of one result, as they begin anew then; of several
+    results all."""
+    return max(moves.targets) // moves.turns
+
+
 def _extents(
     exchange: Exchange, mesh: Mesh, rank: int, of_targets: bool
 ) -> list[tuple[int, int]]:
@@ -134,10 +156,13 @@ def _extents(
         return [(-rows if is_spare else first, rows)]
     all_rows = moves.targets if of_targets else moves.sources
     splits = exchange.split_targets if of_targets else exchange.split_sources
-    return [
+    shards = [
         shard_sizes.shard(n, mesh, exchange.axes, rank) if split else (0, n)
         for n, split in zip(all_rows, splits, strict=True)
     ]
+    if not of_targets:
+        return shards
+    return [(first, min(rows, turn_of(moves))) for first, rows in shards]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -200,10 +225,7 @@ def own_rows(exchange: Exchange, mesh: Mesh, rank: int) -> int:
     """How many rows of all results a rank has."""
     if exchange.moves.reach is not None and not exchange.moves.adds:
         return window(exchange, mesh, rank)[2]
-    return sum(
-        shard_sizes.shard(n, mesh, exchange.axes, rank)[1] if split else n
-        for n, split in zip(exchange.moves.targets, exchange.split_targets, strict=True)
-    )
+    return sum(rows for _, rows in _extents(exchange, mesh, rank, of_targets=True))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -227,10 +249,11 @@ def most_rows(exchange: Exchange, mesh: Mesh) -> int:
         members = mesh.group(0, exchange.axes)
         return max(own_rows(exchange, mesh, rank) for rank in members)
     targets = zip(exchange.moves.targets, exchange.split_targets, strict=True)
-    return sum(
+    shards = (
         shard_sizes.largest(rows, mesh, exchange.axes) if split else rows
         for rows, split in targets
     )
+    return sum(min(rows, turn_of(exchange.moves)) for rows in shards)
 
 
 def message(exchange: Exchange, mesh: Mesh, row: float) -> tuple[str, float]:

@@ -51,6 +51,9 @@ def module_of(
 class Case:
     """One program, its arguments, and how it is planned."""
 
+    # Kinds of statements that it is made of; none: ``OPS``.
+    statements: Sequence[Callable[[Case], str | None]] = ()
+
     def __init__(self, seed: int) -> None:
         self.seed = seed
         for attempt in range(100):
@@ -252,7 +255,7 @@ class Case:
     def _statement(self) -> None:
         """Append one statement; some draws of an op do not fit, others are drawn."""
         for _ in range(50):
-            op = self.rng.choice(OPS)
+            op = self.rng.choice(self.statements or OPS)
             if op in DRAWING and not self.may_draw:
                 continue
             try:

@@ -582,6 +582,15 @@ def _pool_samples() -> None:
     ]
 
 
+# Sizes that images become, by weights of all the rows that each covers.
+_COVERED = (
+    ([7, 5], (False,)),
+    ([7, 12], (True,)),
+    ([4, 10], (False, 0.35, None)),
+    ([18, 5], (False, None, 0.5)),
+)
+
+
 def _resample_samples() -> None:
     for name, ranks, aligned in (
         ("upsample_nearest{}d", (1, 2, 3), ()),
@@ -603,6 +612,10 @@ def _resample_samples() -> None:
             _add(op, x, None, *aligned, [2.0] * k, overload="vec")
             grad = _f(*out.shape)
             _add(f"{op}_backward", grad, [6] * k, list(x.shape), *aligned)
+            for size, how in _COVERED if op.endswith("_aa") else ():
+                x = _f(2, 3, 12, 10)
+                out = _add(op, x, size, *how)
+                _add(f"{op}_backward", _f(*out.shape), size, list(x.shape), *how)
 
 
 def _rearrange_samples() -> None:

@@ -79,6 +79,8 @@ _BAGS: list[dict[str, Any]] = [
     {"mode": 2},
     {"mode": 0, "per_sample_weights": _SCALES},
     {"mode": 1, "padding_idx": 3},
+    {"mode": 2, "padding_idx": 3},
+    {"mode": 0, "per_sample_weights": _SCALES, "padding_idx": 9},
     {"mode": 0, "scale_grad_by_freq": True},
 ]
 for _how in _BAGS:
@@ -95,6 +97,13 @@ for _how in _BAGS:
     )
     _head = (_f(4, 8), _INDEX, _FIRST, _bag_of, _sizes, _found)
     _add("_embedding_bag_backward", _s(*_head, *_rest[:3], False, *_rest[3:]))
+_add(
+    "_embedding_bag _embedding_bag_forward_only",
+    (
+        (_TABLE, _INDEX, torch.tensor([0, 0, 5, 12])),
+        {"mode": 1, "include_last_offset": True},
+    ),
+)
 _of = aten._embedding_bag(_TABLE, _INDEX, _FIRST, False, 0, False, _SCALES)[1]
 _add(
     "_embedding_bag_per_sample_weights_backward",

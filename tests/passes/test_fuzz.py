@@ -11,6 +11,7 @@ import pytest
 from fxpar.errors import HintError
 from fxpar.passes import lower
 from tests.helpers.check_random import run
+from tests.helpers.random_cuts import CutsCase
 from tests.helpers.random_programs import Case, PartsCase
 
 QUICK, ALL = 24, 2024
@@ -49,6 +50,18 @@ def test_random_programs_on_parts_of_an_axis() -> None:
 @pytest.mark.parametrize("start", range(8, 408, 50))
 def test_many_random_programs_on_parts_of_an_axis(start: int) -> None:
     assert on_parts(range(start, start + 50)) > 25
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_program_of_cuts(seed: int) -> None:
+    run(seed, CutsCase)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(8, 308, 50))
+def test_many_random_programs_of_cuts(start: int) -> None:
+    for seed in range(start, start + 50):
+        run(seed, CutsCase)
 
 
 @pytest.mark.parametrize("seed", range(0, QUICK, 10))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.passes import moved_rows
+from fxpar.passes.local import share_exchanges
 from fxpar.sharding import row_moves
 from fxpar.sharding.factors import RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
@@ -33,6 +34,7 @@ OPS: dict[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
     "padded": (aten.constant_pad_nd.default, lambda n: ([0, 0, 2, 1], 7.0)),
     "cropped": (aten.constant_pad_nd.default, lambda n: ([0, 0, -1, 2], 7.0)),
     "repeated": (aten.repeat.default, lambda n: ([3, 1],)),
+    "often": (aten.repeat.default, lambda n: ([23, 1],)),
     "split": (aten.split_with_sizes.default, lambda n: ([1, n - 1], 0)),
     "flipped": (aten.flip.default, lambda n: ([0],)),
     "rolled": (aten.roll.default, lambda n: ([2], [0])),
@@ -129,6 +131,106 @@ def test_nothing_is_gathered(name: str) -> None:
     assert not [note for note in plan.notes if "reads dim" in note]
 
 
+@pytest.mark.parametrize("times", [2, 4, 6, 400])
+def test_no_row_is_sent_twice(times: int) -> None:
+    """However often rows are repeated, a rank gets each once, and says so in as many
+    words."""
+    x = torch.randn(ROWS, COLUMNS, dtype=torch.float64)
+    lies = [("tp", None)]
+    plan = fxpar.plan(
+        lambda x: x.repeat(times, 1),
+        x,
+        mesh="tp=4",
+        in_specs=lies,
+        out_specs=lies,
+        mode="propagate",
+    )
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    moves = [n for n in plan.result.local.nodes if "move_rows" in str(n.target)]
+    assert [c.kind for c in plan.collectives] == ["all_to_all"]
+    # The bytes of an all-to-all that takes as long.
+    assert plan.collectives[0].bytes <= 4 * NBYTES
+    assert len(str(moves)) + len(plan.result.local.nodes) < 100
+
+
+def test_copies_of_one_row_are_split() -> None:
+    x = torch.randn(1, COLUMNS, dtype=torch.float64)
+    lies = [("tp", None, None)]
+    plan = fxpar.plan(
+        lambda x: x.repeat(40, 8, 1), x, mesh="tp=4", out_specs=lies, mode="propagate"
+    )
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    assert not plan.collectives
+    (repeat,) = (n for n in plan.result.local.nodes if "repeat" in str(n.target))
+    assert repeat.args[1] == [10, 8, 1]
+
+
+Stencil = Callable[[torch.Tensor], torch.Tensor]
+
+
+def all_of_three(x: torch.Tensor) -> torch.Tensor:
+    return x[2:] & x[1:-1] & x[:-2]
+
+
+# Slices of one tensor, and rows that they send at most: by themselves, and at once.
+STENCILS: dict[str, tuple[Stencil, int, int]] = {
+    "three points": (lambda x: x[2:] - 2 * x[1:-1] + x[:-2], 6, 3),
+    "five points": (
+        lambda x: x[4:] - x[3:-1] - 2 * x[2:-2] - x[1:-3] + x[:-4],
+        11,
+        5,
+    ),
+    "truths": (lambda x: all_of_three(x > 0), 6, 3),
+}
+
+
+def sent_rows(stencil: Stencil, rows: int, mesh: str = "tp=4") -> float:
+    """Rows that a rank sends at most, of two columns."""
+    x = torch.randn(rows, 2, dtype=torch.float64)
+    spec = [("tp", None)]
+    plan = fxpar.plan(stencil, x, mesh=mesh, in_specs=spec, mode="propagate")
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    itemsize = plan.reference(x).dtype.itemsize
+    share = {"permute": 1.0, "all_to_all": 1 - 1 / Mesh.parse(mesh).size}
+    return sum(c.bytes * share[c.kind] for c in plan.collectives) / 2 / itemsize
+
+
+@pytest.mark.parametrize("name", STENCILS)
+def test_slices_of_one_tensor_share_an_exchange(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stencil, apart, once = STENCILS[name]
+    rows = 20 if name == "five points" else 18
+    assert round(sent_rows(stencil, rows)) == once
+    monkeypatch.setenv("FXPAR_DISABLE", "share_exchanges")
+    assert round(sent_rows(stencil, rows)) >= apart
+
+
+@pytest.mark.parametrize("rows", [9, 13, 16, 21])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4"])
+def test_stencils_of_any_size(mesh: str, rows: int) -> None:
+    for stencil, *_ in STENCILS.values():
+        sent_rows(stencil, rows, mesh)
+
+
+def test_slices_that_send_less_by_themselves_stay() -> None:
+    """From far apart; or one of them sends nothing."""
+    far = sent_rows(lambda x: x[9:] * x[:-9], 36)
+    assert far <= 2 * 9
+    assert sent_rows(lambda x: x[1:] - x[:-1], 16) == 1
+
+
+def test_a_window_cut_at_the_wrong_row_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = share_exchanges._cut
+    monkeypatch.setattr(
+        share_exchanges, "_cut", lambda b, x, dim, start, rows: real(b, x, dim, 0, rows)
+    )
+    with pytest.raises(AssertionError):
+        sent_rows(STENCILS["three points"][0], 18)
+
+
 def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is priced: what lies split and is wanted so is not gathered."""
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
@@ -178,9 +280,20 @@ def of_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(moved_rows, "runs", wrong)
 
 
+def only_what_begins_a_turn(patch: pytest.MonkeyPatch) -> None:
+    """A rank gets nothing of a turn that began before its rows."""
+    read = row_moves._read
+
+    def wrong(moves: RowMoves, to: Sequence[tuple[int, int]]) -> Sequence[RowPiece]:
+        return [piece for piece in read(moves, to) if piece.at == to[0][0]]
+
+    patch.setattr(row_moves, "_read", wrong)
+
+
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
+        (only_what_begins_a_turn, "repeated"),
         (one_row_short, "slice"),
         (not_turned, "flipped"),
         (of_the_wrong_rank, "joined"),

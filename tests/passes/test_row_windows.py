@@ -18,6 +18,7 @@ from fxpar.errors import PlanError
 from fxpar.passes import moved_rows
 from fxpar.passes.local import (
     local_adaptive_pools,
+    local_antialiasing,
     local_averages,
     local_index_lists,
     local_ops,
@@ -32,6 +33,10 @@ Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def pool(x: torch.Tensor, _: torch.Tensor, **options: Any) -> torch.Tensor:
     return F.avg_pool2d(x, 3, 1, 1, **options)
+
+
+def smoothed(x: torch.Tensor, _: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.interpolate(x, antialias=True, **options)
 
 
 # Bytes of a row of the images below: batch, channels, columns, of float64.
@@ -54,11 +59,22 @@ OPS: dict[str, tuple[Op, int]] = {
         2,
     ),
     "bicubic": (lambda x, _: F.interpolate(x, scale_factor=2, mode="bicubic"), 6),
+    "smoothed": (partial(smoothed, size=(8, 6), mode="bilinear"), 2),
+    "smoothed bicubic": (partial(smoothed, size=(8, 12), mode="bicubic"), 6),
+    "smoothed in part": (partial(smoothed, size=(16, 6), mode="bilinear"), 0),
     "turned round": (lambda x, _: F.pad(x, (1, 1, 2, 2), "reflect"), 1),
     "repeated": (lambda x, _: F.pad(x, (1, 1, 2, 2), "replicate"), 1),
     "windows": (lambda x, _: x.unfold(2, 4, 2), 2),
 }
-SLOW = ("corners", "halved", "bicubic", "even kernel", "maximum", "no padding, stride")
+SLOW = (
+    "smoothed bicubic",
+    "corners",
+    "halved",
+    "bicubic",
+    "even kernel",
+    "maximum",
+    "no padding, stride",
+)
 
 
 def planned(
@@ -137,7 +153,9 @@ def test_patches_are_rows_of_windows(name: str, mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["h=3", "h=2[1,3]", "h=2,w=2"])
-@pytest.mark.parametrize("name", ["no padding", "maximum", "bilinear", "turned round"])
+@pytest.mark.parametrize(
+    "name", ["no padding", "maximum", "bilinear", "smoothed", "turned round"]
+)
 def test_shards_that_are_not_alike(name: str, mesh: str) -> None:
     """17 rows, in chunks or by shares; columns split as well."""
     space = (None, None, "h", "w") if "w" in mesh else None
@@ -300,9 +318,15 @@ def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(local_index_lists, "_in_windows", lambda call, indices, _: indices)
 
 
+def the_filter_of_plain_bicubic(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(local_antialiasing, "_SHARPNESS", -0.75)
+
+
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
+        (a_window_one_row_short, "smoothed"),
+        (the_filter_of_plain_bicubic, "smoothed bicubic"),
         (a_window_one_row_short, "no padding"),
         (a_window_one_row_late, "no padding"),
         (rows_put_and_not_added, "no padding"),

@@ -322,7 +322,7 @@ def test_a_wrong_row_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     "name",
     [
         *("embedding", "index_add", "native_group_norm", "_grouped_mm"),
-        *("diagonal", "diagonal_scatter", "diag_embed"),
+        *("diagonal", "diagonal_scatter", "diag_embed", "unbind.int", "repeat"),
     ],
 )
 def test_a_missing_local_form_is_noticed(

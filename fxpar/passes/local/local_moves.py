@@ -17,8 +17,9 @@ from torch import fx
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes import collective_nodes
 from fxpar.passes.local.local_call import LocalCall
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import RowMoves
-from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.row_moves import Exchange, turn_of
 from fxpar.sharding.shift_messages import by_permutes, exchange_of
 
 aten = torch.ops.aten
@@ -55,6 +56,8 @@ def _moved(
     if len(operands) > 1:
         x = build.call(aten.cat.default, list(operands), dim)
     moved = collective_nodes.exchange_step(build, x, exchange)
+    if moves.turns > 1:
+        return [_repeated(call, moved, exchange)]
     if len(moves.targets) == 1:
         return [moved]
     out, start = [], 0
@@ -66,3 +69,18 @@ def _moved(
         out.append(build.call(aten.clone.default, part, memory_format=contiguous))
         start = end
     return out
+
+
+def _repeated(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
+    """This rank's rows of what begins anew after each turn, of the first of them."""
+    build, dim, (n,) = call.build, exchange.moves.dim, exchange.moves.targets
+    (split,) = exchange.split_targets
+    axes = exchange.axes if split else ()
+    turns = -(-shard_sizes.largest(n, build.mesh, axes) // turn_of(exchange.moves))
+    if turns == 1:
+        return x
+    repeats = [turns if d == dim else 1 for d in range(x.meta["val"].dim())]
+    x = build.call(aten.repeat.default, x, repeats)
+    rows = build.own_size(n, axes)
+    x = build.call(aten.slice.Tensor, x, dim, 0, rows)
+    return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)

@@ -32,7 +32,9 @@ from fxpar.passes.experts import expert_ops, local_experts
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
     local_adaptive_pools,
+    local_antialiasing,
     local_averages,
+    local_bags,
     local_custom_ops,
     local_diagonals,
     local_flex,
@@ -69,7 +71,9 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_averages.LOCAL,
+    **local_bags.LOCAL,
     **local_adaptive_pools.LOCAL,
+    **local_antialiasing.LOCAL,
     **local_custom_ops.LOCAL,
     **local_diagonals.LOCAL,
     **local_flex.LOCAL,

@@ -74,6 +74,14 @@ def _select(call: LocalCall, x: fx.Node, dim: int, index: int) -> fx.Node:
     return call.build.call(aten.squeeze.dim, row, dim)
 
 
+def _unbind(call: LocalCall, x: fx.Node, *dims: int) -> fx.Node:
+    dim = sum(dims) % len(call.shapes[0])
+    if not _is_split(call, dim):
+        return call.same(x, *dims)
+    rows = _own_rows(call, x, dim, _positions(call, dim, None))
+    return call.same(rows, dim)
+
+
 def _put(
     call: LocalCall, x: fx.Node, source: fx.Node, dim: int, positions: range
 ) -> fx.Node:
@@ -187,6 +195,8 @@ LOCAL: dict[Any, Localizer] = {
     aten.slice_copy.Tensor: _slice,
     aten.select.int: _select,
     aten.select_copy.int: _select,
+    aten.unbind.int: _unbind,
+    aten.unbind_copy.int: _unbind,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     aten.unfold.default: _unfold,

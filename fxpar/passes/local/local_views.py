@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,14 @@ def _as_strided(
     x = build.call(aten.permute.default, x, _order(form))
     x = build.call(aten.reshape.default, x, narrow)
     return build.call(aten.expand.default, x, list(call.local_shape()))
+
+
+def _repeat(call: LocalCall, x: fx.Node, repeats: Sequence[int]) -> fx.Node:
+    """Of one row as many copies as this rank has."""
+    new = len(repeats) - len(call.shapes[0])
+    rows, own = (1,) * new + call.shapes[0], call.local_shape()
+    triples = zip(rows, own, repeats, strict=True)
+    return call.same(x, [k if n == 1 else m for n, k, m in triples])
 
 
 def _order(form: views.Strided) -> list[int]:
@@ -249,6 +258,7 @@ LOCAL: dict[Any, Localizer] = {
     "prims::collapse": _reshape,
     "prims::collapse_view": _reshape,
     "prims::split_dim": _reshape,
+    aten.repeat.default: _repeat,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,

@@ -29,6 +29,7 @@ from fxpar.passes.decompose import decompose
 from fxpar.passes.experts import local_experts
 from fxpar.passes.experts.keep_sorted import keep_sorted as keep_rows_sorted
 from fxpar.passes.local.localize import partition
+from fxpar.passes.local.share_exchanges import share_exchanges as share_rows
 from fxpar.passes.local.softmax_pairs import exchange_pairs
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order import forward_backward
@@ -97,6 +98,14 @@ def pair_reductions(state: JointState) -> None:
         return
     build = Builder(state.graph, state.fake_mode, mesh)
     exchange_pairs(state.graph, build, hardware.at_speed(mesh.slowest).on(mesh))
+
+
+def share_exchanges(state: JointState) -> None:
+    """Slices of one tensor are cut from rows exchanged once, where that pays."""
+    mesh = state.decided.mesh
+    if mesh.size > 1 and not state.open:
+        build = Builder(state.graph, state.fake_mode, mesh)
+        share_rows(state.graph, build, mesh)
 
 
 def apply_schedule(state: JointState) -> None:

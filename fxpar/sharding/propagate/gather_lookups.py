@@ -1,10 +1,12 @@
-"""Lookups along a split dim whose operand is gathered, as that takes less time.
+"""Lookups and cuts along a split dim whose operand is gathered, as that takes less.
 
 In: a strategy per op. A lookup in a dim that is split gives each rank the rows that it
 has, which are summed; of more rows than there are, to gather what is looked up takes
-less time. Out: the strategies, and the spec each value settles in, once reductions are
-placed, with such lookups reading whole dims where the whole program then reshards for
-less time. What is computed from parameters alone is left as it lies.
+less time. So it does of rows that are cut out (``select``, ``unbind``, short slices),
+if those that are cut out of one tensor are most of it. Out: the strategies, and the
+spec each value settles in, once reductions are placed, with such ops reading whole dims
+where the whole program then reshards for less time. Lookups in what is computed from
+parameters alone are left as they lie.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ def gather_lookups(
     settle: Callable[[Sequence[Strategy]], Settled],
     mesh: Mesh,
 ) -> Settled:
-    """What ``settle`` makes of the strategies, or of those with lookups that gather.
-    Lookups that are alike are decided together."""
+    """What ``settle`` makes of the strategies, or of those with lookups and cuts that
+    gather. Lookups that are alike are decided together, and all cuts of one tensor."""
     settled = settle(strategies)
     alike: dict[tuple[object, ...], list[Op]] = {}
     for op in _lookups(program, strategies, mesh):
         key = (op.target, op.rule, strategies[op.index])
         alike.setdefault(key, []).append(op)
+    alike |= _cuts(program, strategies)
     least = _seconds(program, settled, mesh) if alike else 0.0
     chosen = list(strategies)
     for ops in alike.values():
@@ -61,6 +64,32 @@ def _lookups(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> li
         and strategies[op.index] != _whole(op, strategies[op.index])
         and _takes_longer(program, op, strategies[op.index], mesh)
     ]
+
+
+def is_cut(op: Op) -> bool:
+    """Whether an op cuts rows out of a dim, of which each rank gives those it has."""
+    facts = op_facts_of(op.target)
+    has_rows = len(op.operands) == 1 and bool(op.rule.contracted)
+    return has_rows and (facts.view or facts.moves)
+
+
+def _cuts(
+    program: Program, strategies: Sequence[Strategy]
+) -> dict[tuple[object, ...], list[Op]]:
+    """By operand, the cuts whose sums send more than it."""
+    by_operand: dict[tuple[object, ...], list[Op]] = {}
+    for op in program.ops:
+        if is_cut(op) and strategies[op.index] != _whole(op, strategies[op.index]):
+            by_operand.setdefault(("cuts", op.operands[0]), []).append(op)
+    return {
+        key: ops
+        for key, ops in by_operand.items()
+        if 2
+        * sum(
+            program.values[v].numel for op in ops for v in op.results if program.uses[v]
+        )
+        >= program.values[ops[0].operands[0]].numel
+    }
 
 
 def _parameters(program: Program) -> set[int]:

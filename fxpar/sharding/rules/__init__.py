@@ -18,6 +18,7 @@ from fxpar.errors import RuleError
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.rules import (
     adaptive_pools,
+    antialiasing,
     attention,
     convolution,
     custom_op_rules,
@@ -52,6 +53,7 @@ FAMILIES = (
     normalization,
     convolution,
     adaptive_pools,
+    antialiasing,
     attention,
     nn_attention,
     sources,
@@ -61,7 +63,7 @@ FAMILIES = (
 
 # Families whose kernels refuse tensors that hold nothing, and those that refuse, or may
 # not make, a row of zeros instead.
-_FILLED = (normalization, convolution, adaptive_pools, attention)
+_FILLED = (normalization, convolution, adaptive_pools, antialiasing, attention)
 _NEVER_EMPTY = (linalg, statistics, nn_attention)
 
 

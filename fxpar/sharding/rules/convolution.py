@@ -363,9 +363,6 @@ _RESAMPLED = (
     ("upsample_bilinear{}d", (2,)),
     ("upsample_bicubic{}d", (2,)),
     ("upsample_trilinear{}d", (3,)),
-    ("_upsample_bilinear{}d_aa", (2,)),
-    ("_upsample_bicubic{}d_aa", (2,)),
-    ("_upsample_lanczos{}d_aa", (2,)),
 )
 
 ROWS = {

@@ -1,17 +1,18 @@
 """Rows of embeddings: what is looked up in a table by index, one by one or in bags.
 
-Rows of the table may be split where one is looked up at a time (the local forms are in
-``fxpar/passes/local/local_indexing.py``); columns may always be.
+Rows of the table may be split, but where a maximum is looked up; columns may always be
+(the local forms are in ``fxpar/passes/local``: ``local_indexing``, ``local_bags``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Rule
+from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.rules.table import make, names, row, text
 
 aten = torch.ops.aten
@@ -32,7 +33,8 @@ def _embedding_backward(
     return text([*words, "e"], words, results=[["s", "e"]])
 
 
-# Bags: where one begins says a count of the indices before it, so both are whole
+# Bags: where one begins says a count of the indices before it, so both are whole, but
+# for bags of one length (``in_even_bags``)
 
 
 def _bag(
@@ -47,11 +49,12 @@ def _bag(
     **__: Any,
 ) -> Rule:
     """Further results: the bag of each index, the size of each bag and, of a maximum,
-    where it was found in each column."""
+    where it was found in each column, for which a table is whole."""
     weights = [["_"]] * (per_sample_weights is not None)
-    where = ["_", "e"] if mode == MAX else ["_", "~e"]
-    bags = [["_", "~e"], ["_", "~e"], where]
-    return make([["_", "e"], ["_"], ["_"], *weights], [["_", "e"], *bags])
+    rows, alike = ("_", []) if mode == MAX else ("s", ["~s"])
+    where = ["_", "e"] if mode == MAX else ["_", "~e", *alike]
+    bags = [["_", "~e", *alike], ["_", "~e", *alike], where]
+    return make([[rows, "e"], ["_"], ["_"], *weights], [["_", "e"], *bags])
 
 
 def _bag_backward(
@@ -66,12 +69,14 @@ def _bag_backward(
     scales: torch.Tensor | None,
     padding: int = -1,
 ) -> Rule:
-    """A sum over the indices, but for a maximum, which goes through bags."""
+    """A sum over the indices, but for a maximum, which goes through bags. Counts of
+    indices are counts in the whole batch, of the whole table."""
+    table = "_" if by_count else "s"
     index = "_" if by_count or mode == MAX or bag_of.shape != indices.shape else "i"
     places = ["_", "e"] if mode == MAX else ["_"]
     weights = [[index]] * (scales is not None)
     operands = [["_", "e"], [index], [index], ["_"], places]
-    return make([*operands, *weights], [["_", "e"]])
+    return make([*operands, *weights], [[table, "e"]])
 
 
 def _bag_any_backward(
@@ -108,8 +113,63 @@ def _bag_scales_backward(
     padding: int = -1,
 ) -> Rule:
     index = "i" if bag_of.shape == indices.shape else "_"
-    operands = [["_", "e"], ["_", "e"], [index], ["_"], [index]]
+    operands = [["_", "e"], ["s", "e"], [index], ["_"], [index]]
     return make(operands, [[index]])
+
+
+# Of the tensors of an op, operands then results, those that have a row for each bag,
+# "b", or for each index, "i"; a last operand, if it is there, are weights of these.
+_ALONG = {
+    aten._embedding_bag.default: ("wib", "bibb"),
+    aten._embedding_bag_forward_only.default: ("wib", "bibb"),
+    aten._embedding_bag_backward.default: ("bibibb", "w"),
+    aten._embedding_bag_per_sample_weights_backward.default: ("bwibi", "i"),
+}
+_BY_COUNT = 7  # which argument of a gradient says that it is scaled by counts
+
+
+def begins_at(target: Any) -> int | None:
+    """Which argument of an op, behind the indices, says where bags begin."""
+    return _ALONG[target][0].index("ib") + 1 if target in _ALONG else None
+
+
+def in_even_bags(
+    rule: Rule,
+    target: Any,
+    args: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    length: int,
+) -> Rule:
+    """The rule of a call of such an op, of tensors of these shapes, where each bag has
+    ``length`` indices: bags are a factor, of which indices are a compound. A gradient
+    that is scaled by counts counts all."""
+    operands, results = _ALONG[target]
+    operands += "i" * (len(rule.operands) - len(operands))
+    (bags,), count = shapes[operands.index("ib") + 1], {"b": 1, "i": length}
+    is_backward = target is aten._embedding_bag_backward.default
+    rows = zip(operands + results, shapes, strict=True)
+    if (
+        is_backward
+        and args[_BY_COUNT]
+        or any(n != bags * count[along] for along, (n, *_) in rows if along != "w")
+    ):
+        return rule
+    factors = {"b": ("b",), "i": ("b", "l") if length > 1 else ("b",)}
+
+    def tensor(dims: Dims, along: str) -> Dims:
+        return (factors[along], *dims[1:]) if along in factors else dims
+
+    return replace(
+        rule,
+        operands=tuple(map(tensor, rule.operands, operands)),
+        results=tuple(map(tensor, rule.results, results)),
+        sizes=(
+            *((f, n) for f, n in rule.sizes if f != "i"),
+            ("b", bags),
+            ("l", length),
+        ),
+        whole=rule.whole.union("l"),
+    ).with_sizes(shapes)
 
 
 ROWS = {

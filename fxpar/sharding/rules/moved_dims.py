@@ -21,10 +21,11 @@ def moved(
     results: Sequence[Shape],
     pieces: Mapping[int, Sequence[RowPiece]],
     fill: bool | int | float = 0,
+    turns: Mapping[int, int] | None = None,
 ) -> Rule | None:
     """Rows of the operands moved to results of these shapes: of each dim the pieces,
-    one dim after the other. None where a size of such a dim is left open. What has one
-    row is whole on every rank."""
+    one dim after the other, as often as ``turns`` says. None where a size of such a dim
+    is left open. What has one row is whole on every rank."""
     shapes = [tuple(x.shape) for x in operands]
     moves = tuple(
         RowMoves(
@@ -33,6 +34,7 @@ def moved(
             tuple(shape[dim] for shape in results),
             tuple(rows),
             fill,
+            turns=(turns or {}).get(dim, 1),
         )
         for dim, rows in pieces.items()
     )

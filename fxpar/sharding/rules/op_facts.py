@@ -139,7 +139,8 @@ _ROWS: tuple[dict[str, dict], ...] = (
     ),
     # At indices.
     _each(
-        "embedding index _unsafe_index _unsafe_masked_index gather index_select take",
+        "embedding index _unsafe_index _unsafe_masked_index gather index_select take "
+        "_embedding_bag _embedding_bag_forward_only",
         gathers=True,
     ),
     _each(

@@ -179,7 +179,11 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
-    return cut(x, [dim], drop=True, results=x.shape[dim])
+    """Each row as ``select`` gives it."""
+    dim, words = at(dim, x.ndim), words_of(x)
+    if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
+        return cut(x, [dim], drop=True, results=x.shape[dim])
+    return make([words], [words[:dim] + words[dim + 1 :]] * x.shape[dim])
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
@@ -329,30 +333,32 @@ def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
     return replace(swapped, whole=turned.whole)
 
 
-# A dim that is repeated more often stays whole.
-_OFTEN = 16
-
-
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
-    """Dims repeated once are factors; of others ranks exchange rows, unless the result
-    has more dims, or the dim one row."""
+    """Dims repeated once are factors; of others ranks exchange rows. Copies of one row
+    are a factor of the result alone; beside those, and dims that are new, others that
+    are repeated stay whole."""
     new = len(repeats) - x.ndim
     repeated = {i: n for i in range(x.ndim) if (n := repeats[new + i]) != 1}
     pieces = {
-        i: [RowPiece(0, 0, x.shape[i], at=x.shape[i] * k) for k in range(n)]
+        i: [RowPiece(0, 0, x.shape[i])]
         for i, n in repeated.items()
-        if new == 0 and x.shape[i] != 1 and n <= _OFTEN
+        if new == 0 and n and x.shape[i] > 1
     }
     if pieces and len(pieces) == len(repeated):
         shape = [n * size for n, size in zip(repeats, x.shape, strict=True)]
-        rule = moved([x], [shape], pieces)
+        rule = moved([x], [shape], pieces, turns=repeated)
         if rule is not None:
             return rule
-    words = words_of(x, repeated)
-    repeated_words = [
-        "_" if n != 1 else w for n, w in zip(repeats[new:], words, strict=True)
+    rows, words = [1] * new + list(x.shape), words_of(x, repeated)
+    copies = [
+        f"r{i}" if n == 1 < m else "_"
+        for i, (n, m) in enumerate(zip(rows, repeats, strict=True))
     ]
-    return make([words], [["_"] * new + repeated_words])
+    result = [
+        w if m == 1 else c
+        for w, c, m in zip(["_"] * new + words, copies, repeats, strict=True)
+    ]
+    return make([words], [result])
 
 
 ROWS = {

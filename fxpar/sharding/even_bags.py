@@ -1,0 +1,44 @@
+"""Bags of an embedding bag that are all of one length, as rows of a matrix are.
+
+In: a call of an op that goes by where bags begin, and its rule. Out: the rule in which
+bags are a factor, if the numbers of where they begin are constants, one length apart,
+as they are for an input of two dims; else the rule as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.sharding.constant_values import computed
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.rules.embedding import begins_at, in_even_bags
+from fxpar.sharding.rules.table import tensors_of
+
+
+def bag_length(node: fx.Node) -> int | None:
+    """How many indices each bag has; None if the graph does not say, or they differ."""
+    at = begins_at(node.target)
+    if at is None:
+        return None
+    indices, offsets = node.args[at - 1], node.args[at]
+    (count,), (bags,) = indices.meta["val"].shape, offsets.meta["val"].shape
+    told = isinstance(count, int) and isinstance(bags, int)
+    if not told or bags < 2 or not count or count % bags:
+        return None
+    length = count // bags
+    with _torch.aot.as_compiled():
+        begins = computed(offsets, {})
+        if begins is None:
+            return None
+        is_even = torch.equal(begins.long(), torch.arange(bags) * length)
+    return length if is_even else None
+
+
+def in_bags(rule: Rule, node: fx.Node, length: int) -> Rule:
+    """The rule of a call whose bags have so many indices each."""
+    tensors = [x.meta["val"] for x in tensor_nodes(node)]
+    shapes = [tuple(x.shape) for x in (*tensors, *tensors_of(node.meta["val"]))]
+    return in_even_bags(rule, node.target, node.args, shapes, length)
