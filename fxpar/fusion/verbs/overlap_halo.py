@@ -36,7 +36,7 @@ aten = torch.ops.aten
 _CONVOLUTION = aten.convolution.default
 
 
-class _Unfit(Exception):
+class NoInnerWindows(Exception):
     """Why a convolution has no windows that could run before a halo is there."""
 
 
@@ -48,13 +48,15 @@ class WindowsByEnd:
     dim: int
     # What is joined, in order.
     parts: tuple[fx.Node, ...]
-    # Rows from one window to the next, and those that one window spans.
+    # Rows from one window to the next.
     stride: int
+    # Rows from the first that a window reads to the last.
     span: int
-    # How many windows there are, the first that reads no row of a halo, and the first
-    # behind those.
+    # How many windows there are.
     count: int
+    # The first that reads no row of a halo.
     first: int
+    # The first behind those.
     last: int
 
     def rows(self, build: Builder, first: int, last: int) -> fx.Node:
@@ -94,7 +96,7 @@ def overlap(
         raise refuse("overlap", end, why, fix="leave out chunks, dim, ring and fused")
     try:
         windows = _windows(end, starts)
-    except _Unfit as why:
+    except NoInnerWindows as why:
         raise refuse("overlap", end, str(why)) from None
     with edit.before(end) as build:
         inner = _convolved(build, end, windows.rows(build, windows.first, windows.last))
@@ -109,27 +111,27 @@ def overlap(
     return [whole, inner]
 
 
-def lines_of(graph: fx.Graph) -> list[tuple[Line, fx.Node]]:
+def lines_of(graph: fx.Graph) -> list[tuple[Line, list[fx.Node], fx.Node]]:
     """A line for each convolution of a local graph with steps that has windows which
-    read no halo, and the convolution."""
+    read no halo; the permutes of that, and the convolution."""
     out = []
     for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
         starts = _permutes(node)
         try:
             _windows(node, starts)
-        except _Unfit:
+        except NoInnerWindows:
             continue
         names = tuple(start.name for start in starts)
-        out.append((Line("overlap", (names, node.name)), node))
+        out.append((Line("overlap", (names, node.name)), starts, node))
     return out
 
 
 def _permutes(node: fx.Node) -> list[fx.Node]:
     """The permutes that bring rows to what a convolution reads joined."""
-    joined: Any = node.args[0]
-    if joined.target is not aten.cat.default:
+    x: Any = node.args[0]
+    if x.target is not aten.cat.default:
         return []
-    parts: Any = joined.args[0]
+    parts: Any = x.args[0]
     near = [read for part in parts for read in (part, *part.all_input_nodes)]
     permutes = (n for n in near if n.target is collective_nodes.permute)
     return sorted(dict.fromkeys(permutes))
@@ -137,31 +139,35 @@ def _permutes(node: fx.Node) -> list[fx.Node]:
 
 def _windows(node: fx.Node, starts: Sequence[fx.Node]) -> WindowsByEnd:
     """The windows of a convolution that reads what ``starts`` bring."""
-    joined, weight, _, strides, padding, dilation, transposed, *_ = node.args
+    x, weight, _, strides, padding, dilation, transposed, *_ = node.args
     if transposed:
-        raise _Unfit("is transposed: its result has the halo")
-    if not starts or joined.target is not aten.cat.default:
-        raise _Unfit("reads no rows that come, joined with others")
-    parts, *dims = joined.args
+        raise NoInnerWindows("is transposed: its result has the halo")
+    if not starts or x.target is not aten.cat.default:
+        raise NoInnerWindows("reads no rows that come, joined with others")
+    parts, *dims = x.args
     dim = dims[0] if dims else 0
     at = dim - 2  # among the dims that windows slide over
     if at < 0 or padding[at]:
-        raise _Unfit("pads the dim that rows are joined along, or slides over others")
-    late = set(between(tuple(starts), (joined,)))
+        raise NoInnerWindows(
+            "pads the dim that rows are joined along, or slides over others"
+        )
+    late = set(between(tuple(starts), (x,)))
     unread = set(starts).difference(n for node in late for n in node.all_input_nodes)
     if unread:
-        raise _Unfit(f"does not read the rows of {min(unread).name} joined with others")
+        raise NoInnerWindows(
+            f"does not read the rows of {min(unread).name} joined with others"
+        )
     comes = [part in late or part in starts for part in parts]
     own = [i for i, is_late in enumerate(comes) if not is_late]
     if not own or any(comes[own[0] : own[-1]]):
-        raise _Unfit("joins rows that come between others, or no others")
+        raise NoInnerWindows("joins rows that come between others, or no others")
     sizes = [part.meta["val"].shape[dim] for part in parts]
     stride, before = strides[at], sum(sizes[: own[0]])
     span = dilation[at] * (weight.meta["val"].shape[dim] - 1) + 1
     count, held = node.meta["val"].shape[dim], sum(sizes[: own[-1] + 1])
     first, last = -(-before // stride), min(count, (held - span) // stride + 1)
     if last <= first:
-        raise _Unfit("has no window that reads only rows which are there")
+        raise NoInnerWindows("has no window that reads only rows which are there")
     return WindowsByEnd(dim, tuple(parts), stride, span, count, first, last)
 
 

@@ -94,11 +94,11 @@ def _without_operands(
     for node in movable:
         if _is_work(node) or not heavy.isdisjoint(node.all_input_nodes):
             heavy.add(node)
-    needed = set(then)
+    staying = set(then)
     for node in reversed(movable):
-        if node not in heavy and not needed.isdisjoint(node.users):
-            needed.add(node)
-    return [node for node in movable if node not in needed]
+        if node not in heavy and not staying.isdisjoint(node.users):
+            staying.add(node)
+    return [node for node in movable if node not in staying]
 
 
 def _last_start(nodes: Sequence[fx.Node], movable: Sequence[fx.Node]) -> fx.Node:

@@ -21,11 +21,11 @@ BACKWARD = torch.ops.aten.convolution_backward.default
 def part_nearest(node: fx.Node, since: Sequence[fx.Node]) -> fx.Node | None:
     """Part the last of the convolutions' backwards ``since`` whose gradient of the
     input ``node`` needs, and no other; the call that makes these."""
-    needed = _needed(node, since)
+    sources = _sources(node, since)
     for call in reversed(since):
-        if call in needed and call.target is BACKWARD:
-            gradients = [user for user in call.users if user.args[1]]
-            return part(call) if gradients and needed.isdisjoint(gradients) else None
+        if call in sources and call.target is BACKWARD:
+            others = [user for user in call.users if user.args[1]]
+            return part(call) if others and sources.isdisjoint(others) else None
     return None
 
 
@@ -77,13 +77,13 @@ def _ask_for(call: fx.Node, mask: Sequence[bool], values: Sequence[Any]) -> None
     )
 
 
-def _needed(node: fx.Node, since: Sequence[fx.Node]) -> set[fx.Node]:
+def _sources(node: fx.Node, since: Sequence[fx.Node]) -> set[fx.Node]:
     """What ``node`` is computed from, among ``since``."""
     near, stack = set(since), [node]
-    found: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
     while stack:
         for read in stack.pop().all_input_nodes:
-            if read in near and read not in found:
-                found.add(read)
+            if read in near and read not in sources:
+                sources.add(read)
                 stack.append(read)
-    return found
+    return sources
