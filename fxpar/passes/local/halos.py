@@ -124,9 +124,10 @@ def rows(
             else part
             for part, piece in zip(parts, read, strict=True)
         ]
-    return (
-        parts[0] if len(parts) == 1 else call.build.call(aten.cat.default, parts, dim)
-    )
+    if len(parts) == 1:
+        return parts[0]
+    present = _present_call(parts[0], aten.cat.default, parts, dim)
+    return present or call.build.call(aten.cat.default, parts, dim)
 
 
 def _all_sent(
@@ -205,6 +206,12 @@ def _fill_beyond(
 ) -> Any:
     """``x`` where there is a shard so many further on, else the constant."""
     build, shards = call.build, call.build.mesh.count(axes)
+    before = further < 0
+    test = aten.ge.Scalar if before else aten.lt.Scalar
+    bound = -further if before else shards - further
+    present = _present_fill(x, axes, (test, bound), fill)
+    if present is not None:
+        return present
     index = build.call(
         aten.full.default,
         [],
@@ -212,9 +219,24 @@ def _fill_beyond(
         dtype=torch.int64,
         device=x.meta["val"].device,
     )
-    if further < 0:
-        return call.where(build.call(aten.ge.Scalar, index, -further), x, fill)
-    return call.where(build.call(aten.lt.Scalar, index, shards - further), x, fill)
+    return call.where(build.call(test, index, bound), x, fill)
+
+
+def _present_fill(
+    x: fx.Node, axes: Axes, test: tuple[Any, int], fill: Any
+) -> fx.Node | None:
+    """``x`` with that constant in the place of it on the same ranks, if that is there:
+    a backward reads what the forward joined."""
+    for user in x.users:
+        if user.target is not aten.where.self or user.args[1] is not x:
+            continue
+        condition, _, constant = user.args
+        index, bound = condition.args
+        place = index.args[1]
+        same_ranks = (condition.target, bound) == test and place.args[1] == axes
+        if same_ranks and constant.args[1] == fill:
+            return user
+    return None
 
 
 def _size(x: fx.Node, dim: int) -> int:
