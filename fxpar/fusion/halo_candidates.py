@@ -46,8 +46,8 @@ def halo_candidates(
     out = []
     for form, alike in lines.items():
         before, after = (
-            windows[form].seconds(tried, mesh, hardware)
-            for tried in (Schedule(), Schedule(tuple(alike[:1])))
+            windows[form].seconds(schedule, mesh, hardware)
+            for schedule in (Schedule(), Schedule(tuple(alike[:1])))
         )
         if after < before:
             out.append(HaloCandidate(Schedule(tuple(alike)), before - after))

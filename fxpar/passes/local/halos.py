@@ -171,14 +171,15 @@ def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
     parts = _all_sent(call, cuts, axes, [-piece.further for piece in around])
     for piece, part in zip(around, parts, strict=True):
         part = _fill_beyond(call, part, axes, -piece.further, 0)
-        own_rows = cut(call, own, dim, piece.start, piece.end)
-        total = build.call(aten.add.Tensor, own_rows, part)
-        ends = piece.start, piece.end
-        own = (
-            total
-            if own_rows is own
-            else build.call(aten.slice_scatter.default, own, total, dim, *ends)
-        )
+        # Zeros around it: rows put back in their place would be a kernel in which each
+        # piece holds what the one before computes.
+        amounts = [0] * (2 * x.meta["val"].dim())
+        at = len(amounts) - 2 * (dim + 1)
+        amounts[at : at + 2] = piece.start, size - piece.end
+        if any(amounts):
+            amounts = size_nodes.as_nodes(x.graph, amounts)
+            part = build.pad_ends(part, amounts)
+        own = build.call(aten.add.Tensor, own, part)
     return own
 
 
