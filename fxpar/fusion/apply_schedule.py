@@ -30,7 +30,7 @@ from fxpar.fusion.verbs import (
     balance,
     fuse_nodes,
     gathers,
-    overlap_attention,
+    overlap_halo,
     reorder,
     send_recv,
 )
@@ -239,7 +239,7 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "reorder": reorder.reorder,
     "as_slice": gathers.as_slice,
     "fuse": fuse_nodes.fuse,
-    "overlap": overlap_attention.overlap,
+    "overlap": overlap_halo.overlap,
     "bucket": fuse_nodes.bucket,
     "share": send_recv.share,
 }

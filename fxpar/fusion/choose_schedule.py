@@ -32,6 +32,7 @@ from fxpar.fusion.fewer_layers import (
     fewer_layers,
     lines_of_layers,
 )
+from fxpar.fusion.halo_candidates import halo_candidates
 from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import LEAST, Attempts, with_room
@@ -375,6 +376,11 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
                     lines += here.renamed(best.lines, first, f"of_{here.name}")
                 what = f"{len(same)} of {best.lines.lines[-1]}"
                 out.append(_Group(lines, best.seconds * len(same), what))
+    if sum(s for (kind, *_), s in exposed.items() if kind == "permute") > least:
+        for halo in halo_candidates(graph, state.mesh, state.hardware, varies):
+            count = len(halo.lines.lines)
+            what = f"{count} of {halo.lines.lines[-1]}"
+            out.append(_Group(halo.lines, halo.seconds * count, what))
     return sorted(out, key=lambda group: -group.saved)
 
 

@@ -142,18 +142,29 @@ def window(
     """Around one collective. ``backward``: its nodes, which no window of the forward
     holds. ``both``: what reads it is tried too, as it is of a gather."""
     most = _READERS if both or node.target is collective_nodes.all_gather else _REST
-    members = sorted(_before(node, backward) | _behind(node, backward, most))
-    inside = set(members)
+    members = _before(node, backward) | _behind(node, backward, most)
+    read = [m for m in members if any(user not in members for user in m.users)]
+    return cut_out(members, read, node, varies)
+
+
+def cut_out(
+    members: Collection[fx.Node],
+    results: Collection[fx.Node],
+    node: fx.Node,
+    varies: Varies,
+) -> Window:
+    """Some nodes, one of them a collective, with no path that leads out of them and
+    back, as a graph that gives ``results`` of them."""
+    ordered = sorted(members)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for member in members:
+    for member in ordered:
         for read in member.all_input_nodes:
-            if read not in inside and read not in copies:
+            if read not in members and read not in copies:
                 copies[read] = _input_like(graph, read, len(copies), varies)
-    for member in members:
+    for member in ordered:
         copies[member] = graph.node_copy(member, copies.__getitem__)
-    read = [m for m in members if any(user not in inside for user in m.users)]
-    graph.output(tuple(copies[m] for m in read))
+    graph.output(tuple(copies[m] for m in sorted(results)))
     return Window(graph, copies[node].name)
 
 

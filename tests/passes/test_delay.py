@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 import fxpar
+from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.order_collectives import delay
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.order.small_collectives import only_computes
 from tests.helpers.sketch import GATHER, REDUCE, Sketch, check_equal
@@ -98,7 +98,7 @@ def test_light_work_alone_stays(sketch: Sketch) -> None:
 
 
 def test_once_only(sketch: Sketch) -> None:
-    """Beside the first of two that are under way together; the second has it too."""
+    """Beside two that are under way together, behind the start of both."""
     g, x, w = (sketch.input(4, 4) for _ in range(3))
     dw = sketch.call(aten.mm, x, g)
     computed = [sketch.call(aten.sin, n) for n in (w, g)]
@@ -107,7 +107,7 @@ def test_once_only(sketch: Sketch) -> None:
     ends = [sketch.call(c10d.wait_tensor, n) for n in (one, two)]
     sketch.output(dw, *ends)
     assert delayed(sketch) == [
-        *("sin", "reduce", "mm", "sin_1", "reduce_1", "wait", "wait_1")
+        *("sin", "sin_1", "reduce", "reduce_1", "mm", "wait", "wait_1")
     ]
 
 
@@ -240,7 +240,7 @@ def test_many_that_are_under_way_together_take_little_time(sketch: Sketch) -> No
         begun.append(sketch.call(REDUCE, x, "sum", "fxpar:dp"))
     sketch.output(*(sketch.call(c10d.wait_tensor, n) for n in begun))
     looked = mock.Mock(side_effect=only_computes)
-    with mock.patch("fxpar.passes.order.order_collectives.only_computes", looked):
+    with mock.patch("fxpar.passes.order.delay_work.only_computes", looked):
         delay(sketch.graph)
     assert looked.call_count < 5000
 

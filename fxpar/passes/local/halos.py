@@ -114,17 +114,32 @@ def rows(
 ) -> fx.Node:
     """Rows ``[start, end)`` of a dim, counted from where this rank's shard ``x`` of it
     begins: around the end, or, with ``fill``, that constant beyond it."""
-    build, size = call.build, _size(x, dim)
-    shards = build.mesh.count(axes)
-    parts = []
-    for piece in pieces(size, start, end):
-        part = cut(call, x, dim, piece.start, piece.end)
-        if piece.further % shards:
-            part = _rows_of_rank(call, part, axes, piece.further)
-        if fill is not None and piece.further:
-            part = _fill_beyond(call, part, axes, piece.further, fill)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else build.call(aten.cat.default, parts, dim)
+    read = list(pieces(_size(x, dim), start, end))
+    cuts = [cut(call, x, dim, piece.start, piece.end) for piece in read]
+    parts = _all_sent(call, cuts, axes, [piece.further for piece in read])
+    if fill is not None:
+        parts = [
+            _fill_beyond(call, part, axes, piece.further, fill)
+            if piece.further
+            else part
+            for part, piece in zip(parts, read, strict=True)
+        ]
+    if len(parts) == 1:
+        return parts[0]
+    present = _present_call(parts[0], aten.cat.default, parts, dim)
+    return present or call.build.call(aten.cat.default, parts, dim)
+
+
+def _all_sent(
+    call: LocalCall, parts: Sequence[fx.Node], axes: Axes, further: Sequence[int]
+) -> list[fx.Node]:
+    """Of each part what the rank holds whose shard is so many further on. All permutes
+    start before the result of one is read, so that none waits for another."""
+    shards = call.build.mesh.count(axes)
+    return [
+        _rows_of_rank(call, part, axes, by) if by % shards else part
+        for part, by in zip(parts, further, strict=True)
+    ]
 
 
 def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
@@ -146,24 +161,25 @@ def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
     build, dim = call.build, halo.dim
     size = _size(x, dim) - halo.before - halo.after
     own = cut(call, x, dim, halo.before, halo.before + size)
-    first = 0
+    around, cuts, first = [], [], 0
     for piece in pieces(size, -halo.before, size + halo.after):
         end = first + piece.end - piece.start
         if piece.further:
-            part = cut(call, x, dim, first, end)
-            if piece.further % build.mesh.count(axes):
-                part = _rows_of_rank(call, part, axes, -piece.further)
-            part = _fill_beyond(call, part, axes, -piece.further, 0)
-            own_rows = cut(call, own, dim, piece.start, piece.end)
-            total = build.call(aten.add.Tensor, own_rows, part)
-            own = (
-                total
-                if own_rows is own
-                else build.call(
-                    aten.slice_scatter.default, own, total, dim, piece.start, piece.end
-                )
-            )
+            around.append(piece)
+            cuts.append(cut(call, x, dim, first, end))
         first = end
+    parts = _all_sent(call, cuts, axes, [-piece.further for piece in around])
+    for piece, part in zip(around, parts, strict=True):
+        part = _fill_beyond(call, part, axes, -piece.further, 0)
+        # Zeros around it: rows put back in their place would be a kernel in which each
+        # piece holds what the one before computes.
+        amounts = [0] * (2 * x.meta["val"].dim())
+        at = len(amounts) - 2 * (dim + 1)
+        amounts[at : at + 2] = piece.start, size - piece.end
+        if any(amounts):
+            amounts = size_nodes.as_nodes(x.graph, amounts)
+            part = build.pad_ends(part, amounts)
+        own = build.call(aten.add.Tensor, own, part)
     return own
 
 
@@ -191,6 +207,12 @@ def _fill_beyond(
 ) -> Any:
     """``x`` where there is a shard so many further on, else the constant."""
     build, shards = call.build, call.build.mesh.count(axes)
+    before = further < 0
+    test = aten.ge.Scalar if before else aten.lt.Scalar
+    bound = -further if before else shards - further
+    present = _present_fill(x, axes, (test, bound), fill)
+    if present is not None:
+        return present
     index = build.call(
         aten.full.default,
         [],
@@ -198,9 +220,24 @@ def _fill_beyond(
         dtype=torch.int64,
         device=x.meta["val"].device,
     )
-    if further < 0:
-        return call.where(build.call(aten.ge.Scalar, index, -further), x, fill)
-    return call.where(build.call(aten.lt.Scalar, index, shards - further), x, fill)
+    return call.where(build.call(test, index, bound), x, fill)
+
+
+def _present_fill(
+    x: fx.Node, axes: Axes, test: tuple[Any, int], fill: Any
+) -> fx.Node | None:
+    """``x`` with that constant in the place of it on the same ranks, if that is there:
+    a backward reads what the forward joined."""
+    for user in x.users:
+        if user.target is not aten.where.self or user.args[1] is not x:
+            continue
+        condition, _, constant = user.args
+        index, bound = condition.args
+        place = index.args[1]
+        same_ranks = (condition.target, bound) == test and place.args[1] == axes
+        if same_ranks and constant.args[1] == fill:
+            return user
+    return None
 
 
 def _size(x: fx.Node, dim: int) -> int:

@@ -1,28 +1,18 @@
 """Orders the collectives of a forward or a backward by itself, once they were parted,
-and the work that can wait for them.
+and the work that can wait for them (``delay_work``).
 
 In: the bound graph of one of the two, as it goes to code generation: a ``PhaseGraph``.
 Out: the same graph, changed in place by the passes of ``ORDER``, then by ``DELAY``:
 rows that ``fxpar.pipeline`` takes into its list, and that ``schedule`` runs to predict
 a step. Every rank has the same graph and does the same, so collectives keep one order
 on all of them.
-
-``delay``: waits stand where their results are first needed. Where nothing stands
-between a collective of what was computed and its wait, contractions that stood before
-it and that it does not need come behind it, with what only they lead to: the gradients
-of weights run beside the all-reduce of an input's gradient, as Megatron-LM writes by
-hand (Korthikanti et al. 2022, section 4.2.2). Only ops that compute are moved, never
-across a wait or a write, so that collectives, draws and writes keep their order on all
-ranks. What is moved holds what it reads for longer: the nearest are moved, up to
-``HELD`` times the bytes of the collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import fx
@@ -35,100 +25,19 @@ from fxpar.passes.order.bucket_collectives import (
     bucket,
     bucket_sizes,
     from_inputs,
-    region_of,
 )
+from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.recompute_in_step import recompute_in_step
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.order.small_collectives import (
     needed,
-    only_computes,
     start_first,
     wait_last,
 )
-from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS
 from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.passes.stages.stage_kinds import draws
-from fxpar.sharding.cost.op import bytes_of, contracts, viewed
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 ours = torch.ops.fxpar
-
-# Bytes that are held for longer, in those of the collective. The gradients of a
-# transformer block's weights read up to ten times what is reduced of its input's.
-HELD = 16
-
-# So many nodes before a collective are looked at.
-_FAR = 1000
-
-
-def delay(graph: fx.Graph) -> None:
-    """Put work behind each collective that has none beside it."""
-    nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    work = list(accumulate((_is_work(n) for n in nodes), initial=0))
-    delayed: set[fx.Node] = set()
-    # ``prefetch`` hides these.
-    input_derived = from_inputs(graph, through=(*KINDS, *WAITS))
-    begin = 0  # behind the last wait or write
-    for at, node in enumerate(nodes):
-        if node.target in WAITS or op_facts_of(node.target).mutates:
-            begin = at + 1
-        end = min((place[u] for u in node.users if _is_wait_of(u, node)), default=at)
-        has_work_beside = end <= at or work[end] > work[at + 1] or node in input_derived
-        if (
-            has_work_beside
-            or not node.all_input_nodes  # a message that comes
-            or is_chunk(node)
-            or region_of(node)
-            or work[at] == work[begin]
-        ):
-            continue
-        movable = _unneeded(node, nodes[max(begin, at - _FAR) : at], delayed)
-        if any(map(_is_work, movable)):
-            for work_node in reversed(movable):
-                node.append(work_node)
-            delayed.update(movable)
-    graph.lint()
-
-
-def _is_work(node: fx.Node) -> bool:
-    return contracts(node.target) or node.target in PRODUCTS
-
-
-def _is_wait_of(user: fx.Node, node: fx.Node) -> bool:
-    return user.target in WAITS and user.args[0] is node
-
-
-def _unneeded(
-    node: fx.Node, since: Sequence[fx.Node], delayed: Collection[fx.Node]
-) -> list[fx.Node]:
-    """Of the nodes ``since`` a wait, in order, those that neither ``node`` needs nor
-    anything that stays. What else reads an all-reduce's operand stays: it is done in
-    place if nothing does later."""
-    stay_reads, operand = set(node.all_input_nodes), node.all_input_nodes[0]
-    source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
-    room = HELD * max(bytes_of(node), bytes_of(operand))
-    read_longer: set[fx.Node] = set()
-    movable = []
-    for candidate in reversed(since):
-        reads = {viewed(n) for n in candidate.all_input_nodes}
-        longer = [n for n in reads - read_longer if not any(node < u for u in n.users)]
-        size = sum(map(bytes_of, longer)) - (
-            bytes_of(candidate) if candidate in read_longer else 0
-        )
-        stays = (
-            candidate in stay_reads
-            or candidate in delayed
-            or not only_computes(candidate)
-        )
-        if stays or size > room or source in reads:
-            stay_reads.update(candidate.all_input_nodes)
-            continue
-        movable.append(candidate)
-        read_longer.update(reads)
-        room -= size
-    return movable[::-1]
-
 
 c10d = torch.ops._c10d_functional
 

@@ -1,0 +1,198 @@
+"""Verb ``overlap`` of the permutes of a halo and the convolution that reads it: windows
+that read only rows of the shard run while the rows around it come.
+
+In: a local graph with steps, in which a convolution reads rows that permutes bring,
+joined with the rows of a shard. Out: the convolution of the shard alone, behind the
+start of the permutes, that of the windows at its ends behind them, and their results
+joined:
+
+    p = permute(x[-1:]);  y = conv(cat(p, x))
+    p = permute(x[-1:]);  y = cat(conv(cat(p, x[:2])), conv(x))
+
+Where both ends have as many windows they are one convolution, joined along the batch,
+since small kernels take longer than their arithmetic. Each window reads what it read,
+so that no number changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.fusion.node_legality import arrange
+from fxpar.fusion.schedule import Line
+from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.verbs import overlap_attention
+from fxpar.fusion.verbs.overlap import between
+from fxpar.passes import collective_nodes
+from fxpar.passes.builder import Builder
+
+aten = torch.ops.aten
+
+_CONVOLUTION = aten.convolution.default
+
+
+class NoInnerWindows(Exception):
+    """Why a convolution has no windows that could run before a halo is there."""
+
+
+@dataclass(frozen=True)
+class WindowsByEnd:
+    """The windows of a convolution along one dim, by which rows they read."""
+
+    # Of tensors, along which rows are joined.
+    dim: int
+    # What is joined, in order.
+    parts: tuple[fx.Node, ...]
+    # Rows from one window to the next.
+    stride: int
+    # Rows from the first that a window reads to the last.
+    span: int
+    # How many windows there are.
+    count: int
+    # The first that reads no row of a halo.
+    first: int
+    # The first behind those.
+    last: int
+
+    def rows(self, build: Builder, first: int, last: int) -> fx.Node:
+        """The rows that windows ``[first, last)`` read."""
+        start, end = first * self.stride, (last - 1) * self.stride + self.span
+        read, at = [], 0
+        for part in self.parts:
+            size = part.meta["val"].shape[self.dim]
+            low, high = max(0, start - at), min(size, end - at)
+            if low < high:
+                whole = (low, high) == (0, size)
+                args = part, self.dim, low, high
+                read.append(part if whole else build.call(aten.slice.Tensor, *args))
+            at += size
+        return read[0] if len(read) == 1 else _joined(build, read, self.dim)
+
+
+def overlap(
+    edit: Edit,
+    starts: tuple[fx.Node, ...],
+    ends: tuple[fx.Node, ...],
+    chunks: int | None = None,
+    dim: int | None = None,
+    ring: int | None = None,
+    fused: int = 0,
+) -> list[fx.Node]:
+    """``overlap([permute, permute_1], convolution)``: gives its result, and that of the
+    windows that read no halo; anything else is ``overlap_attention.overlap``, whose
+    options these are."""
+    is_halo = len(ends) == 1 and ends[0].target is _CONVOLUTION
+    if not is_halo or any(n.target is not collective_nodes.permute for n in starts):
+        args = starts, ends, chunks, dim, ring, fused
+        return overlap_attention.overlap(edit, *args)
+    (end,) = ends
+    if fused or any(option is not None for option in (chunks, dim, ring)):
+        why = "is cut where its windows read a halo"
+        raise refuse("overlap", end, why, fix="leave out chunks, dim, ring and fused")
+    try:
+        windows = _windows(end, starts)
+    except NoInnerWindows as why:
+        raise refuse("overlap", end, str(why)) from None
+    with edit.before(end) as build:
+        inner = _convolved(build, end, windows.rows(build, windows.first, windows.last))
+    for node in between(starts, (end,))[:-1]:
+        end.prepend(node)
+    with edit.before(end) as build:
+        whole = _joined(build, _with_ends(build, end, windows, inner), windows.dim)
+    for start in starts:
+        start.meta["fxpar_chunk"] = True
+    edit.swap(end, whole)
+    arrange(edit.graph)
+    return [whole, inner]
+
+
+def lines_of(graph: fx.Graph) -> list[tuple[Line, list[fx.Node], fx.Node]]:
+    """A line for each convolution of a local graph with steps that has windows which
+    read no halo; the permutes of that, and the convolution."""
+    out = []
+    for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
+        starts = _permutes(node)
+        try:
+            _windows(node, starts)
+        except NoInnerWindows:
+            continue
+        names = tuple(start.name for start in starts)
+        out.append((Line("overlap", (names, node.name)), starts, node))
+    return out
+
+
+def _permutes(node: fx.Node) -> list[fx.Node]:
+    """The permutes that bring rows to what a convolution reads joined."""
+    x: Any = node.args[0]
+    if x.target is not aten.cat.default:
+        return []
+    parts: Any = x.args[0]
+    near = [read for part in parts for read in (part, *part.all_input_nodes)]
+    permutes = (n for n in near if n.target is collective_nodes.permute)
+    return sorted(dict.fromkeys(permutes))
+
+
+def _windows(node: fx.Node, starts: Sequence[fx.Node]) -> WindowsByEnd:
+    """The windows of a convolution that reads what ``starts`` bring."""
+    x, weight, _, strides, padding, dilation, transposed, *_ = node.args
+    if transposed:
+        raise NoInnerWindows("is transposed: its result has the halo")
+    if not starts or x.target is not aten.cat.default:
+        raise NoInnerWindows("reads no rows that come, joined with others")
+    parts, *dims = x.args
+    dim = dims[0] if dims else 0
+    at = dim - 2  # among the dims that windows slide over
+    if at < 0 or padding[at]:
+        raise NoInnerWindows(
+            "pads the dim that rows are joined along, or slides over others"
+        )
+    late = set(between(tuple(starts), (x,)))
+    unread = set(starts).difference(n for node in late for n in node.all_input_nodes)
+    if unread:
+        raise NoInnerWindows(
+            f"does not read the rows of {min(unread).name} joined with others"
+        )
+    comes = [part in late or part in starts for part in parts]
+    own = [i for i, is_late in enumerate(comes) if not is_late]
+    if not own or any(comes[own[0] : own[-1]]):
+        raise NoInnerWindows("joins rows that come between others, or no others")
+    sizes = [part.meta["val"].shape[dim] for part in parts]
+    stride, before = strides[at], sum(sizes[: own[0]])
+    span = dilation[at] * (weight.meta["val"].shape[dim] - 1) + 1
+    count, held = node.meta["val"].shape[dim], sum(sizes[: own[-1] + 1])
+    first, last = -(-before // stride), min(count, (held - span) // stride + 1)
+    if last <= first:
+        raise NoInnerWindows("has no window that reads only rows which are there")
+    return WindowsByEnd(dim, tuple(parts), stride, span, count, first, last)
+
+
+def _with_ends(
+    build: Builder, end: fx.Node, windows: WindowsByEnd, inner: fx.Node
+) -> list[fx.Node]:
+    """Results of all windows, in order, of which ``inner`` are there."""
+    spans = (0, windows.first), (windows.last, windows.count)
+    sizes = [last - first for first, last in spans]
+    reads = [windows.rows(build, *span) for span in spans if span[0] < span[1]]
+    if len(reads) == 2 and sizes[0] == sizes[1]:
+        both = _convolved(build, end, _joined(build, reads, 0))
+        n = inner.meta["val"].shape[0]
+        ends = [
+            build.call(aten.slice.Tensor, both, 0, i * n, (i + 1) * n) for i in range(2)
+        ]
+    else:
+        ends = [_convolved(build, end, rows) for rows in reads]
+    at = int(sizes[0] > 0)
+    return [*ends[:at], inner, *ends[at:]]
+
+
+def _convolved(build: Builder, end: fx.Node, x: fx.Node) -> fx.Node:
+    return build.call(_CONVOLUTION, x, *end.args[1:])
+
+
+def _joined(build: Builder, parts: Sequence[fx.Node], dim: int) -> fx.Node:
+    return build.call(aten.cat.default, list(parts), dim)

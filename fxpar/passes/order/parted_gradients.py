@@ -1,0 +1,89 @@
+"""bound -> bound: a convolution's backward as two calls, and as one again.
+
+In: a backward by itself and ``aten.convolution_backward`` nodes of it, each of which
+makes gradients of the input, the weight and the bias at once. Out: the same values,
+those of weight and bias made by a call of their own (``part``), so that they can run
+beside a collective of the input's (``delay``), or by the one call again (``join``).
+Either way each is computed as it was: libraries have a kernel for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+def part_nearest(node: fx.Node, since: Sequence[fx.Node]) -> fx.Node | None:
+    """Part the last of the convolutions' backwards ``since`` whose gradient of the
+    input ``node`` needs, and no other; the call that makes these."""
+    sources = _sources(node, since)
+    for call in reversed(since):
+        if call in sources and call.target is BACKWARD:
+            others = [user for user in call.users if user.args[1]]
+            return part(call) if others and sources.isdisjoint(others) else None
+    return None
+
+
+def part(call: fx.Node) -> fx.Node:
+    """Have the gradients of weight and bias made by a call of its own, behind ``call``,
+    which is given back; ``call`` makes that of the input alone."""
+    mask = _mask(call)
+    with call.graph.inserting_after(call):
+        half = call.graph.call_function(BACKWARD, call.args)
+    half.meta = dict(call.meta)
+    _ask_for(half, [False, *mask[1:]], call.meta["val"])
+    for user in list(call.users):
+        if user.args[1]:
+            user.replace_input_with(call, half)
+    _ask_for(call, [mask[0], False, False], call.meta["val"])
+    return half
+
+
+def join(call: fx.Node, half: fx.Node) -> None:
+    """Undo ``part``."""
+    mask = [_mask(call)[0], *_mask(half)[1:]]
+    values = (call.meta["val"][0], *half.meta["val"][1:])
+    half.replace_all_uses_with(call)
+    call.graph.erase_node(half)
+    _ask_for(call, mask, values)
+
+
+def computed_of(half: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """``half`` and those of the nodes, in order, that read nothing else."""
+    alone = {half}
+    for node in nodes:
+        read = node.all_input_nodes
+        if read and alone.issuperset(read):
+            alone.add(node)
+    return alone
+
+
+def _mask(call: fx.Node) -> list[bool]:
+    mask: Any = call.args[-1]
+    return list(mask)
+
+
+def _ask_for(call: fx.Node, mask: Sequence[bool], values: Sequence[Any]) -> None:
+    """Have a call make the gradients of the mask, of all ``values``, alone."""
+    call.args = (*call.args[:-1], list(mask))
+    call.meta["val"] = tuple(
+        value if is_asked else None
+        for value, is_asked in zip(values, mask, strict=True)
+    )
+
+
+def _sources(node: fx.Node, since: Sequence[fx.Node]) -> set[fx.Node]:
+    """What ``node`` is computed from, among ``since``."""
+    near, stack = set(since), [node]
+    sources: set[fx.Node] = set()
+    while stack:
+        for read in stack.pop().all_input_nodes:
+            if read in near and read not in sources:
+                sources.add(read)
+                stack.append(read)
+    return sources
