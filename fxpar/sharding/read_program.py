@@ -224,7 +224,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         ops,
         inputs,
         outputs,
-        _with_batch_apart(signature, ops, outputs),
+        _with_batch_apart(signature, ops, inputs, outputs),
         producers,
         uses,
         value_of,
@@ -233,7 +233,10 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
 
 
 def _with_batch_apart(
-    signature: Signature, ops: Sequence[Op], outputs: Sequence[int | None]
+    signature: Signature,
+    ops: Sequence[Op],
+    inputs: Sequence[int | None],
+    outputs: Sequence[int | None],
 ) -> Signature:
     """Results that follow the batch leave whole where rows were put before or behind
     it, or taken out: a rank's part of such rows is not of its own samples. Gradients
@@ -241,6 +244,13 @@ def _with_batch_apart(
     if not signature.batch:
         return signature
     resized: set[tuple[int, int]] = set()
+    # Dims that hold the batch: rows of others (a weight that is repeated for each
+    # sample) may come and go.
+    held = {
+        (v, 0)
+        for v, declared in zip(inputs, signature.inputs, strict=True)
+        if v is not None and _is_fed(declared, signature)
+    }
     for op in ops:
         moved = {m.dim for m in op.rule.moves if set(m.sources) != set(m.targets)}
         moved |= {w.dim for w in op.rule.windows if w.rows != w.count}
@@ -248,9 +258,12 @@ def _with_batch_apart(
         places = [
             (v, d, dim[0]) for v, dims in led for d, dim in enumerate(dims) if dim
         ]
+        batched = {f for v, d, f in places if (v, d) in held}
         factors = {f for v, d, f in places if (v, d) in resized}
-        factors |= {f for _, d, f in places if d in moved}
-        resized |= {(v, d) for v, d, f in places if f in factors and v in op.results}
+        factors |= {f for _, d, f in places if d in moved and f in batched}
+        made = [place for place in places if place[0] in op.results]
+        held |= {(v, d) for v, d, f in made if f in batched}
+        resized |= {(v, d) for v, d, f in made if f in factors}
     return replace(
         signature,
         outputs=tuple(
@@ -260,6 +273,12 @@ def _with_batch_apart(
             for out, v in zip(signature.outputs, outputs, strict=True)
         ),
     )
+
+
+def _is_fed(declared: Input, signature: Signature) -> bool:
+    """Whether ranks feed parts of an input."""
+    rest = declared.rest
+    return rest is not None and rest.dims[:1] == (signature.batch,)
 
 
 def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:
