@@ -417,7 +417,8 @@ def counts(net, x, y, w):
     hits = net.logits(x).argmax(-1) == y
     kept = y.ne(PAD)
     rows = torch.stack([hits.sum(), kept.sum()])
-    return rows, hits.sum() + kept.sum() * 2, F.one_hot(y, 5).sum((0, 1)), y.numel()
+    sums = rows, hits.sum() + kept.sum() * 2, F.one_hot(y, 5).sum((0, 1))
+    return *sums, y.numel(), len(x) / 2, x.shape[1] * len(x) > 8
 
 
 def counted() -> tuple[Any, Any, tuple[str, ...]]:
@@ -425,13 +426,15 @@ def counted() -> tuple[Any, Any, tuple[str, ...]]:
     net = Net(counts)
     run = torch.compile(net, backend="fxpar", options=options())
     batch = [x.chunk(RANKS)[dist.get_rank()].clone() for x in uneven(0)]
-    return [*run(*batch)[:3]], [*net(*batch)[:3]], plans()[-1].notes
+    return run(*batch), net(*batch), plans()[-1].notes
 
 
 def test_counts_are_those_of_the_rank() -> None:
+    """Sums of flags, and sizes."""
     ranks = shared_pool(RANKS).run(counted)
-    for got, want, notes in ranks:
+    for (*got, rows, half, many), (*want, of_rows, of_half, of_many), notes in ranks:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert (rows, half, many) == (of_rows, of_half, of_many) == (16, 2.0, True)
         assert sum("each rank's own" in note for note in notes) == 3
     assert not torch.equal(ranks[0][0][0], ranks[1][0][0])
 
