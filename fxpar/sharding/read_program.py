@@ -24,6 +24,7 @@ from fxpar.sharding.program import (
     OPEN,
     Input,
     Op,
+    Output,
     Program,
     Signature,
     Value,
@@ -239,8 +240,9 @@ def _with_batch_apart(
     outputs: Sequence[int | None],
 ) -> Signature:
     """Results that follow the batch leave whole where rows were put before or behind
-    it, or taken out: a rank's part of such rows is not of its own samples. Gradients
-    have the rows of their inputs."""
+    it, or taken out: a rank's part of such rows is not of its own samples. So do those
+    without it, as of parameters, which may lie split over the same axes. Gradients have
+    the rows of their inputs."""
     if not signature.batch:
         return signature
     resized: set[tuple[int, int]] = set()
@@ -251,6 +253,7 @@ def _with_batch_apart(
         for v, declared in zip(inputs, signature.inputs, strict=True)
         if v is not None and _is_fed(declared, signature)
     }
+    from_inputs = {v for v in inputs if v is not None}
     for op in ops:
         moved = {m.dim for m in op.rule.moves if set(m.sources) != set(m.targets)}
         moved |= {w.dim for w in op.rule.windows if w.rows != w.count}
@@ -264,21 +267,29 @@ def _with_batch_apart(
         made = [place for place in places if place[0] in op.results]
         held |= {(v, d) for v, d, f in made if f in batched}
         resized |= {(v, d) for v, d, f in made if f in factors}
+        if not from_inputs.isdisjoint(op.operands):
+            from_inputs.update(op.results)
+
+    def is_apart(out: Output, v: int | None) -> bool:
+        if v is None or (out.kind, out.lie) != ("output", "batch"):
+            return False
+        return (v, 0) in resized or v in from_inputs and (v, 0) not in held
+
     return replace(
         signature,
         outputs=tuple(
-            replace(out, lie="whole")
-            if (out.kind, out.lie) == ("output", "batch") and (v, 0) in resized
-            else out
+            replace(out, lie="whole") if is_apart(out, v) else out
             for out, v in zip(signature.outputs, outputs, strict=True)
         ),
     )
 
 
 def _is_fed(declared: Input, signature: Signature) -> bool:
-    """Whether ranks feed parts of an input."""
-    rest = declared.rest
-    return rest is not None and rest.dims[:1] == (signature.batch,)
+    """Whether ranks feed parts of an input; parameters may lie split over the same
+    axes."""
+    rest, batch = declared.rest, signature.batch
+    is_split = rest is not None and rest.dims[:1] == (batch,)
+    return declared.kind in ("input", "tangent") and is_split
 
 
 def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:

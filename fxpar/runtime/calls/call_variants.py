@@ -123,7 +123,7 @@ class Calls:
         # In local mode: of the graph's results those that are sizes, or computed from
         # them, which leave as the rank's own.
         self.left: dict[int, Any] = {}
-        if self.local and owner == FORWARD:
+        if self.local:
             results = enumerate(gm.graph.output_node().args[0])
             each = {i: value_of(x) for i, x in results if isinstance(x, fx.Node)}
             self.left = {i: x for i, x in each.items() if _torch.symbols.is_number(x)}
