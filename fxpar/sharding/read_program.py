@@ -33,7 +33,7 @@ from fxpar.sharding.program import (
     user_line,
 )
 from fxpar.sharding.rules import row_of
-from fxpar.sharding.rules.custom_op_rules import manual_axes, pinned
+from fxpar.sharding.rules.custom_op_rules import axes_inside, manual_axes, pinned
 from fxpar.sharding.rules.table import evaluate, tensors_of
 from fxpar.sharding.shift_messages import NAME as SHIFT
 
@@ -164,7 +164,8 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 fix="compute it outside of the compiled code",
             )
         shape = tuple(map(int, tensor.shape))
-        values.append(Value(index, name, shape, tensor.dtype, _open_shape(node, i)))
+        open_shape, inside = _open_shape(node, i), axes_inside(node, manual)
+        values.append(Value(index, name, shape, tensor.dtype, open_shape, inside))
         uses.append([])
         value_of[node, i] = index
         return index
