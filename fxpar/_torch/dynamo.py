@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -145,10 +146,34 @@ def graph_break_line(gm: fx.GraphModule) -> str | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    if not reason.user_stack:
+    return _line_of_break(reason)
+
+
+def _line_of_break(reason: Any) -> str:
+    """The innermost frame outside torch, of which its modules are, if there is one."""
+    stack = reason.user_stack
+    if not stack:
         return str(reason.reason).splitlines()[0]
-    frame = reason.user_stack[-1]
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
+    own = [frame for frame in stack if not frame.filename.startswith(torch_folder)]
+    frame = (own or stack)[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def graph_breaks_so_far() -> int:
+    """How many breaks ``graph_breaks_since`` counts by now."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return len(graph_break_reasons)
+
+
+def graph_breaks_since(count: int) -> list[tuple[str, str]]:
+    """Why, and at which of the user's lines, Dynamo broke graphs after the first
+    ``count``, those included of which nothing had been traced by then."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    reasons = graph_break_reasons[count:]
+    return [(str(r.reason).splitlines()[0], _line_of_break(r)) for r in reasons]
 
 
 def surrounding_ddp() -> torch.nn.Module | None:

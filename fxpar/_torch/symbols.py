@@ -78,6 +78,26 @@ def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:
     return _computed(x.node.expr, values.__getitem__, lambda op, *args: op(*args))
 
 
+def is_number(x: Any) -> bool:
+    """Whether it is a symbolic number."""
+    return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def number_at(x: Any, sizes: Mapping[str, int]) -> int | float | bool | None:
+    """A symbolic number where its symbols, by name, are these sizes; None if it depends
+    on others."""
+    import sympy
+
+    expr = x.node.expr
+    values = {s: sizes.get(str(s)) for s in expr.free_symbols}
+    if None in values.values():
+        return None
+    value = expr.xreplace({s: sympy.Integer(n) for s, n in values.items()})
+    if isinstance(x, torch.SymBool):
+        return bool(value)
+    return int(value) if isinstance(x, torch.SymInt) else float(value)
+
+
 def _operators() -> dict[Any, Callable[..., Any]]:
     import sympy
     from torch.utils._sympy import functions

@@ -97,7 +97,8 @@ def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
     """The steps a reshard is lowered to."""
     value = decision.program.values[reshard.value]
     source, target = reshard.source, reshard.target
-    return steps(source, target, decision.mesh, value.shape, value.dtype.itemsize)
+    itemsize, apart = value.dtype.itemsize, value.manual
+    return steps(source, target, decision.mesh, value.shape, itemsize, apart)
 
 
 def decide(

@@ -7,7 +7,7 @@ cut into stages, each of which runs on the ranks at one place along it. Data: a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import MeshError, OptionError
@@ -132,9 +132,14 @@ def split_off(mesh: Mesh, schedule: str = "auto") -> tuple[Mesh, Pipeline | None
 def without_stages(mesh: Mesh) -> Mesh:
     """The mesh that one stage runs on."""
     axis = pipeline_axis(mesh)
-    if axis is None:
+    return mesh if axis is None else without(mesh, (axis,))
+
+
+def without(mesh: Mesh, axes: Collection[str]) -> Mesh:
+    """The mesh of the ranks that differ along other axes than these."""
+    positions = [i for i, name in enumerate(mesh.names) if name not in axes]
+    if len(positions) == len(mesh.names):
         return mesh
-    positions = [i for i, name in enumerate(mesh.names) if name != axis]
     return Mesh(
         tuple(mesh.axes[i] for i in positions),
         tuple(mesh.links[i] for i in positions),

@@ -130,6 +130,9 @@ class Value:
     dtype: torch.dtype
     # Its shape with the sizes that the program leaves open as symbols.
     open: tuple[Any, ...] = field(default=(), compare=False)
+    # Of the manual regions that it is made in: it differs between their ranks, though
+    # its spec has none of them.
+    manual: Axes = field(default=(), compare=False)
 
     @property
     def sizes(self) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from fxpar.sharding.program import (
     OPEN,
     Input,
     Op,
+    Output,
     Program,
     Signature,
     Value,
@@ -33,7 +34,7 @@ from fxpar.sharding.program import (
     user_line,
 )
 from fxpar.sharding.rules import row_of
-from fxpar.sharding.rules.custom_op_rules import manual_axes, pinned
+from fxpar.sharding.rules.custom_op_rules import axes_inside, manual_axes, pinned
 from fxpar.sharding.rules.table import evaluate, tensors_of
 from fxpar.sharding.shift_messages import NAME as SHIFT
 
@@ -169,7 +170,8 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 fix="compute it outside of the compiled code",
             )
         shape = tuple(map(int, tensor.shape))
-        values.append(Value(index, name, shape, tensor.dtype, _open_shape(node, i)))
+        open_shape, inside = _open_shape(node, i), axes_inside(node, manual)
+        values.append(Value(index, name, shape, tensor.dtype, open_shape, inside))
         uses.append([])
         value_of[node, i] = index
         return index
@@ -230,7 +232,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         ops,
         inputs,
         outputs,
-        _with_batch_apart(signature, ops, outputs),
+        _with_batch_apart(signature, ops, inputs, outputs),
         producers,
         uses,
         value_of,
@@ -239,14 +241,26 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
 
 
 def _with_batch_apart(
-    signature: Signature, ops: Sequence[Op], outputs: Sequence[int | None]
+    signature: Signature,
+    ops: Sequence[Op],
+    inputs: Sequence[int | None],
+    outputs: Sequence[int | None],
 ) -> Signature:
     """Results that follow the batch leave whole where rows were put before or behind
-    it, or taken out: a rank's part of such rows is not of its own samples. Gradients
-    have the rows of their inputs."""
+    it, or taken out: a rank's part of such rows is not of its own samples. So do those
+    without it, as of parameters, which may lie split over the same axes. Gradients have
+    the rows of their inputs."""
     if not signature.batch:
         return signature
     resized: set[tuple[int, int]] = set()
+    # Dims that hold the batch: rows of others (a weight that is repeated for each
+    # sample) may come and go.
+    held = {
+        (v, 0)
+        for v, declared in zip(inputs, signature.inputs, strict=True)
+        if v is not None and _is_fed(declared, signature)
+    }
+    from_inputs = {v for v in inputs if v is not None}
     for op in ops:
         moved = {m.dim for m in op.rule.moves if set(m.sources) != set(m.targets)}
         moved |= {w.dim for w in op.rule.windows if w.rows != w.count}
@@ -254,18 +268,35 @@ def _with_batch_apart(
         places = [
             (v, d, dim[0]) for v, dims in led for d, dim in enumerate(dims) if dim
         ]
+        batched = {f for v, d, f in places if (v, d) in held}
         factors = {f for v, d, f in places if (v, d) in resized}
-        factors |= {f for _, d, f in places if d in moved}
-        resized |= {(v, d) for v, d, f in places if f in factors and v in op.results}
+        factors |= {f for _, d, f in places if d in moved and f in batched}
+        made = [place for place in places if place[0] in op.results]
+        held |= {(v, d) for v, d, f in made if f in batched}
+        resized |= {(v, d) for v, d, f in made if f in factors}
+        if not from_inputs.isdisjoint(op.operands):
+            from_inputs.update(op.results)
+
+    def is_apart(out: Output, v: int | None) -> bool:
+        if v is None or (out.kind, out.lie) != ("output", "batch"):
+            return False
+        return (v, 0) in resized or v in from_inputs and (v, 0) not in held
+
     return replace(
         signature,
         outputs=tuple(
-            replace(out, lie="whole")
-            if (out.kind, out.lie) == ("output", "batch") and (v, 0) in resized
-            else out
+            replace(out, lie="whole") if is_apart(out, v) else out
             for out, v in zip(signature.outputs, outputs, strict=True)
         ),
     )
+
+
+def _is_fed(declared: Input, signature: Signature) -> bool:
+    """Whether ranks feed parts of an input; parameters may lie split over the same
+    axes."""
+    rest, batch = declared.rest, signature.batch
+    is_split = rest is not None and rest.dims[:1] == (batch,)
+    return declared.kind in ("input", "tangent") and is_split
 
 
 def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:

@@ -128,6 +128,18 @@ class WithNorm(nn.Module):
         return self.down(self.normed(self.up(x)))
 
 
+class BrokenAtOnce(nn.Module):
+    """The norm reads how many batches there were: a break before anything is traced,
+    behind which a module of torch, that Dynamo does not compile by itself, is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.BatchNorm1d(3, momentum=None), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.down(self.norm(x))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "lstm": WithLSTM,
     "gru": WithGRU,
@@ -138,6 +150,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "all disabled": WhollyDisabled,
     "whole": Whole,
     "norm": WithNorm,
+    "broken at once": BrokenAtOnce,
 }
 
 
@@ -295,6 +308,7 @@ def warned(name: str, inputs: str) -> list[str]:
         ("nonzero", "NonzeroLoop.forward is in no graph: Dynamic shape", "nonzero"),
         ("item", "ItemInTry.forward is in no graph: .*item", ".item()"),
         ("all disabled", "WhollyDisabled is in no graph: .*disable", None),
+        ("broken at once", "code at a graph break is in no graph: .*item", "self.norm"),
     ],
 )
 def test_a_skipped_frame_is_said_once(name, why, line, inputs) -> None:

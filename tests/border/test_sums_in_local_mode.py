@@ -417,7 +417,8 @@ def counts(net, x, y, w):
     hits = net.logits(x).argmax(-1) == y
     kept = y.ne(PAD)
     rows = torch.stack([hits.sum(), kept.sum()])
-    return rows, hits.sum() + kept.sum() * 2, F.one_hot(y, 5).sum((0, 1)), y.numel()
+    sums = rows, hits.sum() + kept.sum() * 2, F.one_hot(y, 5).sum((0, 1))
+    return *sums, y.numel(), len(x) / 2, x.shape[1] * len(x) > 8
 
 
 def counted() -> tuple[Any, Any, tuple[str, ...]]:
@@ -425,15 +426,59 @@ def counted() -> tuple[Any, Any, tuple[str, ...]]:
     net = Net(counts)
     run = torch.compile(net, backend="fxpar", options=options())
     batch = [x.chunk(RANKS)[dist.get_rank()].clone() for x in uneven(0)]
-    return [*run(*batch)[:3]], [*net(*batch)[:3]], plans()[-1].notes
+    return run(*batch), net(*batch), plans()[-1].notes
 
 
 def test_counts_are_those_of_the_rank() -> None:
+    """Sums of flags, and sizes."""
     ranks = shared_pool(RANKS).run(counted)
-    for got, want, notes in ranks:
+    for (*got, rows, half, many), (*want, of_rows, of_half, of_many), notes in ranks:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert (rows, half, many) == (of_rows, of_half, of_many) == (16, 2.0, True)
         assert sum("each rank's own" in note for note in notes) == 3
     assert not torch.equal(ranks[0][0][0], ranks[1][0][0])
+
+
+def rows_of_parameters(net, x, y, w):
+    """Beside a loss, rows of parameters, which ``fxpar.shard`` splits as parts lie."""
+    return tokens(net, x, y, "mean"), net.up.weight.norm(dim=1), net.down.bias * 2
+
+
+def parameters_out() -> list[Any]:
+    torch._dynamo.reset()
+    net = fxpar.shard(Net(rows_of_parameters), mesh="dp=2")
+    run = torch.compile(net, backend="fxpar", options=options())
+    batch = [x.chunk(RANKS)[dist.get_rank()].clone() for x in samples(0)]
+    return [x.detach() for x in (*run(*batch), *Net(rows_of_parameters)(*batch))]
+
+
+def test_rows_of_parameters_are_no_parts_of_the_batch() -> None:
+    for _, norms, biases, _, of_norms, of_biases in shared_pool(RANKS).run(
+        parameters_out
+    ):
+        close([norms, biases], [of_norms, of_biases])
+
+
+def by_token(net, x, y, w):
+    return net.logits(x).transpose(0, 1)
+
+
+def said_of_whole() -> tuple[list[str], torch.Size]:
+    torch._dynamo.reset()
+    run = torch.compile(Net(by_token), backend="fxpar", options=options())
+    batch = [x.chunk(RANKS)[dist.get_rank()].clone() for x in samples(0)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", FxparWarning)
+        shapes = {run(*batch).shape for _ in range(2)}
+    return [str(w.message) for w in said if w.category is FxparWarning], shapes.pop()
+
+
+def test_a_result_that_holds_the_batch_elsewhere_leaves_whole_and_is_said() -> None:
+    (said, shape), (others, _) = shared_pool(RANKS).run(said_of_whole)
+    (text,) = (x for x in said if "leaves whole" in x)
+    assert shape == (4, 8, 5) and "along its dim 1" in text
+    assert "net.logits(x).transpose(0, 1)" in text
+    assert not any("leaves whole" in x for x in others)
 
 
 # What no rank can do by itself

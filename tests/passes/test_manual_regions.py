@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch.distributed import _functional_collectives as collectives
 
 import fxpar
-from fxpar import shard_map
+from fxpar import Mesh, Spec, shard_map
+from fxpar.sharding.reshard.route import steps
+from tests.helpers.machines import machine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
@@ -93,3 +96,31 @@ def test_regions_are_numbered_in_order() -> None:
     for plan in (first, second):
         found = plan.result.normalized.find_nodes(op="call_function", target=edges)
         assert [node.args[4] for node in found] == [0]
+
+
+def test_ranks_of_a_region_do_not_share_the_work_of_a_reshard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight inside has no axis of the region, and other values on each of its
+    ranks: it is gathered over ``dp`` by ``dp`` alone, though ``tp`` would speed it."""
+    machine().save(tmp_path / "machine.json")
+    monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "machine.json"))
+
+    def of_columns(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce((x @ a).tanh() @ b, "sum", "tp")
+
+    def mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        specs = None, (None, "tp"), ("tp", None)
+        return fxpar.shard_map(of_columns, specs, (None,), axes="tp")(x, a, b)
+
+    args = [torch.randn(s).double() for s in ((8, 4, 8), (8, 16), (16, 8))]
+    plan = fxpar.plan(mlp, *args, mesh="dp=2,tp=2", mode="search")
+    torch.testing.assert_close(plan.simulate(*args), mlp(*args))
+    gathers = [c.axes for c in plan.collectives if c.kind == "all_gather"]
+    assert set(gathers) == {("dp",)}
+
+    mesh, parts = machine().on(Mesh.parse("dp=2,tp=2")), Spec("dp", None)
+    alone = steps(parts, Spec.whole(2), mesh, (8, 8), 8, ("tp",))
+    assert [(step.kind, step.axes) for step in alone] == [("all_gather", ("dp",))]
+    shared = steps(parts, Spec.whole(2), mesh, (8, 8), 8)
+    assert any("tp" in step.axes for step in shared)  # which would mix what ranks have

@@ -372,3 +372,22 @@ def run_parts() -> None:
 
 def test_parts_that_ranks_feed() -> None:
     ranks_of("dp=2").run(run_parts)
+
+
+def run_repeated_weight() -> None:
+    """A weight that is repeated for each sample, as in an instance norm, takes no row
+    of the batch: what is made of both stays this rank's part."""
+    rank = torch.distributed.get_rank()
+    parts = [torch.arange(12.0).reshape(4, 3) + 100 * i for i in range(2)]
+    options = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x.flatten() * weight.repeat(len(x))).view_as(x)
+
+    got = torch.compile(scaled, backend="fxpar", options=options)(parts[rank])
+    torch.testing.assert_close(got, parts[rank] * weight)
+
+
+def test_weights_repeated_for_parts_that_ranks_feed() -> None:
+    ranks_of("dp=2").run(run_repeated_weight)

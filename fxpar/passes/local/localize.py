@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, 
 from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
-from fxpar.sharding.program import Op, Program, user_line
+from fxpar.sharding.program import Op, user_line
 from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.sample_dims import sample_dims
 from fxpar.sharding.spec import Spec
 
 
@@ -52,7 +53,9 @@ class _Localizer:
         # the mean over the ranks of those tangents makes them.
         self.common: dict[fx.Node, fx.Node] = {}
         self.of_parameters = gathered_again(self.program)
-        self.samples = _sample_dims(self.program, decision.edges.specs)
+        inputs = [v for v in self.program.inputs if v is not None]
+        specs = {v: decision.edges.specs[v] for v in inputs}
+        self.samples = sample_dims(self.program, specs)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -236,48 +239,3 @@ class _Localizer:
         return local_op(
             self.build, node, op, self.program, strategy, self.map.__getitem__
         )
-
-
-# (index of a value, one of its dims)
-_Dim = tuple[int, int]
-
-
-def _sample_dims(program: Program, specs: Sequence[Spec]) -> frozenset[_Dim]:
-    """Dims that hold samples of the batch, as rules tie them to a dim along which
-    ranks feed parts of it; not those of parameters, which may be sharded over the same
-    axes. ``specs``: that of each value as it is made."""
-    batch = program.signature.batch
-    if not batch:
-        return frozenset()
-    ties = _tied(program)
-    seeds = [
-        (v, 0)
-        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None
-        and declared.kind in ("input", "tangent")
-        and specs[v].dims[:1] == (batch,)
-    ]
-    seen, stack = set(seeds), list(seeds)
-    while stack:
-        for tied in ties.get(stack.pop(), ()):
-            if tied not in seen:
-                seen.add(tied)
-                stack.append(tied)
-    return frozenset(seen)
-
-
-def _tied(program: Program) -> dict[_Dim, list[_Dim]]:
-    """The dims of an op that lead with the same factor, and so are split together."""
-    ties: dict[_Dim, list[_Dim]] = {}
-    for op in program.ops:
-        led: dict[str, list[_Dim]] = {}
-        for v, dims in zip(op.tensors, op.rule.tensors, strict=False):
-            for d, factors in enumerate(dims):
-                if factors:
-                    led.setdefault(factors[0], []).append((v, d))
-        for dims_of_factor in led.values():
-            first = dims_of_factor[0]
-            for other in dims_of_factor[1:]:
-                ties.setdefault(first, []).append(other)
-                ties.setdefault(other, []).append(first)
-    return ties

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.caches.program_identity import (
@@ -27,6 +28,7 @@ from fxpar.runtime.caches.program_identity import (
     digest,
     placeholders,
     program_text,
+    value_of,
 )
 from fxpar.runtime.calls.call_sizes import SAME, Fed, SizeAgreement, Sizes, sizes_of
 from fxpar.runtime.calls.compile_variants import (
@@ -118,6 +120,13 @@ class Calls:
             compile=compile_graph,
             variants=self.variants,
         )
+        # In local mode: of the graph's results those that are sizes, or computed from
+        # them, which leave as the rank's own.
+        self.left: dict[int, Any] = {}
+        if self.local:
+            results = enumerate(gm.graph.output_node().args[0])
+            each = {i: value_of(x) for i, x in results if isinstance(x, fx.Node)}
+            self.left = {i: x for i, x in each.items() if _torch.symbols.is_number(x)}
         self.drift = self._drift(examples)
         self.fresh = True  # what it is fed was not compared in full
         self.heads: dict[Sizes, str] = {}
@@ -142,7 +151,13 @@ class Calls:
                 run = self._variant_for(heads, all_sums, args)
         elif self.drift is not None:
             self.drift.compare(all_sums)
-        return run(*args)
+        return self._with_own_sizes(run(*args), args) if self.left else run(*args)
+
+    def _with_own_sizes(self, results: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Results of a call, the numbers among them for what this rank feeds."""
+        sizes = {size.name: size.of(args) for size in self.compiler.sizes}
+        own = {i: _torch.symbols.number_at(x, sizes) for i, x in self.left.items()}
+        return tuple(x if own.get(i) is None else own[i] for i, x in enumerate(results))
 
     def _drift(self, examples: Sequence[Any]) -> Drift | None:
         if self.ranks.mesh.size == 1:

@@ -33,7 +33,9 @@ from fxpar.runtime.calls.open_sizes import (
 from fxpar.runtime.calls.uneven_batch import Parts, Whole, parts_of
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.spec import Spec
 
 # So many times as large sizes may be better off with another plan.
 TWICE = 2.0
@@ -66,6 +68,8 @@ class Variants:
     closed: set[str] = field(default_factory=set)
     # Results that hold the batch, once known.
     rows: frozenset[int] | None = None
+    # Whether it was said that some hold it, and leave whole.
+    whole_said: bool = False
     # Sizes that a plan was made for, or looked for, and the variant that they run.
     planned_for: dict[Sizes, int] = field(default_factory=dict)
 
@@ -224,6 +228,29 @@ class VariantCompiler:
             self.variants.rows = frozenset(
                 i for i, spec in specs.items() if spec.dims[:1] == (axes,)
             )
+            self._say_results_whole(specs)
+
+    def _say_results_whole(self, specs: Mapping[int, Spec]) -> None:
+        """Warn of results that hold the batch, and leave with that of all ranks."""
+        if self.variants.whole_said or self.ranks.rank != 0:
+            return
+        results = self.gm.graph.output_node().args[0]
+        for i, dims in _batch_dims(self.gm, self.local).items():
+            if i in self.counts or i not in specs or not specs[i].is_whole:
+                continue
+            self.variants.whole_said = True
+            why = "a rank's part lies along dim 0"
+            if 0 in dims:
+                why = "rows of the batch were joined, moved or counted there"
+            text = compose(
+                f"with FXPAR_INPUTS=local result {results[i].name} leaves whole, with "
+                f"the samples of all ranks along its dim {dims[0]}: {why}",
+                where=user_line(results[i]),
+                fix="return what each sample has by itself, with the batch as dim 0, "
+                "or take this rank's rows of it",
+            )
+            warnings.warn(text, FxparWarning, stacklevel=2)
+            return
 
     def _whole(
         self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
@@ -292,16 +319,20 @@ def is_tensor(node: Any) -> bool:
 
 def _batch_results(gm: fx.GraphModule, local: Collection[int]) -> frozenset[int]:
     """Results whose dim 0 counts the rows of an input that is fed in parts."""
+    return frozenset(i for i, dims in _batch_dims(gm, local).items() if 0 in dims)
+
+
+def _batch_dims(gm: fx.GraphModule, local: Collection[int]) -> dict[int, list[int]]:
+    """The dims of results that count the rows of an input that is fed in parts."""
     values = [value_of(node) for node in placeholders(gm)]
     symbols = {str(s) for i in local for s in _symbols(values[i].shape[0])}
-    results = gm.graph.output_node().args[0]
-    return frozenset(
-        i
-        for i, node in enumerate(results)
-        if is_tensor(node)
-        and value_of(node).dim()
-        and symbols & {str(s) for s in _symbols(value_of(node).shape[0])}
-    )
+    held = {}
+    for i, node in enumerate(gm.graph.output_node().args[0]):
+        shape = value_of(node).shape if is_tensor(node) else ()
+        counting = [{str(s) for s in _symbols(n)} & symbols for n in shape]
+        if any(counting):
+            held[i] = [d for d, counted in enumerate(counting) if counted]
+    return held
 
 
 def _symbols(size: Any) -> set[Any]:

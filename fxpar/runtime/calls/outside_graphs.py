@@ -75,6 +75,8 @@ class _CompiledCallable:
     parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
     before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
+    # Lines of graph breaks that a warning names.
+    broken_at: set[str] = field(default_factory=set)
     # Code that Dynamo began to trace.
     begun: set[types.CodeType] = field(default_factory=set)
     # Whether this rank joined the mesh for it though nothing of it is compiled.
@@ -105,6 +107,7 @@ class _Call:
     # The callable that is called.
     watched: _CompiledCallable
     handled: BaseException | None  # by code around the call
+    breaks_before: int  # that Dynamo had met
     # Of each graph that ran in it, whether the whole call was in it.
     ran: list[bool] = field(default_factory=list)
 
@@ -146,7 +149,8 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
     def enter() -> Callable[[], None]:
         if watched.settings is None:
             _read(watched)
-        _calls.stack.append(_Call(watched, sys.exc_info()[1]))
+        breaks = _torch.dynamo.graph_breaks_so_far()
+        _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks))
         return _leave
 
     begins = functools.partial(_open_batch, watched)
@@ -241,6 +245,8 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
         for x in args:
             if isinstance(x, nn.Parameter):
                 watched.parameters[id(x)] = weakref.ref(x)
+        if broken_at is not None:
+            watched.broken_at.add(broken_at)
         if broken_at is not None and watched.local:
             watched.outside[_Outside("code at a graph break", "", broken_at)] = False
         if not watched.whole[graph] and watched.local:
@@ -259,6 +265,12 @@ def _leave() -> None:
     if not call.ran and not watched.is_joined:
         watched.is_joined = True
         join(watched.settings)  # as the backend does, which is not called here
+    for why, where in _torch.dynamo.graph_breaks_since(call.breaks_before):
+        # Nothing was traced before it, so that no graph ends there.
+        if call.ran and where not in watched.broken_at:
+            watched.broken_at.add(where)
+            outside = _Outside("code at a graph break", why, where)
+            watched.outside.setdefault(outside, False)
     _settle(watched, compiled=bool(call.ran))
 
 

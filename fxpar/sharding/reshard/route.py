@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
+from fxpar.sharding.pipeline_axis import pipeline_axis, without, without_stages
 from fxpar.sharding.program import Program
 from fxpar.sharding.reshard import all_pairs, one_pair
 from fxpar.sharding.reshard.steps import Step, duration, front, written
@@ -30,14 +31,21 @@ from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 
 def steps(
-    source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int = 4
+    source: Spec,
+    target: Spec,
+    mesh: Mesh,
+    shape: Sequence[int],
+    itemsize: int = 4,
+    apart: Axes = (),
 ) -> tuple[Step, ...]:
     """The cheapest steps from ``source`` to ``target`` for a global ``shape``.
+    ``apart``: axes along which ranks have unlike values, though no spec says so: they
+    cannot share the work.
 
     Deterministic; empty if nothing has to be done. Raises SpecError if a spec does not
     fit mesh and shape, or a partial axis is to change its reduction.
     """
-    return _route(source, target, mesh, tuple(shape), itemsize)[0]
+    return _route(source, target, mesh, tuple(shape), itemsize, apart)[0]
 
 
 def price(
@@ -52,7 +60,12 @@ def price(
 
 @lru_cache(maxsize=1 << 18)
 def _route(
-    source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
+    source: Spec,
+    target: Spec,
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    itemsize: int,
+    apart: Axes = (),
 ) -> tuple[tuple[Step, ...], float]:
     """Steps and seconds. Along an axis of stages nothing goes but what is split there:
     ranks at other places run other steps."""
@@ -60,7 +73,7 @@ def _route(
     stages = pipeline_axis(mesh)
     if stages in source.axes or stages in target.axes:
         return route, seconds
-    mesh = without_stages(mesh)
+    mesh = without(without_stages(mesh), apart)
     if all(link == Link() for link in mesh.links):
         return route, seconds
     other = all_pairs.path(source, target, mesh, shape, itemsize)

@@ -211,6 +211,12 @@ def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
     return axes_of
 
 
+def axes_inside(node: fx.Node, manual: Mapping[fx.Node, Sizes]) -> tuple[str, ...]:
+    """The axes of the regions that a node's results lie in, by ``manual_axes``."""
+    left = dict(sizes_of(node)) if str(node.target) == LEAVE else {}
+    return tuple(axis for axis in manual.get(node, {}) if axis not in left)
+
+
 def sizes_of(node: fx.Node) -> Sizes:
     """The axes that an op of a region names itself, with their sizes; none for any
     other op."""

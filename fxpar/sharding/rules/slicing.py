@@ -287,13 +287,22 @@ def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
 def unfold_backward(
     grad: torch.Tensor, shape: Shape, dim: int, size: int, step: int
 ) -> Rule:
+    """Windows of rows added where they lie; along dims that ``grad`` has one row of, it
+    is broadcast."""
     count = grad.shape[dim] if shape else 1
-    if not all(isinstance(n, int) for n in (*shape, count)) or count <= 1:
-        rule = _spread(grad, shape, dim)
-        return replace(rule, operands=((*rule.operands[0], ()),))
-    words, dim = words_of(shape), at(dim, len(shape))
+    is_whole = not all(isinstance(n, int) for n in (*shape, count)) or count <= 1
+    dim = at(dim, len(shape))
+    words = words_of(shape, {dim} if is_whole else ())
+    rows = grad.shape[: len(shape)]
+    own = [
+        "_" if i == dim and is_whole or i != dim and n == 1 else words[i]
+        for i, n in enumerate(rows)
+    ]
+    rule = make([[*own, "_"]], [words])
+    if is_whole:
+        return rule
     window = RowWindow(1, dim, 0, shape[dim], count, Reach(step, span=size))
-    return replace(make([[*words, "_"]], [words]), windows=(window,))
+    return replace(rule, windows=(window,))
 
 
 def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:

@@ -18,11 +18,12 @@ from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.program import Op, Program, backward_ops
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.steps import ALONE, Alone
+from fxpar.sharding.sample_dims import Dim, keeps_apart, where_samples_begin
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.search_space import (
@@ -93,7 +94,7 @@ class ProblemBuilder:
         return len(self.nodes) - 1
 
     def op_nodes(self) -> list[int]:
-        out = []
+        out, begins = [], where_samples_begin(self.program)
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
@@ -102,10 +103,28 @@ class ProblemBuilder:
                 numbers = np.array(rows).reshape(len(rows), -1)
                 self.columns[key] = tuple(by_specs.values()), numbers
             options, numbers = self.columns[key]
-            out.append(
-                self.node("op", op.index, numbers, self._seconds(op.index), options)
-            )
+            seconds = self._seconds(op.index)
+            if op.index in begins:
+                kept = self._keeping_apart(op, begins[op.index], numbers)
+                options = tuple(options[k] for k in kept)
+                numbers, seconds = numbers[kept], seconds[kept]
+            out.append(self.node("op", op.index, numbers, seconds, options))
         return out
+
+    def _keeping_apart(
+        self, op: Op, held: tuple[Dim, ...], numbers: np.ndarray
+    ) -> list[int]:
+        """The strategies of an op that keep apart the samples of each rank; all if none
+        does."""
+        kept = []
+        for k, row in enumerate(numbers):
+            made = row[len(op.operands) :]
+            results = {
+                v: self.pool.specs[n] for v, n in zip(op.results, made, strict=True)
+            }
+            if keeps_apart(self.program, op, held, results):
+                kept.append(k)
+        return kept or list(range(len(numbers)))
 
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
