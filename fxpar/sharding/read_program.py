@@ -255,7 +255,7 @@ def _with_batch_apart(
     resized: set[tuple[int, int]] = set()
     # Dims that hold the batch: rows of others (a weight that is repeated for each
     # sample) may come and go.
-    held = {
+    batch_dims = {
         (v, 0)
         for v, declared in zip(inputs, signature.inputs, strict=True)
         if v is not None and _is_fed(declared, signature)
@@ -268,19 +268,19 @@ def _with_batch_apart(
         places = [
             (v, d, dim[0]) for v, dims in led for d, dim in enumerate(dims) if dim
         ]
-        batched = {f for v, d, f in places if (v, d) in held}
+        batched = {f for v, d, f in places if (v, d) in batch_dims}
         factors = {f for v, d, f in places if (v, d) in resized}
         factors |= {f for _, d, f in places if d in moved and f in batched}
-        made = [place for place in places if place[0] in op.results]
-        held |= {(v, d) for v, d, f in made if f in batched}
-        resized |= {(v, d) for v, d, f in made if f in factors}
+        of_results = [place for place in places if place[0] in op.results]
+        batch_dims |= {(v, d) for v, d, f in of_results if f in batched}
+        resized |= {(v, d) for v, d, f in of_results if f in factors}
         if not from_inputs.isdisjoint(op.operands):
             from_inputs.update(op.results)
 
     def is_apart(out: Output, v: int | None) -> bool:
         if v is None or (out.kind, out.lie) != ("output", "batch"):
             return False
-        return (v, 0) in resized or v in from_inputs and (v, 0) not in held
+        return (v, 0) in resized or v in from_inputs and (v, 0) not in batch_dims
 
     return replace(
         signature,

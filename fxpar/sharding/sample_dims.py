@@ -62,7 +62,7 @@ def resting_inputs(program: Program) -> dict[int, Spec]:
     result does."""
     signature = program.signature
     tangents = dict(signature.tangents)
-    known: dict[int, Spec] = {}
+    specs: dict[int, Spec] = {}
     for k, (declared, v) in enumerate(
         zip(signature.inputs, program.inputs, strict=True)
     ):
@@ -70,8 +70,8 @@ def resting_inputs(program: Program) -> dict[int, Spec]:
             continue
         of_result = signature.outputs[tangents[k]].rest if k in tangents else None
         whole = Spec.whole(len(program.values[v].shape))
-        known[v] = of_result or declared.rest or whole
-    return known
+        specs[v] = of_result or declared.rest or whole
+    return specs
 
 
 def where_samples_begin(program: Program) -> dict[int, tuple[Dim, ...]]:
@@ -92,24 +92,24 @@ def where_samples_begin(program: Program) -> dict[int, tuple[Dim, ...]]:
     for op in program.ops if batch else ():
         if alike.isdisjoint(op.operands):
             continue
-        held = tuple((v, dims[v]) for v in op.results if v in dims)
-        if held:
-            begins[op.index] = held
+        of_samples = tuple((v, dims[v]) for v in op.results if v in dims)
+        if of_samples:
+            begins[op.index] = of_samples
         else:
             alike.update(op.results)
     return begins
 
 
 def keeps_apart(
-    program: Program, op: Op, held: tuple[Dim, ...], results: Mapping[int, Spec]
+    program: Program, op: Op, of_samples: tuple[Dim, ...], results: Mapping[int, Spec]
 ) -> bool:
-    """Whether each rank's own samples can be told among what an op makes so, of its
-    results ``held``: they are no summands of it, and of several values each rank has
-    its own alone."""
+    """Whether each rank's own samples can be told among what an op makes so: results
+    ``of_samples`` are no summands, and of several values each rank has its own alone.
+    """
     batch = set(program.signature.batch)
     return all(
         batch <= set(results[v].dims[d])
         if len(op.results) > 1
         else batch.isdisjoint(results[v].partial_axes)
-        for v, d in held
+        for v, d in of_samples
     )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpar
-from tests.helpers import trial_scripts
+from tests.helpers import trial_layers, trial_scripts
 from tests.helpers.machines import machine
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import whole
@@ -28,6 +28,7 @@ DEFAULTS = {"FXPAR_PLAN": "search", "FXPAR_SCHEDULE": "auto"}
 MODES = ("compile", "shard", "step")
 BATCH = ("dp", "ep", "fsdp")  # axes along which ranks feed parts
 TOLERANCE = 1e-9  # of float64, relative to the largest value
+SCRIPTS = {**trial_scripts.SCRIPTS, **trial_layers.SCRIPTS}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def run(script: str, setting: Setting) -> dict[str, Any]:
     """What a script returns, by the path to each value."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    results = getattr(trial_scripts, script)(setting)
+    module = trial_layers if script in trial_layers.SCRIPTS else trial_scripts
+    results = getattr(module, script)(setting)
     values, _ = pytree.tree_flatten_with_path(results)
     return {
         pytree.keystr(path): whole(x) if isinstance(x, torch.Tensor) else x

@@ -326,13 +326,13 @@ def _batch_dims(gm: fx.GraphModule, local: Collection[int]) -> dict[int, list[in
     """The dims of results that count the rows of an input that is fed in parts."""
     values = [value_of(node) for node in placeholders(gm)]
     symbols = {str(s) for i in local for s in _symbols(values[i].shape[0])}
-    held = {}
+    dims_of = dict[int, list[int]]()
     for i, node in enumerate(gm.graph.output_node().args[0]):
         shape = value_of(node).shape if is_tensor(node) else ()
         counting = [{str(s) for s in _symbols(n)} & symbols for n in shape]
         if any(counting):
-            held[i] = [d for d, counted in enumerate(counting) if counted]
-    return held
+            dims_of[i] = [d for d, counted in enumerate(counting) if counted]
+    return dims_of
 
 
 def _symbols(size: Any) -> set[Any]:

@@ -105,26 +105,24 @@ class ProblemBuilder:
             options, numbers = self.columns[key]
             seconds = self._seconds(op.index)
             if op.index in begins:
-                kept = self._keeping_apart(op, begins[op.index], numbers)
-                options = tuple(options[k] for k in kept)
-                numbers, seconds = numbers[kept], seconds[kept]
+                apart = self._keeping_apart(op, begins[op.index], numbers)
+                options = tuple(options[k] for k in apart)
+                numbers, seconds = numbers[apart], seconds[apart]
             out.append(self.node("op", op.index, numbers, seconds, options))
         return out
 
     def _keeping_apart(
-        self, op: Op, held: tuple[Dim, ...], numbers: np.ndarray
+        self, op: Op, of_samples: tuple[Dim, ...], numbers: np.ndarray
     ) -> list[int]:
         """The strategies of an op that keep apart the samples of each rank; all if none
         does."""
-        kept = []
+        apart = []
         for k, row in enumerate(numbers):
-            made = row[len(op.operands) :]
-            results = {
-                v: self.pool.specs[n] for v, n in zip(op.results, made, strict=True)
-            }
-            if keeps_apart(self.program, op, held, results):
-                kept.append(k)
-        return kept or list(range(len(numbers)))
+            columns = zip(op.results, row[len(op.operands) :], strict=True)
+            results = {v: self.pool.specs[n] for v, n in columns}
+            if keeps_apart(self.program, op, of_samples, results):
+                apart.append(k)
+        return apart or list(range(len(numbers)))
 
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
