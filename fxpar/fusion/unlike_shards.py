@@ -61,12 +61,13 @@ def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
             and node.target not in PLACES
             and (reads or node in values)
         ):
-            _close(graph, node)
+            item = _close(graph, node)
+            values.update([item] if node in values else [])
     graph.lint()
 
 
-def _close(graph: fx.Graph, node: fx.Node) -> None:
-    """What reads the op then reads an item of its region, of the op's name."""
+def _close(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The item of its region, of the op's name, that is read instead of the op."""
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for read in node.all_input_nodes:
@@ -85,3 +86,4 @@ def _close(graph: fx.Graph, node: fx.Node) -> None:
     name = node.name
     graph.erase_node(node)
     _torch.objects.rename(item, name)
+    return item

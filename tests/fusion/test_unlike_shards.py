@@ -97,6 +97,24 @@ def _closed_ops(plan: Any) -> fx.Graph:
     return closed(graph, plan.mesh, mode_of(graph))
 
 
+def test_what_reads_a_closed_op_is_closed() -> None:
+    """A product over a dim that ranks do not share alike, of which each computed its
+    operands, though all have as much of what it makes."""
+    x, w = torch.randn(6, 7).double(), torch.randn(7, 4).double()
+    plan = fxpar.plan(
+        lambda x, w: x.sin() @ w.sin(),
+        *(x, w),
+        mesh="tp=2",
+        in_specs=[(None, "tp"), ("tp", None)],
+        out_specs=[("tp", None)],
+        mode="propagate",
+    )
+    torch.testing.assert_close(plan.simulate(x, w), plan.reference(x, w))
+    targets = [node.target for node in _closed_ops(plan).nodes]
+    assert torch.ops.aten.mm.default not in targets
+    assert sum(isinstance(target, UnlikeOp) for target in targets) >= 3
+
+
 def test_what_is_closed() -> None:
     """What reads or makes the words, or their gradient's rows, and no layer."""
     plan, _ = planned("tp=2", hints=HINTS)

@@ -215,8 +215,7 @@ def test_stencils_of_any_size(mesh: str, rows: int) -> None:
 
 def test_slices_that_send_less_by_themselves_stay() -> None:
     """From far apart; or one of them sends nothing."""
-    far = sent_rows(lambda x: x[9:] * x[:-9], 36)
-    assert far <= 2 * 9
+    assert round(sent_rows(lambda x: x[:16] + x[16:], 32)) <= 8 + 8
     assert sent_rows(lambda x: x[1:] - x[:-1], 16) == 1
 
 

@@ -147,8 +147,9 @@ def _backward(
     if part is None:
         args = grad, indices, begins, bag_of, sizes, where, rows
         return call.same(*args, *rest, padding)
-    own = (_own_places(call, x, padding) for x in (indices, where))
-    places, where = own if mode == MAX else (next(own), where)
+    places = _own_places(call, indices, padding)
+    if mode == MAX:
+        where = _own_places(call, where, padding)
     more = call.build.compute(operator.add, part.n, 1)
     args = grad, places, begins, bag_of, sizes, where, more
     return without_spares(call, call.same(*args, *rest, part.n), [part])

@@ -4,13 +4,13 @@ In: the local graph of one rank, communication as steps. Out: the same graph, ch
 place. A stencil reads ``x[2:]``, ``x[1:-1]``, ``x[:-2]``: each is an exchange of rows
 by itself, and most of these are the same. Instead each rank gets the window of rows
 that all of them reach, and cuts its own rows out of it. What it never does: share
-where exchanges by themselves are predicted to be faster, or one that sends nothing.
+where exchanges by themselves send less or are predicted to be faster.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,8 +76,7 @@ def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
     )
     x: Any = nodes[0].args[0]
     row = nbytes_of(x.meta["val"]) / max(1, x.meta["val"].shape[moves.dim])
-    apart = sum(row_moves.seconds(exchange, mesh, row) for exchange in set(exchanges))
-    if row_moves.seconds(window, mesh, row) >= apart:
+    if not _pays(window, set(exchanges), mesh, row):
         return False
     with build.before(nodes[0]):
         read = collective_nodes.exchange_step(build, x, window)
@@ -89,6 +88,17 @@ def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
     for node, first in zip(nodes, firsts, strict=True):
         build.replace(node, slices[first])
     return True
+
+
+def _pays(
+    window: Exchange, exchanges: Collection[Exchange], mesh: Mesh, row: float
+) -> bool:
+    """Whether a window takes less than exchanges by themselves, of rows of so many
+    bytes, and sends no more."""
+    seconds = sum(row_moves.seconds(exchange, mesh, row) for exchange in exchanges)
+    rows = sum(row_moves.crossing(exchange, mesh)[0] for exchange in exchanges)
+    sends_more = row_moves.crossing(window, mesh)[0] > rows
+    return not sends_more and row_moves.seconds(window, mesh, row) < seconds
 
 
 def _cut(build: Builder, x: fx.Node, dim: int, start: int, rows: Any) -> fx.Node:
