@@ -141,6 +141,7 @@ RANK = (
     _always("take_place", stage_steps.take_place),
     _always("bind", lowering_steps.bind),
     _always("decompose", lowering_steps.decompose_added),
+    _may("rejoin_rows", lowering_steps.rejoin),
     _always("put_writes", lowering_steps.put_writes, "bound"),
 )
 

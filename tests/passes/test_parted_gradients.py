@@ -157,7 +157,7 @@ def test_parted_and_joined_is_as_it_was(sketch: Sketch) -> None:
 
 
 def test_a_wrong_half_is_noticed(sketch: Sketch, monkeypatch: Any) -> None:
-    """Both calls make the input's gradient; the weight's is read from where it is not."""
+    """The weight's gradient is made of the wrong operands."""
     real = parted_gradients.part
 
     def wrong(call: fx.Node) -> fx.Node:

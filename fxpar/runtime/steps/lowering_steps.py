@@ -34,6 +34,7 @@ from fxpar.passes.local.softmax_pairs import exchange_pairs
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order import forward_backward
 from fxpar.passes.order.outline_layers import outline_layers
+from fxpar.passes.order.rejoin_rows import rejoin_rows
 from fxpar.passes.stages.microbatches import cut_microbatches
 from fxpar.runtime.ranks.groups import bandwidth_of
 from fxpar.runtime.steps import binding
@@ -200,6 +201,12 @@ def decompose_added(state: RankState) -> None:
     """What passes added as Inductor takes it."""
     if state.inductor:
         decompose(state.graph, state.fake_mode)
+
+
+def rejoin(state: RankState) -> None:
+    """What Inductor keeps for a backward in a layout that is slow to read."""
+    if state.inductor:
+        rejoin_rows(state.graph)
 
 
 def put_writes(state: RankState) -> None:
