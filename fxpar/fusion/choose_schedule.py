@@ -166,7 +166,8 @@ def _lines(state: Attempts) -> None:
     cases, split = _sliced(state)
     if len(state.first.nodes) <= _LARGE:
         cases = _attended(state, cases)
-        _overlapped(state, cases, split)
+        _sunk(state)  # beside work that a ring would leave in front of its waits
+        _overlapped(state, list(dict.fromkeys([state.schedule, *cases])), split)
         _sunk(state)
         _hops_overlapped(state)
 
