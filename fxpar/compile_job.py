@@ -104,6 +104,8 @@ def compile_graph(
         job = replace(job, ranks=join(job.options))
     number = next_graph()
     entry, leads = _look_up(job, gm, examples, number), False
+    if job.options.codegen == "inductor":
+        _load_inductor()
     if entry is not None and known_programs.is_led(entry, examples):
         leads = job.ranks.rank == 0
         entry = entry if leads else _await_leader(job, entry, number)
@@ -114,9 +116,6 @@ def compile_graph(
         pipeline.MOST_STEPS,
         on=job.options.progress and job.ranks.rank == 0,
     )
-    if job.options.codegen == "inductor":
-        random.register_lowering()
-        own_shard.register_lowering()
     open_way = _refused_alike() if job.open else contextlib.nullcontext()
     with (
         showing,
@@ -191,6 +190,15 @@ def _look_up(
         entry = known_programs.look_up(text, f"what is known of graph{number}")
     _make_groups(job, entry)
     return entry
+
+
+def _load_inductor() -> None:
+    """Import Inductor, with lowerings of our own: a rank does so before it waits for
+    the one that compiles for it."""
+    with stage(TRACE):
+        _torch.inductor.load()
+        random.register_lowering()
+        own_shard.register_lowering()
 
 
 def _await_leader(

@@ -15,6 +15,11 @@ from fxpar._torch.decompositions import TABLE
 from fxpar._torch.version import own_version
 
 
+def load() -> None:
+    """Import what a graph is compiled with, which takes a second."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+
 def inductor_seeds() -> Any:
     """Inductor's ``inductor_seeds(count, device)``."""
     from torch._inductor import inductor_prims
