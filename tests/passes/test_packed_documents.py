@@ -6,6 +6,7 @@ open: what it writes for keys of no document is NaN.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes.attention import local_documents
+from fxpar.passes.attention import document_parts, local_documents
 
 varlen = pytest.importorskip("torch.nn.attention.varlen")
 
@@ -26,6 +27,7 @@ HAS_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).paramet
 
 
 def documents(starts_q: Any, starts_k: Any) -> Iterator[tuple[slice, slice]]:
+    assert starts_q.dtype == starts_k.dtype == torch.int32
     pairs = zip(starts_q.tolist(), starts_k.tolist(), strict=True)
     begins = list(pairs)
     for (q, k), (q_end, k_end) in zip(begins, begins[1:], strict=False):
@@ -33,18 +35,15 @@ def documents(starts_q: Any, starts_k: Any) -> Iterator[tuple[slice, slice]]:
         yield slice(q, q_end), slice(k, k_end)
 
 
-def weights(
+def scores_of(
     q: torch.Tensor, k: torch.Tensor, scale: float, window: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[heads, queries, keys] of one document, windows aligned with its last key; with
-    the log-sum-exp of scores."""
+) -> torch.Tensor:
+    """[heads, queries, keys] of one document, windows aligned with its last key."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     behind = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
     left, right = window
     hidden = (behind > right) * (right >= 0) + (-behind > left) * (left >= 0)
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.nan_to_num(neginf=0).unsqueeze(-1)).exp(), lse
+    return scores.masked_fill(hidden, -math.inf)
 
 
 def of_each_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -57,11 +56,16 @@ def forward(
     window_size=None, *settings: Any, **rest: Any,
 ) -> Any:  # fmt: skip
     window, scale = window_size or (-1, -1), scale or 1 / math.sqrt(WIDTH)
-    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0])
+    if is_causal:
+        window = CAUSAL
+    out, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), math.nan)
     for rows, keys in documents(starts_q, starts_k):
-        weight, lse[:, rows] = weights(q[rows], of_each_head(k[keys], q), scale, window)
+        scores = scores_of(q[rows], of_each_head(k[keys], q), scale, window)
+        total = scores.logsumexp(-1)
+        lse[:, rows] = total.masked_fill(total == -math.inf, math.inf)
+        weight = (scores - lse[:, rows].unsqueeze(-1)).exp()
         out[rows] = torch.einsum("hqk,khd->qhd", weight, of_each_head(v[keys], q))
-    return out, lse.float(), torch.zeros(2, dtype=torch.uint64)
+    return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
 def backward(
@@ -69,10 +73,13 @@ def backward(
     scale=None, window_size=None,
 ) -> Any:  # fmt: skip
     window, scale = window_size or (-1, -1), scale or 1 / math.sqrt(WIDTH)
+    if is_causal:
+        window = CAUSAL
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
     for rows, keys in documents(starts_q, starts_k):
         key, value = of_each_head(k[keys], q), of_each_head(v[keys], q)
-        weight, _ = weights(q[rows], key, scale, window)
+        scores = scores_of(q[rows], key, scale, window)
+        weight = (scores - lse[:, rows].unsqueeze(-1)).exp()
         dp = torch.einsum("qhd,khd->hqk", grad[rows], value)
         ds = weight * (dp - (grad[rows] * out[rows]).sum(-1).T.unsqueeze(-1)) * scale
         dq[rows] = torch.einsum("hqk,khd->qhd", ds, key)
@@ -111,6 +118,21 @@ def planned(
     specs = [lie] * 3 + [(None,)] * (len(args) - 3)
     how = {"mesh": f"cp={ranks}", "mode": "propagate", "grad": True}
     return fxpar.plan(attend, *args, in_specs=specs, out_specs=[lie], **how)
+
+
+def planned_by_keys(
+    args: Any, window: Any, mesh: str, queries: Any, **settings: Any
+) -> Any:
+    """Keys along ``cp``, queries along an axis of their own, or whole."""
+
+    def attend(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any) -> Any:
+        how = {"window_size": window, **settings}
+        return varlen.varlen_attn(q, k, v, starts_q, starts_k, 8, 8, **how)
+
+    rows = queries, None, None
+    specs = [rows, TOKENS, TOKENS, (None,), (None,)]
+    how = {"mesh": mesh, "mode": "propagate", "grad": True}
+    return fxpar.plan(attend, *args, in_specs=specs, out_specs=[rows], **how)
 
 
 def matches(plan: Any, *args: Any) -> None:
@@ -172,6 +194,76 @@ def test_heads_are_split(heads: int) -> None:
     assert all(node.operands[1].dims[1] == ("cp",) for node in calls)
     assert not plan.unknown and not plan.collectives
     matches(plan, *args)
+
+
+KEYS_SPLIT = [("cp=4", None), ("q=2,cp=3", "q")]
+
+
+def all_keys_rest(plan: Any) -> bool:
+    """Whether nothing of a key or value is sent."""
+    rows = [node for node in plan.nodes if "varlen" in node.name]
+    keys = [node.operands[(1 + ("backward" in node.name)) :][:2] for node in rows]
+    return all(x.dims[0] == ("cp",) for pair in keys for x in pair)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
+@pytest.mark.parametrize("places", PACKED[:1] + PACKED[2:5:2])
+@pytest.mark.parametrize("mesh, queries", KEYS_SPLIT)
+def test_keys_are_split(
+    mesh: str, queries: Any, places: tuple[int, ...], window: Any
+) -> None:
+    """No key is sent, forward or backward, nor the gradient of one."""
+    args = [*tensors(ROWS, ROWS), starts(*places), starts(*places)]
+    plan = planned_by_keys(args, window, mesh, queries)
+    assert all_keys_rest(plan)
+    matches(plan, *args)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
+@pytest.mark.parametrize(
+    "keys", [(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)]
+)
+def test_split_keys_of_other_documents(keys: tuple[int, ...], window: Any) -> None:
+    """Fewer keys than queries, more, none, and as many as ranks do not divide."""
+    args = [*tensors(ROWS, keys[-1]), starts(0, 5, 7, 12), starts(*keys)]
+    plan = planned_by_keys(args, window, "q=2,cp=3", "q")
+    assert all_keys_rest(plan)
+    matches(plan, *args)
+
+
+@pytest.mark.skipif(not HAS_SHARED_HEADS, reason="this torch has no shared heads there")
+def test_split_keys_of_shared_heads() -> None:
+    places = starts(0, 5, 12)
+    args = [*tensors(ROWS, ROWS, heads=2), places, places]
+    plan = planned_by_keys(args, CAUSAL, "cp=4", None, enable_gqa=True)
+    assert all_keys_rest(plan)
+    matches(plan, *args)
+
+
+def test_keys_of_a_window_are_whole() -> None:
+    args = [*tensors(ROWS, ROWS), starts(0, 5, 12), starts(0, 5, 12)]
+    plan = planned_by_keys(args, (2, 0), "cp=4", None)
+    assert not all_keys_rest(plan)
+    matches(plan, *args)
+
+
+@pytest.mark.parametrize("part", ["keys_of_tails", "sees_keys", "in_document"])
+def test_a_forgotten_part_of_documents_is_noticed(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries behind the diagonal, those that see no key, keys of no document."""
+    right = document_parts.parts_of
+
+    def forgetful(call: Any, *args: Any) -> Any:
+        parts = right(call, *args)
+        value, ones = getattr(parts, part), torch.ops.aten.ones_like.default
+        changed = None if part == "keys_of_tails" else call.build.call(ones, value)
+        return dataclasses.replace(parts, **{part: changed})
+
+    monkeypatch.setattr(document_parts, "parts_of", forgetful)
+    args = [*tensors(ROWS, ROWS), starts(0, 5, 11), starts(0, 5, 11)]
+    with pytest.raises(AssertionError):
+        matches(planned_by_keys(args, CAUSAL, "cp=4", None), *args)
 
 
 def test_a_window_with_no_end_behind_its_query_is_whole() -> None:

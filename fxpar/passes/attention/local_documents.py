@@ -1,9 +1,11 @@
-"""Local forms of attention over packed documents whose queries are split.
+"""Local forms of attention over packed documents whose queries or keys are split.
 
 In: a call on [tokens, heads, features] with the places where documents begin, of
 queries and of keys. Out: the same op on this rank's queries and on all keys, told where
 documents begin among its own: one that begins elsewhere begins at its first query, and
-one that ends elsewhere ends at its last.
+one that ends elsewhere ends at its last. Where keys are split, too, what queries see of
+this rank's (``document_parts``) is merged by log-sum-exp with what they see of others,
+as in ``local_attention``.
 
 A causal mask or a window is aligned with the last key of a document, so that one cut
 behind this rank's last query is cut by as many keys. Nobody sees keys behind these, and
@@ -14,15 +16,19 @@ the next ones: keys are cut behind these, and what they give is cut off.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar.passes.attention import document_parts, merge_attention
+from fxpar.passes.attention.document_parts import DocumentParts
 from fxpar.passes.attention.local_attention import arguments_of, call_by_name
 from fxpar.passes.builder import Builder, Size
 from fxpar.passes.local.local_call import LocalCall, Localizer
+from fxpar.sharding.factors import Axes
 
 aten = torch.ops.aten
 
@@ -95,6 +101,8 @@ def _is_aligned(arguments: dict[str, Any]) -> bool:
 
 def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
+    if axes := document_parts.key_axes(call, 0):
+        return _over_own_keys(call, arguments, axes)
     own = _own_documents(call, arguments, 0)
     if own is None:
         return call.same(*args, **kwargs)
@@ -106,8 +114,90 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     return _cut(call, out, 0, rows), _cut(call, lse, 1, rows), state
 
 
+def _over_own_keys(
+    call: LocalCall, arguments: dict[str, Any], axes: Axes
+) -> tuple[fx.Node, ...]:
+    """This rank's summand of the output over all keys, and their log-sum-exp."""
+    build = call.build
+    parts, calls = _calls(call, arguments, 0)
+    out, lse, state = (build.call(operator.getitem, calls[0], i) for i in range(3))
+    weights = build.call(aten.transpose.int, lse, 0, 1)
+    if len(calls) > 1:
+        in_tail, tails = parts.in_tail, calls[1]
+        out = _of_each(build, in_tail, build.call(operator.getitem, tails, 0), out)
+        tail = build.call(operator.getitem, tails, 1)
+        tail = build.call(aten.transpose.int, tail, 0, 1)
+        weights = _of_each(build, in_tail, tail, weights)
+    out = build.where(_column(build, parts.sees_keys, 2), out, 0.0)
+    weights = build.where(_column(build, parts.sees_keys, 1), weights, -math.inf)
+    of_ranks = merge_attention.gathered(build, weights, axes)
+    total = merge_attention.log_of_sum(build, of_ranks)
+    dtype = out.meta["val"].dtype
+    out = build.cast(merge_attention.weighted(build, out, weights, total), dtype)
+    # Of a query that sees no key kernels say so; backward, its weights are 0.
+    sees_keys = build.call(aten.ne.Scalar, total, -math.inf)
+    total = build.where(sees_keys, total, math.inf)
+    total = build.call(aten.transpose.int, total, 0, 1)
+    total = build.call(aten.clone.default, total, memory_format=torch.contiguous_format)
+    return out, total, state
+
+
+def _calls(
+    call: LocalCall, arguments: dict[str, Any], query: int
+) -> tuple[DocumentParts, list[fx.Node]]:
+    """The op on this rank's parts of documents; of a causal mask, on queries that see
+    all of their document's keys here, too."""
+    causal = _is_aligned(arguments)
+    starts = arguments["cu_seq_q"], arguments["cu_seq_k"]
+    parts = document_parts.parts_of(call, *starts, query, causal)
+    own = arguments | {"cu_seq_q": parts.queries, "cu_seq_k": parts.keys}
+    calls = [call_by_name(call, own)]
+    if parts.keys_of_tails is not None:
+        seen_whole = {"is_causal": False, "window_size": None}
+        own = own | seen_whole | {"cu_seq_k": parts.keys_of_tails}
+        calls.append(call_by_name(call, own))
+    return parts, calls
+
+
+def _column(build: Builder, rows: fx.Node, dims: int) -> fx.Node:
+    """A value of each row that broadcasts over so many dims behind."""
+    return build.call(aten.view.default, rows, [-1, *(1 for _ in range(dims))])
+
+
+def _of_each(build: Builder, chosen: Any, x: fx.Node, other: fx.Node) -> fx.Node:
+    """Rows of ``x`` where chosen, else of ``other``."""
+    chosen = _column(build, chosen, x.meta["val"].dim() - 1)
+    return build.call(aten.where.self, chosen, x, other)
+
+
+def _by_own_keys(
+    call: LocalCall, arguments: dict[str, Any]
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Gradients: this rank's summand of those of queries, and those of its keys."""
+    build = call.build
+    parts, calls = _calls(call, arguments, 1)
+    gradients = [[build.call(operator.getitem, x, i) for x in calls] for i in range(3)]
+    first, *tails = gradients[0]
+    queries = first
+    for tail in tails:
+        queries = _of_each(build, parts.in_tail, tail, queries)
+    queries = build.where(_column(build, parts.sees_keys, 2), queries, 0.0)
+    key, value = (_sum_of_own(build, x, parts) for x in gradients[1:])
+    return queries, key, value
+
+
+def _sum_of_own(build: Builder, summands: list[fx.Node], parts: Any) -> fx.Node:
+    """The gradient of keys from those of each call; 0 of a key of no document."""
+    total, *rest = summands
+    for x in rest:
+        total = build.call(aten.add.Tensor, total, x)
+    return build.where(_column(build, parts.in_document, 2), total, 0.0)
+
+
 def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
+    if document_parts.key_axes(call, 1):
+        return _by_own_keys(call, arguments)
     own = _own_documents(call, arguments, 1)
     if own is None:
         return call.same(*args, **kwargs)

@@ -9,8 +9,9 @@ Tensors that a score or mask function captures are whole, since it may look up a
 in them, and their gradients are sums over all scores, so partial.
 
 Of ``varlen`` queries are split too, where a window that has an end at one side has one
-behind them; keys are whole, since where documents begin and end is data
-(``passes.attention.local_documents``). With pages of a cache a call has no rule.
+behind them, and keys, where there is no window or a causal one: where documents begin
+on a rank is data (``passes.attention.local_documents``). With pages of a cache a call
+has no rule.
 """
 
 from __future__ import annotations
@@ -167,11 +168,12 @@ def _varlen_words(
     left, right = window or (-1, -1)
     splits = starts_k is not None and (right >= 0 or left == right == -1)
     queries = "s" if splits else "s!"
-    out, logsumexp = [queries, heads, "e!"], [heads, queries]
+    keys = "t" if splits and left == -1 and right <= 0 else "t!"
+    out, logsumexp = [queries, heads, "e!"], [heads, queries, "~t"]
     return (
         [queries, heads, "d!"],
-        ["t!", "h", "d!"],
-        ["t!", "h", "e!"],
+        [keys, "h", "d!"],
+        [keys, "h", "e!"],
         out,
         logsumexp,
         sizes,
@@ -202,8 +204,11 @@ def _varlen(
         return None
     query, key, value, out, logsumexp, sizes = words
     operands = [query, key, value, *_loose(starts_q, starts_k)]
-    state: Words = ["_", "~s", *(f"~{name}" for name in sizes or "h")]
-    return make(operands, [out, logsumexp, state], sizes)
+    state: Words = ["_", "~s", "~t", *(f"~{name}" for name in sizes or "h")]
+    rule = make(operands, [out, logsumexp, state], sizes)
+    splits_keys = "t!" not in key
+    merge = Merge("t", len(operands) + 1)
+    return replace(rule, merges=(merge,)) if splits_keys else rule
 
 
 def _varlen_backward(
@@ -227,7 +232,7 @@ def _varlen_backward(
         return None
     query, key, value, out, logsumexp, sizes = words
     whole_dims = _loose(starts_q, starts_k, state)
-    operands = [out, query, key, value, out, logsumexp, *whole_dims]
+    operands = [out, query, key, value, out, logsumexp[:2], *whole_dims]
     return make(operands, [query, key, value], sizes)
 
 
