@@ -126,6 +126,7 @@ JOINT = (
     _always("cut_batch", lowering_steps.cut_batch),
     _always("sort_by_expert", lowering_steps.sort_by_expert),
     _may("keep_sorted", lowering_steps.keep_sorted),
+    _may("exact_exchanges", lowering_steps.exact_exchanges),
     _may("pair_reductions", lowering_steps.pair_reductions),
     _always("order_stages", stage_steps.order_stages),
     _may("schedule", lowering_steps.apply_schedule, "rewritten"),

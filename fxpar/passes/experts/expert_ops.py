@@ -261,12 +261,12 @@ NONE = -1
 
 @torch.library.custom_op("fxpar::dispatch_slots", mutates_args=())
 def dispatch_slots(
-    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int
+    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[rows] -> which row of its part is in each slot, [groups, sources, room]; in
     which slot of its part, of ``groups * room``, each row is, [rows]; how many rows of
     each part choose the same group at most, [sources]. Rows of one group keep their
-    order."""
+    order. ``exact``: slots without a row are not sent (``exact_exchanges``)."""
     count, device = ids.shape[0] // sources, ids.device
     group = (ids // (experts // groups)).reshape(sources, 1, count)
     group_numbers = torch.arange(groups, device=device)[:, None]
@@ -287,7 +287,7 @@ def dispatch_slots(
 
 
 @dispatch_slots.register_fake
-def _(ids, experts, groups, sources, room):
+def _(ids, experts, groups, sources, room, exact):
     return (
         ids.new_empty(groups, sources, room),
         ids.new_empty(ids.shape[0]),
@@ -333,10 +333,16 @@ def _(y, slots):
 
 
 def _dispatch_slots(
-    call: LocalCall, ids: fx.Node, experts: int, groups: int, sources: int, room: int
+    call: LocalCall,
+    ids: fx.Node,
+    experts: int,
+    groups: int,
+    sources: int,
+    room: int,
+    exact: bool,
 ) -> Any:
     own_sources = sources // call.build.mesh.count(call.results[0].dims[1])
-    return call.same(ids, experts, groups, own_sources, room)
+    return call.same(ids, experts, groups, own_sources, room, exact)
 
 
 LOCAL: dict[Any, Localizer] = {"fxpar::dispatch_slots": _dispatch_slots}

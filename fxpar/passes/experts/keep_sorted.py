@@ -33,7 +33,7 @@ def keep_sorted(graph: fx.Graph, build: Builder) -> None:
     _join_alike(graph)
     orders: dict[fx.Node, _InOrder] = {}
     for node in list(graph.nodes):
-        order = _order_of(node)
+        order = order_of(node)
         if order is None:
             continue
         rows = orders.setdefault(order, _InOrder(build, order))
@@ -45,7 +45,7 @@ def keep_sorted(graph: fx.Graph, build: Builder) -> None:
     graph.eliminate_dead_code()
 
 
-def _order_of(node: fx.Node) -> fx.Node | None:
+def order_of(node: fx.Node) -> fx.Node | None:
     """The order in which a node reads rows; None of any that does not sort."""
     if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
         return None
@@ -60,7 +60,7 @@ def _all_rows_order(order: fx.Node) -> Any:
     return order.args[0] if cut else order
 
 
-def _put_back(node: fx.Node, order: fx.Node) -> Any:
+def put_back(node: fx.Node, order: fx.Node) -> Any:
     """The rows in order that a node puts back where they lay; None of any other."""
     whole = _all_rows_order(order)
     read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
@@ -103,7 +103,7 @@ class _InOrder:
         return self._near[key]
 
     def _is_near(self, node: fx.Node, dim: int) -> bool:
-        if dim == 0 and _put_back(node, self.order) is not None:
+        if dim == 0 and put_back(node, self.order) is not None:
             return True
         operands = _row_operands(node, dim)
         near = {x: d for x, d in operands.items() if self.is_near(x, d)}
@@ -117,7 +117,7 @@ class _InOrder:
         return self._in_order[key]
 
     def _of(self, node: fx.Node, dim: int) -> fx.Node:
-        rows = _put_back(node, self.order) if dim == 0 else None
+        rows = put_back(node, self.order) if dim == 0 else None
         if rows is not None:
             return rows
         if not self.is_near(node, dim):
