@@ -24,7 +24,7 @@ from fxpar.passes.collective_nodes import all_to_all, axes_of
 from fxpar.passes.custom_ops import group_name
 from fxpar.passes.experts.exact_ops import RETURN, SEND
 from fxpar.passes.experts.expert_ops import NONE
-from fxpar.passes.experts.keep_sorted import order_of, put_back
+from fxpar.passes.experts.keep_sorted import order_of, sorted_order
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ class _Exchange:
             return
         rows, sent, got, places = self.places()
         place = y.args[1][0] if y.target is aten.index.Tensor else None
-        if place is not None and put_back(y, order_of_place(place)) is not None:
+        if place is not None and sorted_order(place) is not None:
             y, places = y.args[0], self.in_order(place)
         with self.build.before(read):
             args = y, rows, places, sent, got, self.group
@@ -179,14 +179,6 @@ def _rows_of(slots: Any) -> Any:
 def place_of(order: fx.Node | None) -> fx.Node | None:
     """Where in an order each row is, if that is known in the graph."""
     for user in order.users if order is not None else ():
-        if user.target is aten.index_put.default and order_of_place(user) is order:
+        if sorted_order(user) is order:
             return user
     return None
-
-
-def order_of_place(place: Any) -> Any:
-    """The order in which a value says the place of each row; None of any other."""
-    if place.target is not aten.index_put.default:
-        return None
-    order, (index, *_) = place.args[0], place.args[1]
-    return order if index is order else None

@@ -75,8 +75,10 @@ def sent_rows(
     """``fxpar::send_rows`` over an exchange."""
     gives, takes = sent.tolist(), got.tolist()
     came = exchange(x[rows // copies if copies > 1 else rows], takes, gives)
-    out = x.new_zeros(places.shape[0], *x.shape[1:])
-    return out.index_copy_(0, places[: sum(takes)], came)
+    count = sum(takes)
+    make = x.new_empty if count == places.shape[0] else x.new_zeros
+    out = make(places.shape[0], *x.shape[1:])
+    return out.index_copy_(0, places[:count], came)
 
 
 def returned_rows(

@@ -162,9 +162,11 @@ def grouped_mm(
         product = torch.ops.aten._grouped_mm.default(x.contiguous(), weight, offs)
         places = torch.arange(x.shape[0], device=x.device)
         return product.masked_fill_((places >= offs[-1])[:, None], 0)
-    out = x.new_zeros(x.shape[0], weight.shape[2])
+    out, end = x.new_empty(x.shape[0], weight.shape[2]), 0
     for group, own in _ends(offs):
         torch.mm(x[own], weight[group], out=out[own])
+        end = own.stop
+    out[end:].zero_()
     return out
 
 
@@ -183,15 +185,33 @@ def grouped_outer(
         return torch.ops.aten._grouped_mm.default(
             x.contiguous().T, y.contiguous(), offs
         )
-    out = x.new_zeros(offs.shape[0], x.shape[1], y.shape[1])
-    for group, own in _ends(offs):
-        torch.mm(x[own].T, y[own], out=out[group])
+    out = x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
+    with_rows = dict(_ends(offs))
+    for group, product in enumerate(out):
+        if group in with_rows:
+            own = with_rows[group]
+            torch.mm(x[own].T, y[own], out=product)
+        else:
+            product.zero_()
     return out
 
 
 @grouped_outer.register_fake
 def _(x, y, offs, rows):
     return x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
+
+
+@torch.library.custom_op("fxpar::with_room", mutates_args=())
+def with_room(x: torch.Tensor, room: int) -> torch.Tensor:
+    """``x`` as the first of so many rows; what is behind them is not written."""
+    out = x.new_empty(room, *x.shape[1:])
+    out[: x.shape[0]] = x
+    return out
+
+
+@with_room.register_fake
+def _(x, room):
+    return x.new_empty(room, *x.shape[1:])
 
 
 @torch.library.custom_op("fxpar::within", mutates_args=())

@@ -22,6 +22,7 @@ from fxpar.sharding.rank_ints import PLACES
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 _PRODUCTS = ("fxpar.grouped_mm.default", "fxpar.grouped_outer.default")
 
@@ -60,7 +61,7 @@ def _all_rows_order(order: fx.Node) -> Any:
     return order.args[0] if cut else order
 
 
-def put_back(node: fx.Node, order: fx.Node) -> Any:
+def _put_back(node: fx.Node, order: fx.Node) -> Any:
     """The rows in order that a node puts back where they lay; None of any other."""
     whole = _all_rows_order(order)
     read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
@@ -71,8 +72,17 @@ def put_back(node: fx.Node, order: fx.Node) -> Any:
     (place,) = read.args[1]
     if read is not node and place.target is aten.clamp.default:
         place = place.args[0]
-    back = place.target is aten.index_put.default and place.args[:2] == (whole, [whole])
-    return read.args[0] if back else None
+    return read.args[0] if sorted_order(place) is whole else None
+
+
+def sorted_order(place: Any) -> Any:
+    """The order in which a value says the place of each row; None of any other."""
+    if place.target is not aten.index_put.default or len(place.args) != 3:
+        return None
+    rows, (order, *others), numbers = place.args
+    fills = op_facts_of(rows.target).constant and shape_of(rows) == shape_of(place)
+    counts = numbers.target is prims.iota.default and shape_of(numbers) == shape_of(rows)
+    return order if fills and counts and not others else None
 
 
 class _InOrder:
@@ -103,7 +113,7 @@ class _InOrder:
         return self._near[key]
 
     def _is_near(self, node: fx.Node, dim: int) -> bool:
-        if dim == 0 and put_back(node, self.order) is not None:
+        if dim == 0 and _put_back(node, self.order) is not None:
             return True
         operands = _row_operands(node, dim)
         near = {x: d for x, d in operands.items() if self.is_near(x, d)}
@@ -117,7 +127,7 @@ class _InOrder:
         return self._in_order[key]
 
     def _of(self, node: fx.Node, dim: int) -> fx.Node:
-        rows = put_back(node, self.order) if dim == 0 else None
+        rows = _put_back(node, self.order) if dim == 0 else None
         if rows is not None:
             return rows
         if not self.is_near(node, dim):

@@ -93,7 +93,9 @@ def _sorted(
         descending=False,
     )
     ordered, order = (build.call(operator.getitem, sort, i) for i in (0, 1))
-    place = build.call(aten.index_put.default, order, [order], build.iota(rows, device))
+    # Not over the order itself: Inductor (2.13) writes over what it reads as an index.
+    zeros = build.call(aten.full.default, [rows], 0, dtype=torch.int64, device=device)
+    place = build.call(aten.index_put.default, zeros, [order], build.iota(rows, device))
     expert_numbers = build.iota(experts, device)
     ends = build.call(
         aten.searchsorted.Tensor, ordered, expert_numbers, right=True, out_int32=True
@@ -166,7 +168,7 @@ def _sort_outer(
 
 
 def _is_read_transposed(product: fx.Node) -> bool:
-    """Whether what alone reads a product ``[experts, k, n]`` has its rows as columns."""
+    """Whether what alone reads a product ``[experts, k, n]`` reads it transposed."""
     node = product
     while len(node.users) == 1:
         node = next(iter(node.users))

@@ -343,7 +343,7 @@ class _Mixture:
         if self._feeds_product(node, set()):
             return plain
         chosen = {x: self._in_place(rows) for x, rows in operands.items()}
-        return plain if None in chosen.values() else chosen  # type: ignore[return-value]
+        return plain if None in chosen.values() else chosen
 
     def _feeds_product(self, node: fx.Node, seen: set[fx.Node]) -> bool:
         """Whether a product reads rows that are made of a value in order."""

@@ -180,7 +180,8 @@ def _sent_exactly(run: Callable[..., torch.Tensor], args: Ranks) -> Ranks:
     return exact_ops.in_lockstep(run, [each[:-1] for each in args])
 
 
-# Products with their collective, and rows of unlike numbers: (arguments of each member) -> results.
+# Products with their collective, and rows sent by exact numbers: (arguments of each
+# member) -> results.
 PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
     torch.ops.fxpar.gather_matmul.default: _gather_matmul,
     torch.ops.fxpar.matmul_scatter.default: _matmul_scatter,
