@@ -260,12 +260,12 @@ class Options:
         "more are an error; unset: all rows of its group of ranks",
     )
     expert_exchange: str = _option(
-        _choice("auto", "gather", "all_to_all"),
+        _choice("auto", "gather", "all_to_all", "exact"),
         "auto",
-        "auto, gather, all_to_all",
+        "auto, gather, all_to_all, exact",
         "how tokens come to the experts of other ranks: all of them are gathered, or "
-        "each is sent where it is needed, into slots; auto: as is faster, gathered "
-        "without expert_room",
+        "each is sent where it is needed, into slots, or (on CPU) by exact numbers; "
+        "auto: as is faster, into slots with expert_room alone",
     )
     replan: float | None = _option(
         _share,

@@ -126,6 +126,8 @@ JOINT = (
     _always("cut_batch", lowering_steps.cut_batch),
     _always("sort_by_expert", lowering_steps.sort_by_expert),
     _may("keep_sorted", lowering_steps.keep_sorted),
+    _may("exact_exchanges", lowering_steps.exact_exchanges),
+    _may("mark_first_rows", lowering_steps.mark_first_rows),
     _may("pair_reductions", lowering_steps.pair_reductions),
     _always("order_stages", stage_steps.order_stages),
     _may("schedule", lowering_steps.apply_schedule, "rewritten"),
@@ -153,6 +155,7 @@ PHASE = (
     _may("fuse_regions", lowering_steps.fuse_regions),
     _of_phase(DELAY, "scheduled"),
     _may("outline_layers", lowering_steps.outline_repeated),
+    _may("compute_first_rows", lowering_steps.compute_first_rows),
 )
 
 # Whose seconds are shown by themselves; before them the program is normalized, behind

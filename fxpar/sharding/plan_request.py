@@ -78,7 +78,7 @@ class Request:
     experts_over: Axes | None = None
     # Of each choice between bodies of manual regions; none: the first of each.
     bodies: tuple[int, ...] = ()
-    # "auto", "gather", or "all_to_all": how tokens come to their experts.
+    # "auto", "gather", "all_to_all" or "exact": how tokens come to their experts.
     expert_exchange: str = "auto"
     # "auto", "none", a schedule's text, or the file that holds it.
     schedule: str = "none"

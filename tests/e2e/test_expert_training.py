@@ -226,3 +226,14 @@ def test_sizes_that_are_open() -> None:
     for pairs in ranks_of("ep=2").run(of_any_length, "ep=2", timeout=900.0):
         for got, want in pairs:
             assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_rows_sent_by_exact_numbers(codegen: str) -> None:
+    """Compiled, what lies between products is computed of as many rows as there are."""
+    want, weights = in_double(None)
+    options = {"mesh": "ep=2", "codegen": codegen, "plan": "propagate"}
+    options["expert_exchange"] = "exact"
+    for losses, ours in ranks_of("ep=2").run(in_double, options, timeout=900.0):
+        assert losses == pytest.approx(want, rel=1e-13)
+        torch.testing.assert_close(ours, weights, rtol=0, atol=1e-12)

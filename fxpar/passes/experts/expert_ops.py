@@ -162,9 +162,11 @@ def grouped_mm(
         product = torch.ops.aten._grouped_mm.default(x.contiguous(), weight, offs)
         places = torch.arange(x.shape[0], device=x.device)
         return product.masked_fill_((places >= offs[-1])[:, None], 0)
-    out = x.new_zeros(x.shape[0], weight.shape[2])
+    out, end = x.new_empty(x.shape[0], weight.shape[2]), 0
     for group, own in _ends(offs):
         torch.mm(x[own], weight[group], out=out[own])
+        end = own.stop
+    out[end:].zero_()
     return out
 
 
@@ -183,15 +185,33 @@ def grouped_outer(
         return torch.ops.aten._grouped_mm.default(
             x.contiguous().T, y.contiguous(), offs
         )
-    out = x.new_zeros(offs.shape[0], x.shape[1], y.shape[1])
-    for group, own in _ends(offs):
-        torch.mm(x[own].T, y[own], out=out[group])
+    out = x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
+    with_rows = dict(_ends(offs))
+    for group, product in enumerate(out):
+        if group in with_rows:
+            own = with_rows[group]
+            torch.mm(x[own].T, y[own], out=product)
+        else:
+            product.zero_()
     return out
 
 
 @grouped_outer.register_fake
 def _(x, y, offs, rows):
     return x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
+
+
+@torch.library.custom_op("fxpar::with_room", mutates_args=())
+def with_room(x: torch.Tensor, room: int) -> torch.Tensor:
+    """``x`` as the first of so many rows; what is behind them is not written."""
+    out = x.new_empty(room, *x.shape[1:])
+    out[: x.shape[0]] = x
+    return out
+
+
+@with_room.register_fake
+def _(x, room):
+    return x.new_empty(room, *x.shape[1:])
 
 
 @torch.library.custom_op("fxpar::within", mutates_args=())
@@ -261,12 +281,12 @@ NONE = -1
 
 @torch.library.custom_op("fxpar::dispatch_slots", mutates_args=())
 def dispatch_slots(
-    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int
+    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[rows] -> which row of its part is in each slot, [groups, sources, room]; in
     which slot of its part, of ``groups * room``, each row is, [rows]; how many rows of
     each part choose the same group at most, [sources]. Rows of one group keep their
-    order."""
+    order. ``exact``: slots without a row are not sent (``exact_exchanges``)."""
     count, device = ids.shape[0] // sources, ids.device
     group = (ids // (experts // groups)).reshape(sources, 1, count)
     group_numbers = torch.arange(groups, device=device)[:, None]
@@ -287,7 +307,7 @@ def dispatch_slots(
 
 
 @dispatch_slots.register_fake
-def _(ids, experts, groups, sources, room):
+def _(ids, experts, groups, sources, room, exact):
     return (
         ids.new_empty(groups, sources, room),
         ids.new_empty(ids.shape[0]),
@@ -333,10 +353,16 @@ def _(y, slots):
 
 
 def _dispatch_slots(
-    call: LocalCall, ids: fx.Node, experts: int, groups: int, sources: int, room: int
+    call: LocalCall,
+    ids: fx.Node,
+    experts: int,
+    groups: int,
+    sources: int,
+    room: int,
+    exact: bool,
 ) -> Any:
     own_sources = sources // call.build.mesh.count(call.results[0].dims[1])
-    return call.same(ids, experts, groups, own_sources, room)
+    return call.same(ids, experts, groups, own_sources, room, exact)
 
 
 LOCAL: dict[Any, Localizer] = {"fxpar::dispatch_slots": _dispatch_slots}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ aten = torch.ops.aten
 
 class GroupCopies:
     """Copies of rows for groups of experts. ``key``: the expert of each row."""
+
+    # Whether rows lie where their tokens do until a product reads them.
+    sends = False
 
     def __init__(self, build: Builder, key: fx.Node, experts: int, groups: int) -> None:
         self.build, self.key = build, key
@@ -127,9 +131,21 @@ def spread(
 ours = torch.ops.fxpar
 
 
+@dataclass(frozen=True)
+class SentRows:
+    """How rows are sent to groups of experts."""
+
+    # Parts of the rows that are sent by themselves.
+    sources: int
+    # Slots without a row are not sent (``exact_exchanges``).
+    exact: bool
+
+
 class DispatchedRows:
-    """Slots of rows for groups of experts. ``key``: the expert of each row;
-    ``sources``: parts of the rows; ``share``: as ``expert_ops.room_of``."""
+    """Slots of rows for groups of experts. ``key``: the expert of each row; ``share``:
+    as ``expert_ops.room_of``."""
+
+    sends = True
 
     def __init__(
         self,
@@ -137,25 +153,34 @@ class DispatchedRows:
         key: fx.Node,
         experts: int,
         groups: int,
-        sources: int,
+        sent: SentRows,
         share: float,
     ) -> None:
         self.build, call = build, build.call
-        count = shape_of(key)[0]
+        count, sources = shape_of(key)[0], sent.sources
         room = room_of(count, groups, sources, share)
-        slots = call(ours.dispatch_slots.default, key, experts, groups, sources, room)
+        sizes = experts, groups, sources, room, sent.exact
+        slots = call(ours.dispatch_slots.default, key, *sizes)
         rows, self.slots, most = (call(operator.getitem, slots, i) for i in range(3))
         where = user_line(key) or ""
-        self.slot_rows = call(ours.within.default, rows, most, room, where)
+        self.slot_rows = rows
+        if not sent.exact:
+            self.slot_rows = call(ours.within.default, rows, most, room, where)
         self.shape = [groups, sources, room]
         # Rows of all groups, and what a product takes as the experts of rows.
         self.count = groups * sources * room
         self._sent: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._slots_of: dict[fx.Node, fx.Node] = {}
         self._combined: dict[fx.Node, fx.Node] = {}
         self.ids = self._send(key, 1, NONE)
 
     def of(self, x: fx.Node) -> fx.Node:
         """Rows in their slots. What is expanded is sent once."""
+        if x not in self._slots_of:
+            self._slots_of[x] = self._of(x)
+        return self._slots_of[x]
+
+    def _of(self, x: fx.Node) -> fx.Node:
         source, leading = before_expand(x)
         tokens, features = leading[0], list(shape_of(x)[1:])
         if len(leading) == 2 and shape_of(source) == (tokens, 1, *features):

@@ -22,6 +22,7 @@ from fxpar.sharding.rank_ints import PLACES
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 _PRODUCTS = ("fxpar.grouped_mm.default", "fxpar.grouped_outer.default")
 
@@ -33,7 +34,7 @@ def keep_sorted(graph: fx.Graph, build: Builder) -> None:
     _join_alike(graph)
     orders: dict[fx.Node, _InOrder] = {}
     for node in list(graph.nodes):
-        order = _order_of(node)
+        order = order_of(node)
         if order is None:
             continue
         rows = orders.setdefault(order, _InOrder(build, order))
@@ -45,7 +46,7 @@ def keep_sorted(graph: fx.Graph, build: Builder) -> None:
     graph.eliminate_dead_code()
 
 
-def _order_of(node: fx.Node) -> fx.Node | None:
+def order_of(node: fx.Node) -> fx.Node | None:
     """The order in which a node reads rows; None of any that does not sort."""
     if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
         return None
@@ -71,8 +72,17 @@ def _put_back(node: fx.Node, order: fx.Node) -> Any:
     (place,) = read.args[1]
     if read is not node and place.target is aten.clamp.default:
         place = place.args[0]
-    back = place.target is aten.index_put.default and place.args[:2] == (whole, [whole])
-    return read.args[0] if back else None
+    return read.args[0] if sorted_order(place) is whole else None
+
+
+def sorted_order(place: Any) -> Any:
+    """The order in which a value says the place of each row; None of any other."""
+    if place.target is not aten.index_put.default or len(place.args) != 3:
+        return None
+    rows, (order, *others), numbers = place.args
+    fills = op_facts_of(rows.target).constant and shape_of(rows) == shape_of(place)
+    counts = numbers.target is prims.iota.default and shape_of(numbers) == shape_of(rows)
+    return order if fills and counts and not others else None
 
 
 class _InOrder:

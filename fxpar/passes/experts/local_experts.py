@@ -25,6 +25,7 @@ from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules import rule_of
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -92,7 +93,9 @@ def _sorted(
         descending=False,
     )
     ordered, order = (build.call(operator.getitem, sort, i) for i in (0, 1))
-    place = build.call(aten.index_put.default, order, [order], build.iota(rows, device))
+    # Not over the order itself: Inductor (2.13) writes over what it reads as an index.
+    zeros = build.call(aten.full.default, [rows], 0, dtype=torch.int64, device=device)
+    place = build.call(aten.index_put.default, zeros, [order], build.iota(rows, device))
     expert_numbers = build.iota(experts, device)
     ends = build.call(
         aten.searchsorted.Tensor, ordered, expert_numbers, right=True, out_int32=True
@@ -152,11 +155,28 @@ def _sort_mm(
 def _sort_outer(
     call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, experts: int, *options: Any
 ) -> fx.Node:
-    outer = torch.ops.fxpar.grouped_outer.default
+    """In the layout that it is read in: the gradient of a weight ``[experts, n, k]`` is
+    transposed, and an optimizer that reads it beside the weight is twice as slow."""
+    build, outer = call.build, torch.ops.fxpar.grouped_outer.default
     sort = _sorted(call, ids, experts, *options)
     x, y = _merged(call, x, 0, [1]), _merged(call, y, 1, [1])
-    product = call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
-    return _apart(call, product)
+    left, right = sort.take(x), sort.take(y)
+    if not _is_read_transposed(call.node):
+        return _apart(call, build.call(outer, left, right, sort.ends, sort.share))
+    product = build.call(outer, right, left, sort.ends, sort.share)
+    return _apart(call, build.call(aten.permute.default, product, [0, 2, 1]))
+
+
+def _is_read_transposed(product: fx.Node) -> bool:
+    """Whether what alone reads a product ``[experts, k, n]`` reads it transposed."""
+    node = product
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.target is aten.permute.default:
+            return node.args[1] == [0, 2, 1]
+        if not op_facts_of(node.target).reshapes:
+            break
+    return False
 
 
 def _merged(

@@ -27,7 +27,12 @@ from torch import fx
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.experts.expert_axes import SORTS, products_by
-from fxpar.passes.experts.group_rows import DispatchedRows, GroupCopies, spread
+from fxpar.passes.experts.group_rows import (
+    DispatchedRows,
+    GroupCopies,
+    SentRows,
+    spread,
+)
 from fxpar.passes.experts.row_wise import call_of, row_call
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -64,9 +69,9 @@ class ExpertWays:
     groups: Callable[[int], int]
     # As ``expert_ops`` has it.
     room: float = 0.0
-    # (rows, rows of a token, bytes of a token, groups) -> parts of the rows that are
-    # sent to groups by themselves; 0: tokens are gathered.
-    sources: Callable[[int, int, int, int], int] = lambda *_: 0
+    # (key, rows of a token, bytes of a token, groups) -> how rows are sent to groups;
+    # None: tokens are gathered.
+    sent: Callable[[fx.Node, int, int, int], SentRows | None] = lambda *_: None
 
 
 def experts_in_place(graph: fx.Graph, rewriter: Builder, ways: ExpertWays) -> list[str]:
@@ -100,13 +105,14 @@ class _Mixture:
         self.groups = ways.groups(self.experts)
         self.room = ways.room if self.groups > 1 else 0.0
         self.copies: GroupCopies | DispatchedRows
-        sources = self._sources(ways)
-        if sources:
+        sent = self._sent(ways)
+        if sent is not None:
+            share = 0.0 if sent.exact else self.room
             with build.before(sort):
                 self.copies = DispatchedRows(
-                    build, self.key, self.experts, self.groups, sources, self.room
+                    build, self.key, self.experts, self.groups, sent, share
                 )
-            self.room = self.room or float(self.groups)
+            self.room = share or float(self.groups)
         else:
             self.copies = GroupCopies(build, self.key, self.experts, self.groups)
         # Values in order of experts; and results of calls that give several.
@@ -119,16 +125,15 @@ class _Mixture:
         # What is not in order any more -> the same, computed in place.
         self.replacements: dict[fx.Node, fx.Node] = {}
 
-    def _sources(self, ways: ExpertWays) -> int:
-        """Parts of the rows that are sent to experts by themselves; 0 if tokens are
-        gathered."""
+    def _sent(self, ways: ExpertWays) -> SentRows | None:
+        """How rows are sent to experts; None if tokens are gathered."""
         if self.groups == 1 or not isinstance(self.rows, int):
-            return 0
+            return None
         chosen = self.key.args[0] if op_facts_of(self.key.target).reshapes else self.key
         copies = shape_of(chosen)[-1] if len(shape_of(chosen)) == 2 else 1
         tokens = next(iter(self.products)).args[0].meta["val"]
         nbytes = tokens.shape[-1] * tokens.dtype.itemsize
-        return ways.sources(self.rows, copies, nbytes, self.groups)
+        return ways.sent(self.key, copies, nbytes, self.groups)
 
     def read(self, nodes: Sequence[fx.Node]) -> None:
         """Compute in place what is computed in order."""
@@ -182,7 +187,7 @@ class _Mixture:
             x = self.build.call(aten.index.Tensor, x, [row_index])
             divisor = 1
         is_per_group = x.meta["val"].dtype.is_floating_point or features
-        if is_per_group:
+        if is_per_group and not self.copies.sends:
             return _SortedRows(0, per_group=self.copies.of_tokens(x, divisor))
         if divisor > 1:
             x = self.build.call(aten.unsqueeze.default, x, 1)
@@ -213,6 +218,8 @@ class _Mixture:
             fills = all_rows and (not accumulate or _is_zero(x))
             if not fills or values in self.values or shape_of(values) != shape_of(x):
                 return None
+            if self.copies.sends:
+                return _SortedRows(0, values)
             return _SortedRows(0, per_group=self.copies.of(values))
         fills = all_rows and not accumulate
         lookup = self._number(index)
@@ -305,9 +312,7 @@ class _Mixture:
         call = row_call(node, {x: rows.dim for x, rows in operands.items()})
         if call is None:
             return None
-        plain_rows = {
-            x: rows.plain for x, rows in operands.items() if rows.plain is not None
-        }
+        plain_rows = self._plain_rows(node, operands)
         if len(plain_rows) == len(operands):
             value = call.with_operands(self.build, plain_rows, self.rows)
             self._divide(node, value, plain_rows)
@@ -325,6 +330,31 @@ class _Mixture:
             for i, d in enumerate(call.result_dims)
         }
         return None
+
+    def _plain_rows(
+        self, node: fx.Node, operands: dict[fx.Node, _SortedRows]
+    ) -> dict[fx.Node, fx.Node]:
+        """The operands that are read as they lie. Rows that were sent are brought back
+        where nothing else would have to be sent: what is made is for no product."""
+        plain = {x: r.plain for x, r in operands.items() if r.plain is not None}
+        mixed = 0 < len(plain) < len(operands) and self.copies.sends
+        if not mixed or any(r.dim for r in operands.values()):
+            return plain
+        if self._feeds_product(node, set()):
+            return plain
+        chosen = {x: self._in_place(rows) for x, rows in operands.items()}
+        return plain if None in chosen.values() else chosen
+
+    def _feeds_product(self, node: fx.Node, seen: set[fx.Node]) -> bool:
+        """Whether a product reads rows that are made of a value in order."""
+        for user in set(node.users) - seen:
+            seen.add(user)
+            sums_rows = user.target in _SUMS and 0 in (_arguments(user, 2)[1] or [0])
+            leaves = user.target in _READS and user.target not in _SUMS
+            follows = user.target is operator.getitem or not (leaves or sums_rows)
+            if user in self.products or (follows and self._feeds_product(user, seen)):
+                return True
+        return False
 
     def _divide(
         self, node: fx.Node, quotient: fx.Node, plain_rows: dict[fx.Node, fx.Node]

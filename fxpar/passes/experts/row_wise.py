@@ -122,6 +122,22 @@ def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | 
     return row_dims if row_dims and row_call(node, row_dims) is not None else None
 
 
+def row_result(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    """The dim of the one result of a call whose rows are made, one by one, of those
+    along a dim of an operand; None if they are not, or it has other results."""
+    value, rule = node.meta.get("val"), None
+    if node.op == "call_function" and isinstance(value, torch.Tensor):
+        rule = by_row_rule(node)
+    if rule is None:
+        return None
+    pairs = zip(tensor_nodes(node), rule.operands, strict=True)
+    factors = {dims[dim] for x, dims in pairs if x is operand}
+    found = [d for d, factor in enumerate(rule.results[0]) if {factor} == factors]
+    if len(found) != 1 or operand not in (rows_read(node, found[0]) or {}):
+        return None
+    return found[0]
+
+
 def by_row_rule(node: fx.Node) -> Rule | None:
     """The rule of a call whose free factors are treated one by one; None of others."""
     facts = op_facts_of(node.target)

@@ -28,6 +28,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.alike_nodes import is_aligned, labels_of, with_reads
 from fxpar.passes.builder import PROVENANCE
+from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -167,9 +168,9 @@ def _may_start_later(node: fx.Node) -> bool:
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether an op may be in a body."""
+    """Whether an op may be in a body: not if its rows are counted when it runs."""
     results = tensors_in(node.meta.get("val"))
-    if node.op != "call_function" or not results:
+    if node.op != "call_function" or not results or is_of_first_rows(node):
         return False
     if node.target is operator.getitem:
         return _fits(node.args[0])

@@ -21,6 +21,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
 from fxpar.passes.collective_nodes import COMBINE
+from fxpar.passes.experts import exact_ops
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.spec import Spec
@@ -175,10 +176,17 @@ def coalesced(run: Callable[..., Ranks]) -> Callable[..., Ranks]:
     return each
 
 
-# Products with their collective: (arguments of each member) -> results.
+def _sent_exactly(run: Callable[..., torch.Tensor], args: Ranks) -> Ranks:
+    return exact_ops.in_lockstep(run, [each[:-1] for each in args])
+
+
+# Products with their collective, and rows sent by exact numbers: (arguments of each
+# member) -> results.
 PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
     torch.ops.fxpar.gather_matmul.default: _gather_matmul,
     torch.ops.fxpar.matmul_scatter.default: _matmul_scatter,
+    exact_ops.SEND: functools.partial(_sent_exactly, exact_ops.sent_rows),
+    exact_ops.RETURN: functools.partial(_sent_exactly, exact_ops.returned_rows),
 }
 
 

@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
+from fxpar.passes.experts import exact_ops
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
@@ -39,10 +40,12 @@ if TYPE_CHECKING:  # routes take NumPy, which kernels do without
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
 
+# Rows sent by exact numbers.
+EXACT = {exact_ops.SEND, exact_ops.RETURN}
 # Collectives of a local graph, as ``reshard.steps`` names them.
 KINDS: dict[Any, str] = {
     op: kind for kind, lowering in LOWERINGS.items() for op in lowering.emulations()
-}
+} | dict.fromkeys(EXACT, "all_to_all")
 # Products with their collective as one op, and what they communicate.
 PRODUCTS = {
     ours.gather_matmul.default: "all_gather",
@@ -144,6 +147,8 @@ class _LocalReader(KernelReader):
         if node.target is ours.move_rows.default:
             launch.kind, sent = message_of(node)
             launch.before = launch.after = round(sent)
+        if node.target in EXACT:
+            launch.before = launch.after = _bytes_sent(node)
         for buffer in launch.makes:
             buffer.late = launch
         return views
@@ -216,10 +221,18 @@ def _collective(node: fx.Node) -> Collective:
 
 def _size(node: fx.Node) -> int:
     """Bytes of what a rank has before or after, whichever is more."""
+    if node.target in EXACT:
+        return _bytes_sent(node)
     if node.target not in PRODUCTS:
         return max(bytes_of(node), sum(map(bytes_of, node.all_input_nodes)))
     (value, *_), count = tensors_in(node.meta["val"]), node.args[-2]
     return nbytes_of(value) * (1 if PRODUCTS[node.target] == "all_gather" else count)
+
+
+def _bytes_sent(node: fx.Node) -> int:
+    """Bytes of rows that are sent by exact numbers."""
+    value, rows = (n.meta["val"] for n in node.args[:2])
+    return exact_ops.bytes_sent(value, rows)
 
 
 def _source(node: fx.Node) -> str:

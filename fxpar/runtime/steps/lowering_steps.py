@@ -26,7 +26,8 @@ from fxpar.passes import insert_reshards as resharding
 from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.decompose import decompose
-from fxpar.passes.experts import local_experts
+from fxpar.passes.experts import first_rows, local_experts
+from fxpar.passes.experts.exact_exchange import exact_exchanges as send_exactly
 from fxpar.passes.experts.keep_sorted import keep_sorted as keep_rows_sorted
 from fxpar.passes.local.localize import partition
 from fxpar.passes.local.share_exchanges import share_exchanges as share_rows
@@ -63,6 +64,22 @@ def keep_sorted(state: JointState) -> None:
     """Rows stay sorted by expert between products."""
     build = Builder(state.graph, state.fake_mode, state.decided.mesh)
     keep_rows_sorted(state.graph, build)
+
+
+def exact_exchanges(state: JointState) -> None:
+    """Rows are sent to their experts by exact numbers."""
+    build = Builder(state.graph, state.fake_mode, state.decided.mesh)
+    send_exactly(state.graph, build)
+
+
+def mark_first_rows(state: JointState) -> None:
+    """Of rows of experts, those behind a rank's last are known not to be read."""
+    first_rows.mark_first_rows(state.graph)
+
+
+def compute_first_rows(state: PhaseState) -> None:
+    """Rows of experts are computed up to a rank's last."""
+    first_rows.compute_first_rows(state.graph, state.phase.rewriter)
 
 
 def _open_decision(state: JointState) -> Decision:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,9 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import graph_bodies, size_nodes
+from fxpar.passes.builder import shape_of
 from fxpar.passes.experts.expert_ops import room_of
+from fxpar.passes.experts.group_rows import SentRows
 from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.body_seeds import refuse_draws
@@ -146,32 +148,74 @@ def place_experts(state: JointState) -> None:
         return 1 if experts % count else count
 
     room = state.request.expert_room or 0.0
-    sources = partial(_sources, state.request)
-    ways = ExpertWays(groups, room, sources)
+    ways = ExpertWays(groups, room, partial(_sent, state.request, notes.append))
     notes += experts_in_place(state.graph, state.rewriter, ways)
     state.notes += tuple(dict.fromkeys(notes))
 
 
-def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int) -> int:
-    """Parts of the rows that are sent to groups of experts by themselves, where that
-    takes less time than to gather the tokens, or is asked for; 0: these are gathered.
-    """
-    mesh, exchange, room = request.mesh, request.expert_exchange, request.expert_room
-    axes = request.expert_axes
+_NO_SIZES = "no host waits for sizes on this device: rows are sent to experts in slots"
+
+
+def _sent(
+    request: Request,
+    note: Callable[[str], None],
+    key: fx.Node,
+    copies: int,
+    nbytes: int,
+    groups: int,
+) -> SentRows | None:
+    """How rows are sent to groups of experts, where that takes less time than to gather
+    the tokens, or is asked for; None: these are gathered."""
+    mesh, exchange = request.mesh, request.expert_exchange
+    tokens, axes = shape_of(key)[0] // copies, request.expert_axes
     parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
-    split = rows // copies % parts == 0 and not sequence_axes(mesh)
-    if not split or exchange == "gather" or (exchange == "auto" and room is None):
-        return 0
-    priced = (request.named_hardware or lookup(UNNAMED)).on(mesh)
-    part_bytes = rows // copies // parts * nbytes
-    slots = room_of(rows, groups, parts, room or 0.0) * groups * nbytes
-    gathered = along("all_gather", priced, axes).seconds(part_bytes)
-    gathered += along("reduce_scatter", priced, axes).seconds(part_bytes * groups)
-    exchanged = 2 * along("all_to_all", priced, axes).seconds(slots)
-    if exchange == "auto" and exchanged >= gathered:
-        return 0
+    if exchange == "gather" or tokens % parts or sequence_axes(mesh):
+        return None
+    may_be_exact = key.meta["val"].device.type == "cpu"
+    if exchange == "exact" and not may_be_exact:
+        note(_NO_SIZES)
+    if exchange == "auto":
+        sizes = tokens, copies, nbytes, groups, parts
+        exchange = _fastest_exchange(request, may_be_exact, *sizes)
+    if exchange == "gather":
+        return None
     microbatches = parts * parts_of(request)
-    return parts if rows // copies % microbatches else microbatches
+    sources = parts if tokens % microbatches else microbatches
+    return SentRows(sources, exchange == "exact" and may_be_exact)
+
+
+def _fastest_exchange(
+    request: Request,
+    may_be_exact: bool,
+    tokens: int,
+    copies: int,
+    nbytes: int,
+    groups: int,
+    parts: int,
+) -> str:
+    """The way of ``expert_exchange`` that takes the least time: bytes sent, and those
+    that a rank then reads and writes. Exact numbers are for hosts that compute: named,
+    or of a program that runs here."""
+    mesh, room, axes = request.mesh, request.expert_room, request.expert_axes
+    named, runs = request.named_hardware, request.rank is not None
+    hardware = named or lookup("cpu" if may_be_exact and runs else UNNAMED)
+    priced, part_bytes = hardware.on(mesh), tokens // parts * nbytes
+    rows = part_bytes * copies
+
+    def exchanged(nbytes: float) -> float:
+        return 2 * float(along("all_to_all", priced, axes).seconds(nbytes))
+
+    seconds = {
+        "gather": along("all_gather", priced, axes).seconds(part_bytes)
+        + along("reduce_scatter", priced, axes).seconds(part_bytes * groups)
+    }
+    if room is not None:
+        slots = room_of(tokens * copies, groups, parts, room) * groups * nbytes
+        seconds["all_to_all"] = exchanged(slots)
+    if may_be_exact and hardware.beside:
+        seconds["gather"] += 2 * hardware.streaming(2 * rows * groups)
+        seconds["exact"] = exchanged(rows) + 2 * hardware.streaming(2 * rows)
+    return min(seconds, key=seconds.__getitem__)
 
 
 def drop_dead(state: JointState) -> None:

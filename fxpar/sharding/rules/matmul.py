@@ -298,7 +298,7 @@ def _own_expert_outer(
 
 
 def _dispatch_slots(
-    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int
+    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int, _: bool
 ) -> Rule:
     by_row: Word = ("s", "r!")
     sizes = {"s": sources, "r": ids.shape[0] // sources}

@@ -1,0 +1,184 @@
+"""local -> local: rows in slots that ranks exchange are sent by exact numbers.
+
+In: the local graph of one rank, with its steps, behind ``keep_sorted``. Out: the same
+graph, changed in place: where rows are put in slots (``fxpar::dispatch_slots``, those
+that are ``exact``) and an all-to-all brings the slots to the ranks of their experts,
+``fxpar::send_rows`` brings the rows, and ``fxpar::return_rows`` brings them back. Slots
+of experts' numbers, which say how many rows come, are exchanged as they are. What it
+never does: change what a value is. Slots that it does not know what reads are exchanged
+as slots.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.collective_nodes import all_to_all, axes_of
+from fxpar.passes.custom_ops import group_name
+from fxpar.passes.experts.exact_ops import RETURN, SEND
+from fxpar.passes.experts.expert_ops import NONE
+from fxpar.passes.experts.keep_sorted import order_of, sorted_order
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+ours = torch.ops.fxpar
+
+
+def exact_exchanges(graph: fx.Graph, build: Builder) -> None:
+    """Rewrite a local graph in place."""
+    slots = ours.dispatch_slots.default
+    for node in graph.find_nodes(op="call_function", target=slots):
+        if not node.args[-1]:
+            continue
+        exchange = _exchange_of(node, build)
+        if exchange is None:
+            continue
+        for read in graph.find_nodes(
+            op="call_function", target=ours.dispatch_rows.default
+        ):
+            if read.args[1] is exchange.slot_rows and read.args[3] != NONE:
+                exchange.send(read)
+        for read in graph.find_nodes(
+            op="call_function", target=ours.combine_rows.default
+        ):
+            if read.args[1] in exchange.slots:
+                exchange.give_back(read)
+    graph.eliminate_dead_code()
+
+
+def _exchange_of(slots: fx.Node, build: Builder) -> _Exchange | None:
+    """How the rows of some slots are exchanged; None if no all-to-all of all groups
+    does, or not every row has a slot."""
+    _, experts, groups, sources, room, _ = slots.args
+    items = {user.args[1]: user for user in slots.users}
+    if 0 not in items or shape_of(slots.args[0])[0] != sources * room:
+        return None
+    for read in items[0].users:
+        if read.target is ours.dispatch_rows.default and read.args[3] == NONE:
+            for step in _steps(read, 1, 0):
+                axes = axes_of(step)
+                if build.mesh.count(axes) == groups:
+                    slots_of = [items[1]] if 1 in items else []
+                    return _Exchange(build, items[0], slots_of, step, axes)
+    return None
+
+
+def _steps(node: fx.Node, source: int, target: int) -> Iterator[fx.Node]:
+    """The even all-to-alls of a value between two dims."""
+    for user in node.users:
+        dims = user.args[1:3]
+        if user.target is all_to_all and dims == (source, target) and not user.kwargs:
+            yield user
+
+
+@dataclass
+class _Exchange:
+    """Rows of one rank and the group that it exchanges them with."""
+
+    # Adds nodes.
+    build: Builder
+    # Which row is in each slot.
+    slot_rows: fx.Node
+    # In which slot each row is.
+    slots: list[fx.Node]
+    # The experts in the slots that come.
+    ids: fx.Node
+    # Of the group.
+    axes: tuple[str, ...]
+    # What ``fxpar::exact_places`` gives.
+    _places: list[fx.Node] = field(default_factory=list)
+    # Of each order of rows that come, where in it each of them lies.
+    _in_order: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        return group_name(self.build.mesh, self.axes)
+
+    def places(self) -> list[fx.Node]:
+        """Rows, how many go and come, slots."""
+        if not self._places:
+            call = self.build.call
+            with self.build.before(self.ids.next):
+                result = call(ours.exact_places.default, self.slot_rows, self.ids)
+                self._places = [call(operator.getitem, result, i) for i in range(4)]
+        return self._places
+
+    def in_order(self, place: fx.Node) -> fx.Node:
+        """Where rows that come lie, of which slot i lies at ``place[i]``."""
+        if place not in self._in_order:
+            slots = self.places()[3]
+            with self.build.before(max(place, slots).next):
+                call = self.build.call
+                self._in_order[place] = call(aten.index.Tensor, place, [slots])
+        return self._in_order[place]
+
+    def send(self, read: fx.Node) -> None:
+        """Let rows go by exact numbers that ``read`` puts in slots."""
+        x, _, copies, fill = read.args
+        if fill:
+            return
+        for step in list(_steps(read, 1, 0)):
+            if axes_of(step) != self.axes:
+                continue
+            for rows in list(_as_rows(step)):
+                for user in list(rows.users):
+                    place = place_of(order_of(user))
+                    if place is not None and user.args[0] is rows:
+                        self._send(user, x, copies, self.in_order(place))
+                if rows.users:
+                    self._send(rows, x, copies, self.places()[3])
+
+    def _send(self, node: fx.Node, x: Any, copies: Any, places: fx.Node) -> None:
+        rows, sent, got, _ = self.places()
+        with self.build.before(node):
+            args = x, rows, places, sent, got, copies, self.group
+            self.build.replace(node, self.build.call(SEND, *args))
+
+    def give_back(self, read: fx.Node) -> None:
+        """Let rows come back by exact numbers that ``read`` takes from slots."""
+        step: Any = read.args[0]
+        if step not in _steps(step.args[0], 0, 1) or axes_of(step) != self.axes:
+            return
+        y = _rows_of(step.args[0])
+        if y is None:
+            return
+        rows, sent, got, places = self.places()
+        place = y.args[1][0] if y.target is aten.index.Tensor else None
+        if place is not None and sorted_order(place) is not None:
+            y, places = y.args[0], self.in_order(place)
+        with self.build.before(read):
+            args = y, rows, places, sent, got, self.group
+            self.build.replace(read, self.build.call(RETURN, *args))
+
+
+def _as_rows(step: fx.Node) -> Iterator[fx.Node]:
+    """Slots that have come as rows, one dim for all of them."""
+    groups, sources, room, *features = shape_of(step)
+    for user in step.users:
+        rows = (groups * sources * room, *features)
+        if op_facts_of(user.target).reshapes and shape_of(user) == rows:
+            yield user
+
+
+def _rows_of(slots: Any) -> Any:
+    """The rows that slots are a view of; None if they are not."""
+    groups, sources, room, *features = shape_of(slots)
+    if not op_facts_of(slots.target).reshapes:
+        return None
+    rows = slots.args[0]
+    return rows if shape_of(rows) == (groups * sources * room, *features) else None
+
+
+def place_of(order: fx.Node | None) -> fx.Node | None:
+    """Where in an order each row is, if that is known in the graph."""
+    for user in order.users if order is not None else ():
+        if sorted_order(user) is order:
+            return user
+    return None

@@ -1,0 +1,237 @@
+"""Rows behind the last of a rank's own are not computed.
+
+A rank has room for more rows of its experts than there are, and shapes say the room.
+Rows in order of experts have its own first, and products read these alone; so where
+nothing else is read of a value, the others need not be made.
+
+``mark_first_rows``: a local graph, before forward and backward are parted. In place,
+values of which no row behind the last is read are marked, so that a forward knows it of
+what its backward reads. ``compute_first_rows``: a forward or a backward as it goes to
+code generation. In place, what is read of first rows alone is made of so many rows as
+there are, by a number that the host reads: for devices on which it does not wait.
+Results keep their shapes: what is behind the last row is not written.
+
+What it never does: change rows that are read, or move a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes.experts.exact_ops import RETURN, SEND
+from fxpar.passes.experts.row_wise import row_call, row_result, rows_read
+
+aten = torch.ops.aten
+MM = torch.ops.fxpar.grouped_mm.default
+OUTER = torch.ops.fxpar.grouped_outer.default
+
+# In ``meta["custom"]``, which all passes keep: no row behind the last is read.
+FIRST_ROWS = "fxpar_first_rows"
+# Which operands of a product are rows.
+_ROWS = {MM: (0,), OUTER: (0, 1)}
+
+
+def is_of_first_rows(node: fx.Node) -> bool:
+    """Whether a value is marked."""
+    return FIRST_ROWS in (node.meta.get("custom") or {})
+
+
+def mark_first_rows(graph: fx.Graph) -> None:
+    """Mark values in place."""
+    for ends in _all_ends(graph):
+        needs = _FirstRows(graph, ends)
+        for node in graph.nodes:
+            if (node, 0) in needs.in_order and needs.suffice(node, 0):
+                custom = node.meta.get("custom") or {}
+                node.meta["custom"] = custom | {FIRST_ROWS: True}
+
+
+def compute_first_rows(graph: fx.Graph, build: Builder) -> None:
+    """Rewrite a forward or a backward in place."""
+    ends_of_all = [n for n in _all_ends(graph) if n.meta["val"].device.type == "cpu"]
+    if not ends_of_all or not _torch.symbols.makes_sizes(build.fake_mode):
+        return
+    # Rules are for sizes that are known: all is read before anything is written.
+    for rewritten in [_Rewritten(graph, build, ends) for ends in ends_of_all]:
+        rewritten.write()
+    graph.eliminate_dead_code()
+
+
+def _all_ends(graph: fx.Graph) -> list[fx.Node]:
+    """What says where the rows of experts end, for each order of rows."""
+    products = [node for node in graph.nodes if node.target in _ROWS]
+    return list(dict.fromkeys(node.args[2] for node in products))
+
+
+class _FirstRows:
+    """Of which values rows up to the last of ``ends`` are read alone."""
+
+    def __init__(self, graph: fx.Graph, ends: fx.Node) -> None:
+        self.ends = ends
+        self.products = [user for user in ends.users if user.target in _ROWS]
+        self.operands = {
+            product.args[i] for product in self.products for i in _ROWS[product.target]
+        }
+        self.room = shape_of(self.products[0].args[0])[0]
+        # Values, and the dim along which their rows lie in the order that ends are of.
+        self.in_order = _connected([*self.operands, *self.products])
+        self._suffice: dict[tuple[fx.Node, int], bool] = {}
+
+    def suffice(self, node: fx.Node, dim: int) -> bool:
+        """Whether rows along a dim are read up to the last alone, by something."""
+        key = node, dim
+        if key not in self._suffice:
+            value = node.meta.get("val")
+            tensor = isinstance(value, torch.Tensor) and dim < value.dim()
+            has_room = tensor and value.shape[dim] == self.room
+            self._suffice[key] = bool(has_room and node.users) and all(
+                self._reads_first(user, node, dim) for user in node.users
+            )
+        return self._suffice[key]
+
+    def _reads_first(self, user: fx.Node, node: fx.Node, dim: int) -> bool:
+        if user in self.products:
+            rows = [user.args[i] for i in _ROWS[user.target]]
+            others = [x for x in user.all_input_nodes if x not in rows]
+            return dim == 0 and node in rows and node not in others
+        if user.target is RETURN:
+            return dim == 0 and user.all_input_nodes[0] is node
+        if user.op == "output":
+            return dim == 0 and is_of_first_rows(node)
+        result = row_result(user, node, dim)
+        return result is not None and self.suffice(user, result)
+
+
+def _connected(nodes: Iterable[fx.Node]) -> set[tuple[fx.Node, int]]:
+    """Rows along dim 0 of some values, and all that are made of one another row by
+    row."""
+    out = {(node, 0) for node in nodes if node.target is not OUTER}
+    queue = list(out)
+    while queue:
+        node, dim = queue.pop()
+        near = list(_read(node, dim).items())
+        results = ((user, row_result(user, node, dim)) for user in node.users)
+        near += [(user, d) for user, d in results if d is not None]
+        queue += [pair for pair in near if pair not in out]
+        out.update(near)
+    return out
+
+
+def _read(node: fx.Node, dim: int = 0) -> dict[fx.Node, int]:
+    """The operands whose rows make those of a value; none if not one by one."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return {}
+    return (rows_read(node, dim) if dim < value.dim() else None) or {}
+
+
+class _Rewritten:
+    """A graph with values of first rows alone."""
+
+    def __init__(self, graph: fx.Graph, build: Builder, ends: fx.Node) -> None:
+        self.graph, self.build, self.ends = graph, build, ends
+        self.needs = _FirstRows(graph, ends)
+        self.inside = self._computed()
+        self._first: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def write(self) -> None:
+        """Put them in the place of values with room."""
+        inside = self.inside
+        if not inside:
+            return
+        self.rows = self._count()
+        for node in inside:
+            with self.build.before(node):
+                self._first[node, 0] = self._make(node)
+        made = set(self._first.values())
+        for node in inside:
+            for user in list(node.users):
+                if user not in inside and user not in made:
+                    self._give(node, user)
+
+    def _computed(self) -> dict[fx.Node, dict[fx.Node, int]]:
+        """What is made of first rows alone, in order, and the operands that it makes
+        row by row; not before the ends are known."""
+        behind = self.ends.op == "placeholder"
+        inside: dict[fx.Node, dict[fx.Node, int]] = {}
+        for node in self.graph.nodes:
+            rows = (node, 0) in self.needs.in_order and self.needs.suffice(node, 0)
+            if behind and rows:
+                reads = _read(node)
+                if reads or node.target in (MM, SEND) or _is_in_order(node):
+                    inside[node] = reads
+            behind = behind or node is self.ends
+        return inside
+
+    def _count(self) -> fx.Node:
+        """How many rows there are, as the host has it."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        behind = inputs[-1] if self.ends.op == "placeholder" else self.ends
+        with self.build.before(behind.next), self.build.at(self.ends):
+            last = self.build.call(aten.select.int, self.ends, 0, -1)
+            number = self.graph.call_function(aten._local_scalar_dense.default, (last,))
+            _torch.symbols.let_depend_on_data(
+                number, self.build.fake_mode, self.needs.room
+            )
+        return number
+
+    def _make(self, node: fx.Node) -> fx.Node:
+        call = self.build.call
+        if node.target is MM:
+            x, *others = node.args
+            return call(MM, self._of(x, 0), *others)
+        if node.target is SEND:
+            x, rows, places, *others = node.args
+            return call(SEND, x, rows, self._of(places, 0), *others)
+        if _is_in_order(node):
+            x, (order,) = node.args
+            return call(aten.index.Tensor, x, [self._of(order, 0)])
+        reads = self.inside[node]
+        by_row = row_call(node, reads)
+        assert by_row is not None
+        first = {x: self._of(x, d) for x, d in reads.items()}
+        return by_row.with_operands(self.build, first, self.rows)
+
+    def _of(self, node: Any, dim: int) -> fx.Node:
+        """The first rows of a value."""
+        if (node, dim) not in self._first:
+            call = self.build.call
+            return call(aten.slice.Tensor, node, dim, 0, self.rows)
+        return self._first[node, dim]
+
+    def _give(self, node: fx.Node, user: fx.Node) -> None:
+        """Let a user outside read the first rows, or all where it reads by place."""
+        with self.build.before(user):
+            if user in self.needs.products or user.target is RETURN:
+                value = self._first[node, 0]
+                operands = list(user.args)
+                rows = _ROWS.get(user.target, (0,))
+                if user.target is MM:  # all of its results are read
+                    value = self._all(value)
+                for i in rows:
+                    if operands[i] is node:
+                        operands[i] = value
+                    elif user.target is OUTER:
+                        operands[i] = self._of(operands[i], 0)
+                user.args = tuple(operands)
+            else:
+                user.replace_input_with(node, self._all(self._first[node, 0]))
+
+    def _all(self, rows: fx.Node) -> fx.Node:
+        """Rows with the room of all."""
+        return self.build.call(torch.ops.fxpar.with_room.default, rows, self.needs.room)
+
+
+def _is_in_order(node: fx.Node) -> bool:
+    """Whether a value is rows read in an order."""
+    if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
+        return False
+    (order,) = node.args[1]
+    return order is not None and len(shape_of(order)) == 1
