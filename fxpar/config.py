@@ -27,6 +27,7 @@ PASSES = (
     "random_by_index",
     "causal_masks",
     "find_shifts",
+    "find_backward_scans",
     "experts_in_place",
     "undo_views_around_matmul",
     "keep_batch_apart",

@@ -191,7 +191,7 @@ class _TasksOfChoice:
             return first[i]
 
         # From the last on, so that nothing is deep.
-        values = {i for i, node in enumerate(nodes) if node.kind == "value"}
+        values = {i for i, node in enumerate(nodes) if node.kind in ("value", "copy")}
         for i in sorted(range(len(nodes)), key=lambda i: (i in values, -i)):
             visit(i)
         return [first[i] for i in range(len(nodes))]
@@ -221,7 +221,7 @@ class _TasksOfChoice:
         if self.moves[table]:
             if a.kind in ("input", "constant"):
                 row, last = self._row(e, None, (self.gathered[e], _MOVE), last)
-            elif a.kind == "value":
+            elif a.kind in ("value", "copy"):
                 row, last = self._row(e, None, (self._reader(j), _MOVE), last)
             else:
                 before = None if b.kind == "value" else (self._reader(j), _MOVE)
@@ -236,6 +236,8 @@ class _TasksOfChoice:
 
     def _reader(self, j: int) -> int:
         node = self.formulation.nodes[j]
+        if node.kind == "copy":
+            return self.first[j]
         return node.of if node.kind == "op" else self.end
 
     def _row(

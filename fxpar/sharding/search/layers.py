@@ -85,8 +85,12 @@ def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
     program = formulation.program
     value = _values(program, tied)
     index: dict[tuple[str, int, int], int] = {}
+    copies: dict[int, int] = {}  # node -> which of its value's it is
     for i, node in enumerate(formulation.nodes):
-        if node.kind != "value":
+        if node.kind == "copy":
+            copies[i] = ("copy", node.of, 0) in index
+            index["copy", node.of, copies[i]] = i
+        elif node.kind != "value":
             index[node.kind, node.of, 0] = i
     for v, (forward, backward) in formulation.settling.items():
         index["value", v, forward] = index["settled", v, 0] = forward
@@ -101,6 +105,8 @@ def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
         elif node.kind == "value":
             phase = int(formulation.settling[node.of][0] != i)
             to = index.get(("settled", value.get(node.of, node.of), phase))
+        elif node.kind == "copy":
+            to = index.get(("copy", value.get(node.of, node.of), copies[i]))
         elif node.kind == "input":
             k = inputs.get(value.get(program.inputs[node.of], -1), node.of)
             to = index.get(("input", k, 0))

@@ -162,16 +162,22 @@ class ProblemBuilder:
         """The share of what it takes to bring a value elsewhere that is paid."""
         return self.facts.parts.value_share(v) if self.facts.parts else 1.0
 
-    def edge(self, v: int, a: EdgeEnd, b: EdgeEnd) -> None:
-        """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
+    def edge(
+        self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
+    ) -> None:
+        """Resharding ``v`` from what node ``a`` has to what ``b`` needs. ``also``: it
+        is there besides, in this spec if that is one."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
         alone = self.alone(v, a, b)
         in_kernel = self.kernels.base[v] not in self.kernels.written
-        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel)
+        there = also.tobytes() if also is not None and len(also) == 1 else b""
+        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel, there)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)
+            if there:
+                table = np.minimum(table, self.between(v, also, need, alone))
             if in_kernel:
                 table = table + self.in_memory(v, have, need) * (table > 0)
             self.tables.append(table * self.share(v))
@@ -182,7 +188,7 @@ class ProblemBuilder:
         their own: no light op makes it, or reads it."""
         kernels, kind = self.kernels, self.nodes[b.node].kind
         light_maker = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
-        read = kind == "value" and kernels.read_by_light[v]
+        read = kind in ("value", "copy") and kernels.read_by_light[v]
         if kind == "op":
             read = kernels.reads_lightly(self.nodes[b.node].of)
         return not light_maker, not read
