@@ -46,6 +46,11 @@ def cut(
 _FEW = 4
 
 
+# A part that is joined to one so many times as large may have fewer rows than ranks, for
+# which nobody would split the large one; it is whole, which sends as little.
+_FEWER = 16
+
+
 def _is_few(rows: int, of: int) -> bool:
     return _FEW * rows <= of
 
@@ -198,7 +203,8 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
             for i, (n, first) in enumerate(zip(sizes, starts, strict=False))
         ]
         whole = resized(tensors[0], dim, sum(sizes))
-        rule = moved(tensors, [whole], {dim: pieces})
+        few = [i for i, n in enumerate(sizes) if 0 < _FEWER * n <= max(sizes)]
+        rule = moved(tensors, [whole], {dim: pieces}, few=few)
         if rule is not None:
             return rule
     model = next(x for x in tensors if x.ndim == ndim)
