@@ -31,6 +31,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Program
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.exchange_groups import price_together
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.problem_builder import FixedFacts, ProblemBuilder
 from fxpar.sharding.search.search_space import EdgeEnd, Node
@@ -79,6 +80,7 @@ def formulate(
     program = facts.parts.program if facts.parts is not None else program
     build = ProblemBuilder(program, mesh, hardware, facts)
     ops = build.op_nodes()
+    price_together(build, ops)
     makers: dict[int, EdgeEnd] = {}
     for op in program.ops:
         for r, v in enumerate(op.results):

@@ -127,7 +127,7 @@ class ProblemBuilder:
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
         op, work = self.program.ops[index], self.kernels.works[index]
-        part = self.facts.parts.op_share(index) if self.facts.parts else 1.0
+        part = self.op_share(index)
         key = (op.rule, work, messages_of(op), part)
         if key not in self.prices:
             options = search_space.strategies(op.rule, self.mesh)
@@ -157,6 +157,10 @@ class ProblemBuilder:
         value = self.program.values[v]
         sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
         return sizes, value.nbytes, self.share(v)
+
+    def op_share(self, index: int) -> float:
+        """The share of what an op takes that is paid."""
+        return self.facts.parts.op_share(index) if self.facts.parts else 1.0
 
     def share(self, v: int) -> float:
         """The share of what it takes to bring a value elsewhere that is paid."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fxpar
+from fxpar.sharding.cost.collectives import along
 
 ROWS = [("tp", None)]
 
@@ -40,3 +41,33 @@ def test_what_a_hint_lays_out_is_sent_once(rows: int) -> None:
     assert len(plan.collectives) == 1
     assert priced(plan) == pytest.approx(plan.predicted.seconds, rel=0.05)
     assert plan.result.decision.search.is_proved
+
+
+def three_points(x: torch.Tensor) -> torch.Tensor:
+    return x[2:] - 2 * x[1:-1] + x[:-2]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_slices_and_their_gradients_share_an_exchange(grad: bool) -> None:
+    x = torch.randn(1 << 10, 1 << 13, requires_grad=grad)
+    plan = searched(three_points, x, out_specs=ROWS, grad=grad)
+    assert [c.kind for c in plan.collectives] == ["permute"] * (1 + grad)
+    assert plan.result.decision.search.is_proved
+    # What the search says of rows is what the program is predicted to send.
+    rows = exchanged(plan)
+    permute = along("permute", plan.result.decision.mesh, ("tp",))
+    sent = sum(permute.seconds(c.bytes) for c in plan.collectives)
+    assert rows == pytest.approx(sent, rel=1e-3)
+
+
+def exchanged(plan: Any) -> float:
+    """Seconds that the search says ranks exchange rows for."""
+    found = plan.result.decision.search
+    form, choice = found.formulation, found.solution.choice
+    problem, total = form.problem, 0.0
+    for edge in problem.edges:
+        if form.nodes[edge.i].kind == "exchange":
+            total += problem.tables[edge.table][choice[edge.i], choice[edge.j]]
+    for node, k, costs in zip(form.nodes, choice, problem.costs, strict=True):
+        total += costs[k] if node.kind == "exchange" else 0.0
+    return float(total)
