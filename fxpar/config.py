@@ -28,6 +28,7 @@ PASSES = (
     "causal_masks",
     "find_shifts",
     "find_backward_scans",
+    "part_repeats",
     "experts_in_place",
     "undo_views_around_matmul",
     "keep_batch_apart",

@@ -93,9 +93,10 @@ def _is_sum(node: fx.Node) -> bool:
     """Whether a node adds two tensors of one shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
-    tensors = node.all_input_nodes
-    values = [x.meta["val"] for x in (node, *tensors)]
-    return len(tensors) == 2 and len({(x.shape, x.dtype) for x in values}) == 1
+    read = [x.meta["val"] for x in node.all_input_nodes]
+    if len(read) != 2 or not all(isinstance(x, torch.Tensor) for x in read):
+        return False
+    return len({(x.shape, x.dtype) for x in (node.meta["val"], *read)}) == 1
 
 
 def _joins_sum(node: fx.Node) -> bool:

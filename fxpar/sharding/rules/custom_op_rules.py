@@ -65,6 +65,12 @@ def _scan_back(x: torch.Tensor, dim: int, kind: str) -> Rule:
     return replace(scan(x, dim), passages=passages)
 
 
+def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
+    """A rank sums those of its rows that are one; of the dim it has a part of all."""
+    words = words_of(x)
+    return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
+
+
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
     """An input is written where it rests, in whole."""
     ndim = target.dim()
@@ -191,6 +197,7 @@ ROWS: dict[Any, Row] = {
     "fxpar::constrain": row(broadcast, movement="0"),
     "fxpar::shift": row(_shift),
     "fxpar::scan_back": row(_scan_back),
+    "fxpar::sum_turns": row(_sum_turns, linear="0"),
     "fxpar::enter_region": row(_enter),
     "fxpar::leave_region": row(_leave),
     "fxpar::collective": row(_collective),
