@@ -18,9 +18,7 @@ from fxpar.passes.builder import Builder, shape_of
 aten = torch.ops.aten
 
 _SCANS = {
-    aten.cumsum.default: "cumsum",
-    aten.cumprod.default: "cumprod",
-    aten.logcumsumexp.default: "logcumsumexp",
+    getattr(aten, name).default: name for name in ("cumsum", "cumprod", "logcumsumexp")
 }
 _TURNS = (aten.flip.default, torch.ops.prims.rev.default)
 
