@@ -71,3 +71,31 @@ def exchanged(plan: Any) -> float:
     for node, k, costs in zip(form.nodes, choice, problem.costs, strict=True):
         total += costs[k] if node.kind == "exchange" else 0.0
     return float(total)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_rows_cut_one_by_one_are_summed_once(step: int) -> None:
+    """Sixteen rows of 256 are summed at once, in place of what each of them is, or all
+    of the tensor; so the search says."""
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        h = x.exp()
+        return sum(h.select(0, step * k).tanh() for k in range(16))
+
+    x = torch.empty(256, 1 << 16)
+    plan = searched(cut, x)
+    assert [c.kind for c in plan.collectives] == ["reduce_scatter"]
+    assert plan.collectives[0].bytes == 16 * x[0].nbytes
+    assert priced(plan) == pytest.approx(plan.predicted.seconds, rel=0.25)
+
+
+def test_cuts_far_apart_or_of_most_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slices(fn: Callable[..., Any], n: int) -> int:
+        plan = fxpar.plan(fn, torch.randn(n, 4), mesh="tp=2", mode="propagate")
+        nodes = plan.result.normalized.nodes
+        return sum("slice" in str(node.target) for node in nodes)
+
+    assert slices(lambda x: x[0] + x[1], 16) == 1
+    assert slices(lambda x: x[0] + x[1] + x[15], 64) == 0
+    assert slices(lambda x: x[0] + x[1] + x[2], 8) == 0
+    assert slices(lambda x: x[0] * 2, 16) == 0
