@@ -25,8 +25,11 @@ from fxpar.passes.attention.normalize_masks import causal_masks
 from fxpar.passes.builder import Builder
 from fxpar.passes.experts.normalize_fused_experts import split_fused_experts
 from fxpar.passes.normalize import normalize_ops as normalize
+from fxpar.passes.normalize.backward_scans import find_backward_scans
+from fxpar.passes.normalize.joint_cuts import join_cuts
 from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize.normalize_shifts import find_shifts
+from fxpar.passes.normalize.repeated_rows import part_repeats
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import (
     DELAY,
@@ -106,6 +109,9 @@ JOINT = (
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("causal_masks", _rewrite(causal_masks)),
     _may("find_shifts", _rewrite(find_shifts)),
+    _may("find_backward_scans", _rewrite(find_backward_scans)),
+    _may("part_repeats", _rewrite(part_repeats)),
+    _may("join_cuts", _rewrite(join_cuts)),
     _may("experts_in_place", plan_steps.place_experts),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
     _may("keep_batch_apart", plan_steps.split_batch),

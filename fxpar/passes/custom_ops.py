@@ -143,6 +143,31 @@ def _(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> torch.Te
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("fxpar::scan_back", mutates_args=())
+def scan_back(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
+    """A scan of ATen (``cumsum``) from the last row of a dim to the first."""
+    rows = getattr(torch, scan)(x.flip(dim), dim).flip(dim)
+    return rows.contiguous()
+
+
+@scan_back.register_fake
+def _(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fxpar::sum_turns", mutates_args=())
+def sum_turns(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
+    """The sum of so many parts of a dim that lie one after the other."""
+    return x.unflatten(dim, (turns, -1)).sum(dim)
+
+
+@sum_turns.register_fake
+def _(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] //= turns
+    return x.new_empty(shape)
+
+
 @torch.library.custom_op("fxpar::kept", mutates_args=())
 def kept(x: torch.Tensor) -> torch.Tensor:
     """A copy of a value that is written over later, which no pass takes for ``x``."""

@@ -215,6 +215,8 @@ class Rule:
     even: bool = False
     # Factors of which they must be, if not all.
     evenly: frozenset[str] = frozenset()
+    # (factor, rows) that every rank has of it, unless all have as many.
+    least: tuple[tuple[str, int], ...] = ()
     # What the op does on a rank that holds nothing of a factor: "run", on nothing;
     # "fill", it runs on a row of zeros, which is cut off its results, and no sum goes
     # over; "never", no rank does.

@@ -190,11 +190,14 @@ def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
     return str(target) == NAME and shard_sizes.is_even(rows, mesh, axes)
 
 
-def _moves(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """Seconds of the exchanges of rows (``Rule.moves``), one dim after the other."""
+def exchanges(
+    op: Op, strategy: Strategy, mesh: Mesh
+) -> tuple[tuple[Exchange, float], ...]:
+    """The exchanges of rows (``Rule.moves``) of an op, one dim after the other, each
+    with the bytes of a row."""
     if not op.rule.moves:
-        return 0.0
-    n, total = len(op.operands), 0.0
+        return ()
+    n, out = len(op.operands), []
     operands = [operand_spec(op.rule, strategy, i) for i in range(n)]
     results = [result_spec(op.rule, strategy, i) for i in range(len(op.results))]
     first, before = tensor_nodes(op.node)[0].meta["val"], operands[0]
@@ -202,11 +205,11 @@ def _moves(op: Op, strategy: Strategy, mesh: Mesh) -> float:
     for moves in op.rule.moves:
         dim, shape[moves.dim] = moves.dim, 1
         exchange = exchange_of(moves, operands, results, mesh)
-        row = math.prod(shape) * first.dtype.itemsize
+        row = float(math.prod(shape) * first.dtype.itemsize)
         if exchange.axes and not by_permutes(op.target, exchange, mesh):
-            total += row_moves.seconds(exchange, mesh, row)
+            out.append((exchange, row))
         shape[dim] = shard_sizes.largest(moves.targets[0], mesh, results[0].dims[dim])
-    return total
+    return tuple(out)
 
 
 def _read(op: Op, strategy: Strategy, mesh: Mesh) -> float:
@@ -284,4 +287,8 @@ def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
             *_gathered(op, strategy, mesh),
         )
     )
-    return permutes + gathers + _moves(op, strategy, mesh) + _read(op, strategy, mesh)
+    moves = sum(
+        row_moves.seconds(exchange, mesh, row)
+        for exchange, row in exchanges(op, strategy, mesh)
+    )
+    return permutes + gathers + moves + _read(op, strategy, mesh)

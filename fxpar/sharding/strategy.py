@@ -124,6 +124,11 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
         least = shard_sizes.smallest(window.count, mesh, axes_of.get(factor, ()))
         if not least and rule.empty != "fill":
             return False
+    for factor, least in rule.least:
+        rows, axes = rule.size[factor], axes_of.get(factor, ())
+        alike = shard_sizes.is_even(rows, mesh, axes)
+        if not alike and shard_sizes.smallest(rows, mesh, axes) < least:
+            return False
     # Of windows what is made of a row of zeros is zero.
     summed = rule.contracted - rule.moved
     shut = {"run": frozenset(), "fill": summed, "never": rule.free}

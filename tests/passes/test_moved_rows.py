@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.passes import moved_rows
+from fxpar.passes.builder import Builder
 from fxpar.passes.local import share_exchanges
-from fxpar.sharding import row_moves
+from fxpar.sharding import row_moves, shared_rows
 from fxpar.sharding.factors import RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
@@ -153,6 +154,54 @@ def test_no_row_is_sent_twice(times: int) -> None:
     assert len(str(moves)) + len(plan.result.local.nodes) < 100
 
 
+def repeated(times: Sequence[int], rows: int, mesh: str = "tp=4") -> Any:
+    """The plan of rows repeated where they lie split, which is right."""
+    x = torch.randn(rows, COLUMNS, dtype=torch.float64, requires_grad=True)
+    new = len(times) - 2
+    plan = fxpar.plan(
+        lambda x: x.repeat(*times).sin(),
+        x,
+        mesh=mesh,
+        in_specs=[("tp", None)],
+        out_specs=[(*[None] * new, "tp", None)],
+        mode="propagate",
+        grad=True,
+    )
+    got, want = plan.outcome(x), plan.reference_outcome(x)
+    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+    return plan
+
+
+@pytest.mark.parametrize("times", [(3, 1), (2, 3, 1), (2, 3, 2)])
+@pytest.mark.parametrize("rows", [16, 13])
+def test_a_repeat_and_its_gradient_gather_nothing(
+    times: Sequence[int], rows: int
+) -> None:
+    """The gradient is summed on each rank, and then once over all."""
+    plan = repeated(times, rows)
+    assert "all_gather" not in {c.kind for c in plan.collectives}
+    (sums,) = (c for c in plan.collectives if c.kind == "reduce_scatter")
+    assert sums.bytes <= -(-rows // 4) * 4 * COLUMNS * 8
+    assert not [note for note in plan.notes if "reads dim" in note]
+
+
+@pytest.mark.parametrize("rows", [4, 5, 7, 9, 12])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4"])
+def test_repeats_of_any_size(rows: int, mesh: str) -> None:
+    for times in ((2, 1), (3, 1), (4, 1), (7, 1), (2, 3, 1)):
+        repeated(times, rows, mesh)
+
+
+def test_turns_that_begin_elsewhere_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shard that begins within a turn is not the beginning of one."""
+    monkeypatch.setattr(Builder, "own_start", lambda self, rows, axes, base=0: base)
+    with pytest.raises(AssertionError):
+        repeated((3, 1), 16)
+
+
 def test_copies_of_one_row_are_split() -> None:
     x = torch.randn(1, COLUMNS, dtype=torch.float64)
     lies = [("tp", None, None)]
@@ -228,6 +277,65 @@ def test_a_window_cut_at_the_wrong_row_is_noticed(
     )
     with pytest.raises(AssertionError):
         sent_rows(STENCILS["three points"][0], 18)
+
+
+def gradient_rows(stencil: Stencil, rows: int, mesh: str = "tp=4") -> float:
+    """Rows that a rank sends at most in forward and backward, of two columns."""
+    x = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
+    spec = [("tp", None)]
+    plan = fxpar.plan(
+        lambda x: stencil(x).sin(),
+        x,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        mode="propagate",
+        grad=True,
+    )
+    got, want = plan.outcome(x), plan.reference_outcome(x)
+    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+    share = {"all_to_all": 1 - 1 / Mesh.parse(mesh).size}
+    return sum(c.bytes * share.get(c.kind, 1.0) for c in plan.collectives) / 16
+
+
+FLOATING = ["three points", "five points"]
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_gradients_of_slices_share_an_exchange(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stencil, apart, once = STENCILS[name]
+    rows = 20 if name == "five points" else 18
+    assert round(gradient_rows(stencil, rows)) == 2 * once
+    monkeypatch.setenv("FXPAR_DISABLE", "share_exchanges")
+    assert round(gradient_rows(stencil, rows)) >= 2 * apart
+
+
+def weighed(x: torch.Tensor) -> torch.Tensor:
+    """Of slices beside one another, twice of one, and of rows that are read whole."""
+    slices = x[2:], x[1:-1].exp(), x[1:-1], x[:-2] * 3
+    return sum(y.tanh() for y in slices) + x[:1]
+
+
+@pytest.mark.parametrize("rows", [9, 13, 16, 21])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4"])
+def test_gradients_of_any_size(mesh: str, rows: int) -> None:
+    """Of nine rows over four ranks the last has none."""
+    for stencil in (*(STENCILS[name][0] for name in FLOATING), weighed):
+        gradient_rows(stencil, rows, mesh)
+
+
+def test_gradients_put_at_the_wrong_row_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = shared_rows.firsts_of
+    monkeypatch.setattr(
+        shared_rows, "firsts_of", lambda exchanges: sorted(real(exchanges))
+    )
+    with pytest.raises(AssertionError):
+        gradient_rows(weighed, 18)
 
 
 def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ did not move. Rows of a shift are cut, sent on along a split dim, and joined.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.local import halos
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
-from fxpar.sharding import rank_ints
+from fxpar.sharding import rank_ints, shard_sizes
 
 aten = torch.ops.aten
 
@@ -112,6 +113,28 @@ def _shift(
     return shifted
 
 
+def _sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.Node:
+    """Rows of a shard stand where they lie in as many turns as it may reach into."""
+    build, axes = call.build, call.operands[0].dims[dim]
+    shape, (all_rows, n) = list(call.operand_shape(0)), (
+        s[dim] for s in (call.shapes[0], call.result_shape())
+    )
+    if build.mesh.count(axes) > 1:
+        most = x.meta["val"].shape[dim]
+        even = shard_sizes.is_even(all_rows, build.mesh, axes) and most % n == 0
+        turns = most // n if even else min(turns, -(-most // n) + 1)
+        if not even:
+            start = build.own_start(all_rows, axes)
+            before = build.compute(operator.mod, start, n)
+            behind = build.compute(operator.add, before, shape[dim])
+            behind = build.compute(operator.sub, turns * n, behind)
+            amounts = [0, 0] * (len(shape) - 1 - dim)
+            x = build.pad_ends(x, [*amounts, before, behind])
+    shape[dim : dim + 1] = [turns, n]
+    parts = build.call(aten.reshape.default, x, shape)
+    return build.call(aten.sum.dim_IntList, parts, [dim])
+
+
 def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
     shapes = call.operand_shape(0), call.operand_shape(1)
     return emit_dot(call.build, lhs, rhs, equation, shapes)
@@ -184,6 +207,7 @@ LOCAL: dict[Any, Localizer] = {
     "fxpar::random": _random,
     "fxpar::randint": _random,
     "fxpar::shift": _shift,
+    "fxpar::sum_turns": _sum_turns,
     "fxpar::enter_region": _contiguous,
     "fxpar::leave_region": _contiguous,
     "fxpar::collective": _collective,

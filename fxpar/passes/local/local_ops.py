@@ -175,6 +175,8 @@ _OWN = (
     torch.ops.fxpar.dot.default,
     torch.ops.fxpar.constrain.default,
     torch.ops.fxpar.shift.default,
+    torch.ops.fxpar.scan_back.default,
+    torch.ops.fxpar.sum_turns.default,
     torch.ops.fxpar.enter_region.default,
     torch.ops.fxpar.leave_region.default,
     torch.ops.fxpar.collective.default,

@@ -87,16 +87,39 @@ def _gather(call: LocalCall, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
 
 def _scan(call: LocalCall, x: fx.Node, dim: int, **settings: Any) -> fx.Node:
     own, (d, axes) = call.same(x, dim, **settings), _axes(call, x, dim)
+    return _joined(call, x, own, d, axes, _SCANS[call.node.target], aten.lt.Scalar)
+
+
+def _scan_back(call: LocalCall, x: fx.Node, dim: int, scan: str) -> fx.Node:
+    """From the last row to the first: what the shards behind come to is put to it."""
+    build, target, (d, axes) = call.build, getattr(aten, scan), _axes(call, x, dim)
+    turned = build.call(aten.flip.default, x, [d])
+    own = build.call(target.default, turned, d)
+    own = build.call(aten.flip.default, own, [d])
+    return _joined(call, x, own, d, axes, _SCANS[target.default], aten.gt.Scalar)
+
+
+def _joined(
+    call: LocalCall,
+    x: fx.Node,
+    own: fx.Node,
+    d: int,
+    axes: Axes,
+    kind: Scan,
+    comes_first: Any,
+) -> fx.Node:
+    """The scan ``own`` of a rank's rows ``x`` with what all shards come to that come
+    first: compared with this rank's by their number."""
     if not axes:
         return own
-    build, kind = call.build, _SCANS[call.node.target]
+    build = call.build
     totals = _gather(call, kind.total(call, x, d), d, axes)
     shards = build.mesh.count(axes)
     device, ndim = x.meta["val"].device, x.meta["val"].dim()
     number = build.call(aten.arange.default, shards, device=device)
     shape = [shards if i == d else 1 for i in range(ndim)]
     number = build.call(aten.view.default, number, shape)
-    before = build.call(aten.lt.Scalar, number, build.offset(axes, 1))
+    before = build.call(comes_first, number, build.offset(axes, 1))
     before = call.where(before, totals, kind.identity)
     return build.call(kind.join, own, kind.total(call, before, d))
 
@@ -230,6 +253,7 @@ def _kthvalue(
 
 LOCAL: dict[Any, Localizer] = {
     **dict.fromkeys(_SCANS, _scan),
+    "fxpar::scan_back": _scan_back,
     aten.cummax.default: partial(_running, aten.ge.Tensor),
     aten.cummin.default: partial(_running, aten.le.Tensor),
     aten.argmax.default: partial(_place, least),

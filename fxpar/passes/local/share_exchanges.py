@@ -3,15 +3,16 @@
 In: the local graph of one rank, communication as steps. Out: the same graph, changed in
 place. A stencil reads ``x[2:]``, ``x[1:-1]``, ``x[:-2]``: each is an exchange of rows
 by itself, and most of these are the same. Instead each rank gets the window of rows
-that all of them reach, and cuts its own rows out of it. What it never does: share
-where exchanges by themselves send less or are predicted to be faster.
+that all of them reach, and cuts its own rows out of it. Their gradients are put into
+zeros, each by an exchange, and added up: instead each rank adds up its own in such a
+window, which is sent back at once. What it never does: share where exchanges by
+themselves send less or are predicted to be faster.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from torch import fx
 
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
-from fxpar.sharding import row_moves
+from fxpar.sharding import row_moves, shared_rows
 from fxpar.sharding.cost.op import nbytes_of
-from fxpar.sharding.factors import Reach, RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
 
@@ -33,56 +33,48 @@ def share_exchanges(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
     # What is cut of slices along one dim may be slices along another.
     while any(_share(build, alike, mesh) for alike in _slices(graph, mesh)):
         pass
+    for node in list(graph.nodes):
+        if _is_sum(node) and not _joins_sum(node):
+            _share_sum(build, node, mesh)
+
+
+def _exchange(node: fx.Node) -> Exchange:
+    return Exchange.parse(str(node.args[1]))
 
 
 def _slices(graph: fx.Graph, mesh: Mesh) -> list[list[fx.Node]]:
     """Steps that send rows of one tensor for slices of as many rows."""
-    alike: dict[Any, list[fx.Node]] = {}
+    slices: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is not collective_nodes.move_rows:
             continue
-        exchange = Exchange.parse(node.args[1])
-        first = _first(exchange)
-        if first is not None and row_moves.crossing(exchange, mesh)[0]:
-            key = node.args[0], replace(exchange, moves=_from(exchange.moves, 0))
-            alike.setdefault(key, []).append(node)
-    return [nodes for nodes in alike.values() if len(nodes) > 1]
+        exchange = _exchange(node)
+        alike = shared_rows.alike(exchange)
+        is_slice = alike is not None and len(exchange.moves.sources) == 1
+        if is_slice and row_moves.crossing(exchange, mesh)[0]:
+            slices.setdefault((node.args[0], alike), []).append(node)
+    return [nodes for nodes in slices.values() if len(nodes) > 1]
 
 
-def _first(exchange: Exchange) -> int | None:
-    """The first row of a slice, of which no row is left out; None of other moves."""
-    moves = exchange.moves
-    is_split = exchange.split_sources == exchange.split_targets == (True,)
-    if not is_split or len(moves.pieces) != 1 or moves.reach or moves.turns > 1:
-        return None
-    (piece,) = moves.pieces
-    return piece.first if moves == _from(moves, piece.first) else None
-
-
-def _from(moves: RowMoves, first: int) -> RowMoves:
-    """The slice of as many rows that begins at ``first``."""
-    return replace(moves, pieces=(RowPiece(0, 0, moves.targets[0], first),))
+def _row(x: fx.Node, dim: int) -> float:
+    """Bytes of a row of a dim."""
+    value = x.meta["val"]
+    return nbytes_of(value) / max(1, value.shape[dim])
 
 
 def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
     """Whether slices are now cut from one window of rows."""
-    exchanges = [Exchange.parse(str(node.args[1])) for node in nodes]
-    firsts = [exchange.moves.pieces[0].first for exchange in exchanges]
-    low, moves, axes = min(firsts), exchanges[0].moves, exchanges[0].axes
-    rows = RowPiece(0, 0, moves.sources[0])
-    reach = Reach(1, first=low, span=max(firsts) - low + 1)
-    window = Exchange(
-        replace(moves, pieces=(rows,), reach=reach), axes, (True,), (True,)
-    )
-    x: Any = nodes[0].args[0]
-    row = nbytes_of(x.meta["val"]) / max(1, x.meta["val"].shape[moves.dim])
-    if not _pays(window, set(exchanges), mesh, row):
+    exchanges = [_exchange(node) for node in nodes]
+    window, x = shared_rows.window_of(exchanges), nodes[0].args[0]
+    assert isinstance(x, fx.Node)
+    moves, firsts = exchanges[0].moves, shared_rows.firsts_of(exchanges)
+    if not shared_rows.pays(window, set(exchanges), mesh, _row(x, moves.dim)):
         return False
     with build.before(nodes[0]):
         read = collective_nodes.exchange_step(build, x, window)
-        count = build.own_size(moves.targets[0], axes)
+        count = build.own_size(moves.targets[0], window.axes)
         slices = {
-            first: _cut(build, read, moves.dim, first - low, count)
+            first: _cut(build, read, moves.dim, first - min(firsts), count)
             for first in sorted(set(firsts))
         }
     for node, first in zip(nodes, firsts, strict=True):
@@ -90,19 +82,106 @@ def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
     return True
 
 
-def _pays(
-    window: Exchange, exchanges: Collection[Exchange], mesh: Mesh, row: float
-) -> bool:
-    """Whether a window takes less than exchanges by themselves, of rows of so many
-    bytes, and sends no more."""
-    seconds = sum(row_moves.seconds(exchange, mesh, row) for exchange in exchanges)
-    rows = sum(row_moves.crossing(exchange, mesh)[0] for exchange in exchanges)
-    sends_more = row_moves.crossing(window, mesh)[0] > rows
-    return not sends_more and row_moves.seconds(window, mesh, row) < seconds
-
-
 def _cut(build: Builder, x: fx.Node, dim: int, start: int, rows: Any) -> fx.Node:
     end = build.compute(operator.add, rows, start)
     part = build.call(aten.slice.Tensor, x, dim, start, end)
     contiguous = torch.contiguous_format
     return build.call(aten.clone.default, part, memory_format=contiguous)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a node adds two tensors of one shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    read = [x.meta["val"] for x in node.all_input_nodes]
+    if len(read) != 2 or not all(isinstance(x, torch.Tensor) for x in read):
+        return False
+    return len({(x.shape, x.dtype) for x in (node.meta["val"], *read)}) == 1
+
+
+def _joins_sum(node: fx.Node) -> bool:
+    """Whether nothing reads a node but one sum."""
+    return len(node.users) == 1 and all(map(_is_sum, node.users))
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """What a sum of sums adds up, of which nothing else is made."""
+    out: list[fx.Node] = []
+    for x in filter(_joins_sum, node.all_input_nodes):
+        out += _summands(x) if _is_sum(x) else [x]
+    return out
+
+
+def _share_sum(build: Builder, root: fx.Node, mesh: Mesh) -> None:
+    """Summands that put rows into zeros put them into one window."""
+    puts: dict[Exchange, list[fx.Node]] = {}
+    for node in _summands(root):
+        if node.target is not collective_nodes.move_rows or _rows_put(node) is None:
+            continue
+        exchange = _exchange(node)
+        alike = shared_rows.alike(exchange)
+        if alike is not None and row_moves.crossing(exchange, mesh)[0]:
+            puts.setdefault(alike, []).append(node)
+    for alike, nodes in puts.items():
+        exchanges, dim = [_exchange(node) for node in nodes], alike.moves.dim
+        window = shared_rows.window_of(exchanges)
+        if not shared_rows.pays(window, exchanges, mesh, _row(nodes[0], dim)):
+            continue
+        with build.before(root):
+            total = _put_at_once(build, nodes, window)
+            rest = _without(build, root, nodes)
+            if rest is not None:
+                total = build.call(aten.add.Tensor, rest, total)
+        build.replace(root, total)
+        _erase(build.graph, nodes)
+        root = total
+
+
+def _rows_put(node: fx.Node) -> fx.Node | None:
+    """The rows that a step puts into zeros; None of any other step."""
+    join: Any = node.args[0]
+    if join.target is not aten.cat.default:
+        return None
+    zeros, *rows = join.args[0]
+    is_zero = zeros.target is aten.full.default and zeros.args[1] == 0
+    return rows[0] if is_zero and len(rows) == 1 else None
+
+
+def _put_at_once(build: Builder, nodes: Sequence[fx.Node], window: Exchange) -> fx.Node:
+    """What steps put into zeros, added up where it lies in one window of rows."""
+    firsts = shared_rows.firsts_of([_exchange(node) for node in nodes])
+    total: fx.Node | None = None
+    for node, first in zip(nodes, firsts, strict=True):
+        rows = _rows_put(node)
+        assert rows is not None
+        amounts = [0, 0] * (rows.meta["val"].dim() - 1 - window.moves.dim)
+        amounts += [first - min(firsts), max(firsts) - first]
+        part = build.pad_ends(rows, amounts)
+        total = part if total is None else build.call(aten.add.Tensor, total, part)
+    assert total is not None
+    return collective_nodes.exchange_step(build, total, window)
+
+
+def _without(
+    build: Builder, node: fx.Node, left_out: Sequence[fx.Node]
+) -> fx.Node | None:
+    """A sum of sums without some of its summands; None if there are no others."""
+    if node in left_out:
+        return None
+    if not _is_sum(node) or not set(_summands(node)).intersection(left_out):
+        return node
+    parts = [_without(build, x, left_out) for x in node.all_input_nodes]
+    others = [x for x in parts if x is not None]
+    if len(others) < 2:
+        return others[0] if others else None
+    return build.call(aten.add.Tensor, *others)
+
+
+def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Leave out steps, and all that was made of them, or for them alone."""
+    parts = set(nodes)
+    for node in reversed(graph.nodes):
+        if not node.users and (node in parts or _is_sum(node)):
+            if not _is_sum(node):
+                parts.update(x for x in node.all_input_nodes if x.op != "placeholder")
+            graph.erase_node(node)

@@ -31,6 +31,7 @@ from fxpar.sharding.factors import (
     Rule,
 )
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.rules.order import scan
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import Row, make, names, row, whole, words_of
 from fxpar.sharding.spec import Spec
@@ -56,6 +57,18 @@ def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rul
         pieces = [RowPiece(0, 0, max(n - abs(by), 0), max(by, 0), at=max(-by, 0))]
     moves = RowMoves(dim, (n,), (n,), tuple(x for x in pieces if x.count), fill or 0)
     return replace(broadcast(x), passages=passages, moves=(moves,))
+
+
+def _scan_back(x: torch.Tensor, dim: int, kind: str) -> Rule:
+    """A sum from the last row on may be of partial values."""
+    passages = (Passage((0,), LINEAR),) if kind == "cumsum" else ()
+    return replace(scan(x, dim), passages=passages)
+
+
+def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
+    """A rank sums those of its rows that are one; of the dim it has a part of all."""
+    words = words_of(x)
+    return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
@@ -183,6 +196,8 @@ ROWS: dict[Any, Row] = {
     "fxpar::orthogonal": row("m! n! -> m! n!"),
     "fxpar::constrain": row(broadcast, movement="0"),
     "fxpar::shift": row(_shift),
+    "fxpar::scan_back": row(_scan_back),
+    "fxpar::sum_turns": row(_sum_turns, linear="0"),
     "fxpar::enter_region": row(_enter),
     "fxpar::leave_region": row(_leave),
     "fxpar::collective": row(_collective),

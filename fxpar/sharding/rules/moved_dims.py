@@ -6,7 +6,8 @@ split it exchange those that change ranks (``Rule.moves``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,10 +23,12 @@ def moved(
     pieces: Mapping[int, Sequence[RowPiece]],
     fill: bool | int | float = 0,
     turns: Mapping[int, int] | None = None,
+    few: Collection[int] = (),
 ) -> Rule | None:
     """Rows of the operands moved to results of these shapes: of each dim the pieces,
     one dim after the other, as often as ``turns`` says. None where a size of such a dim
-    is left open. What has one row is whole on every rank."""
+    is left open. What has one row is whole on every rank, and so are the operands with
+    ``few``."""
     shapes = [tuple(x.shape) for x in operands]
     moves = tuple(
         RowMoves(
@@ -46,7 +49,10 @@ def moved(
     ]
     words = [words_of(shape) for shape in results]
     ends = [[*dims, *marks] for dims, marks in zip(words, alike, strict=True)]
-    return replace(make(map(words_of, shapes), ends), moves=moves)
+    own = [words_of(x) for x in shapes]
+    for i, m in itertools.product(few, moves):
+        own[i][m.dim] = "_"
+    return replace(make(own, ends), moves=moves)
 
 
 def resized(x: torch.Tensor | Shape, dim: int, rows: int) -> Shape:

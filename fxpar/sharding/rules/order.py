@@ -62,8 +62,7 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
     if x.ndim == 0:
         return make([[]], [[], []])
     dim = at(dim, x.ndim)
-    rule = _top_rows(x, dim, k, 2)
-    return replace(rule, evenly=frozenset(rule.operands[0][dim]))
+    return _with_candidates(_top_rows(x, dim, k, 2), dim, k)
 
 
 def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
@@ -72,7 +71,13 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> R
         return make([[]], [[], []])
     dim = at(dim, x.ndim)
     rule = _top_rows(x, dim, 1 if keepdim else None, 2, candidates=k)
-    return replace(rule, evenly=frozenset(rule.operands[0][dim]))
+    return _with_candidates(rule, dim, k)
+
+
+def _with_candidates(rule: Rule, dim: int, k: int) -> Rule:
+    """Ranks gather as many candidates of each shard, so all have ``k``, or all have as
+    many rows."""
+    return replace(rule, least=tuple((f, k) for f in rule.operands[0][dim]))
 
 
 def _top_rows(

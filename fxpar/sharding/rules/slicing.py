@@ -46,14 +46,20 @@ def cut(
 _FEW = 4
 
 
-def _is_few(rows: int, of: int) -> bool:
+# A part that is joined to one so many times as large may have fewer rows than ranks, for
+# which nobody would split the large one; it is whole, which sends as little.
+_FEWER = 16
+
+
+def is_few(rows: int, of: int) -> bool:
+    """Whether ranks sum rows that are cut out of so many, rather than exchange them."""
     return _FEW * rows <= of
 
 
 def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Rule:
     """So many rows of a dim."""
     # A sum over ranks has no meaning for booleans.
-    if x.ndim == 0 or x.dtype == torch.bool or not _is_few(rows, x.shape[dim]):
+    if x.ndim == 0 or x.dtype == torch.bool or not is_few(rows, x.shape[dim]):
         return cut(x, [dim], drop=drop)
     dim, words = at(dim, x.ndim), words_of(x)
     result_words = ["_" if i == dim else word for i, word in enumerate(words)]
@@ -92,7 +98,7 @@ def slice_(
         return broadcast(x)
     positions = range(n)[start:end:step]
     rows = len(positions)
-    if _is_few(rows, n) and x.dtype != torch.bool:
+    if is_few(rows, n) and x.dtype != torch.bool:
         return _cut_rows(x, dim, rows)
     return _sliced(x, at(dim, x.ndim), [rows], [positions.start], step)
 
@@ -115,7 +121,7 @@ def slice_backward(
     if _is_full(shape[dim], start, end, step):
         return broadcast(grad)
     rows, first = grad.shape[dim], range(shape[dim])[start:end:step].start
-    if _is_few(rows, shape[dim]):
+    if is_few(rows, shape[dim]):
         return _spread(grad, shape, dim)
     pieces = {at(dim, grad.ndim): [RowPiece(0, 0, rows, at=first, stride=step)]}
     return moved([grad], [shape], pieces) or _spread(grad, shape, dim)
@@ -132,7 +138,7 @@ def slice_scatter(
     if _is_full(x.shape[dim], start, end, step):
         return broadcast(x, source)
     dim, rows = at(dim, x.ndim), source.shape[dim]
-    if not _is_few(rows, x.shape[dim]) and step <= _FEW:
+    if not is_few(rows, x.shape[dim]) and step <= _FEW:
         pieces = around(x.shape[dim], range(x.shape[dim])[start:end:step])
         rule = moved([x, source], [tuple(x.shape)], {dim: pieces})
         if rule is not None:
@@ -198,7 +204,8 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
             for i, (n, first) in enumerate(zip(sizes, starts, strict=False))
         ]
         whole = resized(tensors[0], dim, sum(sizes))
-        rule = moved(tensors, [whole], {dim: pieces})
+        few = [i for i, n in enumerate(sizes) if 0 < _FEWER * n <= max(sizes)]
+        rule = moved(tensors, [whole], {dim: pieces}, few=few)
         if rule is not None:
             return rule
     model = next(x for x in tensors if x.ndim == ndim)

@@ -68,12 +68,12 @@ class Layout:
 
     # In the order they are launched.
     tasks: tuple[Task, ...]
-    # Task of each node that is an op.
+    # Task of each node that is an op, or an exchange for several.
     kernels: dict[int, int]
     # Tasks of each edge.
     rows: tuple[EdgeTasks, ...]
-    # What each edge moves.
-    edge_values: tuple[EdgeValue, ...]
+    # What each edge moves, if it moves anything.
+    edge_values: tuple[EdgeValue | None, ...]
     # Whether what an edge moves is no op's at once: an input gathered ahead, or a
     # gradient that nothing computes with.
     aside: tuple[bool, ...]
@@ -87,11 +87,15 @@ def layout(formulation: Formulation, axes: Sequence[str]) -> Layout:
     return tasks.layout()
 
 
-def edge_values(formulation: Formulation) -> tuple[EdgeValue, ...]:
-    """What each edge of the problem moves, by the order in which they were made."""
+def edge_values(formulation: Formulation) -> tuple[EdgeValue | None, ...]:
+    """What each edge of the problem moves, by the order in which they were made; None
+    of those that say what an op pays for rows it exchanges."""
     count: dict[tuple[int, int], int] = defaultdict(int)
-    out = []
+    out: list[EdgeValue | None] = []
     for i, j, _ in formulation.problem.edges:
+        if formulation.nodes[i].kind == "exchange":
+            out.append(None)
+            continue
         out.append(_edge_value(formulation, i, j, count[i, j]))
         count[i, j] += 1
     return tuple(out)
@@ -153,6 +157,11 @@ class _TasksOfChoice:
             if node.kind == "op" and node.of not in self.views
         }
         self.first = self._first_reads()
+        self.kernels |= {
+            i: self.task(f"exchange of {node.of}", (self.first[i], _MOVE))
+            for i, node in enumerate(formulation.nodes)
+            if node.kind == "exchange"
+        }
         self.gathered = self._gathered()
 
     def task(
@@ -191,7 +200,7 @@ class _TasksOfChoice:
             return first[i]
 
         # From the last on, so that nothing is deep.
-        values = {i for i, node in enumerate(nodes) if node.kind == "value"}
+        values = {i for i, node in enumerate(nodes) if node.kind in ("value", "copy")}
         for i in sorted(range(len(nodes)), key=lambda i: (i in values, -i)):
             visit(i)
         return [first[i] for i in range(len(nodes))]
@@ -204,7 +213,9 @@ class _TasksOfChoice:
         for e, (i, j, table) in enumerate(self.formulation.problem.edges):
             if nodes[i].kind in ("input", "constant") and self.moves[table]:
                 at = self.first[j]
-                large = len(self.program.values[self.edge_values[e].value].shape) > 1
+                moved = self.edge_values[e]
+                assert moved is not None, "of an input"
+                large = len(self.program.values[moved.value].shape) > 1
                 rows[at in backward, large].append((at, e))
         out = {}
         for row in rows.values():
@@ -218,10 +229,12 @@ class _TasksOfChoice:
         i, j, table = self.formulation.problem.edges[e]
         a, b = self.formulation.nodes[i], self.formulation.nodes[j]
         row, last = EdgeTasks(), self.pending.get(i)
-        if self.moves[table]:
+        if a.kind == "exchange":
+            row = EdgeTasks(copy=self.task(f"rows of {b.of}", (b.of, _MOVE)))
+        elif self.moves[table]:
             if a.kind in ("input", "constant"):
                 row, last = self._row(e, None, (self.gathered[e], _MOVE), last)
-            elif a.kind == "value":
+            elif a.kind in ("value", "copy"):
                 row, last = self._row(e, None, (self._reader(j), _MOVE), last)
             else:
                 before = None if b.kind == "value" else (self._reader(j), _MOVE)
@@ -236,6 +249,8 @@ class _TasksOfChoice:
 
     def _reader(self, j: int) -> int:
         node = self.formulation.nodes[j]
+        if node.kind == "copy":
+            return self.first[j]
         return node.of if node.kind == "op" else self.end
 
     def _row(

@@ -31,6 +31,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Program
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.exchange_groups import price_together
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.problem_builder import FixedFacts, ProblemBuilder
 from fxpar.sharding.search.search_space import EdgeEnd, Node
@@ -79,6 +80,7 @@ def formulate(
     program = facts.parts.program if facts.parts is not None else program
     build = ProblemBuilder(program, mesh, hardware, facts)
     ops = build.op_nodes()
+    price_together(build, ops)
     makers: dict[int, EdgeEnd] = {}
     for op in program.ops:
         for r, v in enumerate(op.results):
@@ -261,9 +263,24 @@ def _settle(
         copies = specs[:, 0] != have[0] if len(have) == 1 else None
         node = build.node("value", v, specs, copies=copies)
         build.edge(v, maker, EdgeEnd(node, 0))
+    if v in build.facts.seeds and len(ends) > 1:
+        _copied(build, v, node, ends)
+        return node
     for end in ends:
         build.edge(v, EdgeEnd(node, 0), end)
     return node
+
+
+def _copied(build: ProblemBuilder, v: int, settled: int, ends: Sequence[EdgeEnd]) -> None:
+    """What a hint lays out is sent once to all that read it elsewhere: a node for where
+    it lies then, beside the one for where it settles."""
+    need = (build.nodes[end.node].specs[:, end.column] for end in ends)
+    have = build.nodes[settled].specs[:, 0]
+    specs = np.array(list(dict.fromkeys(itertools.chain(have, *need))))[:, None]
+    copy = build.node("copy", v, specs)
+    build.edge(v, EdgeEnd(settled, 0), EdgeEnd(copy, 0))
+    for end in ends:
+        build.edge(v, EdgeEnd(copy, 0), end, also=have)
 
 
 def _settle_or_copy(

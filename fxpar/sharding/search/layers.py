@@ -17,6 +17,9 @@ import numpy as np
 from fxpar.sharding.program import Program
 from fxpar.sharding.search.formulate import Formulation
 
+# Kinds of nodes of which a value may have several.
+_SEVERAL = ("copy", "exchange")
+
 # Distances tried: the most frequent ones between ops that are alike.
 _TRIED = 16
 
@@ -85,8 +88,14 @@ def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
     program = formulation.program
     value = _values(program, tied)
     index: dict[tuple[str, int, int], int] = {}
+    nth: dict[int, int] = {}  # node -> which of its kind it is of its value
+    count: Counter[tuple[str, int]] = Counter()
     for i, node in enumerate(formulation.nodes):
-        if node.kind != "value":
+        if node.kind in _SEVERAL:
+            nth[i] = count[node.kind, node.of]
+            count[node.kind, node.of] += 1
+            index[node.kind, node.of, nth[i]] = i
+        elif node.kind != "value":
             index[node.kind, node.of, 0] = i
     for v, (forward, backward) in formulation.settling.items():
         index["value", v, forward] = index["settled", v, 0] = forward
@@ -101,6 +110,8 @@ def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
         elif node.kind == "value":
             phase = int(formulation.settling[node.of][0] != i)
             to = index.get(("settled", value.get(node.of, node.of), phase))
+        elif node.kind in _SEVERAL:
+            to = index.get((node.kind, value.get(node.of, node.of), nth[i]))
         elif node.kind == "input":
             k = inputs.get(value.get(program.inputs[node.of], -1), node.of)
             to = index.get(("input", k, 0))

@@ -127,7 +127,7 @@ class ProblemBuilder:
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
         op, work = self.program.ops[index], self.kernels.works[index]
-        part = self.facts.parts.op_share(index) if self.facts.parts else 1.0
+        part = self.op_share(index)
         key = (op.rule, work, messages_of(op), part)
         if key not in self.prices:
             options = search_space.strategies(op.rule, self.mesh)
@@ -158,20 +158,30 @@ class ProblemBuilder:
         sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
         return sizes, value.nbytes, self.share(v)
 
+    def op_share(self, index: int) -> float:
+        """The share of what an op takes that is paid."""
+        return self.facts.parts.op_share(index) if self.facts.parts else 1.0
+
     def share(self, v: int) -> float:
         """The share of what it takes to bring a value elsewhere that is paid."""
         return self.facts.parts.value_share(v) if self.facts.parts else 1.0
 
-    def edge(self, v: int, a: EdgeEnd, b: EdgeEnd) -> None:
-        """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
+    def edge(
+        self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
+    ) -> None:
+        """Resharding ``v`` from what node ``a`` has to what ``b`` needs. ``also``: it
+        is there besides, in this spec if that is one."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
         alone = self.alone(v, a, b)
         in_kernel = self.kernels.base[v] not in self.kernels.written
-        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel)
+        there = also.tobytes() if also is not None and len(also) == 1 else b""
+        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel, there)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)
+            if there:
+                table = np.minimum(table, self.between(v, also, need, alone))
             if in_kernel:
                 table = table + self.in_memory(v, have, need) * (table > 0)
             self.tables.append(table * self.share(v))
@@ -182,7 +192,7 @@ class ProblemBuilder:
         their own: no light op makes it, or reads it."""
         kernels, kind = self.kernels, self.nodes[b.node].kind
         light_maker = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
-        read = kind == "value" and kernels.read_by_light[v]
+        read = kind in ("value", "copy") and kernels.read_by_light[v]
         if kind == "op":
             read = kernels.reads_lightly(self.nodes[b.node].of)
         return not light_maker, not read

@@ -107,7 +107,7 @@ class Overlap:
         for node, k in strategies.items():
             if node in kernels:
                 duration = float(problem.costs[node][k])
-                seconds[kernels[node]] = duration + self._launch[node]
+                seconds[kernels[node]] = duration + self._launch.get(node, 0.0)
         for e in {e for node in strategies for e in self.edges_of[node]}:
             row = rows[e]
             if row.copy is None:
@@ -127,9 +127,12 @@ class Overlap:
         key = table, a, b
         if key not in self._cells:
             edge_value, formulation = self.layout.edge_values[e], self.formulation
+            total = float(self.problem.tables[table][a, b])
+            if edge_value is None:
+                self._cells[key] = False, total, ()
+                return self._cells[key]
             source = formulation.pool[formulation.nodes[i].specs[a, edge_value.source]]
             target = formulation.pool[formulation.nodes[j].specs[b, edge_value.target]]
-            total = float(self.problem.tables[table][a, b])
             copies, steps = 0.0, tuple[tuple[float, int], ...]()
             if 0 < total < FORBIDDEN:
                 copies, steps = self._steps(edge_value.value, source, target, total)

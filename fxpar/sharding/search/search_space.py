@@ -37,7 +37,8 @@ from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 class Node:
     """A variable."""
 
-    # "op", "input", "constant", "output" or "value".
+    # "op", "input", "constant", "output", "value", "copy" (where readers have a value
+    # that a hint lays out), or "exchange" (the spec in which ops share one of rows).
     kind: str
     # Index of the op, input, output, or value.
     of: int

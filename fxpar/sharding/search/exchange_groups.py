@@ -1,0 +1,192 @@
+"""Ops that exchange rows at once (``shared_rows``), priced so.
+
+In: ops of a problem that is built. Out: for each group of them a node that says in which
+spec they share one exchange, and pays for it, or that they do not. Ops that lie so pay
+nothing for their rows, others for their own. Gradients share theirs only where what adds
+them up lies so too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fxpar.sharding import row_moves, shared_rows, shift_messages
+from fxpar.sharding.factors import RowMoves
+from fxpar.sharding.program import Op, Program
+from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.search.problem_builder import ProblemBuilder
+from fxpar.sharding.solver import Edge
+
+aten = torch.ops.aten
+
+# In the place of a spec: each op exchanges rows by itself.
+_APART = -1
+
+
+@dataclass(frozen=True)
+class ExchangeGroup:
+    """Ops that may exchange rows at once."""
+
+    # By index.
+    ops: tuple[int, ...]
+    # The value that slices read, or that gradients are added up to.
+    value: int
+    # What adds up gradients, in between.
+    sums: tuple[int, ...] = ()
+
+
+def groups_of(program: Program) -> Iterator[ExchangeGroup]:
+    """Slices of one tensor, and gradients that are added up, of as many rows each."""
+    slices: dict[tuple[int, RowMoves], list[int]] = defaultdict(list)
+    for op in program.ops:
+        moves = _only_moves(op)
+        if moves is not None and shared_rows.sliced_at(moves) is not None:
+            slices[op.operands[0], shared_rows.slice_at(moves, 0)].append(op.index)
+    for (value, _), ops in slices.items():
+        if len(ops) > 1:
+            yield ExchangeGroup(tuple(ops), value)
+    inner = {op.index for op in program.ops if _is_sum(op) and _sum_of(program, op)}
+    for op in program.ops:
+        if _is_sum(op) and op.index not in inner:
+            yield from _gradients(program, op)
+
+
+def _only_moves(op: Op) -> RowMoves | None:
+    return op.rule.moves[0] if len(op.rule.moves) == 1 else None
+
+
+def _is_sum(op: Op) -> bool:
+    """Whether an op adds two tensors of one shape."""
+    if op.target is not aten.add.Tensor or op.node.kwargs:
+        return False
+    return len(op.operands) == 2 and len(set(op.rule.tensors)) == 1
+
+
+def _sum_of(program: Program, op: Op) -> Op | None:
+    """The sum that alone reads what an op makes."""
+    (v,) = op.results
+    if len(program.uses[v]) != 1 or v in program.outputs:
+        return None
+    reader = program.ops[program.uses[v][0][0]]
+    return reader if _is_sum(reader) else None
+
+
+def _gradients(program: Program, root: Op) -> Iterator[ExchangeGroup]:
+    """What puts rows into zeros, of all that a sum of sums adds up."""
+    puts: dict[RowMoves, list[int]] = defaultdict(list)
+    sums, todo = [root.index], [root]
+    while todo:
+        for v in todo.pop().operands:
+            if v not in program.producers:
+                continue
+            op = program.ops[program.producers[v][0]]
+            if len(op.results) != 1 or _sum_of(program, op) is None:
+                continue
+            if _is_sum(op):
+                sums.append(op.index)
+                todo.append(op)
+            elif _puts_into_zeros(op):
+                puts[shared_rows.put_from(op.rule.moves[0], 0)].append(op.index)
+    for ops in puts.values():
+        if len(ops) > 1:
+            yield ExchangeGroup(tuple(ops), root.results[0], tuple(sums))
+
+
+def _puts_into_zeros(op: Op) -> bool:
+    moves = _only_moves(op)
+    if moves is None or shared_rows.put_at(moves) is None:
+        return False
+    zeros = op.node.args[0]
+    is_full = getattr(zeros, "target", None) is aten.full.default
+    return bool(is_full and zeros.args[1] == 0)
+
+
+def price_together(build: ProblemBuilder, nodes: Sequence[int]) -> None:
+    """Let groups of ops pay for what they exchange at once. ``nodes``: those of ops."""
+    for group in groups_of(build.program):
+        paid = [_paid(build, index, nodes[index]) for index in group.ops]
+        shared = _shared(build, group, paid)
+        if shared:
+            _add(build, group, paid, shared, nodes)
+
+
+@dataclass(frozen=True)
+class _Paid:
+    """What an op pays for rows that it exchanges by itself, by strategy."""
+
+    # (K,) seconds.
+    seconds: np.ndarray
+    # (K,) number of the spec of what it slices, or of what it puts rows into.
+    specs: np.ndarray
+    # The exchange, of rows of so many bytes, where one is needed that may be shared.
+    exchanges: tuple[tuple[Exchange, float] | None, ...]
+
+
+def _paid(build: ProblemBuilder, index: int, node: int) -> _Paid:
+    op, options = build.program.ops[index], build.nodes[node]
+    seconds, exchanges = np.zeros(len(options.specs)), []
+    for k, strategy in enumerate(options.strategies):
+        pairs = shift_messages.exchanges(op, strategy, build.mesh)
+        (pair,) = pairs or (None,)
+        if pair is not None:
+            seconds[k] = row_moves.seconds(pair[0], build.mesh, pair[1])
+        may_share = seconds[k] and shared_rows.alike(pair[0]) is not None
+        exchanges.append(pair if may_share else None)
+    share = build.op_share(index)
+    return _Paid(seconds * share, options.specs[:, 0], tuple(exchanges))
+
+
+def _shared(
+    build: ProblemBuilder, group: ExchangeGroup, paid: Sequence[_Paid]
+) -> dict[int, float]:
+    """Spec -> seconds of one exchange for all, where that takes less."""
+    pairs_of: dict[int, list[tuple[Exchange, float]]] = defaultdict(list)
+    for op in paid:
+        for spec, pair in zip(op.specs.tolist(), op.exchanges, strict=True):
+            if pair is not None:
+                pairs_of[spec].append(pair)
+    shared = {}
+    for spec, pairs in pairs_of.items():
+        exchanges, row = [exchange for exchange, _ in pairs], pairs[0][1]
+        if len(pairs) > len(group.ops) or len(set(map(shared_rows.alike, exchanges))) > 1:
+            continue  # strategies that differ elsewhere
+        window = shared_rows.window_of(exchanges)
+        if len(pairs) > 1 and shared_rows.pays(window, exchanges, build.mesh, row):
+            seconds = row_moves.seconds(window, build.mesh, row)
+            shared[spec] = seconds * build.op_share(group.ops[0])
+    return shared
+
+
+def _add(
+    build: ProblemBuilder,
+    group: ExchangeGroup,
+    paid: Sequence[_Paid],
+    shared: Mapping[int, float],
+    nodes: Sequence[int],
+) -> None:
+    specs = np.array([_APART, *shared])
+    costs = np.array([0.0, *shared.values()])
+    together = build.node("exchange", group.value, specs[:, None], costs)
+    for index, op in zip(group.ops, paid, strict=True):
+        node, may = nodes[index], np.isin(op.specs, specs)
+        build.costs[node] = np.maximum(build.costs[node] - op.seconds * may, 0.0)
+        pays = (specs[:, None] != op.specs[None, :]) & may
+        _edge(build, together, node, np.where(pays, op.seconds, 0.0))
+    for index in group.sums:
+        lie = build.nodes[nodes[index]].specs
+        same = (lie[None, :, :] == specs[:, None, None]).all(axis=2)
+        may = same | (specs == _APART)[:, None]
+        _edge(build, together, nodes[index], np.where(may, 0.0, np.inf))
+
+
+def _edge(build: ProblemBuilder, a: int, b: int, table: np.ndarray) -> None:
+    key = ("exchange", table.shape, table.tobytes())
+    if key not in build.table_of:
+        build.table_of[key] = len(build.tables)
+        build.tables.append(table)
+    build.edges.append(Edge(a, b, build.table_of[key]))

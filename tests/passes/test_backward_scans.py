@@ -1,0 +1,86 @@
+"""Scans from the last row to the first, as gradients of scans are: ranks that split the
+dim exchange totals, and turn no rows round between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fxpar
+from fxpar.passes.local import local_order
+
+aten = torch.ops.aten
+Program = Callable[[torch.Tensor], torch.Tensor]
+
+SCANS: dict[str, Program] = {
+    "cumsum": lambda x: x.cumsum(0),
+    "cumprod": lambda x: (x * 0.1 + 1).cumprod(0),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+}
+
+
+def planned(fn: Program, rows: int, mesh: str = "tp=4") -> Any:
+    """A plan with the rows split, which is right."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
+    lies = [("tp", None)]
+    plan = fxpar.plan(
+        fn,
+        x,
+        mesh=mesh,
+        in_specs=lies,
+        out_specs=lies,
+        mode="propagate",
+        grad=True,
+    )
+    got, want = plan.outcome(x), plan.reference_outcome(x)
+    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(want.result, fn(x), rtol=1e-9, atol=1e-9)
+    return plan
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("rows", [9, 16])
+def test_totals_alone_are_sent(name: str, rows: int) -> None:
+    """A row of each rank at a time: of 9 rows the last one has none."""
+    plan = planned(SCANS[name], rows)
+    kinds = {c.kind for c in plan.collectives}
+    assert not kinds & {"permute", "all_to_all"}, "rows that are turned round"
+    assert max(c.bytes for c in plan.collectives) <= 4 * 3 * 8
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=2,dp=2"])
+def test_meshes(mesh: str) -> None:
+    for name in SCANS:
+        planned(SCANS[name], 7, mesh)
+
+
+def scans_of(fn: Program, x: torch.Tensor) -> list[str]:
+    plan = fxpar.plan(fn, x, mesh="tp=2", mode="propagate")
+    return [str(n.target) for n in plan.result.normalized.nodes if "scan" in str(n)]
+
+
+def test_what_is_no_scan_from_the_last_row_is_left_alone() -> None:
+    x = torch.randn(4, 4)
+    assert scans_of(lambda x: x.flip(0).cumsum(0).flip(0), x)
+    assert not scans_of(lambda x: x.flip(1).cumsum(0).flip(0), x)
+    assert not scans_of(lambda x: x.flip(0).cumsum(0).flip(1), x)
+    assert not scans_of(lambda x: x.flip(0, 1).cumsum(0).flip(0), x)
+    assert not scans_of(lambda x: x.flip(0).cumsum(0).flip(0), x.to(torch.int32))
+
+
+def test_totals_of_the_shards_before_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = local_order._joined
+
+    def wrong(*args: Any) -> Any:
+        return real(*args[:-1], aten.lt.Scalar)
+
+    monkeypatch.setattr(local_order, "_joined", wrong)
+    with pytest.raises(AssertionError):
+        planned(SCANS["cumsum"], 16)
