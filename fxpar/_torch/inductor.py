@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.decompositions import TABLE
+from fxpar._torch.fake import values_kept
 from fxpar._torch.version import own_version
 
 
@@ -99,7 +100,7 @@ def _in_order(
     waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
     order = config.patch(dict.fromkeys(names, False))
-    with order, _keyed_by(text), kernels_in_libraries():
+    with order, _keyed_by(text), kernels_in_libraries(), values_kept():
         return compile_fx_inner(gm, fakes, **how)
 
 

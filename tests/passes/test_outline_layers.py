@@ -86,6 +86,41 @@ def test_layers_call_one_body() -> None:
     assert count <= 5 * 4 + 1
 
 
+def test_values_of_calls_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.fx_utils import FakeTensorUpdater
+
+    counts: list[int] = []
+    update = FakeTensorUpdater.incremental_update
+
+    def counted(self: Any) -> Any:
+        counts.append(update(self))
+        return counts[-1]
+
+    monkeypatch.setattr(FakeTensorUpdater, "incremental_update", counted)
+    module = outlined(of_layers(5), *feeds(5))
+    code_of(module.graph, monkeypatch, module)
+    assert len(counts) > 2 and not any(counts)
+
+
+def test_values_that_a_pass_changed_are_made_again() -> None:
+    """In a body, and so in its calls."""
+    from torch._inductor.fx_utils import FakeTensorUpdater
+    from torch._inductor.virtualized import V
+
+    module = outlined(of_layers(5), *feeds(5))
+    nodes = [n for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    mode = _torch.fake.fake_mode_of([n.meta["val"] for n in nodes])
+    body = module.layer0.graph
+    with _torch.fake.values_kept(), V.set_fake_mode(mode):
+        updater = FakeTensorUpdater(module)
+        *_, output = body.nodes
+        (result,) = output.args[0]
+        with body.inserting_before(output):
+            double = body.call_function(torch.ops.aten.add.Tensor, (result, result))
+        output.args = ((double,),)
+        assert updater.incremental_update() > 5
+
+
 def test_too_few_layers_are_left_alone() -> None:
     few = LEAST_CALLS - 1
     module = traced(of_layers(few), *feeds(few))
