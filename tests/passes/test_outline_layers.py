@@ -228,10 +228,11 @@ def test_nothing_touches_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_buckets(
-    group: str, sizes: Sequence[int], *, early: bool = False
+    group: str, sizes: Sequence[int], *, early: bool = False, hops: int = 1
 ) -> Callable[..., Any]:
     """Layers, each with two values that are summed over ranks, in buckets of so many
-    values, which start where the last of them is made; ``early``: and are read there.
+    values, which start where the last of them is made; ``early``: and are read there;
+    ``hops``: over so many axes, one after the other.
     """
 
     def stack(x: Tensor, *ws: Tensor) -> Any:
@@ -244,6 +245,9 @@ def of_buckets(
                 return h
             flat = torch.cat([each.view(1, 8) for each in bucket])
             started.append(c10d.all_reduce.default(flat, "sum", group))
+            for _ in range(hops - 1):
+                result = c10d.wait_tensor.default(started.pop())
+                started.append(c10d.all_reduce.default(result, "sum", group))
             bucket.clear()
             return h * c10d.wait_tensor.default(started[-1]).sum() if early else h
 
@@ -263,20 +267,21 @@ def of_buckets(
 SIZES = (3, 2, 3, 4)  # of values: buckets start in either half of a layer, or in none
 
 
+@pytest.mark.parametrize("hops", [1, 2])
 def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
+    hops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_group(2) as group:
-        module = outlined(of_buckets(group, SIZES), *feeds(8))
+        module = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
         starts = [n for n in module.graph.nodes if n.target is c10d.all_reduce.default]
         sizes = [node.args[0].meta["val"].shape[0] for node in starts]
         code = code_of(module.graph, monkeypatch, module)
         never = mock.Mock(return_value=False)
         with mock.patch.object(outline_layers_module, "_may_start_later", never):
-            cut = outlined(of_buckets(group, SIZES), *feeds(8))
+            cut = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
     assert calls(module) == ["layer0"] * 7  # each from middle to middle
     assert len(calls(cut)) < 7
-    assert sizes == [3, 2, 3, 4, 3]  # in order
+    assert sizes[::hops] == sizes[hops - 1 :: hops] == [3, 2, 3, 4, 3]  # in order
     assert launches(code) == len(sizes) and hazards(code) == []
 
 
