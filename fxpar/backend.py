@@ -25,6 +25,7 @@ from fxpar.errors import (
 )
 from fxpar.job_request import CompileJob
 from fxpar.joint_pass import said_by_rank_0
+from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime.caches.program_identity import (
     NamedInput,
@@ -197,7 +198,7 @@ def _called(
     try:
         if local:
             compiled_graph.require_dynamic_batch(lean, examples, local)
-            with said_by_rank_0(ranks.rank), stage(RESULTS):
+            with said_by_rank_0(ranks.rank), stage(RESULTS), old_objects_kept():
                 results = _scaled(lean, examples, named_inputs, local, ranks.mesh)
     except PlanError:
         call = with_open_sizes(lean, named_inputs)

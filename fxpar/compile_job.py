@@ -23,6 +23,7 @@ from fxpar.job_request import CompileJob
 from fxpar.joint_pass import JointPass
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
+from fxpar.passes.old_objects import old_objects_kept
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -122,6 +123,7 @@ def compile_graph(
         _told_to_others(),
         compiled_graph.refusing_data(gm),
         stage(TRACE),
+        old_objects_kept(),
         open_way,
     ):
         with step.leading():

@@ -25,6 +25,7 @@ from fxpar.job_request import CompileJob, planned_request, request_of
 from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.graph_bodies import hold
+from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
@@ -302,10 +303,11 @@ class JointPass:
         return unlike or bool(self.plan and self.plan.collectives)
 
     def _lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
-        self._schedule(graph, which)
-        if self.job.options.codegen == "inductor":
-            return self._compile_once(graph, which, generate)
-        return generate(None)
+        with old_objects_kept():
+            self._schedule(graph, which)
+            if self.job.options.codegen == "inductor":
+                return self._compile_once(graph, which, generate)
+            return generate(None)
 
     def _schedule(self, graph: fx.Graph, which: str) -> None:
         """What is done to a forward or a backward by itself."""

@@ -12,12 +12,23 @@ from torch import fx
 
 from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.decompositions import TABLE
+from fxpar._torch.fake import values_kept
 from fxpar._torch.version import own_version
 
 
 def load() -> None:
-    """Import what a graph is compiled with, which takes a second."""
-    import torch._inductor.compile_fx  # noqa: F401
+    """Import what a graph is compiled with, which takes a second, and read what keys of
+    torch's caches say of its installation: another half, most of it Triton's library.
+    """
+    import torch._inductor.compile_fx
+    import torch.utils.cpp_extension  # noqa: F401
+    from torch._inductor import codecache
+    from torch._inductor.codegen.common import init_backend_registration
+
+    init_backend_registration()
+    if not caches_disabled():
+        codecache.torch_key()
+        codecache.CacheBase.get_system()
 
 
 def inductor_seeds() -> Any:
@@ -99,7 +110,7 @@ def _in_order(
     waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
     order = config.patch(dict.fromkeys(names, False))
-    with order, _keyed_by(text), kernels_in_libraries():
+    with order, _keyed_by(text), kernels_in_libraries(), values_kept():
         return compile_fx_inner(gm, fakes, **how)
 
 

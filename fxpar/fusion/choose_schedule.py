@@ -13,10 +13,8 @@ choose alike: nothing here depends on the clock or on the rank.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +40,7 @@ from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes import collective_nodes
+from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
@@ -141,7 +140,7 @@ def choose(
     not settings alone."""
     values = [node.meta.get("val") for node in graph.nodes]
     graph = closed(graph, mesh, _torch.fake.mode_of(values))
-    with _old_objects_kept(), _torch.fake.shapes_alone():
+    with old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
         state = Attempts(shapes, hardware.on(mesh), hardware)
         before = state.now
@@ -190,20 +189,6 @@ def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
     state.near += [f"with {stay} of {fewer.layers} layers: {near}" for near in few.near]
     state.left += [each for each in others if each != best]
     return True
-
-
-@contextmanager
-def _old_objects_kept() -> Iterator[None]:
-    """Collect garbage among new objects alone: candidates are many, each a graph, and
-    what is there before is larger than all of them."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:

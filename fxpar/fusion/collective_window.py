@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
+from fxpar.passes.builder import copy_node
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -112,28 +113,29 @@ class Window:
 
 def shapes_of(graph: fx.Graph) -> fx.Graph:
     """A copy whose values are on the meta device, on which ops cost least: of what is
-    tried, shapes are all that is asked for."""
+    tried, shapes are all that is asked for. Values of one shape are one tensor."""
     shapes = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    empty = cache(partial(torch.empty_strided, device="meta"))
+
+    def on_meta(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        if isinstance(value, torch.Tensor):
+            size, stride = tuple(map(int, value.shape)), value.stride()
+            return empty(size, stride, dtype=value.dtype)
+        return value
+
     for node in graph.nodes:
-        copies[node] = copy = shapes.node_copy(node, copies.__getitem__)
+        copies[node] = copy = copy_node(shapes, node, copies)
         copy.args, copy.kwargs = fx.node.map_aggregate(
-            (copy.args, copy.kwargs), _on_meta
+            (copy.args, copy.kwargs), on_meta
         )
         if "val" in node.meta:
-            copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], _on_meta)
+            copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], on_meta)
         if isinstance(node.target, CallableRegion):
             copy.target = type(node.target)(shapes_of(node.target.graph))
     return shapes
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if isinstance(value, torch.Tensor):
-        size, stride = tuple(map(int, value.shape)), value.stride()
-        return torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
-    return value
 
 
 def window(

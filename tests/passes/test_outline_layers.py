@@ -86,6 +86,41 @@ def test_layers_call_one_body() -> None:
     assert count <= 5 * 4 + 1
 
 
+def test_values_of_calls_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.fx_utils import FakeTensorUpdater
+
+    counts: list[int] = []
+    update = FakeTensorUpdater.incremental_update
+
+    def counted(self: Any) -> Any:
+        counts.append(update(self))
+        return counts[-1]
+
+    monkeypatch.setattr(FakeTensorUpdater, "incremental_update", counted)
+    module = outlined(of_layers(5), *feeds(5))
+    code_of(module.graph, monkeypatch, module)
+    assert len(counts) > 2 and not any(counts)
+
+
+def test_values_that_a_pass_changed_are_made_again() -> None:
+    """In a body, and so in its calls."""
+    from torch._inductor.fx_utils import FakeTensorUpdater
+    from torch._inductor.virtualized import V
+
+    module = outlined(of_layers(5), *feeds(5))
+    nodes = [n for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    mode = _torch.fake.fake_mode_of([n.meta["val"] for n in nodes])
+    body = module.layer0.graph
+    with _torch.fake.values_kept(), V.set_fake_mode(mode):
+        updater = FakeTensorUpdater(module)
+        *_, output = body.nodes
+        (result,) = output.args[0]
+        with body.inserting_before(output):
+            double = body.call_function(torch.ops.aten.add.Tensor, (result, result))
+        output.args = ((double,),)
+        assert updater.incremental_update() > 5
+
+
 def test_too_few_layers_are_left_alone() -> None:
     few = LEAST_CALLS - 1
     module = traced(of_layers(few), *feeds(few))
@@ -193,10 +228,11 @@ def test_nothing_touches_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_buckets(
-    group: str, sizes: Sequence[int], *, early: bool = False
+    group: str, sizes: Sequence[int], *, early: bool = False, hops: int = 1
 ) -> Callable[..., Any]:
     """Layers, each with two values that are summed over ranks, in buckets of so many
-    values, which start where the last of them is made; ``early``: and are read there.
+    values, which start where the last of them is made; ``early``: and are read there;
+    ``hops``: over so many axes, one after the other.
     """
 
     def stack(x: Tensor, *ws: Tensor) -> Any:
@@ -209,6 +245,9 @@ def of_buckets(
                 return h
             flat = torch.cat([each.view(1, 8) for each in bucket])
             started.append(c10d.all_reduce.default(flat, "sum", group))
+            for _ in range(hops - 1):
+                result = c10d.wait_tensor.default(started.pop())
+                started.append(c10d.all_reduce.default(result, "sum", group))
             bucket.clear()
             return h * c10d.wait_tensor.default(started[-1]).sum() if early else h
 
@@ -228,20 +267,21 @@ def of_buckets(
 SIZES = (3, 2, 3, 4)  # of values: buckets start in either half of a layer, or in none
 
 
+@pytest.mark.parametrize("hops", [1, 2])
 def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
+    hops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_group(2) as group:
-        module = outlined(of_buckets(group, SIZES), *feeds(8))
+        module = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
         starts = [n for n in module.graph.nodes if n.target is c10d.all_reduce.default]
         sizes = [node.args[0].meta["val"].shape[0] for node in starts]
         code = code_of(module.graph, monkeypatch, module)
         never = mock.Mock(return_value=False)
         with mock.patch.object(outline_layers_module, "_may_start_later", never):
-            cut = outlined(of_buckets(group, SIZES), *feeds(8))
+            cut = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
     assert calls(module) == ["layer0"] * 7  # each from middle to middle
     assert len(calls(cut)) < 7
-    assert sizes == [3, 2, 3, 4, 3]  # in order
+    assert sizes[::hops] == sizes[hops - 1 :: hops] == [3, 2, 3, 4, 3]  # in order
     assert launches(code) == len(sizes) and hazards(code) == []
 
 

@@ -217,6 +217,23 @@ def test_a_folder_has_one_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cache_files.folder_mark() != cache_files.folder_mark()
 
 
+def test_keys_need_no_reading_behind_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keys of torch's caches say of its installation a rank reads before it waits
+    for the one that compiles."""
+    from torch._inductor import codecache
+
+    codecache.CacheBase.get_system.cache_clear()
+    _torch.inductor.load()
+
+    def late(*_: Any) -> None:
+        raise AssertionError("is read late")
+
+    monkeypatch.setattr(codecache, "triton_key", late)
+    monkeypatch.setattr(codecache, "build_code_hash", late)
+    assert codecache.CacheBase.get_system()["hash"]
+    assert codecache.torch_key()
+
+
 def test_the_rank_is_no_part_of_the_key() -> None:
     from torch._inductor import codecache, config
     from torch._inductor.custom_graph_pass import CustomGraphPass

@@ -152,7 +152,10 @@ def drop_unread(graph: fx.Graph) -> None:
         if kept_wait is not wait:
             wait.replace_all_uses_with(kept_wait)
     graph.eliminate_dead_code(
-        lambda n: n.target is not WAIT and not draws(n) and n.is_impure()
+        lambda n: (
+            bool(n.users)  # which is cheap to see, and most are read
+            or (n.target is not WAIT and not draws(n) and n.is_impure())
+        )
     )
 
 

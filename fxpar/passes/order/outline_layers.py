@@ -7,8 +7,8 @@ alike to the last constant, shape and stride. They hold ops that compute, and no
 else: collectives, writes, seeds and a rank's coordinates stay between the calls, so
 that what is under way, or written, is memory of the outer graph alone. What a body
 gives is memory of its own: views are made outside. A reduction that starts inside a
-layer, as a bucket that is full in the middle of it, starts right behind the layer: in
-others that are alike none does.
+layer, as a bucket that is full in the middle of it, starts right behind the layer, and
+so does one of its result over another axis: in others that are alike none does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxpar import _torch
 from fxpar.passes.alike_nodes import is_aligned, labels_of, with_reads
 from fxpar.passes.builder import PROVENANCE
 from fxpar.passes.experts.first_rows import is_of_first_rows
-from fxpar.passes.order.sink_waits import is_chunk
+from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.search.layers import rows_of_layers
@@ -153,7 +153,7 @@ def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
         if kinds[node] == "computes":
             continue
         put_off[node] = place[node]
-        if node in packs or kinds[node] == "shows" or _may_start_later(node):
+        if node in packs or kinds[node] == "shows" or _may_come_later(node):
             readers = (max(place[u], put_off.get(u, 0)) for u in node.users)
             put_off[node] = min(readers, default=place[node])
         if kinds[node] == "cuts":
@@ -165,6 +165,15 @@ def _may_start_later(node: fx.Node) -> bool:
     """Whether a node starts a reduction that no schedule put beside certain ops."""
     reductions = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
     return node.target in reductions and not is_chunk(node)
+
+
+def _may_come_later(node: fx.Node) -> bool:
+    """Whether a node starts such a reduction, or waits for one that others of them
+    alone read: of a gradient that is reduced axis by axis."""
+    if node.target is not WAIT:
+        return _may_start_later(node)
+    ends = (node.args[0], *node.users)
+    return bool(node.users) and all(map(_may_start_later, ends))
 
 
 def _fits(node: fx.Node) -> bool:
@@ -352,7 +361,7 @@ def _put_behind(segment: LayerSegment) -> list[fx.Node]:
         if between in inside:
             continue
         reads_late = any(r in inside or r in behind for r in between.all_input_nodes)
-        if reads_late or _may_start_later(between):
+        if reads_late or _may_come_later(between):
             behind[between] = None
         else:
             first.prepend(between)

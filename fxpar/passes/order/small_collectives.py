@@ -170,7 +170,7 @@ def _made_lightly(graph: fx.Graph) -> set[fx.Node]:
         if node.target is not WAIT and op_facts_of(node.target).mutates:
             return derived
         if node.op in _INPUTS or (
-            _is_light_work(node) and derived.issuperset(node.all_input_nodes)
+            derived.issuperset(node.all_input_nodes) and _is_light_work(node)
         ):
             derived.add(node)
     return derived

@@ -1,0 +1,74 @@
+"""Garbage while a program is compiled: what was there before is not looked through."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fxpar.passes.old_objects import old_objects_kept
+
+
+class Ring:
+    """Garbage that only a collection finds, once nobody has it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def dropped() -> weakref.ref[Any]:
+    return weakref.ref(Ring())
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+    yield
+    assert gc.get_freeze_count() == 0
+
+
+def test_only_new_objects_are_collected() -> None:
+    old = dropped()
+    with old_objects_kept():
+        new = dropped()
+        gc.collect()
+        assert old() is not None
+        assert new() is None
+    gc.collect()
+    assert old() is None
+
+
+def test_inside_another_all_are_kept_to_its_end() -> None:
+    with old_objects_kept():
+        between = dropped()
+        with old_objects_kept():
+            gc.collect()
+            assert between() is not None
+        gc.collect()
+        assert between() is not None and gc.get_freeze_count()
+    gc.collect()
+    assert between() is None
+
+
+def test_it_ends_with_an_error() -> None:
+    with pytest.raises(KeyError), old_objects_kept(), old_objects_kept():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with old_objects_kept(), old_objects_kept():
+            new = dropped()
+            assert gc.get_freeze_count() <= frozen
+            gc.collect()
+            assert new() is None
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
