@@ -197,6 +197,7 @@ def _called(
     try:
         if local:
             compiled_graph.require_dynamic_batch(lean, examples, local)
+            shared_results.copy_other_views(lean, local)
             with said_by_rank_0(ranks.rank), stage(RESULTS):
                 results = _scaled(lean, examples, named_inputs, local, ranks.mesh)
     except PlanError:

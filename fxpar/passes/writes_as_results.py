@@ -97,8 +97,8 @@ def put(graph: fx.Graph, writes: Sequence[Write], phase: str | None = None) -> N
 
 
 def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
-    """Make what is computed of inputs that the graph writes to independent of the write,
-    in place. ``written``: positions of inputs that are written after it ran.
+    """Keep what is computed of inputs that the graph writes to, in place, so that the
+    write does not change it. ``written``: positions of inputs written after it ran.
 
     In a joint graph the backward would read the input after it was written: Inductor
     (torch 2.13) takes a copy for the value it copies, so copies become ops it does not
