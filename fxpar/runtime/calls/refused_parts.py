@@ -1,7 +1,7 @@
 """Programs that are refused in local mode: what a rank's part of the batch is.
 
 Dynamo traced a graph with the sizes of one rank; the program is that of the batch of
-all ranks, in which every tensor argument has more rows. One that holds no batch as dim 0
+all ranks, in which every tensor argument has more rows. What holds no batch as dim 0
 (states of ``[layers, batch, ...]``, a histogram that code in no graph made) no longer
 fits the others then.
 """
