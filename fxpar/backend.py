@@ -38,6 +38,7 @@ from fxpar.runtime.calls.call_sizes import UNEVEN, SizeAgreement
 from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.calls.local_results import LocalResults, scale_results
 from fxpar.runtime.calls.open_sizes import OpenProgram
+from fxpar.runtime.calls.refused_parts import refusing_parts
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.shard_map import mesh_of
@@ -119,8 +120,9 @@ def train_step(
             try:
 
                 def stage(job: CompileJob, gm: fx.GraphModule, examples: Any) -> Any:
-                    finish = partial(compile_step, job)
-                    return step.stage(gm, examples, job.named_inputs, finish)
+                    finish, names = partial(compile_step, job), job.named_inputs
+                    with refusing_parts(gm, names, examples, job.local):
+                        return step.stage(gm, examples, names, finish)
 
                 gm = _torch.dynamo.without_regions(gm)
                 job_options, ranks = _joined(gm, options)
@@ -198,6 +200,7 @@ def _called(
     try:
         if local:
             compiled_graph.require_dynamic_batch(lean, examples, local)
+            shared_results.copy_other_views(lean, local)
             with said_by_rank_0(ranks.rank), stage(RESULTS), old_objects_kept():
                 results = _scaled(lean, examples, named_inputs, local, ranks.mesh)
     except PlanError:

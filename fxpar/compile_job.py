@@ -36,6 +36,7 @@ from fxpar.runtime.calls.open_sizes import (
     refusal_of,
     size_range,
 )
+from fxpar.runtime.calls.refused_parts import refusing_parts
 from fxpar.runtime.ranks import check_inputs as inputs
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks, join, next_graph
@@ -121,6 +122,7 @@ def compile_graph(
     with (
         showing,
         _told_to_others(),
+        refusing_parts(gm, job.named_inputs, examples, job.local),
         compiled_graph.refusing_data(gm),
         stage(TRACE),
         old_objects_kept(),

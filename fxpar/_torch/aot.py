@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -82,6 +83,12 @@ def untraceable(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and "non-functional tensor with a fun" in text:
         return "list"
     return None
+
+
+def failed_node(error: BaseException) -> str | None:
+    """The name of the node of a graph that failed while the graph was traced."""
+    found = re.search(r"While executing %(\w+) :", str(error))
+    return found[1] if found else None
 
 
 def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Any:

@@ -287,6 +287,19 @@ def is_argument(source: Any) -> bool:
     return bool(getattr(source, "is_input", False))
 
 
+def is_state(source: Any) -> bool:
+    """Whether a value, by Dynamo's source of it, is a gradient, or in an optimizer."""
+    from torch._dynamo import source as sources
+
+    while source is not None:
+        if isinstance(source, (sources.OptimizerSource, sources.GlobalWeakRefSource)):
+            return True  # by the latter Dynamo knows what is in an optimizer's state
+        if getattr(source, "member", "") == "grad":
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
 def graph_breaks() -> dict[str, int]:
     """How often Dynamo broke or gave up a graph, by its reasons."""
     from torch._dynamo.utils import counters

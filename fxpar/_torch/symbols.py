@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,21 @@ def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:
 def is_symbol(x: Any) -> bool:
     """Whether a number is one symbol alone."""
     return isinstance(x, torch.SymInt) and x.node.expr.is_symbol
+
+
+def names_in(numbers: Iterable[Any]) -> set[str]:
+    """The names of all symbols that numbers are computed from."""
+    symbolic = (x for x in numbers if isinstance(x, SYMBOLIC))
+    return {str(s) for x in symbolic for s in x.node.expr.free_symbols}
+
+
+def grows_with(x: Any, names: Collection[str]) -> bool:
+    """Whether a number is twice as large where all symbols of these names are."""
+    if not names_in([x]).intersection(names):
+        return False
+    expr = x.node.expr
+    twice = {s: 2 * s for s in expr.free_symbols if str(s) in names}
+    return bool((expr.xreplace(twice) - 2 * expr).expand() == 0)
 
 
 def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:

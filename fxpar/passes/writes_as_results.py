@@ -5,7 +5,7 @@ to buffers and optimizers to parameters. Planning, verbs and stages see values a
 ``lift`` makes ``new`` one more result of the graph, and ``put`` makes it a write again,
 behind all else, where code generation lets the op that computes a value write it in
 place. A graph may hand back what it wrote to, as a static cache does its length.
-``keep_copies`` is for copies of what is written. Nothing else is changed.
+``keep_read`` is for what was read of an input before. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.sharding.cost.op import is_view
-from fxpar.sharding.program import PHASE
+from fxpar.sharding.program import PHASE, depending_on_tangents
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default
@@ -95,12 +96,13 @@ def put(graph: fx.Graph, writes: Sequence[Write], phase: str | None = None) -> N
     graph.lint()
 
 
-def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
-    """Make copies of inputs that the graph writes stay copies, in place. ``written``:
-    positions of inputs that are written after it ran.
+def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
+    """Keep what is computed of inputs that the graph writes to, in place, so that the
+    write does not change it. ``written``: positions of inputs written after it ran.
 
-    Inductor (torch 2.13) takes a copy for the value it copies; in a joint graph the
-    backward then reads the input after it was written.
+    In a joint graph the backward would read the input after it was written: Inductor
+    (torch 2.13) takes a copy for the value it copies, so copies become ops it does not
+    know; and the partitioner computes again what reads the input, so that is saved.
     """
     inputs = graph.find_nodes(op="placeholder")
     overwritten = {inputs[i] for i in written}
@@ -108,13 +110,17 @@ def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
         n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)
     }
     pending = [node for node in inputs if node in overwritten]
+    late = depending_on_tangents(graph) if pending else set()
     while pending:
         node = pending.pop()
         for user in list(node.users):
             value = user.meta.get("val")
             if is_view(user):
                 pending.append(user)
-            elif op_facts_of(user.target).copies and _is_like(value, node.meta["val"]):
+            if is_view(user) or user in late or user.target in ("output", _WRITE):
+                continue
+            user.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            if op_facts_of(user.target).copies and _is_like(value, node.meta["val"]):
                 with graph.inserting_before(user):
                     copy = graph.call_function(torch.ops.fxpar.kept.default, (node,))
                 copy.meta = dict(user.meta) | {"val": node.meta["val"]}

@@ -1,5 +1,6 @@
 """Losses computed outside the graph in local mode, each a rank's own, where ranks must
-decide alike: a line search takes their mean, a learning rate they set is an error."""
+decide alike: a line search takes their mean, a learning rate they set is an error; and
+steps of optimizers that are compiled, whose state is no part of a batch."""
 
 from __future__ import annotations
 
@@ -99,3 +100,48 @@ def test_a_learning_rate_of_a_rank_s_own_loss_is_an_error() -> None:
         assert "learning rate of group 0 of an optimizer differed" in error
         assert "give the scheduler what all ranks have alike" in error
     assert shared_pool(2).run(scheduled, True) == ["alike", "alike"]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def compiled_steps(is_rank: bool, name: str, clips: bool) -> dict[str, torch.Tensor]:
+    """Parameters after steps of a model and an optimizer that are compiled apart, or
+    of a function that clips gradients and steps."""
+    model, run = model_of(is_rank, shard=False)
+    params = list(model.parameters())
+    optimizer = OPTIMIZERS[name](params)
+
+    def clipped() -> None:
+        nn.utils.clip_grad_norm_(params, 0.1)
+        optimizer.step()
+
+    step = clipped if clips else optimizer.step
+    if is_rank:
+        step = torch.compile(step, backend="fxpar", options=OPTIONS)
+    x, y = batch(is_rank)
+    for _ in range(3):
+        F.mse_loss(run(x), y).backward()
+        step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "clips"),
+    [
+        ("momentum", False),
+        ("SGD", True),
+        pytest.param("Adagrad", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_step_of_an_optimizer(name: str, clips: bool) -> None:
+    want = compiled_steps(False, name, clips)
+    for got in shared_pool(2).run(compiled_steps, True, name, clips):
+        for key, x in want.items():
+            torch.testing.assert_close(got[key], x, rtol=1e-6, atol=1e-8)

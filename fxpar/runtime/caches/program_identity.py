@@ -40,6 +40,8 @@ class NamedInput:
     kind: str
     # Whether the function closes over it, it is a global, or a module has it.
     is_captured: bool = field(default=False, kw_only=True)
+    # Whether it is a gradient, or state of an optimizer: no part of a batch.
+    is_state: bool = field(default=False, kw_only=True)
 
 
 def _source(node: fx.Node) -> str:
@@ -51,12 +53,16 @@ def _source(node: fx.Node) -> str:
     return name() if callable(name) else str(name)
 
 
-def _is_captured(node: fx.Node) -> bool:
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    return source is not None and not _torch.dynamo.is_argument(source)
+def _named(node: fx.Node, example: Any) -> NamedInput:
+    found = getattr(node.meta.get("grapharg"), "source", None)
+    return replace(
+        _name_input(_source(node), example),
+        is_captured=found is not None and not _torch.dynamo.is_argument(found),
+        is_state=_torch.dynamo.is_state(found),
+    )
 
 
-def _name_input(source: str, example: Any, is_captured: bool) -> NamedInput:
+def _name_input(source: str, example: Any) -> NamedInput:
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -77,15 +83,14 @@ def _name_input(source: str, example: Any, is_captured: bool) -> NamedInput:
         kind = "parameter"
     if getattr(example, SUMMAND_MARK, False):
         kind = "summand"
-    return NamedInput(name, kind, is_captured=is_captured)
+    return NamedInput(name, kind)
 
 
 def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
     """One NamedInput per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
-        _name_input(_source(node), example, _is_captured(node))
-        for node, example in zip(nodes, examples, strict=True)
+        _named(node, example) for node, example in zip(nodes, examples, strict=True)
     ]
     total = Counter(entry.name for entry in inputs)
     seen: Counter[str] = Counter()

@@ -272,14 +272,16 @@ def local_inputs(
     options: Options,
 ) -> tuple[int, ...]:
     """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
-    save those another graph returned whole. What a function captures besides its
-    arguments is whole too, unless the program needs as many rows of both."""
+    save those another graph returned whole, gradients, and what an optimizer keeps.
+    What a function captures besides its arguments is whole too, unless the program
+    needs as many rows of both."""
     if options.inputs != "local":
         return ()
     parts = [
         i
         for i, (name, x) in enumerate(zip(inputs, examples, strict=True))
         if name.kind == "input"
+        and not name.is_state
         and isinstance(x, torch.Tensor)
         and x.dim() > 0
         and getattr(x, LOCAL_MARK, True)

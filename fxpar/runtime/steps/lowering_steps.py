@@ -229,7 +229,7 @@ def rejoin(state: RankState) -> None:
 def put_writes(state: RankState) -> None:
     phase = "update" if state.request.step else None
     writes_as_results.put(state.graph, state.writes, phase)
-    writes_as_results.keep_copies(state.graph, state.copied)
+    writes_as_results.keep_read(state.graph, state.copied)
 
 
 def fuse_regions(state: PhaseState) -> None:
