@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -213,28 +214,78 @@ def _define_messages() -> None:
     _KEPT.append(lib)
 
 
+def place_in(group: str) -> int:
+    """This process's place among the members of a group."""
+    registry: Any = torch.distributed.distributed_c10d
+    place: int = registry._resolve_process_group(group).rank()
+    return place
+
+
+# (rank of the process, why it did not come through) -> what is raised instead.
+Failed = Callable[[int, Exception], Exception]
+
+
 def start_message(
-    way: str, x: torch.Tensor, peer: int, tag: int, group: str, until: torch.Tensor
+    way: str,
+    x: torch.Tensor,
+    peer: int,
+    tag: int,
+    group: str,
+    until: torch.Tensor,
+    failed: Failed,
 ) -> None:
     """Start to "send" contiguous memory to a member of a group, or to "recv" it there;
     waiting for ``until`` (``_c10d_functional.wait_tensor``) waits for it."""
-    registry: Any = torch.distributed.distributed_c10d
-    members = registry._resolve_process_group(group)
-    work = getattr(members, way)([x], peer, tag)
-    torch._C._distributed_c10d._register_work(until, work)
+    _start(lambda g: getattr(g, way)([x], peer, tag), peer, group, until, failed)
 
 
 def start_broadcast(
-    x: torch.Tensor, source: int, group: str, until: torch.Tensor
+    x: torch.Tensor, source: int, group: str, until: torch.Tensor, failed: Failed
 ) -> None:
     """Start to write what member ``source`` of a group has in contiguous memory to that
     of all; waiting for ``until`` waits for it."""
-    registry: Any = torch.distributed.distributed_c10d
-    members = registry._resolve_process_group(group)
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
-    work = members.broadcast([x], options)
-    torch._C._distributed_c10d._register_work(until, work)
+    _start(lambda g: g.broadcast([x], options), source, group, until, failed)
+
+
+def _start(
+    begin: Callable[[Any], Any],
+    member: int,
+    group: str,
+    until: torch.Tensor,
+    failed: Failed,
+) -> None:
+    registry: Any = torch.distributed.distributed_c10d
+    members = registry._resolve_process_group(group)
+
+    def explained(wait: Callable[[], Any]) -> Any:
+        try:
+            return wait()
+        except RuntimeError as error:
+            rank = torch.distributed.get_global_rank(members, member)
+            raise failed(rank, error) from error
+
+    work = explained(lambda: begin(members))
+    named = _explained_work()(work, explained)
+    torch._C._distributed_c10d._register_work(until, named)
+
+
+@functools.cache
+def _explained_work() -> Any:
+    """The class of work whose waiting raises what an explanation makes of failures.
+    (Made when first asked for: there is none in a torch without distributed.)"""
+
+    class ExplainedWork(torch.distributed.Work):
+        def __init__(self, work: Any, explained: Callable[..., Any]) -> None:
+            super().__init__()
+            self.work, self.explained = work, explained
+
+        def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+            self.explained(self.work.wait)
+            return True
+
+    return ExplainedWork
 
 
 _KEPT: list[Any] = []  # libraries: their ops last as long as they do

@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from tests.helpers.dying_rank import check_that_ranks_end
+from tests.helpers.dying_rank import (
+    check_that_ranks_end,
+    check_that_the_stage_is_named,
+)
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.training import compare, one_device, train
 from tests.helpers.whole_steps import whole_steps
@@ -291,3 +294,15 @@ def test_what_one_stage_draws_is_drawn_by_all_ranks(last: bool) -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others() -> None:
     check_that_ranks_end("pp=2")
+
+
+@pytest.mark.parametrize(
+    ("victim", "end"),
+    [
+        (1, "dies"),
+        pytest.param(0, "dies", marks=pytest.mark.slow),
+        pytest.param(1, "hangs", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_ends_in_its_stage_is_named(victim: int, end: str) -> None:
+    check_that_the_stage_is_named(victim, end)

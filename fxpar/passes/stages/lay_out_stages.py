@@ -207,6 +207,11 @@ class _StageLayout:
     value_at: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     # What all places wait for and nobody has sent yet, by what may go in one message.
     waiting: dict[Any, list[fx.Node]] = field(default_factory=dict)
+    # What was sent to all places and none has read: it is taken out of its message
+    # where it is, so that nothing waits before.
+    unread: dict[fx.Node, tuple[Sequence[fx.Node], messages.Arrivals]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.build = Builder(self.staged, self.fake_mode, self.mesh)
@@ -255,6 +260,8 @@ class _StageLayout:
 
     def at(self, node: fx.Node, place: int) -> fx.Node:
         """A node's value at a place."""
+        if (node, place) not in self.value_at and node in self.unread:
+            self._read(node)
         value = self.value_at.get((node, place)) or self.value_at.get((node, EVERY))
         if value is not None and (node, place) in self.value_at:
             return value
@@ -265,6 +272,7 @@ class _StageLayout:
             return value
         if self._is_dealt(node):
             self._send_waiting(node)
+            self._read(node)
             return self.value_at[node, EVERY]
         if home is None:
             self.value_at[node, place] = self._copy(node, place)
@@ -284,6 +292,7 @@ class _StageLayout:
         if target == EVERY:
             self._await(node, source)
             self._send_waiting(node)
+            self._read(node)
             return
         value, transfer = self.value_at[node, source], ours.transfer.default
         with self.build.at(value):
@@ -368,8 +377,15 @@ class _StageLayout:
                 )
             else:
                 arrived = messages.spread_from(self._put, source, values, group)
-        for each, value in zip(nodes, arrived, strict=True):
-            self.value_at[each, EVERY] = value
+        self.unread |= dict.fromkeys(nodes, (nodes, arrived))
+
+    def _read(self, node: fx.Node) -> None:
+        """Take apart the message in which a node was sent."""
+        nodes, arrived = self.unread[node]
+        with self.build.at(node):
+            for each, value in zip(nodes, arrived(), strict=True):
+                self.value_at[each, EVERY] = value
+                del self.unread[each]
 
 
 def is_laid_out(graph: fx.Graph) -> bool:

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.errors import RankMismatchError
 from fxpar.sharding.cost.op import bytes_of
 
 ours = torch.ops.fxpar
@@ -59,7 +60,8 @@ def send(
     token = x.new_empty(0)
     if x.numel():
         sent = _bytes(x.clone(memory_format=torch.contiguous_format))
-        _torch.distributed.start_message("send", sent, peer, tag, group, token)
+        ends = peer, tag, group
+        _torch.distributed.start_message("send", sent, *ends, token, _failed(peer))
     return token
 
 
@@ -76,7 +78,8 @@ def receive(
     """Starts to receive a tensor; it is there once it was waited for."""
     out = torch.empty(size, dtype=dtype, device=device)
     if out.numel():
-        _torch.distributed.start_message("recv", _bytes(out), peer, tag, group, out)
+        ends = peer, tag, group
+        _torch.distributed.start_message("recv", _bytes(out), *ends, out, _failed(peer))
     return out
 
 
@@ -85,9 +88,13 @@ def share(
     x: torch.Tensor, before: torch.Tensor | None, source: int, group: str
 ) -> torch.Tensor:
     """Starts to give every member what ``source`` holds."""
-    out = x.clone(memory_format=torch.contiguous_format)
+    is_source = _torch.distributed.place_in(group) == source
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if is_source:
+        out.copy_(x)
     if out.numel():
-        _torch.distributed.start_broadcast(_bytes(out), source, group, out)
+        flat, failed = _bytes(out), _failed(source)
+        _torch.distributed.start_broadcast(flat, source, group, out, failed)
     return out
 
 
@@ -97,6 +104,21 @@ def behind(x: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
     for token in sent:
         torch.ops._c10d_functional.wait_tensor(token)
     return x.clone()
+
+
+def _failed(place: int) -> _torch.distributed.Failed:
+    """What is raised where a message from a place, or to it, does not get through."""
+
+    def error(rank: int, cause: Exception) -> RankMismatchError:
+        return RankMismatchError(
+            f"the stage at place {place} along the axis of stages (rank {rank}) ended "
+            f"or hangs: a message between it and this rank did not get through "
+            f"({str(cause).splitlines()[0]})",
+            fix=f"look at what rank {rank} printed; if it computes for longer than a "
+            "message may take, give init_process_group a longer timeout",
+        )
+
+    return error
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -138,6 +160,9 @@ BUCKET = 4 << 20
 
 # (place, op, its arguments) -> the node, appended.
 Put = Callable[..., fx.Node]
+
+# Appends what takes a message apart; who reads that waits for the message.
+Arrivals = Callable[[], list[fx.Node]]
 
 
 def buckets(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -191,7 +216,7 @@ def scatter_from(
     dims: Sequence[int],
     places: int,
     group: str,
-) -> list[fx.Node]:
+) -> Arrivals:
     """Every place gets its part, along a dim each, of what one place has."""
     pieces: list[fx.Node] = []
     for i in range(places):
@@ -201,18 +226,20 @@ def scatter_from(
             pieces.append(put(source, aten.slice.Tensor, value, dim, *bounds))
     flat = _joined(put, source, pieces)
     own = put(EVERY, ours.scatter.default, flat, source, places, group)
-    return _apart(put, EVERY, own, [x.meta["val"] for x in pieces[: len(values)]])
+    like = [x.meta["val"] for x in pieces[: len(values)]]
+    return lambda: _apart(put, EVERY, own, like)
 
 
 def spread_from(
     put: Put, source: int, values: Sequence[fx.Node], group: str
-) -> list[fx.Node]:
+) -> Arrivals:
     """Every place gets what one has."""
     if len(values) == 1:
-        return [put(EVERY, ours.spread.default, values[0], source, group)]
+        one = put(EVERY, ours.spread.default, values[0], source, group)
+        return lambda: [one]
     flat = _joined(put, source, values)
     whole = put(EVERY, ours.spread.default, flat, source, group)
-    return _apart(put, EVERY, whole, [x.meta["val"] for x in values])
+    return lambda: _apart(put, EVERY, whole, [x.meta["val"] for x in values])
 
 
 def _joined(put: Put, place: int, values: Sequence[fx.Node]) -> fx.Node:
