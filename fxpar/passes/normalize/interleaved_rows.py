@@ -30,7 +30,7 @@ def interleave_rows(
     """Rows repeated one by one are looked up, and their gradients sums of windows.
     ``splits``: whether a dim of so many rows may be split into shards that are not
     alike."""
-    known: set[_Interleaved] = set()
+    repeats_seen: set[_Interleaved] = set()
     for view in graph.find_nodes(op="call_function", target=aten.view.default):
         interleaved = _interleaved(view)
         if interleaved is None:
@@ -38,7 +38,7 @@ def interleave_rows(
         x, (shape, dim, times) = interleaved
         if not splits(shape[dim]):
             continue
-        known.add((shape, dim, times))
+        repeats_seen.add((shape, dim, times))
         with rewriter.before(view):
             rows = shape[dim] * times
             place = rewriter.iota(rows, x.meta["val"].device)
@@ -48,8 +48,8 @@ def interleave_rows(
         if looked_up.meta["val"].stride() == view.meta["val"].stride():
             rewriter.replace(view, looked_up)
     sums = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
-    for node in sums if known else ():
-        _sum_windows(node, known, rewriter)
+    for node in sums if repeats_seen else ():
+        _sum_windows(node, repeats_seen, rewriter)
 
 
 def _interleaved(view: fx.Node) -> tuple[fx.Node, _Interleaved] | None:
@@ -75,7 +75,9 @@ def _interleaved(view: fx.Node) -> tuple[fx.Node, _Interleaved] | None:
     return x, (tuple(shape), dim, times)
 
 
-def _sum_windows(node: fx.Node, known: set[_Interleaved], rewriter: Builder) -> None:
+def _sum_windows(
+    node: fx.Node, repeats_seen: set[_Interleaved], rewriter: Builder
+) -> None:
     """The sum over the copies of each row."""
     view, dims, keep = (*node.args, False)[:3]
     if view.target is not aten.view.default or node.kwargs or len(dims) != 1:
@@ -83,7 +85,7 @@ def _sum_windows(node: fx.Node, known: set[_Interleaved], rewriter: Builder) -> 
     g, parts = view.args[0], shape_of(view)
     dim = dims[0] % len(parts) - 1
     shape = (*parts[: dim + 1], *parts[dim + 2 :])
-    if dim < 0 or (shape, dim, parts[dim + 1]) not in known:
+    if dim < 0 or (shape, dim, parts[dim + 1]) not in repeats_seen:
         return
     merged = list(shape)
     merged[dim] *= parts[dim + 1]
