@@ -29,6 +29,7 @@ PASSES = (
     "find_shifts",
     "find_backward_scans",
     "part_repeats",
+    "interleave_rows",
     "join_cuts",
     "experts_in_place",
     "undo_views_around_matmul",

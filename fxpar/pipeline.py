@@ -111,6 +111,7 @@ JOINT = (
     _may("find_shifts", _rewrite(find_shifts)),
     _may("find_backward_scans", _rewrite(find_backward_scans)),
     _may("part_repeats", _rewrite(part_repeats)),
+    _may("interleave_rows", plan_steps.interleave_rows),
     _may("join_cuts", _rewrite(join_cuts)),
     _may("experts_in_place", plan_steps.place_experts),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),

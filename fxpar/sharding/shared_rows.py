@@ -95,4 +95,6 @@ def alike(exchange: Exchange) -> Exchange | None:
     moves = exchange.moves
     if sliced_at(moves) is not None:
         return replace(exchange, moves=slice_at(moves, 0))
-    return None if put_at(moves) is None else replace(exchange, moves=put_from(moves, 0))
+    return (
+        None if put_at(moves) is None else replace(exchange, moves=put_from(moves, 0))
+    )

@@ -202,6 +202,46 @@ def test_turns_that_begin_elsewhere_are_noticed(
         repeated((3, 1), 16)
 
 
+def interleaved(rows: int, times: int, mesh: str = "tp=4") -> Any:
+    """The plan of rows repeated one by one, split as they lie, which is right."""
+    x = torch.randn(rows, COLUMNS, dtype=torch.float64, requires_grad=True)
+    lies = [("tp", None)]
+    plan = fxpar.plan(
+        lambda x: x.repeat_interleave(times, 0).sin(),
+        x,
+        mesh=mesh,
+        in_specs=lies,
+        out_specs=lies,
+        mode="propagate",
+        grad=True,
+    )
+    got, want = plan.outcome(x), plan.reference_outcome(x)
+    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+    return plan
+
+
+@pytest.mark.parametrize("rows", [33, 37, 64])
+@pytest.mark.parametrize("times", [2, 5])
+def test_rows_repeated_one_by_one_go_to_neighbours(rows: int, times: int) -> None:
+    """A few rows at the ends of shards that are not alike; of others none."""
+    plan = interleaved(rows, times)
+    names = [str(node.target) for node in plan.result.normalized.nodes]
+    assert ("aten.index.Tensor" in names) == (rows != 64)
+    assert {c.kind for c in plan.collectives} <= {"permute", "all_to_all"}
+    assert sum(c.bytes for c in plan.collectives) <= (1 + times) * 4 * COLUMNS * 8
+    assert bool(plan.collectives) == (rows != 64)
+    # Few rows may be heads, which are whole where no axis divides them.
+    few = interleaved(9, times).result.normalized.nodes
+    assert "aten.index.Tensor" not in [str(node.target) for node in few]
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=2,dp=2"])
+def test_rows_repeated_one_by_one_on_other_meshes(mesh: str) -> None:
+    for rows, times in ((35, 2), (41, 3), (47, 4)):
+        interleaved(rows, times, mesh)
+
+
 def test_copies_of_one_row_are_split() -> None:
     x = torch.randn(1, COLUMNS, dtype=torch.float64)
     lies = [("tp", None, None)]

@@ -116,8 +116,9 @@ def _shift(
 def _sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.Node:
     """Rows of a shard stand where they lie in as many turns as it may reach into."""
     build, axes = call.build, call.operands[0].dims[dim]
-    shape, (all_rows, n) = list(call.operand_shape(0)), (
-        s[dim] for s in (call.shapes[0], call.result_shape())
+    shape, (all_rows, n) = (
+        list(call.operand_shape(0)),
+        (s[dim] for s in (call.shapes[0], call.result_shape())),
     )
     if build.mesh.count(axes) > 1:
         most = x.meta["val"].shape[dim]

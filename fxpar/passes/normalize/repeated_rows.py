@@ -24,13 +24,13 @@ aten = torch.ops.aten
 def part_repeats(graph: fx.Graph, rewriter: Builder) -> None:
     """Repeats of rows apart from copies, and sums of turns where rows were repeated."""
     repeats = graph.find_nodes(op="call_function", target=aten.repeat.default)
-    known = {_turns(node) for node in repeats if _is_known(node)} - {None}
+    turns_seen = {_turns(node) for node in repeats if _is_known(node)} - {None}
     for node in repeats:
         if _is_known(node):
             _part(node, rewriter)
     sums = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
-    for node in sums if known else ():
-        _sum_turns(node, known, rewriter)
+    for node in sums if turns_seen else ():
+        _sum_turns(node, turns_seen, rewriter)
 
 
 def _is_known(node: fx.Node) -> bool:
@@ -65,7 +65,7 @@ def _part(node: fx.Node, rewriter: Builder) -> None:
     rewriter.replace(node, copied)
 
 
-def _sum_turns(node: fx.Node, known: set[Any], rewriter: Builder) -> None:
+def _sum_turns(node: fx.Node, turns_seen: set[Any], rewriter: Builder) -> None:
     """Turns of a repeat that are viewed as a dim, and summed."""
     view, dims = node.args[0], node.args[1]
     if node.args[2:] or node.kwargs or view.target is not aten.view.default:
@@ -78,7 +78,7 @@ def _sum_turns(node: fx.Node, known: set[Any], rewriter: Builder) -> None:
         if d < len(whole):
             whole[d] *= times
     x = view.args[0]
-    if (shape, tuple(turns)) not in known or shape_of(x) != tuple(whole):
+    if (shape, tuple(turns)) not in turns_seen or shape_of(x) != tuple(whole):
         return
     if x.meta["val"].dtype != node.meta["val"].dtype:
         return  # whole numbers of a few bits are summed in more

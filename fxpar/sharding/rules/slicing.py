@@ -46,8 +46,8 @@ def cut(
 _FEW = 4
 
 
-# A part that is joined to one so many times as large may have fewer rows than ranks, for
-# which nobody would split the large one; it is whole, which sends as little.
+# A part that is joined to one so many times as large may have fewer rows than there are
+# ranks, for which nobody would split the large one. It is whole, which sends as little.
 _FEWER = 16
 
 

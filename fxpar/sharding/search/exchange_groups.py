@@ -1,9 +1,9 @@
 """Ops that exchange rows at once (``shared_rows``), priced so.
 
-In: ops of a problem that is built. Out: for each group of them a node that says in which
-spec they share one exchange, and pays for it, or that they do not. Ops that lie so pay
-nothing for their rows, others for their own. Gradients share theirs only where what adds
-them up lies so too.
+In: ops of a problem that is built. Out: for each group of them a node that says in
+which spec they share one exchange, and pays for it, or that they do not. Ops that lie
+so pay nothing for their rows, others for their own. Gradients share theirs only where
+what adds them up lies so too.
 """
 
 from __future__ import annotations
@@ -129,14 +129,13 @@ class _Paid:
 
 def _paid(build: ProblemBuilder, index: int, node: int) -> _Paid:
     op, options = build.program.ops[index], build.nodes[node]
-    seconds, exchanges = np.zeros(len(options.specs)), []
+    seconds = np.zeros(len(options.specs))
+    exchanges: list[tuple[Exchange, float] | None] = [None] * len(seconds)
     for k, strategy in enumerate(options.strategies):
-        pairs = shift_messages.exchanges(op, strategy, build.mesh)
-        (pair,) = pairs or (None,)
-        if pair is not None:
+        for pair in shift_messages.exchanges(op, strategy, build.mesh):
             seconds[k] = row_moves.seconds(pair[0], build.mesh, pair[1])
-        may_share = seconds[k] and shared_rows.alike(pair[0]) is not None
-        exchanges.append(pair if may_share else None)
+            if seconds[k] and shared_rows.alike(pair[0]) is not None:
+                exchanges[k] = pair
     share = build.op_share(index)
     return _Paid(seconds * share, options.specs[:, 0], tuple(exchanges))
 
@@ -153,7 +152,10 @@ def _shared(
     shared = {}
     for spec, pairs in pairs_of.items():
         exchanges, row = [exchange for exchange, _ in pairs], pairs[0][1]
-        if len(pairs) > len(group.ops) or len(set(map(shared_rows.alike, exchanges))) > 1:
+        if (
+            len(pairs) > len(group.ops)
+            or len(set(map(shared_rows.alike, exchanges))) > 1
+        ):
             continue  # strategies that differ elsewhere
         window = shared_rows.window_of(exchanges)
         if len(pairs) > 1 and shared_rows.pays(window, exchanges, build.mesh, row):

@@ -271,7 +271,9 @@ def _settle(
     return node
 
 
-def _copied(build: ProblemBuilder, v: int, settled: int, ends: Sequence[EdgeEnd]) -> None:
+def _copied(
+    build: ProblemBuilder, v: int, settled: int, ends: Sequence[EdgeEnd]
+) -> None:
     """What a hint lays out is sent once to all that read it elsewhere: a node for where
     it lies then, beside the one for where it settles."""
     need = (build.nodes[end.node].specs[:, end.column] for end in ends)

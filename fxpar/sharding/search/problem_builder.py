@@ -175,13 +175,14 @@ class ProblemBuilder:
         need = self.nodes[b.node].specs[:, b.column]
         alone = self.alone(v, a, b)
         in_kernel = self.kernels.base[v] not in self.kernels.written
-        there = also.tobytes() if also is not None and len(also) == 1 else b""
+        there = None if also is None or len(also) > 1 else also.item()
         key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel, there)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)
-            if there:
-                table = np.minimum(table, self.between(v, also, need, alone))
+            if there is not None:
+                at_once = self.between(v, np.array([there]), need, alone)
+                table = np.minimum(table, at_once)
             if in_kernel:
                 table = table + self.in_memory(v, have, need) * (table > 0)
             self.tables.append(table * self.share(v))
