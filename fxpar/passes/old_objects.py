@@ -13,6 +13,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+# Inside, so many times as many new objects are made before any are looked through.
+RARER = 5
+
 
 @dataclass
 class _Contexts:
@@ -20,6 +23,8 @@ class _Contexts:
 
     # How many.
     count: int = 0
+    # When Python looks for garbage outside them, as ``gc.get_threshold``.
+    thresholds: tuple[int, int, int] = (0, 0, 0)
 
 
 _OPEN, _LOCK = _Contexts(), threading.Lock()
@@ -27,17 +32,21 @@ _OPEN, _LOCK = _Contexts(), threading.Lock()
 
 @contextlib.contextmanager
 def old_objects_kept() -> Iterator[None]:
-    """Collect no object that was there before; when the last such context ends, all are
-    as they were. Does nothing where the user froze objects."""
+    """Collect no object that was there before, and others more rarely; when the last
+    such context ends, all is as it was. Does nothing where the user froze objects."""
     with _LOCK:
         is_ours = _OPEN.count > 0 or not gc.get_freeze_count()
         if is_ours:
-            _OPEN.count += 1
             gc.freeze()
+            if not _OPEN.count:
+                young, *older = _OPEN.thresholds = gc.get_threshold()
+                gc.set_threshold(RARER * young, *older)
+            _OPEN.count += 1
     try:
         yield
     finally:
         with _LOCK:
             _OPEN.count -= is_ours
             if is_ours and not _OPEN.count:
+                gc.set_threshold(*_OPEN.thresholds)
                 gc.unfreeze()

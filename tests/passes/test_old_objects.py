@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.passes.old_objects import old_objects_kept
+from fxpar.passes.old_objects import RARER, old_objects_kept
 
 
 class Ring:
@@ -26,9 +26,11 @@ def dropped() -> weakref.ref[Any]:
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
     gc.collect()
+    before = gc.get_threshold()
     assert gc.get_freeze_count() == 0
     yield
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before
 
 
 def test_only_new_objects_are_collected() -> None:
@@ -52,6 +54,12 @@ def test_inside_another_all_are_kept_to_its_end() -> None:
         assert between() is not None and gc.get_freeze_count()
     gc.collect()
     assert between() is None
+
+
+def test_new_objects_are_looked_through_more_rarely() -> None:
+    young, *older = gc.get_threshold()
+    with old_objects_kept(), old_objects_kept():
+        assert gc.get_threshold() == (RARER * young, *older)
 
 
 def test_it_ends_with_an_error() -> None:
