@@ -9,6 +9,9 @@
   not compiled, since sizes depend on data.
 - ``fxpar``: the unchanged model, ``fxpar.shard``, ``torch.compile``, mesh ``ep``.
 
+A step asks the model for its loss alone: logits, which fxpar would give every rank
+whole, no other side sends.
+
 All sides live in the same processes and see the same model, data and optimizer. A step
 is forward, backward and AdamW; its time is that of the slowest rank, and steps of the
 sides alternate. ``state``: bytes of parameters and optimizer state that a rank holds;
@@ -35,7 +38,7 @@ SIDES = ("fsdp2", "hand", "fxpar")
 WARMUP = 3
 AGREE = 1e-3
 
-# (model, its call, what of a batch a rank is given, what comes behind a backward)
+# (model, its loss, what of a batch a rank is given, what comes behind a backward)
 Side = tuple[Any, Callable[[Any], Any], Callable[[Any], Any], Callable[[], None]]
 
 
@@ -64,6 +67,10 @@ def own_part(ids: Any) -> Any:
     return ids.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def loss_of(model: Any) -> Callable[[Any], Any]:
+    return lambda ids: model(input_ids=ids, labels=ids).loss
+
+
 def nothing() -> None:
     pass
 
@@ -78,7 +85,7 @@ def fsdp2(count: int) -> Side:
         layer.compile(dynamic=False)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, model, own_part, nothing
+    return model, loss_of(model), own_part, nothing
 
 
 def fxpar_side(count: int) -> Side:
@@ -89,8 +96,13 @@ def fxpar_side(count: int) -> Side:
     mesh = f"ep={count}"
     model = fxpar.shard(mixtral(), mesh=mesh)
     options = {"mesh": mesh, "plan": "propagate"}
-    called = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    return model, called, lambda ids: ids, nothing
+    loss = torch.compile(
+        lambda ids: model(input_ids=ids, labels=ids).loss,
+        backend="fxpar",
+        dynamic=False,
+        options=options,
+    )
+    return model, loss, lambda ids: ids, nothing
 
 
 def by_hand(count: int) -> Side:
@@ -115,7 +127,7 @@ def by_hand(count: int) -> Side:
         for p in own:
             p.grad /= count
 
-    return model, model, own_part, reduce
+    return model, loss_of(model), own_part, reduce
 
 
 def _own_experts(whole: Any, count: int) -> Any:
@@ -193,7 +205,7 @@ def worker(pairs: int, out: str) -> None:
             ids = part(torch.randint(WORDS, (BATCH, LENGTH), generator=generator))
             dist.barrier()
             begun = time.perf_counter()
-            loss = called(input_ids=ids, labels=ids).loss
+            loss = called(ids)
             loss.backward()
             behind()
             optimizer.step()

@@ -17,7 +17,12 @@ from torch import fx
 import fxpar
 from fxpar.errors import OptionError, RoomError
 from fxpar.passes.builder import PART
-from fxpar.passes.experts import expert_ops, local_experts
+from fxpar.passes.experts import (
+    exact_exchange,
+    expert_ops,
+    first_rows,
+    local_experts,
+)
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.stages import rows_of_parts
 from fxpar.planning import TracedPlan
@@ -400,6 +405,95 @@ def test_slots_that_do_not_suffice() -> None:
     compare(plan, args, torch.nn.functional.silu)
 
 
+EXACT = {"expert_exchange": "exact"}
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", *slow("ep=2", "ep=4", "ep=2,tp=2")])
+@pytest.mark.parametrize("program", [mixture, *slow(added, lifted)])
+def test_rows_are_sent_by_exact_numbers(program: Any, mesh: str) -> None:
+    """Two rows of a token, forward and backward and back; and numbers of experts."""
+    args = arguments()
+    plan = exchanged(program, args, mesh, **EXACT)
+    act = torch.nn.functional.silu if program is mixture else torch.relu
+    compare(plan, args, act, 1.0 if program is lifted else 0.0)
+    made = ops(plan.result.local)  # type: ignore[union-attr]
+    assert made["fxpar.send_rows.default"] == made["fxpar.return_rows.default"] == 2
+    assert made["_c10d_functional.all_to_all_single.default"] == 1
+    held = TOKENS // plan.mesh.count(plan.inputs[0].dims[0])
+    sent = [c for c in plan.collectives if c.kind == "all_to_all"]
+    assert [c.bytes for c in sent].count(2 * held * WIDTH * 8) == 4
+    assert {c.axes for c in sent} == {("ep",)}
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", *slow("ep=4")])
+@pytest.mark.parametrize("case", ["one has all", *slow("one has none", "uneven")])
+def test_any_exact_numbers(case: str, mesh: str) -> None:
+    args = arguments()
+    with torch.no_grad():
+        if case == "one has all":
+            args[1][:, 0] += 4.0
+            args[1][:, 1] += 2.0
+        elif case == "one has none":
+            args[1][:, :2] = 0.0
+        else:
+            args[1][:5, 2:] += 4.0
+    compare(exchanged(mixture, args, mesh, **EXACT), args, torch.nn.functional.silu)
+
+
+def test_rows_in_another_order_than_they_came_in_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If what sorts rows by expert were left out on their way back."""
+    args, in_order = arguments(), exact_exchange._Exchange.in_order
+    calls = []
+
+    def once(self: Any, place: fx.Node) -> fx.Node:
+        calls.append(place)
+        return in_order(self, place) if len(calls) == 1 else self.places()[3]
+
+    monkeypatch.setattr(exact_exchange._Exchange, "in_order", once)
+    plan = exchanged(mixture, args, "ep=2", **EXACT)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(plan, args, torch.nn.functional.silu)
+
+
+def test_weights_of_rows_stay_with_their_tokens() -> None:
+    """What is made for no product is made where the token is: rows come back first."""
+    plan = exchanged(mixture, arguments(), "ep=2", expert_exchange="all_to_all")
+    sent = [c.bytes for c in plan.collectives if c.kind == "all_to_all"]
+    assert len(sent) == 5  # ids, tokens and results, their gradients
+
+
+def test_gradients_lie_as_weights_do() -> None:
+    """An optimizer reads both: those of weights that are read transposed, too."""
+
+    def program(x: Any, scores: Any, up: Any, down: Any) -> Any:
+        return mixture(x, scores, up.mT, down.mT)
+
+    x, scores, up, down = arguments()
+    weights = [w.detach().mT.contiguous().requires_grad_() for w in (up, down)]
+    for fn, args in ((program, [x, scores, *weights]), (mixture, arguments())):
+        plan = planned(fn, args, "ep=2")
+        results = plan.result.local.output_node().args[0]  # type: ignore[union-attr]
+        assert all(r.meta["val"].is_contiguous() for r in results[-2:])
+        got, want = plan.simulate(*args), plan.reference(*args)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("exchange", ["exact", *slow("gather")])
+def test_rows_behind_the_last_are_not_computed(exchange: str) -> None:
+    """What is made between products is; what is read by place is not."""
+    graph = exchanged(mixture, arguments(), "ep=2", expert_exchange=exchange)
+    nodes = list(graph.result.local.nodes)  # type: ignore[union-attr]
+    marked = {n for n in nodes if first_rows.is_of_first_rows(n)}
+    products = [n for n in nodes if str(n.target) == "fxpar.grouped_mm.default"]
+    between = [n for n in nodes if n.target is torch.ops.aten.sigmoid.default]
+    assert between and marked.issuperset(between)
+    assert {n in marked for n in products} == (
+        {True} if exchange == "exact" else {True, False}
+    )
+
+
 @pytest.mark.parametrize(
     "tokens, room, kinds",
     [
@@ -586,7 +680,7 @@ def loss_in_parts(program: Any, mesh: str, **options: Any) -> TracedPlan:
     return plan
 
 
-WAYS = [("gather", ""), ("gather", "1.75"), ("all_to_all", "1.75")]
+WAYS = [("gather", ""), ("gather", "1.75"), ("all_to_all", "1.75"), ("exact", "")]
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,ep=2", *slow("ep=2", "ep=2,tp=2")])
@@ -600,7 +694,7 @@ def test_microbatches_run_apart_between_ranks(
     assert products_in_order(plan) == [0] * 6 + [1] * 6
     assert "2 microbatches" in str(plan.notes) and "wait" not in str(plan.notes)
     sent = Counter(c.kind for c in plan.collectives if c.axes == ("ep",))
-    assert sent[exchange if exchange == "all_to_all" else "all_gather"] % 2 == 0
+    assert sent["all_gather" if exchange == "gather" else "all_to_all"] % 2 == 0
 
 
 def test_microbatches_wait_where_rows_know_their_numbers() -> None:

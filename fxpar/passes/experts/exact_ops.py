@@ -40,14 +40,14 @@ def exact_places(
     Each row is in some slot."""
     groups, parts, room = slot_rows.shape
     first = torch.arange(parts, device=ids.device)[:, None] * room
-    taken, came = slot_rows != NONE, ids.flatten() != NONE
+    is_sent, comes = slot_rows != NONE, ids.flatten() != NONE
     slots = ids.new_zeros(ids.numel())
-    numbers = came.nonzero().flatten()
+    numbers = comes.nonzero().flatten()
     slots[: numbers.numel()] = numbers
     return (
-        (slot_rows + first)[taken],
-        taken.flatten(1).sum(1),
-        came.reshape(-1, parts * room).sum(1),
+        (slot_rows + first)[is_sent],
+        is_sent.flatten(1).sum(1),
+        comes.reshape(-1, parts * room).sum(1),
         slots,
     )
 

@@ -81,7 +81,9 @@ def sorted_order(place: Any) -> Any:
         return None
     rows, (order, *others), numbers = place.args
     fills = op_facts_of(rows.target).constant and shape_of(rows) == shape_of(place)
-    counts = numbers.target is prims.iota.default and shape_of(numbers) == shape_of(rows)
+    counts = numbers.target is prims.iota.default and shape_of(numbers) == shape_of(
+        rows
+    )
     return order if fills and counts and not others else None
 
 

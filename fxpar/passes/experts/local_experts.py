@@ -161,22 +161,24 @@ def _sort_outer(
     sort = _sorted(call, ids, experts, *options)
     x, y = _merged(call, x, 0, [1]), _merged(call, y, 1, [1])
     left, right = sort.take(x), sort.take(y)
-    if not _is_read_transposed(call.node):
+    if not _transposing(call.node):
         return _apart(call, build.call(outer, left, right, sort.ends, sort.share))
     product = build.call(outer, right, left, sort.ends, sort.share)
     return _apart(call, build.call(aten.permute.default, product, [0, 2, 1]))
 
 
-def _is_read_transposed(product: fx.Node) -> bool:
-    """Whether what alone reads a product ``[experts, k, n]`` reads it transposed."""
-    node = product
+def _transposing(product: fx.Node) -> list[fx.Node]:
+    """The views through which alone a product ``[experts, k, n]`` is read transposed;
+    none if it is not."""
+    views, node = list[fx.Node](), product
     while len(node.users) == 1:
         node = next(iter(node.users))
+        views.append(node)
         if node.target is aten.permute.default:
-            return node.args[1] == [0, 2, 1]
+            return views if node.args[1] == [0, 2, 1] else []
         if not op_facts_of(node.target).reshapes:
             break
-    return False
+    return []
 
 
 def _merged(
@@ -313,7 +315,12 @@ def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
             operands, results = tuple(specs[:-1]), tuple(specs[-1:])
             call = LocalCall(build, node, rule, operands, results, shapes)
             product = _SORTED[node.target](call, *node.args)
+        views = _transposing(node) if node.target is OWN_OUTER else []
         build.replace(node, product)
+        for view in views:  # their strides are those of the product now
+            target: Any = view.target
+            with build.fake_mode:
+                view.meta["val"] = target(*value_of(view.args))
 
 
 LOCAL: dict[Any, Localizer] = {

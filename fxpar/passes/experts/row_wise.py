@@ -132,10 +132,10 @@ def row_result(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
         return None
     pairs = zip(tensor_nodes(node), rule.operands, strict=True)
     factors = {dims[dim] for x, dims in pairs if x is operand}
-    found = [d for d, factor in enumerate(rule.results[0]) if {factor} == factors]
-    if len(found) != 1 or operand not in (rows_read(node, found[0]) or {}):
+    result_dims = [d for d, factor in enumerate(rule.results[0]) if {factor} == factors]
+    if len(result_dims) != 1 or operand not in (rows_read(node, result_dims[0]) or {}):
         return None
-    return found[0]
+    return result_dims[0]
 
 
 def by_row_rule(node: fx.Node) -> Rule | None:
