@@ -110,9 +110,9 @@ def price_stages(
         for row in (cost.forward, cost.backward)
     )
     borders = [0.0, *(sent[i] for i in cuts), 0.0]
-    lost = [hardware.beside * (a + b) for a, b in itertools.pairwise(borders)]
-    forward = list(map(operator.add, forward, lost))
-    backward = list(map(operator.add, backward, lost)) if trains else backward
+    losses = [hardware.beside * (a + b) for a, b in itertools.pairwise(borders)]
+    forward = list(map(operator.add, forward, losses))
+    backward = list(map(operator.add, backward, losses)) if trains else backward
     exchanges = exchange_seconds(result, chain, cuts, places, link)
     update = sum(cost.update) * _updated_share(parts)
     once = [
