@@ -3,8 +3,8 @@
     python benchmarks/bench_predict.py calibrate measure report [--cells WORD]
         [--folder FOLDER] [--lock FILE] [--hold] [--json FILE] [--svg FILE]
 
-- ``calibrate``: this machine with every number of ranks, all at work at once, into
-  ``hardware_<ranks>.json``: ranks share the cores, so that rates differ.
+- ``calibrate``: this machine with every number of ranks that cells have, all at work
+  at once, into ``hardware_<ranks>.json``: ranks share the cores, so that rates differ.
 - ``measure``: each cell (model, mesh, plan) by torchrun, compiled by Inductor, one
   thread a rank: the median of forward and backward over steps after the warm-up, the
   slowest rank's. A cell that is in FOLDER already is not measured again.
@@ -46,8 +46,9 @@ CALIBRATED = {1: None, 2: "dp=2", 4: "dp=2,tp=2"}
 
 
 def measured(step: Callable[[], float], quiet: Quiet) -> dict[str, Any]:
-    """The quietest of a few measurements: seconds of each step, the slowest rank's, and
-    ``noise``: the share of the cores that others took."""
+    """The quietest of a few measurements: seconds of each step, the slowest rank's;
+    ``cpu``: those that all ranks computed in a step; ``noise``: the share of the cores
+    that others took."""
     import torch
     import torch.distributed as dist
 
@@ -68,7 +69,8 @@ def measured(step: Callable[[], float], quiet: Quiet) -> dict[str, Any]:
         verdict = torch.tensor(noise, dtype=torch.float64)
         dist.broadcast(verdict, 0)
         if float(verdict) < best["noise"]:
-            best = {"noise": float(verdict), "seconds": taken.tolist()}
+            cpu = float(mine) / STEPS
+            best = {"noise": float(verdict), "seconds": taken.tolist(), "cpu": cpu}
         if best["noise"] <= NOISE:
             break
     return best
@@ -153,7 +155,7 @@ def _file(folder: str, cell: Cell) -> Path:
 
 
 def calibrate(args: argparse.Namespace) -> None:
-    for ranks in CALIBRATED:
+    for ranks in sorted({cell.ranks for cell in chosen(args.cells)}):
         if not _hardware(args.folder, ranks).exists():
             launch(args, ranks, "calibrator")
 

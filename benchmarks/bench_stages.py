@@ -1,4 +1,5 @@
-"""Stages found by the search, predicted: Llama 70B and 405B on H100s, Alpa's GPTs.
+"""Stages found by the search, predicted: Llama 70B and 405B on H100s, Alpa's models on
+V100s, GSPMD's Transformer on TPU v3.
 
     python benchmarks/bench_stages.py [--only TEXT] [--by-hand] [--json FILE]
 
@@ -23,7 +24,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from _common import conditions, llama, write
+from _common import conditions, write
+from stage_models import build
 
 SECONDS = 60.0  # of search, without stages and again with them
 
@@ -47,18 +49,37 @@ class StagesRow:
     searched: bool = True
 
 
-def _gpt(ranks: int, layers: int, hidden: int, heads: int, alpa: float) -> StagesRow:
-    """Of Alpa's weak scaling: 1024 sequences of 1024 tokens, V100s of 16 GB."""
+def _alpa(
+    ranks: int,
+    model: str,
+    layers: int,
+    measured: float,
+    mesh: str = "",
+    parts: int = 0,
+    **how: Any,
+) -> StagesRow:
+    """Of Alpa's weak scaling (arXiv 2201.12023, figure 7): 1024 sequences of 1024
+    tokens, V100s of 16 GB. ``measured``: its TFLOP/s a device, the forward counted
+    twice; ``mesh``: its stages, if they are of equal ranks, with so many
+    microbatches."""
+    published = (("Alpa, TFLOP/s", measured),)
+    by_hand = ((mesh, parts, "1f1b"),) if mesh else ()
+    shape = {"dtype": "float16", "batch": 1024, "length": 1024} | how
     return StagesRow(
-        f"gpt-{hidden}-{heads}",
-        layers,
-        "v100-dgx1",
-        ranks,
-        1024,
-        1024,
-        published=(("Alpa, TFLOP/s", alpa),),
-        dtype="float16",
+        model, layers, "v100-dgx1", ranks, by_hand=by_hand, published=published, **shape
     )
+
+
+def _images(batch: int) -> dict[str, Any]:
+    return {"batch": batch, "length": 224, "dtype": "float32"}
+
+
+def _gspmd(chips: int, batch: int, tokens: float) -> StagesRow:
+    """Of Lingvo's DenseLm128B on TPU v3 (comments of its synthetic_packed_input.py): a
+    chip has two of the cores that it counts."""
+    published = (("Lingvo, tokens/s a chip", tokens / chips),)
+    name, hardware = "dense-8192-65536", "tpu-v3"
+    return StagesRow(name, 64, hardware, chips, batch, 1024, published=published)
 
 
 # torchtitan's benchmarks of 2024-12 and 2025-06; 405B runs its products in float8.
@@ -87,36 +108,24 @@ ROWS = (
             ("torchtitan FP8 interleaved, tokens/s", 128.0),
         ),
     ),
-    _gpt(4, 24, 2048, 32, 58.2),
-    _gpt(8, 32, 2560, 32, 61.6),
-    _gpt(16, 32, 4096, 32, 60.0),
-    _gpt(32, 48, 5120, 32, 59.9),
-    _gpt(64, 48, 8192, 64, 57.0),
+    _alpa(4, "gpt-2048-32", 24, 58.2, "pp=2,dp=2", 128),
+    _alpa(8, "gpt-2560-32", 32, 61.6),
+    _alpa(16, "gpt-4096-32", 32, 60.0, "pp=2,dp=2,tp=4", 64),
+    _alpa(32, "gpt-5120-32", 48, 59.9, "pp=4,dp=2,tp=4", 128),
+    _alpa(64, "gpt-8192-64", 48, 57.0, "pp=16,tp=4", 1024),
+    _alpa(4, "moe-768-16", 16, 40.0, "pp=2,dp=2", 32),
+    _alpa(8, "moe-1024-16", 16, 46.0, "pp=2,dp=4", 32),
+    _alpa(16, "moe-1536-32", 16, 45.4, "pp=2,dp=8", 16),
+    _alpa(32, "moe-2048-48", 16, 38.8, "pp=8,dp=4", 128),
+    _alpa(64, "moe-2048-64", 32, 36.6, "pp=8,dp=8", 64),
+    _alpa(4, "wresnet-320-2", 50, 8.2, **_images(1536)),
+    _alpa(8, "wresnet-448-2", 50, 8.0, **_images(1536)),
+    _alpa(16, "wresnet-640-2", 50, 6.8, **_images(1536)),
+    _alpa(32, "wresnet-320-16", 50, 6.6, "pp=4,dp=8", 32, **_images(1536)),
+    _alpa(64, "wresnet-320-16", 101, 5.3, "pp=8,dp=8", 38, **_images(1520)),
+    _gspmd(64, 16, 3.7e3),
+    _gspmd(256, 128, 18e3),
 )
-
-
-def _built(row: StagesRow) -> tuple[Any, dict[str, Any]]:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    if row.model.startswith("gpt"):
-        _, hidden, heads = row.model.split("-")
-        config = GPT2Config(
-            vocab_size=51200,
-            n_positions=row.length,
-            n_embd=int(hidden),
-            n_head=int(heads),
-            n_layer=row.layers,
-            use_cache=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-        model: Any = GPT2LMHeadModel(config)
-    else:
-        model = llama(row.layers, scale=row.model)
-    ids = torch.zeros(row.batch, row.length, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids}
 
 
 def _flops(program: Any) -> float:
@@ -140,19 +149,11 @@ def run(row: StagesRow) -> dict[str, Any]:
     from fxpar.sharding.program import Input, Output
     from fxpar.sharding.search.run_search import SearchOptions
 
-    class Loss(torch.nn.Module):
-        def __init__(self, model: Any) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, **batch: Any) -> Any:
-            return self.model(**batch).loss
-
     with FakeTensorMode():
         torch.set_default_dtype(getattr(torch, row.dtype))
-        model, given = _built(row)
+        model, given = build(row.model, row.layers, row.batch, row.length)
     begun = time.process_time()
-    call = TracedCall(Loss(model), (), given, True)
+    call = TracedCall(model, (), given, True)
     module, fake_mode = call.trace()
     traced = time.process_time() - begun
     rests = [None] * max(call.count, 1)

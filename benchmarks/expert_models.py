@@ -131,18 +131,28 @@ class Switch(nn.Module):
     """A mixture of experts: each token goes to the best one, if it has room there.
 
     Source: Fedus et al., Switch Transformers (2021), in the einsum form of GShard
-    (Lepikhin et al., 2020, algorithm 1): sequences are the groups.
+    (Lepikhin et al., 2020, algorithm 1): so many sequences are a group.
     """
 
-    def __init__(self, width: int, inner: int, experts: int, spare: float) -> None:
+    def __init__(
+        self, width: int, inner: int, experts: int, spare: float, group: int = 1
+    ) -> None:
         super().__init__()
-        self.spare = spare
+        self.spare, self.group = spare, group
         self.gate = nn.Parameter(torch.randn(width, experts) * width**-0.5)
         self.up = nn.Parameter(torch.randn(experts, width, inner) * width**-0.5)
         self.down = nn.Parameter(torch.randn(experts, inner, width) * inner**-0.5)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x``: [groups, tokens, width] -> the same, and the loss of unequal load."""
+        """``x``: [sequences, tokens, width] -> the same, and the loss of unequal
+        load."""
+        if self.group > 1:
+            joined = x.shape[0] // self.group, self.group * x.shape[1], x.shape[2]
+            y, load = self._of_groups(x.reshape(joined))
+            return y.reshape(x.shape), load
+        return self._of_groups(x)
+
+    def _of_groups(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         experts = self.gate.shape[1]
         room = int(x.shape[1] * self.spare / experts)
         gates = torch.einsum("gsm,me->gse", x, self.gate).float().softmax(-1)
@@ -164,13 +174,22 @@ class MixtureLM(nn.Module):
     """A causal language model whose every second layer is a Switch."""
 
     def __init__(
-        self, layers: int, width: int, inner: int, experts: int, words: int
+        self,
+        layers: int,
+        width: int,
+        inner: int,
+        experts: int,
+        words: int,
+        *,
+        heads: int = 0,
+        spare: float = 1.25,
+        group: int = 1,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2 * layers + 1))
         self.attention = nn.ModuleList(
-            Attention(width, width // 128) for _ in range(layers)
+            Attention(width, heads or width // 128) for _ in range(layers)
         )
         self.up = nn.ModuleList(
             nn.Linear(width, inner, bias=False) for _ in range(layers // 2)
@@ -179,7 +198,7 @@ class MixtureLM(nn.Module):
             nn.Linear(inner, width, bias=False) for _ in range(layers // 2)
         )
         self.switch = nn.ModuleList(
-            Switch(width, inner, experts, 1.25) for _ in range(layers // 2)
+            Switch(width, inner, experts, spare, group) for _ in range(layers // 2)
         )
         self.head = nn.Linear(width, words, bias=False)
 

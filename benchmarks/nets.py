@@ -154,9 +154,13 @@ def inception() -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    def __init__(self, a: int, b: int, stride: int) -> None:
+    """``wide``: how much wider its inner convolution is (Zagoruyko, 2016)."""
+
+    def __init__(self, a: int, b: int, stride: int, wide: int = 1) -> None:
         super().__init__()
-        self.body = row(Conv(a, b, 1), Conv(b, b, 3, stride, 1), nn.Conv2d(b, 4 * b, 1))
+        inner = b * wide
+        last = nn.Conv2d(inner, 4 * b, 1)
+        self.body = row(Conv(a, b, 1), Conv(b, inner, 3, stride, 1), last)
         straight = a == 4 * b and stride == 1
         self.side = nn.Identity() if straight else nn.Conv2d(a, 4 * b, 1, stride)
 
@@ -164,14 +168,17 @@ class Bottleneck(nn.Module):
         return F.relu(self.body(x) + self.side(x))
 
 
-def resnet(counts: Sequence[int] = (3, 4, 23, 3)) -> nn.Module:
-    parts: list[nn.Module] = [Conv(3, 64, 7, 2, 3), nn.MaxPool2d(3, 2, 1)]
-    width = 64
+def resnet(
+    counts: Sequence[int] = (3, 4, 23, 3), base: int = 64, wide: int = 1
+) -> nn.Module:
+    """``base``: channels of the first convolution."""
+    parts: list[nn.Module] = [Conv(3, base, 7, 2, 3), nn.MaxPool2d(3, 2, 1)]
+    width = base
     for stage, count in enumerate(counts):
         for i in range(count):
             stride = 2 if stage and not i else 1
-            parts.append(Bottleneck(width, 64 << stage, stride))
-            width = 256 << stage
+            parts.append(Bottleneck(width, base << stage, stride, wide))
+            width = (4 * base) << stage
     head = [nn.AvgPool2d(7), nn.Flatten(), nn.Linear(width, CLASSES)]
     return Classified(row(*parts, *head))
 

@@ -91,6 +91,7 @@ mlp tp=4 megatron
 mlp pp=2 propagate
 mlp dp=2 search
 mlp dp=2,tp=2 megatron
+mlp pp=2,dp=2 propagate
 llama dp=2 propagate
 llama tp=2 megatron
 llama dp=4 propagate
@@ -99,6 +100,7 @@ llama pp=2 propagate
 llama dp=2 replicate
 llama tp=2 search
 llama dp=2,tp=2 megatron
+llama pp=2,dp=2 propagate
 bert dp=2 propagate
 bert tp=2 megatron
 bert tp=4 megatron

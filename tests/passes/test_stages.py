@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import fxpar
 from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
 from fxpar.passes.simulate.lockstep import run_stages
+from fxpar.passes.stages import pipeline_ops
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import home_of
@@ -26,7 +27,7 @@ from tests.helpers.machines import machine
 from tests.helpers.models import ODD_NAMES, build_double, double
 
 WIDTH, ROWS = 16, 8
-ours = torch.ops.fxpar
+ours, aten, c10d = torch.ops.fxpar, torch.ops.aten, torch.ops._c10d_functional
 
 
 def exact(model: nn.Module) -> nn.Module:
@@ -228,15 +229,25 @@ def test_schedules_do_not_change_numbers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "mesh"), [("1f1b", "pp=16"), ("zero_bubble", "pp=16"), ("zbv", "pp=8")]
-)
-def test_sixteen_stages(
-    schedule: str, mesh: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "dualpipev"])
+@pytest.mark.parametrize("name", ["losses", "nested", "normed"])
+def test_schedules_of_few_parts_and_many(
+    name: str, schedule: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = planned(monkeypatch, "skips", mesh, 8, schedule)
-    assert len(plan.stages) == 16
+    plan = planned(monkeypatch, name, "pp=2", parts, schedule)
     assert error_of(plan, rows()) < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sixteen_stages(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "16")
+    monkeypatch.setenv("FXPAR_PIPELINE", schedule)
+    mesh, x = "pp=8" if schedule in TWICE else "pp=16", rows(16)
+    plan = fxpar.plan(exact(Skips()), x, mesh=mesh, mode="propagate", grad=True)
+    assert len(plan.stages) == 16
+    assert error_of(plan, x) < 1e-11
 
 
 @pytest.mark.slow
@@ -475,12 +486,12 @@ def test_real_models_of_odd_sizes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "gpipe"])
-@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2"])
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_in_every_schedule(
     name: str, mesh: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FXPAR_MICROBATCHES", "4")
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "8" if mesh == "pp=4" else "4")
     monkeypatch.setenv("FXPAR_PIPELINE", schedule)
     check_real_model(name, mesh)
 
@@ -528,6 +539,23 @@ def test_messages_of_a_place_leave_one_after_the_other(
     assert plan.predicted.seconds == pytest.approx(2 * crossing, rel=0.1)
 
 
+def test_messages_take_from_what_computes_beside_them(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where cores that compute also send: three of four parts meet a message at either
+    end of it."""
+    message, seconds = 3e-5, []
+    level = Level(0, 2 * WIDTH * 8 / message, 0.0, 0.0)
+    for beside in (0.0, 1.0):
+        name = tmp_path / f"{beside}.json"
+        replace(machine(), levels=(level,), beside=beside).save(name)
+        monkeypatch.setenv("FXPAR_HARDWARE", str(name))
+        plan = planned(monkeypatch, "blocks", "pp=2", 4, grad=False)
+        seconds.append(plan.predicted.seconds)
+    alone, together = seconds
+    assert together - alone == pytest.approx(3 * message, rel=0.1)
+
+
 def test_stages_pay_for_collectives_of_the_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -553,3 +581,23 @@ def test_a_split_into_one_part_is_cut_where_it_is_read() -> None:
     plan = fxpar.plan(jacobians, x, mesh="pp=2", mode="propagate")
     assert len(plan.stages) == 2
     torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
+def test_no_place_waits_for_what_only_results_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients of a stage that are sent to all while another still computes are taken
+    out of their message at the end."""
+    monkeypatch.setattr(pipeline_ops, "BUCKET", 6000)
+    plan = planned(monkeypatch, "blocks", "pp=2", 4)
+    waits = 0
+    for place in range(2):
+        program = program_at(plan.result.local, place)
+        order = {node: i for i, node in enumerate(program.nodes)}
+        last = max(i for n, i in order.items() if n.target is aten.mm.default)
+        shares = program.find_nodes(op="call_function", target=ours.share.default)
+        for share in shares:
+            (wait,) = (n for n in share.users if n.target is c10d.wait_tensor.default)
+            waits += order[share] < last
+            assert order[wait] > last
+    assert waits

@@ -3,9 +3,10 @@
 In: the graph of all stages (``lay_out_stages``), lowered. Out: a ``Timeline`` whose
 streams are the places along the pipeline axis, an event for each action. Each place
 takes what ``simulate_step`` says its launches take, one after the other, and waits for
-what arrives; messages run beside, at each end one after the other. Since all places
-follow the order of one graph, one pass over it gives all times. Never runs and never
-changes the graph.
+what arrives; messages run beside, at each end one after the other, and take from what
+computes at either end what collectives take (``Hardware.beside``). What is sent is
+copied before. Since all places follow the order of one graph, one pass over it gives
+all times. Never runs and never changes the graph.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def simulate_pipeline(
         launch_seconds(program, mesh, machine, fused=fused)
         for program, machine in zip(programs, machines, strict=True)
     ]
-    clocks = _Clocks(seconds_of, collectives.between_two(mesh.link(axis)))
+    clocks = _Clocks(seconds_of, collectives.between_two(mesh.link(axis)), machines)
     for node in graph.nodes:
         clocks.step(node)
     peak = max(residency(launches_of(x, fused=fused)).peak[0] for x in programs)
@@ -78,6 +79,8 @@ class _Clocks:
     launch_seconds: Sequence[dict[str, float]]
     # Between any two places.
     link: Link
+    # Of each place.
+    machines: Sequence[Hardware]
     # When what arrives is there.
     arrivals: dict[fx.Node, float] = field(default_factory=dict)
     # Of each place what it did, in order.
@@ -94,6 +97,8 @@ class _Clocks:
         self.busy = [0.0] * len(self.launch_seconds)
         # When the link of each place can send again, and receive.
         self.free_out, self.free_in = list(self.now), list(self.now)
+        # Of each place, when messages run at it: (start, end).
+        self.messages: list[list[tuple[float, float]]] = [[] for _ in self.now]
         self.runs = [[] for _ in self.launch_seconds]
 
     def step(self, node: fx.Node) -> None:
@@ -122,6 +127,9 @@ class _Clocks:
         and arrived. Of parts each target gets one, of a value all get the same."""
         size, link = bytes_of(node), self.link
         leaving = size * (len(targets) if node.target is ours.scatter.default else 1)
+        copying = self.machines[source].fused(2 * leaving, {})
+        self.now[source] += copying
+        self.busy[source] += copying
         free = [self.free_out[source], *(self.free_in[target] for target in targets)]
         start = max(self.now[source], *free)
         self.free_out[source] = start + leaving / link.bandwidth
@@ -130,12 +138,27 @@ class _Clocks:
         self.arrivals[node] = start + collectives.message(link, leaving)
         self.sent, self.calls = self.sent + leaving, self.calls + 1
         self.sending += self.arrivals[node] - start
+        for place in (source, *targets):
+            self._disturb(place, start, self.arrivals[node])
+
+    def _disturb(self, place: int, start: float, end: float) -> None:
+        """A message runs at a place: what computes there meanwhile takes longer, what
+        is in the past of the place's clock at once."""
+        beside, now = self.machines[place].beside, self.now[place]
+        if start < now:
+            self.now[place] = now = _ended(start, now - start, [(start, end)], beside)
+        if now < end:
+            self.messages[place].append((max(start, now), end))
 
     def _compute(self, node: fx.Node, place: int) -> None:
         arrived = [self.arrivals.get(read, 0.0) for read in node.all_input_nodes]
         start = max(self.now[place], *arrived) if arrived else self.now[place]
         seconds = self.launch_seconds[place].get(node.name, 0.0)
-        self.now[place] = start + seconds
+        # A place's clock never goes back.
+        left = [message for message in self.messages[place] if message[1] > start]
+        self.messages[place] = left
+        beside = self.machines[place].beside
+        self.now[place] = _ended(start, seconds, left, beside)
         self.busy[place] += seconds
         if seconds:
             name, runs = _action_of(node), self.runs[place]
@@ -157,6 +180,27 @@ class _Clocks:
             for place, runs in enumerate(self.runs)
             for x in runs
         ]
+
+
+def _ended(
+    start: float,
+    seconds: float,
+    messages: Sequence[tuple[float, float]],
+    beside: float,
+) -> float:
+    """When so many seconds of computing end that begin at ``start``, if it loses a
+    share ``beside`` of the time of messages (start, end)."""
+    now, left = start, seconds
+    for begin, end in sorted(messages):
+        free = max(0.0, begin - now)
+        if left <= free:
+            break
+        now, left = now + free, left - free
+        meanwhile = max(0.0, end - now) * (1.0 - beside)
+        if left <= meanwhile:
+            return now + left / (1.0 - beside)
+        now, left = max(now, end), left - meanwhile
+    return now + left
 
 
 @dataclass

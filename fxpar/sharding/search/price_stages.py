@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,6 +109,10 @@ def price_stages(
         [x / speed for x, speed in zip(_by_stage(row, cuts), speeds, strict=True)]
         for row in (cost.forward, cost.backward)
     )
+    borders = [0.0, *(sent[i] for i in cuts), 0.0]
+    losses = [hardware.beside * (a + b) for a, b in itertools.pairwise(borders)]
+    forward = list(map(operator.add, forward, losses))
+    backward = list(map(operator.add, backward, losses)) if trains else backward
     exchanges = exchange_seconds(result, chain, cuts, places, link)
     update = sum(cost.update) * _updated_share(parts)
     once = [

@@ -17,6 +17,9 @@ from fxpar.sharding.solver.flat_arrays import Flat, cost_of, flatten
 from fxpar.sharding.solver.network import build
 from fxpar.sharding.solver.problem import Edge, Problem
 
+# Seconds that sweeps take at the least, where the clock stood still.
+_TICK = 1e-6
+
 
 @dataclass
 class Messages:
@@ -95,7 +98,7 @@ def converge(
         now = state.sweep(unary, 1)
         stalled = 0 if now - bound > 1e-6 * abs(now) else stalled + rounds + 1
         bound = max(now, bound)
-        each = (time.perf_counter() - begun) / (rounds + 1)
+        each = max(time.perf_counter() - begun, _TICK) / (rounds + 1)
         seconds_left = deadline - time.perf_counter()
         if stalled > patience or bound >= enough or seconds_left < 3 * each:
             return bound, before
@@ -142,7 +145,7 @@ def pass_messages(
             best, cost = choice, value
         if cost - bound <= tolerance * abs(cost) or stalled > patience:
             return best, cost, bound
-        each = (time.perf_counter() - begun) / rounds
+        each = max(time.perf_counter() - begun, _TICK) / rounds
         seconds_left = deadline - time.perf_counter()
         if seconds_left < 2 * each:
             return best, cost, bound

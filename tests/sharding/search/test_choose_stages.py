@@ -38,8 +38,8 @@ WIDTH, ROWS, LAYERS = 64, 64, 8
 
 # Nothing has a fixed price, and a network carries anything at once.
 FREE = replace(machine(), levels=(Level(0, 1e30, 0.0, 0.0),))
-# A rank sends weights for longer than it computes.
-STARVED = replace(machine(), levels=(Level(0, 2e5, 0.0, 0.0),))
+# A rank sends weights for longer than it computes, beside that.
+STARVED = replace(machine(), levels=(Level(0, 2e5, 0.0, 0.0),), beside=0.0)
 
 
 class Layer(nn.Module):
@@ -197,6 +197,19 @@ def laid(program: Program, along: str) -> Program:
 
 # Of all weights, what a place exchanges with three others: nothing; the gradients of
 # three stages; three parts in four of its weights, and of its gradients as much.
+def test_messages_take_from_stages_at_both_ends() -> None:
+    """Where cores that compute also send (``Hardware.beside``)."""
+    link = (Level(0, 1e6, 0.0, 0.0),)
+    alone, together = (
+        staged(2, 4, on=replace(machine(), levels=link, beside=share))[1]
+        for share in (0.0, 0.5)
+    )
+    assert alone.sending == together.sending > 0
+    for kind in ("forward", "backward"):
+        lost = sum(getattr(together, kind)) - sum(getattr(alone, kind))
+        assert lost == pytest.approx(2 * 0.5 * alone.sending)
+
+
 @pytest.mark.parametrize(
     ("along", "exchanged", "held"),
     [("own", 0.0, 4 / 4), ("whole", 3 / 4, 4.0), ("split", 3 / 8, 4 / 4 + 2 / 4)],
