@@ -73,7 +73,9 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
         if isinstance(node.meta.get("example_value"), (torch.Tensor, *_NUMBERS))
         and _torch.fake.depends_on_data(node.meta["example_value"])
     )
-    where = next(reads, None)
+    failed = _torch.aot.failed_node(error)
+    named = (user_line(node) for node in gm.graph.nodes if node.name == failed)
+    where = next(reads, None) or next(named, None)
     loops = (
         node
         for node in gm.graph.nodes
