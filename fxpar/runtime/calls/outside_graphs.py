@@ -74,7 +74,7 @@ class _CompiledCallable:
     )
     parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
     # Ids of the other tensors that graphs take, buffers among them.
-    taken: set[int] = field(default_factory=set)
+    graph_inputs: set[int] = field(default_factory=set)
     before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     # Lines of graph breaks that a warning names.
@@ -253,7 +253,7 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
             if isinstance(x, nn.Parameter):
                 watched.parameters[id(x)] = weakref.ref(x)
             elif isinstance(x, torch.Tensor):
-                watched.taken.add(id(x))
+                watched.graph_inputs.add(id(x))
         if broken_at is not None:
             watched.broken_at.add(broken_at)
         if broken_at is not None and watched.local:
@@ -291,14 +291,16 @@ def _written(watched: _CompiledCallable) -> dict[str, int]:
         return {}
     if watched.whole and not watched.outside:
         return {}
-    return written_buffers.writes_by_name(watched.modules(), watched.taken)
+    return written_buffers.writes_by_name(watched.modules(), watched.graph_inputs)
 
 
 def _say_buffers(call: _Call) -> None:
     watched, before = call.watched, call.written_before
     if not before or not reduce_gradients.takes_part():
         return
-    names = written_buffers.written_since(before, watched.modules(), watched.taken)
+    names = written_buffers.written_since(
+        before, watched.modules(), watched.graph_inputs
+    )
     if names:
         watched.are_buffers_said = True
         written_buffers.say_written(names)

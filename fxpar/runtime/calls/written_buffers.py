@@ -18,20 +18,22 @@ from fxpar.errors import FxparWarning, compose
 
 
 def writes_by_name(
-    roots: Mapping[str, nn.Module], taken: Collection[int]
+    roots: Mapping[str, nn.Module], graph_inputs: Collection[int]
 ) -> dict[str, int]:
-    """How often each buffer was written. ``taken``: ids of those that graphs take, and
-    so write alike on all ranks."""
+    """How often each buffer was written. ``graph_inputs``: ids of those that graphs
+    take, and so write alike on all ranks."""
     return {
         f"{prefix}.{name}" if prefix else name: _torch.objects.version_of(x)
         for prefix, owner in _modules_in(roots)
         for name, x in owner.named_buffers(recurse=False)
-        if x.is_floating_point() and id(x) not in taken and not x.is_inference()
+        if x.is_floating_point() and id(x) not in graph_inputs and not x.is_inference()
     }
 
 
 def written_since(
-    before: Mapping[str, int], roots: Mapping[str, nn.Module], taken: Collection[int]
+    before: Mapping[str, int],
+    roots: Mapping[str, nn.Module],
+    graph_inputs: Collection[int],
 ) -> list[str]:
     """Names of buffers that may have been written since they were counted."""
     norms = {  # which (2.13) write unseen by versions
@@ -41,7 +43,7 @@ def written_since(
     }
     return [
         name
-        for name, count in writes_by_name(roots, taken).items()
+        for name, count in writes_by_name(roots, graph_inputs).items()
         if count != before.get(name, count) or name.rpartition(".")[0] in norms
     ]
 
