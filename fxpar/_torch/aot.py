@@ -87,8 +87,8 @@ def untraceable(error: BaseException) -> str | None:
 
 def failed_node(error: BaseException) -> str | None:
     """The name of the node of a graph that failed while the graph was traced."""
-    found = re.search(r"While executing %(\w+) :", str(error))
-    return found[1] if found else None
+    name = re.search(r"While executing %(\w+) :", str(error))
+    return name[1] if name else None
 
 
 def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Any:

@@ -111,6 +111,41 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
     handlers[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
 
 
+def put_by_masks() -> None:
+    """Let ``x[mask] = number`` of DTensors that lie alike write to each rank's part, as
+    Rprop does; DTensor (2.13) has it for whole tensors alone."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
+    def index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, (mask, *others), number, *accumulate = args
+        if not others and number.numel() == 1 and _is_mask_of(mask, x):
+            number = number.full_tensor() if isinstance(number, DTensor) else number
+            op(x._local_tensor, [mask._local_tensor], number, *accumulate, **kwargs)
+            return x
+        del handlers[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = index_put
+
+    handlers[torch.ops.aten.index_put_.default] = index_put
+
+
+def _is_mask_of(mask: Any, x: Any) -> bool:
+    """Whether two DTensors are the elements of one and which of them are chosen, with
+    the same part on each rank."""
+    from torch.distributed.tensor import DTensor
+
+    if not (isinstance(mask, DTensor) and isinstance(x, DTensor)):
+        return False
+    if mask.dtype != torch.bool or any(p.is_partial() for p in x.placements):
+        return False
+    lies, mask_lies = ((t.shape, t.device_mesh, t.placements) for t in (x, mask))
+    return lies == mask_lies
+
+
 def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     """Let ``x.data = y`` of a DTensor set that of its local tensor, ``part_of(x, y)``,
     where torch (2.13) sets that of the wrapper, which nothing reads."""

@@ -287,6 +287,14 @@ def is_argument(source: Any) -> bool:
     return bool(getattr(source, "is_input", False))
 
 
+def captures(outputs: str) -> bool:
+    """Whether Dynamo was told to keep ``outputs`` ("scalar_outputs") in a graph, which
+    it does by itself where there is to be one graph."""
+    from torch._dynamo import config
+
+    return bool(getattr(config, f"capture_{outputs}"))
+
+
 def is_state(source: Any) -> bool:
     """Whether a value, by Dynamo's source of it, is a gradient, or in an optimizer."""
     from torch._dynamo import source as sources

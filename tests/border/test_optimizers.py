@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fxpar
 from fxpar.errors import FxparError
@@ -58,6 +60,7 @@ class Reads(torch.optim.SGD):
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "muon": lambda p: torch.optim.Muon(p, lr=0.05),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05, weight_decay=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.05),
     "shampoo": Shampoo,
     "reads": Reads,
 }
@@ -117,6 +120,8 @@ CASES = [
     ("muon", "step"),
     pytest.param("muon", "plain step", marks=pytest.mark.slow),
     ("adafactor", "loop"),
+    ("rprop", "loop"),
+    pytest.param("rprop", "step", marks=pytest.mark.slow),
     pytest.param("adafactor", "step", marks=pytest.mark.slow),
     pytest.param("adafactor", "plain step", marks=pytest.mark.slow),
     pytest.param("shampoo", "step", marks=pytest.mark.slow),
@@ -139,6 +144,30 @@ def test_parameters_are_those_of_one_device(
     pool = shared_pool(ranks)
     for off in pool.run(trained, name, how, env={"FXPAR_MESH": mesh}):
         assert off < 1e-12
+
+
+def set_by_a_mask(lies: str) -> Any:
+    """What elements are once those that a mask chooses are set to a number."""
+    fxpar.shard(build())  # which all ops on DTensors come with
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    x = torch.randn(5, 4)
+    placements = {"alike": Shard(0), "otherwise": Shard(1)}
+    parts = distribute_tensor(x, mesh, [Shard(0)])
+    mask = distribute_tensor(x > 0, mesh, [placements[lies]])
+    try:
+        parts[mask] = 2.0
+    except RuntimeError:
+        return "refused"
+    return torch.equal(parts.full_tensor(), x.masked_fill(x > 0, 2.0))
+
+
+def test_elements_are_set_by_a_mask_that_lies_as_they_do() -> None:
+    """What lies otherwise is DTensor's to refuse."""
+    pool = shared_pool(2)
+    env = {"FXPAR_MESH": "dp=2"}
+    assert pool.run(set_by_a_mask, "alike", env=env) == [True, True]
+    assert pool.run(set_by_a_mask, "otherwise", env=env) == ["refused", "refused"]
 
 
 def test_a_branch_on_a_value_is_refused() -> None:

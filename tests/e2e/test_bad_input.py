@@ -239,6 +239,42 @@ def test_data_read_inside_a_graph(fn: Any, option: str) -> None:
         assert f"leave torch._dynamo.config.{option} off" in text
 
 
+def inverted(x: torch.Tensor) -> torch.Tensor:
+    window = torch.hann_window(8, dtype=x.dtype)
+    bands = torch.stft(x, 8, window=window, return_complex=True)
+    return torch.istft(bands, 8, window=window).square()
+
+
+def histogram(x: torch.Tensor) -> torch.Tensor:
+    return x.square() * torch.bincount((x > 0).long().flatten(), minlength=2).sum()
+
+
+def in_a_step(fn: Any) -> None:
+    model, x = made()
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return fn(model(x)).mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"codegen": "eager"}
+    fxpar.train_step(model, loss_fn, optimizer, options=options)(x)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fn", "line"),
+    [
+        (inverted, "return torch.istft(bands, 8, window=window).square()"),
+        (histogram, "torch.bincount("),
+        (chosen, "return x[x > 0] * 2"),
+    ],
+)
+def test_data_read_inside_a_step(fn: Any, line: str) -> None:
+    for text in raised(in_a_step, fn, kind=PlanError):
+        assert "inside one graph" in text and line in text
+        assert "outside of what is one graph (fxpar.train_step, fullgraph" in text
+
+
 def fails_while_compiling() -> None:
     hints = {"up.weight": ["nowhere", "_"]} if rank() == 1 else None
     call({"hints": hints})

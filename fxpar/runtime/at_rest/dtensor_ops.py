@@ -16,6 +16,9 @@ product. Here the gradient is gathered, every rank makes it orthogonal by itself
 takes its part: two reshards, and the numbers of one device. In a traced step it is one
 op, since a pass that parts a product from what is added to it would round twice.
 
+Elements that a mask chooses (``sign[sign.gt(0)] = 1.2``, as Rprop sets them): each rank
+sets those of its part.
+
 Data that are set (``p.data = ema``): each rank takes its part. DTensor (2.13) goes on
 with what it held.
 
@@ -44,6 +47,12 @@ def complete_partials() -> None:
     """Reduce partial values before ``item()`` and after a norm."""
     _torch.dtensor.reduce_before_item()
     _torch.dtensor.reduce_norms(norm)
+
+
+@functools.cache
+def set_by_masks() -> None:
+    """Let ``x[mask] = number`` set what each rank holds."""
+    _torch.dtensor.put_by_masks()
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from fxpar.runtime.at_rest.dtensor_ops import (
     complete_partials,
     draw_as_one_device,
     orthogonalize_whole,
+    set_by_masks,
     set_parts,
 )
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
@@ -71,6 +72,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     if p.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     complete_partials()
+    set_by_masks()
     orthogonalize_whole()
     set_parts()
     if device == "cpu":

@@ -54,11 +54,11 @@ def _source(node: fx.Node) -> str:
 
 
 def _named(node: fx.Node, example: Any) -> NamedInput:
-    found = getattr(node.meta.get("grapharg"), "source", None)
+    source = getattr(node.meta.get("grapharg"), "source", None)
     return replace(
         _name_input(_source(node), example),
-        is_captured=found is not None and not _torch.dynamo.is_argument(found),
-        is_state=_torch.dynamo.is_state(found),
+        is_captured=source is not None and not _torch.dynamo.is_argument(source),
+        is_state=_torch.dynamo.is_state(source),
     )
 
 

@@ -73,7 +73,9 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
         if isinstance(node.meta.get("example_value"), (torch.Tensor, *_NUMBERS))
         and _torch.fake.depends_on_data(node.meta["example_value"])
     )
-    where = next(reads, None)
+    failed = _torch.aot.failed_node(error)
+    named = (user_line(node) for node in gm.graph.nodes if node.name == failed)
+    where = next(reads, None) or next(named, None)
     loops = (
         node
         for node in gm.graph.nodes
@@ -91,11 +93,13 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
         "value": ("a number of Python is the value of a tensor", "scalar_outputs"),
         "shape": ("a shape depends on values", "dynamic_output_shape_ops"),
     }[kind]
+    fix = "compute it outside of what is one graph (fxpar.train_step, fullgraph=True)"
+    if _torch.dynamo.captures(option):
+        fix = f"leave torch._dynamo.config.capture_{option} off, so that the graph ends"
     return PlanError(
         f"{what}, inside one graph",
         where=where,
-        fix=f"leave torch._dynamo.config.capture_{option} off, so that the graph ends "
-        "there, or compute with tensors alone (torch.where and a mask)",
+        fix=f"{fix}, or compute with tensors alone (torch.where and a mask)",
     )
 
 

@@ -34,7 +34,7 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime.at_rest.sharded_modules import HOME
-from fxpar.runtime.calls import optimizer_steps
+from fxpar.runtime.calls import optimizer_steps, written_buffers
 from fxpar.runtime.calls.open_sizes import open_rows
 from fxpar.runtime.ranks import reduce_gradients
 from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
@@ -73,6 +73,8 @@ class _CompiledCallable:
         default_factory=weakref.WeakKeyDictionary
     )
     parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
+    # Ids of the other tensors that graphs take, buffers among them.
+    graph_inputs: set[int] = field(default_factory=set)
     before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     # Lines of graph breaks that a warning names.
@@ -84,6 +86,8 @@ class _CompiledCallable:
     group: Any = None  # a weak reference: the one whose ranks know of it
     # Whether gradients of its modules are reduced in that group.
     reduced: bool = False
+    # Whether buffers that each rank writes by itself were said.
+    are_buffers_said: bool = False
 
     @property
     def local(self) -> bool:
@@ -108,6 +112,8 @@ class _Call:
     watched: _CompiledCallable
     handled: BaseException | None  # by code around the call
     breaks_before: int  # that Dynamo had met
+    # How often each buffer had been written, by its name, where that is looked at.
+    written_before: dict[str, int]
     # Of each graph that ran in it, whether the whole call was in it.
     ran: list[bool] = field(default_factory=list)
 
@@ -150,7 +156,8 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         if watched.settings is None:
             _read(watched)
         breaks = _torch.dynamo.graph_breaks_so_far()
-        _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks))
+        written = _written(watched)
+        _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks, written))
         return _leave
 
     begins = functools.partial(_open_batch, watched)
@@ -245,6 +252,8 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
         for x in args:
             if isinstance(x, nn.Parameter):
                 watched.parameters[id(x)] = weakref.ref(x)
+            elif isinstance(x, torch.Tensor):
+                watched.graph_inputs.add(id(x))
         if broken_at is not None:
             watched.broken_at.add(broken_at)
         if broken_at is not None and watched.local:
@@ -272,6 +281,29 @@ def _leave() -> None:
             outside = _Outside("code at a graph break", why, where)
             watched.outside.setdefault(outside, False)
     _settle(watched, compiled=bool(call.ran))
+    _say_buffers(call)
+
+
+def _written(watched: _CompiledCallable) -> dict[str, int]:
+    """How often buffers were written that no backward makes those of rank 0, as there
+    is none; for the first call, and where code is known that no graph contains."""
+    if not watched.local or torch.is_grad_enabled() or watched.are_buffers_said:
+        return {}
+    if watched.whole and not watched.outside:
+        return {}
+    return written_buffers.writes_by_name(watched.modules(), watched.graph_inputs)
+
+
+def _say_buffers(call: _Call) -> None:
+    watched, before = call.watched, call.written_before
+    if not before or not reduce_gradients.takes_part():
+        return
+    names = written_buffers.written_since(
+        before, watched.modules(), watched.graph_inputs
+    )
+    if names:
+        watched.are_buffers_said = True
+        written_buffers.say_written(names)
 
 
 def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:

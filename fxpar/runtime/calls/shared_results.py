@@ -126,8 +126,8 @@ def _is_view(x: torch.Tensor, base: torch.Tensor) -> bool:
 
 def copy_other_views(gm: fx.GraphModule, local: Collection[int]) -> None:
     """Copy results of a Dynamo graph, in place, that lie in memory with what each rank
-    holds a part of, and are no such part (``u.T`` and ``u[0]`` beside ``u``).
-    ``local``: positions of inputs that are fed in parts.
+    holds a part of, and are no such part (a transpose, or one row, of rows that are
+    returned too). ``local``: positions of inputs that are fed in parts.
 
     AOTAutograd would make such a view of this rank's part; it leaves whole.
     """
