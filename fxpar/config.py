@@ -43,6 +43,8 @@ PASSES = (
     "expand_moments",
     "share_exchanges",
     "keep_sorted",
+    "exact_exchanges",
+    "mark_first_rows",
     "pair_reductions",
     "schedule",
     "sink_waits",
@@ -56,6 +58,7 @@ PASSES = (
     "fuse_regions",
     "delay",
     "outline_layers",
+    "compute_first_rows",
 )
 
 # Takes what the user wrote, text or not, and returns the value; raises ValueError.

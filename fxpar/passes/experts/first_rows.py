@@ -150,10 +150,10 @@ class _Rewritten:
         for node in inside:
             with self.build.before(node):
                 self._first[node, 0] = self._make(node)
-        made = set(self._first.values())
+        first = set(self._first.values())
         for node in inside:
             for user in list(node.users):
-                if user not in inside and user not in made:
+                if user not in inside and user not in first:
                     self._give(node, user)
 
     def _computed(self) -> dict[fx.Node, dict[fx.Node, int]]:
