@@ -364,8 +364,9 @@ for _parts in (2, 4):
     _chosen = torch.stack([_IDS % 2, 3 - _IDS % 2]).T.flatten()
     _add(
         "dispatch_slots",
-        _s(_chosen, 4, 2, _parts, _room),
-        _s(_chosen, 4, 2, _parts, 2),
+        _s(_chosen, 4, 2, _parts, _room, False),
+        _s(_chosen, 4, 2, _parts, _room, True),
+        _s(_chosen, 4, 2, _parts, 2, False),
         namespace="fxpar",
     )
     _taken = (torch.arange(2 * _parts * _room) % (32 // _parts + 1) - 1).reshape(

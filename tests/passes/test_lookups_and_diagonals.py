@@ -116,7 +116,7 @@ CUTS: dict[str, tuple[Callable[[torch.Tensor], Any], list[tuple[str, int]]]] = {
         lambda x: [x[i].sin() for i in range(12)],
         [("all_gather", 12)],
     ),
-    "some selected": (lambda x: [x[i].sin() for i in (7, 2)], [("all_reduce", 1)] * 2),
+    "some selected": (lambda x: [x[i].sin() for i in (7, 2)], [("all_reduce", 2)]),
     "short slices": (
         lambda x: [x[3 * i : 3 * i + 3].sin() for i in range(4)],
         [("all_gather", 12)],

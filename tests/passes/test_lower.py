@@ -211,6 +211,7 @@ def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     """What torch has for a kind stands beside what the kind does, under one name."""
     from fxpar.passes.collective_nodes import COLLECTIVE, MESSAGES, NODES
     from fxpar.passes.lower import LOWERINGS
+    from fxpar.passes.simulate.launches import EXACT
     from fxpar.passes.simulate.launches import KINDS as LAUNCHED
     from fxpar.passes.simulate.lockstep import COLLECTIVES
     from fxpar.runtime.calibrate.probe_network import RUN
@@ -224,7 +225,7 @@ def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     assert {NODES[kind] for kind in communicating | messages | moves} == COLLECTIVE
     assert set(LAUNCHED.values()) == communicating | moves
     assert set(collectives.KINDS) == communicating == set(RUN)
-    assert LAUNCHED.keys() == COLLECTIVES.keys()
+    assert LAUNCHED.keys() == COLLECTIVES.keys() | EXACT
     for kind, lowering in LOWERINGS.items():
         talks = kind in communicating | messages | moves
         assert bool(lowering.ops) == talks

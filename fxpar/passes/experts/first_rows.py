@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.builder import Builder, copy_of, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.experts.exact_ops import RETURN, SEND
 from fxpar.passes.experts.row_wise import row_call, row_result, rows_read
@@ -58,6 +58,24 @@ def compute_first_rows(graph: fx.Graph, build: Builder) -> None:
     ends_of_all = [n for n in _all_ends(graph) if n.meta["val"].device.type == "cpu"]
     if not ends_of_all or not _torch.symbols.makes_sizes(build.fake_mode):
         return
+    if _takes_open_rows(graph, build.fake_mode):
+        _rewrite(graph, build)
+
+
+def _takes_open_rows(graph: fx.Graph, fake_mode: Any) -> bool:
+    """Whether all ops take a number of rows that depends on data, by a copy."""
+    copied_graph = copy_of(graph)
+    try:
+        _rewrite(copied_graph, Builder(copied_graph, fake_mode))
+    except Exception as error:
+        if _torch.aot.untraceable(error) is None:
+            raise
+        return False
+    return True
+
+
+def _rewrite(graph: fx.Graph, build: Builder) -> None:
+    ends_of_all = [n for n in _all_ends(graph) if n.meta["val"].device.type == "cpu"]
     # Rules are for sizes that are known: all is read before anything is written.
     for rewritten in [_Rewritten(graph, build, ends) for ends in ends_of_all]:
         rewritten.write()
