@@ -155,6 +155,19 @@ def _(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("fxpar::choice_back", mutates_args=())
+def choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
+    """The gradient of a running choice (``cummax``): rows of a dim, each added where
+    the row lies that was chosen up to it, which is the row itself or that of the row
+    before."""
+    return torch.zeros_like(grad).scatter_add(dim, places, grad).contiguous()
+
+
+@choice_back.register_fake
+def _(grad: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("fxpar::sum_turns", mutates_args=())
 def sum_turns(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
     """The sum of so many parts of a dim that lie one after the other."""

@@ -73,13 +73,16 @@ def _reaches(node: fx.Node) -> Reaches:
 
 
 def _mask(node: fx.Node, along: Mapping[int, Sequence[int]]) -> torch.Tensor | None:
-    """A mask made of constants, of one dim for each that is looked up."""
+    """A mask made of constants, of one dim for each that is looked up; of one row where
+    that is looked up at one place."""
     sizes = node.meta["val"].shape
     is_told = all(isinstance(n, int) for n in sizes)
     value = computed(node, {}) if is_told and math.prod(sizes) <= MOST else None
-    if value is None or [*along.values()] != [[i] for i in range(value.dim())]:
+    if value is None or value.dim() != len(along):
         return None
-    return value
+    dims = enumerate(zip(along.values(), value.shape, strict=True))
+    is_each = all(own == [i] or not own and n == 1 for i, (own, n) in dims)
+    return value if is_each else None
 
 
 def _index_dims(

@@ -337,6 +337,8 @@ for _groups in (1, 2, 4):
 _tokens, _wide = _f(32, 8), _f(32, 2, 4)
 for _kind in ("cumsum", "cumprod", "logcumsumexp"):
     _add("scan_back", _s(_f(8, 4), 0, _kind), namespace="fxpar")
+_PLACES = _f(8, 4).cummax(0)[1]
+_add("choice_back", _s(_f(8, 4), _PLACES, 0), namespace="fxpar")
 _add("sum_turns", _s(_f(8, 4), 0, 2), _s(_f(3, 12), 1, 3), namespace="fxpar")
 _add("expert_mm", _s(_tokens, _f(4, 8, 2, 6), _IDS, 2, 0.0), namespace="fxpar")
 _add("expert_mm", _s(_wide, _f(4, 2, 4, 6), _IDS, 2, 0.0), namespace="fxpar")

@@ -53,6 +53,32 @@ def test_totals_alone_are_sent(name: str, rows: int) -> None:
     assert max(c.bytes for c in plan.collectives) <= 4 * 3 * 8
 
 
+CHOICES: dict[str, Program] = {
+    "cummax": lambda x: x.cummax(0)[0],
+    # The first row is chosen in all shards.
+    "one row": lambda x: (x - 9 * torch.arange(len(x)).unsqueeze(1)).cummax(-2)[0],
+    "cummin": lambda x: x.cummin(0)[0].square(),
+    "places read too": lambda x: (lambda v, i: v * (i + 1))(*x.cummin(0)),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("rows", [7, 16, 37])
+@pytest.mark.parametrize("mesh", ["tp=4", "tp=2,dp=2"])
+def test_rows_chosen_before_a_shard_are_sent_as_one(
+    name: str, rows: int, mesh: str
+) -> None:
+    plan = planned(CHOICES[name], rows, mesh)
+    assert {c.kind for c in plan.collectives} <= {"all_gather", "permute"}
+    # Of four ranks a row and where it lies, each way.
+    assert sum(c.bytes for c in plan.collectives) <= 4 * 4 * 3 * 8
+
+
+def test_no_rank_without_rows_chooses() -> None:
+    """Of 9 rows the last of four has none."""
+    planned(CHOICES["cummax"], 9)
+
+
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=2,dp=2"])
 def test_meshes(mesh: str) -> None:
     for name in SCANS:
@@ -71,6 +97,37 @@ def test_what_is_no_scan_from_the_last_row_is_left_alone() -> None:
     assert not scans_of(lambda x: x.flip(0).cumsum(0).flip(1), x)
     assert not scans_of(lambda x: x.flip(0, 1).cumsum(0).flip(0), x)
     assert not scans_of(lambda x: x.flip(0).cumsum(0).flip(0), x.to(torch.int32))
+
+
+def backs_of(fn: Program, x: torch.Tensor) -> list[str]:
+    plan = fxpar.plan(fn, x, mesh="tp=2", mode="propagate")
+    return [str(n.target) for n in plan.result.normalized.nodes if "back" in str(n)]
+
+
+def test_what_adds_elsewhere_is_left_alone() -> None:
+    """Along another dim, at places of another choice, or to what is no zero."""
+    x = torch.randn(4, 4)
+
+    def added(to: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
+        return to.scatter_add(dim, places, x)
+
+    assert backs_of(lambda x: added(x.new_zeros(4, 4), 0, x.cummax(0)[1]), x)
+    assert not backs_of(lambda x: added(x.new_zeros(4, 4), 1, x.cummax(0)[1]), x)
+    assert not backs_of(lambda x: added(x.new_ones(4, 4), 0, x.cummax(0)[1]), x)
+    assert not backs_of(lambda x: added(x.new_zeros(4, 4), 0, x.sort(0)[1]), x)
+
+
+def test_rows_chosen_before_a_shard_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = local_order._chosen_before
+
+    def wrong(call: Any, grad: Any, places: Any, start: Any, d: int) -> Any:
+        return real(call, grad, places, 0, d)
+
+    monkeypatch.setattr(local_order, "_chosen_before", wrong)
+    with pytest.raises(AssertionError):
+        planned(CHOICES["cummax"], 16)
 
 
 def test_totals_of_the_shards_before_are_noticed(

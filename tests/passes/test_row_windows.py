@@ -126,6 +126,23 @@ def test_gradients(name: str) -> None:
     check(plan, args)
 
 
+def turned_round(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """One image: each of its dims of one row is looked up at one place."""
+    return F.pad(x[:1], (1, 1, 3, 2), "reflect")
+
+
+@pytest.mark.parametrize("rows", [64, 37])
+@pytest.mark.parametrize("mesh", ["h=4", "w=2,h=2"])
+def test_gradient_of_one_image_with_rows_turned_round(mesh: str, rows: int) -> None:
+    space = (None, None, "h", "w" if "w" in mesh else None)
+    plan, args = planned(turned_round, mesh=mesh, rows=rows, space=space)
+    kinds = {found.kind for found in plan.collectives}
+    assert kinds <= {"permute", "all_to_all", "all_reduce"}
+    # No exchange is of more than the rows of the pad, there and back.
+    assert max(c.bytes for c in plan.collectives) <= 2 * 5 * ROW
+    check(plan, args)
+
+
 # Windows as columns, by their rows and by which of them.
 PATCHES: dict[str, Op] = {
     "patches": lambda x, _: F.unfold(x, 3, padding=1),
@@ -318,6 +335,12 @@ def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(local_index_lists, "_in_windows", lambda call, indices, _: indices)
 
 
+def a_mask_of_no_rows(patch: pytest.MonkeyPatch) -> None:
+    """Windows of a masked lookup without the rows that are read."""
+    real = near_rows._mask
+    patch.setattr(near_rows, "_mask", lambda *a: torch.zeros_like(real(*a)))
+
+
 def the_filter_of_plain_bicubic(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(local_antialiasing, "_SHARPNESS", -0.75)
 
@@ -333,6 +356,7 @@ def the_filter_of_plain_bicubic(patch: pytest.MonkeyPatch) -> None:
         (counts_of_a_shard, "average of what is there"),
         (places_of_the_whole, "bilinear"),
         (places_of_the_whole, "windows"),
+        (a_mask_of_no_rows, "turned round"),
         (a_window_one_row_short, "windows"),
     ],
     ids=lambda x: getattr(x, "__name__", x),

@@ -176,6 +176,7 @@ _OWN = (
     torch.ops.fxpar.constrain.default,
     torch.ops.fxpar.shift.default,
     torch.ops.fxpar.scan_back.default,
+    torch.ops.fxpar.choice_back.default,
     torch.ops.fxpar.sum_turns.default,
     torch.ops.fxpar.enter_region.default,
     torch.ops.fxpar.leave_region.default,

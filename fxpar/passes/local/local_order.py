@@ -222,6 +222,38 @@ def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
     return tuple(build.call(aten.where.self, own, *pair) for pair in pairs)
 
 
+def _choice_back(call: LocalCall, grad: fx.Node, places: fx.Node, dim: int) -> fx.Node:
+    """Rows that were chosen in a shard before are the first of this one, and all one
+    row: ranks gather what they come to and its place, and add what is theirs."""
+    build, (d, axes) = call.build, _axes(call, grad, dim)
+    like, shape = grad.meta["val"], call.operand_shape(0)
+    options = {"dtype": like.dtype, "device": like.device}
+    zeros = build.call(aten.full.default, shape, 0, **options)
+    if not axes:
+        return build.call(aten.scatter_add.default, zeros, d, places, grad)
+    start = build.own_start(call.shapes[0][d], axes)
+    totals = _gather(call, _chosen_before(call, grad, places, start, d), d, axes)
+    first = build.call(aten.slice.Tensor, places, d, 0, 1)
+    first = _gather(call, first, d, axes)
+    grad = build.call(aten.cat.default, [grad, totals], d)
+    places = build.call(aten.cat.default, [places, first], d)
+    places = build.call(aten.sub.Tensor, places, start)
+    is_own = build.call(aten.ge.Scalar, places, 0)
+    is_below = build.call(aten.lt.Scalar, places, shape[d])
+    is_own = build.call(aten.bitwise_and.Tensor, is_own, is_below)
+    places, grad = (call.where(is_own, x, 0) for x in (places, grad))
+    return build.call(aten.scatter_add.default, zeros, d, places, grad)
+
+
+def _chosen_before(
+    call: LocalCall, grad: fx.Node, places: fx.Node, start: Any, d: int
+) -> fx.Node:
+    """The sum of the rows whose places lie before this shard."""
+    before = call.build.call(aten.lt.Scalar, places, start)
+    rows = call.where(before, grad, 0)
+    return call.build.call(aten.sum.dim_IntList, rows, [d], True)
+
+
 def _topk(
     call: LocalCall, x: fx.Node, k: int, dim: int = -1, *settings: Any, **options: Any
 ) -> Any:
@@ -254,6 +286,7 @@ def _kthvalue(
 LOCAL: dict[Any, Localizer] = {
     **dict.fromkeys(_SCANS, _scan),
     "fxpar::scan_back": _scan_back,
+    "fxpar::choice_back": _choice_back,
     aten.cummax.default: partial(_running, aten.ge.Tensor),
     aten.cummin.default: partial(_running, aten.le.Tensor),
     aten.argmax.default: partial(_place, least),

@@ -1,13 +1,17 @@
-"""traced -> normalized: scans from the last row to the first are one op.
+"""traced -> normalized: gradients of scans, and of running choices, are one op.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. The gradient of a scan scans rows turned round, and
 turns them back. As one op (``fxpar::scan_back``) it may be split along its dim as the
-scan is: ranks gather what shards come to, and turn no rows round between them.
+scan is: ranks gather what shards come to, and turn no rows round between them. That of
+``cummax`` adds rows where they were chosen, as updates at any place are
+(``fxpar::choice_back``): each is the row itself, or the one of the row before, so that
+of what was chosen before a shard there is one row.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -20,11 +24,14 @@ aten = torch.ops.aten
 _SCANS = {
     getattr(aten, name).default: name for name in ("cumsum", "cumprod", "logcumsumexp")
 }
+_CHOICES = (aten.cummax.default, aten.cummin.default)
 _TURNS = (aten.flip.default, torch.ops.prims.rev.default)
 
 
 def find_backward_scans(graph: fx.Graph, rewriter: Builder) -> None:
-    """Rows that are turned round, scanned, and turned back, as ``fxpar::scan_back``."""
+    """Rows that are turned round, scanned, and turned back, as ``fxpar::scan_back``,
+    and gradients of running choices as ``fxpar::choice_back``."""
+    _find_backward_choices(graph, rewriter)
     for scan in [node for node in graph.nodes if node.target in _SCANS]:
         turned, dim = scan.args[:2]
         if not _turns(turned, dim) or _dtype(scan) != _dtype(turned):
@@ -36,6 +43,37 @@ def find_backward_scans(graph: fx.Graph, rewriter: Builder) -> None:
                 node = rewriter.call(torch.ops.fxpar.scan_back.default, x, at, kind)
             if node.meta["val"].stride() == back.meta["val"].stride():
                 rewriter.replace(back, node)
+
+
+def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
+    """Rows added to zeros at the places of a running choice along the dim, as
+    ``fxpar::choice_back``."""
+    scatters = graph.find_nodes(op="call_function", target=aten.scatter_add.default)
+    for node in scatters:
+        zeros, dim, places, grad = node.args
+        ndim, shape = max(1, len(shape_of(node))), shape_of(node)
+        if not _are_places(places, dim % ndim) or not _is_zero(zeros):
+            continue
+        if shape_of(grad) != shape or shape_of(places) != shape:
+            continue
+        with rewriter.before(node):
+            op = torch.ops.fxpar.choice_back.default
+            back = rewriter.call(op, grad, places, dim % ndim)
+        if back.meta["val"].stride() == node.meta["val"].stride():
+            rewriter.replace(node, back)
+
+
+def _are_places(node: fx.Node, dim: int) -> bool:
+    """Whether a node is where the rows of a running choice along this dim lie."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    choice: Any = node.args[0]
+    ndim = max(1, len(shape_of(node)))
+    return choice.target in _CHOICES and choice.args[1] % ndim == dim
+
+
+def _is_zero(node: fx.Node) -> bool:
+    return node.target is aten.full.default and node.args[1] == 0
 
 
 def _turns(node: Any, dim: int) -> bool:

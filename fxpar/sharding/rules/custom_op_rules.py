@@ -25,6 +25,7 @@ from fxpar.sharding.factors import (
     LINEAR,
     MONOTONE,
     MOVEMENT,
+    GatheredRows,
     Passage,
     RowMoves,
     RowPiece,
@@ -33,7 +34,7 @@ from fxpar.sharding.factors import (
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules.order import scan
 from fxpar.sharding.rules.pointwise import broadcast
-from fxpar.sharding.rules.table import Row, make, names, row, whole, words_of
+from fxpar.sharding.rules.table import Row, at, make, names, row, whole, words_of
 from fxpar.sharding.spec import Spec
 
 
@@ -63,6 +64,15 @@ def _scan_back(x: torch.Tensor, dim: int, kind: str) -> Rule:
     """A sum from the last row on may be of partial values."""
     passages = (Passage((0,), LINEAR),) if kind == "cumsum" else ()
     return replace(scan(x, dim), passages=passages)
+
+
+def _choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> Rule:
+    """Ranks gather what the rows of a shard come to that were chosen before it, and
+    where that was."""
+    words = words_of(grad)
+    rule = make([words, words], [words])
+    marks = tuple(GatheredRows(i, at(dim, grad.ndim), 1) for i in range(2))
+    return replace(rule, gathered=marks, empty="never")
 
 
 def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
@@ -197,6 +207,7 @@ ROWS: dict[Any, Row] = {
     "fxpar::constrain": row(broadcast, movement="0"),
     "fxpar::shift": row(_shift),
     "fxpar::scan_back": row(_scan_back),
+    "fxpar::choice_back": row(_choice_back, linear="0"),
     "fxpar::sum_turns": row(_sum_turns, linear="0"),
     "fxpar::enter_region": row(_enter),
     "fxpar::leave_region": row(_leave),
