@@ -29,6 +29,16 @@ def brings_mesh(x: Any) -> bool:
     return not isinstance(x, DTensor) or "device_mesh" in x.__tensor_flatten__()[0]
 
 
+@contextlib.contextmanager
+def _left_to_dtensor(handlers: dict[Any, Any], op: Any) -> Iterator[None]:
+    """Let DTensor's own handling of an op run inside, not the handler set for it."""
+    handler = handlers.pop(op)
+    try:
+        yield
+    finally:
+        handlers[op] = handler
+
+
 def on_random_op(draw: Callable[..., Any]) -> None:
     """Let ``draw(op, args, kwargs, shape, start)`` run random ops on DTensors on CPU.
 
@@ -102,11 +112,8 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
         dtype = (*args, None, None)[2] or kwargs.get("dtype")
         if math.isinf(order):
             return [norm(x, order, None, False, dtype) for x in tensors]
-        del handlers[op]
-        try:
+        with _left_to_dtensor(handlers, op):
             return op(*args, **kwargs)
-        finally:
-            handlers[op] = norms_of_list
 
     handlers[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
 
@@ -124,11 +131,8 @@ def put_by_masks() -> None:
             number = number.full_tensor() if isinstance(number, DTensor) else number
             op(x._local_tensor, [mask._local_tensor], number, *accumulate, **kwargs)
             return x
-        del handlers[op]
-        try:
+        with _left_to_dtensor(handlers, op):
             return op(*args, **kwargs)
-        finally:
-            handlers[op] = index_put
 
     handlers[torch.ops.aten.index_put_.default] = index_put
 
