@@ -96,6 +96,7 @@ PARTS: dict[str, Part] = {
     "b7": Part("gpu_host:calls", 45.0, checks=False, env=LOCAL),
     "b6": Part("gpu_matmul:contention", 40.0, checks=False, env=WAITS),
     "b8": Part("gpu_host:compiling", 30.0, checks=False),
+    "b9": Part("gpu_steps:steps", 150.0, checks=False, env=LOCAL),
     "ahead": Part("gpu_ahead:compile_all", 250.0, modes=("try",)),
     # To try the script itself; only when asked for.
     "hangs": Part("one_gpu:hangs", 15.0, 0.0, modes=()),
@@ -133,6 +134,10 @@ TARGETS: dict[str, Target] = {
     "b8 cold": Target("seconds to compile a region's kernel, cold"),
     "b8 cached": Target("seconds, from the cache on disk"),
     "b8 text": Target("seconds to write its text"),
+    "b9 fxpar": Target("step of Llama: time over torch.compile's", "<=", 1.05),
+    "b9 train_step": Target("the same by train_step", "<=", 1.05),
+    "b9 ms": Target("forward and backward of fxpar, ms", near=0.15),
+    "b9 first": Target("seconds to the end of the first step"),
 }
 
 

@@ -41,6 +41,7 @@ from fxpar.passes.order.order_collectives import (
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.writes_as_results import Write
 from fxpar.runtime import stage_times
+from fxpar.runtime.default_device import on_cpu_by_default
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.stage_times import stage
 from fxpar.runtime.steps import lowering_steps, plan_steps, stage_steps, tune_schedule
@@ -217,7 +218,7 @@ def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
         if not (step.optional and step.name in request.disable):
             before = op_counts(graph) if printed else Counter[str]()
             status_line.begin(step.name)
-            with stage(step.counted) as step_seconds:
+            with stage(step.counted) as step_seconds, on_cpu_by_default():
                 step.run(state)
             seconds = state.seconds[step.name] = step_seconds.seconds
             if printed:

@@ -6,6 +6,7 @@ Each name is imported where it is used first, since importing fxpar must stay li
 from fxpar._torch import (
     aot,
     cpp_kernels,
+    cuda,
     distributed,
     dtensor,
     dynamo,
@@ -21,6 +22,7 @@ from fxpar._torch import (
 __all__ = [
     "aot",
     "cpp_kernels",
+    "cuda",
     "distributed",
     "dtensor",
     "dynamo",

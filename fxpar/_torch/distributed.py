@@ -395,8 +395,8 @@ def _make_group_of_one() -> None:
 
 def _copies(group: Any) -> bool:
     """Whether a fake group of one rank gives what it is given."""
-    out = torch.zeros(1)
-    group._reduce_scatter_base(out, torch.ones(1)).wait()
+    out, summand = (make(1, device="cpu") for make in (torch.zeros, torch.ones))
+    group._reduce_scatter_base(out, summand).wait()
     return bool(out.item() == 1)
 
 

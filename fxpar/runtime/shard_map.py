@@ -388,7 +388,7 @@ def axis_index(name: str) -> torch.Tensor:
     mesh, _, wrong = _axis(name)
     _check_axis(wrong)
     if not mesh:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     return torch.ops.fxpar.axis_index(name, mesh)
 
 

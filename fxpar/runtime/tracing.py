@@ -368,8 +368,10 @@ class TracedCall:
             elif kind == "state" and payload == "token":
                 values.append(torch.empty_like(value, device="cpu"))
             elif kind == "tangent":
-                strides = value.shape, value.stride()
-                values.append(torch.empty_strided(*strides, dtype=value.dtype).fill_(1))
+                tangent = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+                values.append(tangent.fill_(1))
             else:
                 raise PlanError(f"cannot run a graph with an input of kind {kind!r}")
         return values

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxpar
+from tests.helpers.device import put
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import compare, one_device, train
 
@@ -54,8 +55,9 @@ class Cuts(nn.Module):
 def cut(options: dict[str, Any] | None) -> Any:
     """The loss, the gradients and what the plan sends."""
     torch.manual_seed(0)
-    model = Cuts().double()
-    x, labels = torch.randn(4, 24, 16).double(), torch.tensor([3, 1, 4, 1])
+    model = put(Cuts().double())
+    x = put(torch.randn(4, 24, 16).double())
+    labels = put(torch.tensor([3, 1, 4, 1]))
     run: Any = model
     if options is not None:
         torch._dynamo.reset()

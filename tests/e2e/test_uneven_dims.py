@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxpar
+from tests.helpers.device import put
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import loop
 
@@ -43,10 +44,11 @@ HINTS = {
 
 def train(options: dict[str, Any] | None, rows: int = ROWS) -> Any:
     torch.manual_seed(3)
-    model = Odd().double()
+    model = put(Odd().double())
     torch.manual_seed(4)
     batch = {"x": torch.randint(0, WORDS, (rows,))}
     batch["labels"] = torch.randint(0, WORDS, (rows,))
+    batch = put(batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     compiled = model
     if options is not None:

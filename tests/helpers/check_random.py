@@ -11,6 +11,7 @@ import torch
 from fxpar.errors import FxparWarning
 from fxpar.passes.simulate.launches import is_collective, message_of
 from fxpar.sharding.cost.recompute import phases
+from tests.helpers import device
 from tests.helpers.random_programs import Case
 
 _KINDS = {
@@ -67,11 +68,12 @@ def check(case: Case) -> None:
 
 
 def run(seed: int, make: type[Case] = Case) -> None:
-    case = make(seed)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FxparWarning)  # dims that do not divide
-            check(case)
-    except Exception as error:
-        error.add_note(str(case))
-        raise
+    with device.by_default():
+        case = make(seed)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FxparWarning)  # dims that do not divide
+                check(case)
+        except Exception as error:
+            error.add_note(str(case))
+            raise

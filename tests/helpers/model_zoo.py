@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers import models  # noqa: F401  (no library may look for a model on the net)
+from tests.helpers import (  # no library may look for a model on the net
+    device,
+    models,  # noqa: F401
+)
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
@@ -198,7 +201,7 @@ class Recurrent(nn.Module):
         x: Any = self.words(words)
         if self.packed:
             x = nn.utils.rnn.pack_padded_sequence(
-                x, lengths, batch_first=True, enforce_sorted=False
+                x, lengths.cpu(), batch_first=True, enforce_sorted=False
             )
         out: Any = self.cells(x)[0]
         if self.packed:
@@ -319,7 +322,7 @@ class MoCo(nn.Module):
         own = (q * k).sum(1, keepdim=True)
         scores = torch.cat([own, q @ self.queue.clone()], 1) / 0.2
         self.queue.copy_(torch.cat([k.T, self.queue[:, : -len(k)]], 1))
-        return F.cross_entropy(scores, torch.zeros(len(q), dtype=torch.long))
+        return F.cross_entropy(scores, torch.zeros_like(q[:, 0], dtype=torch.long))
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -379,4 +382,4 @@ def make(name: str) -> Made:
     """One of ``ZOO``, from a fixed seed, in training mode."""
     torch.manual_seed(0)
     model, inputs = ZOO[name]()
-    return model.train(), inputs
+    return device.put(model.train()), device.put(inputs)

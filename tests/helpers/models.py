@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tests.helpers import device
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -285,7 +287,7 @@ def build(name: str, size: int | None = None) -> tuple[nn.Module, Batch]:
     torch.manual_seed(11)
     model = make(int(layers or LAYERS), sizes).train()
     torch.manual_seed(12)
-    return model, batch(size or sizes.samples, sizes)
+    return device.put(model), device.put(batch(size or sizes.samples, sizes))
 
 
 class AllDouble(TorchFunctionMode):

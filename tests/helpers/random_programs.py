@@ -21,6 +21,7 @@ from torch import nn
 
 import fxpar
 from fxpar.sharding.mesh import Mesh
+from tests.helpers import device
 
 SIZES = (1, 2, 2, 3, 4, 4, 4, 4, 5, 6, 8, 8, 12)
 EVEN = (2, 4, 4, 8, 8)  # of the cases where all axes divide almost all dims
@@ -58,7 +59,8 @@ class Case:
         self.seed = seed
         for attempt in range(100):
             self.rng = random.Random(seed * 1000 + attempt)
-            self.generator = torch.Generator().manual_seed(seed * 1000 + attempt)
+            self.generator = torch.Generator(device.NAME)
+            self.generator.manual_seed(seed * 1000 + attempt)
             self._build()
             if self._steady():
                 break

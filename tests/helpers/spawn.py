@@ -29,6 +29,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import device
 from tests.helpers.processes import (
     TAIL,
     RankError,
@@ -170,7 +171,9 @@ class Pool:
         for rank in range(self.size):
             ours, theirs = connection.Pipe()
             output, env = log(rank), environment(self.env)
-            process = start(_serve, output, env, theirs, port, rank, fork=not self.env)
+            # A fork of a process that has asked for devices can not use them.
+            fork = not self.env and device.NAME == "cpu"
+            process = start(_serve, output, env, theirs, port, rank, fork=fork)
             theirs.close()
             self._ranks.append(_Rank(process, ours, output))
 
@@ -221,6 +224,7 @@ class _Worker:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        device.be_a_rank(rank)
         self.torch, self.dist, self.pipe, self.rank = torch, dist, pipe, rank
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
         self.life: int | None = None
@@ -261,7 +265,7 @@ class _Worker:
             self.dist.destroy_process_group()
         self.life = None
         self.dist.init_process_group(
-            "gloo",
+            device.BACKEND,
             store=self.dist.PrefixStore(str(life), self.store),
             rank=self.rank,
             world_size=world,

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.helpers import device
+
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -33,7 +35,7 @@ class Net(nn.Module):
 
 def build() -> Net:
     torch.manual_seed(0)
-    return Net()
+    return device.put(Net())
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -42,10 +44,11 @@ def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def batches(count: int, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
     made = torch.Generator().manual_seed(1)
-    return [
+    drawn = [
         (torch.randn(size, 8, generator=made), torch.randn(size, 4, generator=made))
         for _ in range(count)
     ]
+    return device.put(drawn)
 
 
 class Lamb(torch.optim.Optimizer):

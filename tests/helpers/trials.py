@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpar
-from tests.helpers import trial_layers, trial_scripts
+from tests.helpers import device, trial_layers, trial_scripts
 from tests.helpers.machines import machine
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import whole
@@ -108,7 +108,8 @@ def run(script: str, setting: Setting) -> dict[str, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = trial_layers if script in trial_layers.SCRIPTS else trial_scripts
-    results = getattr(module, script)(setting)
+    with device.by_default():
+        results = getattr(module, script)(setting)
     values, _ = pytree.tree_flatten_with_path(results)
     return {
         pytree.keystr(path): whole(x) if isinstance(x, torch.Tensor) else x

@@ -10,6 +10,7 @@ import pytest
 
 from fxpar.errors import HintError
 from fxpar.passes import lower
+from tests.helpers import device
 from tests.helpers.check_random import run
 from tests.helpers.random_cuts import CutsCase
 from tests.helpers.random_programs import Case, PartsCase
@@ -66,7 +67,11 @@ def test_many_random_programs_of_cuts(start: int) -> None:
 
 @pytest.mark.parametrize("seed", range(0, QUICK, 10))
 def test_a_saved_plan_gives_the_same_program(seed: int, tmp_path: Path) -> None:
-    case = Case(seed)
+    with device.by_default():
+        check_a_saved_plan(Case(seed), tmp_path)
+
+
+def check_a_saved_plan(case: Case, tmp_path: Path) -> None:
     plan = case.plan()
     plan.save(tmp_path / "plan.json")
     case.mode = str(tmp_path / "plan.json")
@@ -77,7 +82,8 @@ def test_a_saved_plan_gives_the_same_program(seed: int, tmp_path: Path) -> None:
 
 def test_a_missing_reduction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def reduces(seed: int) -> bool:
-        return any(c.kind == "all_reduce" for c in Case(seed).plan().collectives)
+        with device.by_default():
+            return any(c.kind == "all_reduce" for c in Case(seed).plan().collectives)
 
     seed = next(seed for seed in range(QUICK) if reduces(seed))
     skipped = replace(lower.LOWERINGS["all_reduce"], lower=lambda build, x, *_: x)

@@ -176,7 +176,7 @@ def test_what_is_timed_is_the_collective(kind: str, results: list) -> None:
 def probe(mesh: str = "dp=1", **suite: object) -> probe_device.Probe:
     """A probe of the quick suite, but for ``suite``."""
     ranks = groups.join(Options(mesh=mesh))
-    made = dataclasses.replace(probe_device._SUITES["quick"], **suite)
+    made = dataclasses.replace(probe_device._SUITES["quick cpu"], **suite)
 
     class Some(probe_device.Probe):
         suite = made

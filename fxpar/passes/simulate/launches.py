@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpar._torch.fake import depends_on_data
 from fxpar.errors import PlanError
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.experts import exact_ops
@@ -165,12 +166,19 @@ def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
             continue
         alike = even and not _sends_unlike(node)
         operands = [
-            f"{value.dtype}{list(value.shape) if alike else ''}".removeprefix("torch.")
+            f"{value.dtype}{_sizes(value) if alike else ''}".removeprefix("torch.")
             for value in (n.meta.get("val") for n in node.all_input_nodes)
             if isinstance(value, torch.Tensor)
         ]
         out.append(f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}")
     return out
+
+
+def _sizes(value: torch.Tensor) -> str:
+    """The sizes of a tensor. A rank counts those that depend on data by numbers of its
+    own, so that their names say nothing."""
+    sizes = ["?" if depends_on_data(size) else str(size) for size in value.shape]
+    return f"[{', '.join(sizes)}]"
 
 
 # Messages between stages.

@@ -324,7 +324,8 @@ def _in_region(
     """An op of a manual region, in a graph of global shapes outside of it. Runs on all
     ranks of the mesh."""
     if node.target is ours.axis_index.default:
-        return [torch.tensor(mesh.index(r, (node.args[0],))) for r in ranks]
+        places = [mesh.index(r, (node.args[0],)) for r in ranks]
+        return [torch.tensor(place, device="cpu") for place in places]
     if node.target is ours.collective.default:
         _, kind, dims, op, _, names = node.args
         axes = mesh.ordered(names.split("+"))

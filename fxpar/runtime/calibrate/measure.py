@@ -51,7 +51,8 @@ def calibrate(
     groups.check_devices(probe.device)
     base = _base()
     eager, launch = probe_device.launches(probe)
-    *near, far = probe_device.streams(probe, eager or 0.0) or [(0.0, base.bandwidth)]
+    tiny = (launch if cuda else eager) or 0.0
+    *near, far = probe_device.streams(probe, tiny) or [(0.0, base.bandwidth)]
     levels, share_beside = (
         probe_network.levels(probe, base),
         probe_network.beside(probe),

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
 from fxpar.passes.normalize import random
 from fxpar.runtime.calibrate.fit_curves import Point, fit_peak
@@ -82,7 +83,7 @@ _SUITES = {
         _powers(21, 33),
         _powers(10, 29),
     ),
-    "quick": Suite(
+    "quick cpu": Suite(
         ((*_cubes(64, 128, 256), (256, 16, 256))),
         ("float32",),
         (),
@@ -91,10 +92,21 @@ _SUITES = {
         (1 << 19, 1 << 25),
         (1 << 10, 1 << 14, 1 << 18, 1 << 20),
     ),
+    "quick cuda": Suite(
+        (*_cubes(512, 1024, 2048, 4096), (4096, 128, 4096)),
+        ("float32", "bfloat16"),
+        (),
+        (),
+        (),
+        (1 << 22, 1 << 31),
+        (1 << 10, 1 << 16, 1 << 22, 1 << 26),
+    ),
 }
 
 # Seconds of calls that are timed together, so long that meeting costs little.
 _LONG = 0.03
+# Calls that a GPU takes before the host has to wait, with kernels of their own each.
+_AHEAD = 256
 
 
 @dataclass(frozen=True)
@@ -112,23 +124,34 @@ class Probe:
 
     @property
     def suite(self) -> Suite:
-        return _SUITES["quick" if self.quick else self.device.type]
+        kind = self.device.type
+        return _SUITES[f"quick {kind}" if self.quick else kind]
 
-    def median(self, fn: Callable[[], Any]) -> float | None:
+    def median(self, fn: Callable[[], Any], *, launches: bool = False) -> float | None:
         """Seconds a call takes, until the last rank is done: the median of five or
-        more. None once time is up. Ranks call it together, and ``fn`` equally often."""
+        more. None once time is up. Ranks call it together, and ``fn`` equally often.
+        ``launches``: on a GPU, those of the host, where kernels take less."""
         fn()
         pilot, overrun = self._worst(self._time(fn, 1), time.monotonic() - self.end)
         if overrun > 0:
             return None
-        calls = int(min(max(_LONG / pilot, 1), 20000))
+        ahead = self.device.type == "cuda" and not launches
+        calls = int(min(max(_LONG / pilot, 1), _AHEAD if ahead else 20000))
         repeats = range(5 if pilot > 0.05 else 11)
-        times = [self._time(fn, calls, meet=True) for _ in repeats]
+        times = [self._time(fn, calls, meet=True, ahead=ahead) for _ in repeats]
         return statistics.median(self._worst(*times))
 
-    def _time(self, fn: Callable[[], Any], calls: int, *, meet: bool = False) -> float:
+    def _time(
+        self,
+        fn: Callable[[], Any],
+        calls: int,
+        *,
+        meet: bool = False,
+        ahead: bool = False,
+    ) -> float:
         """Seconds a call takes; ``meet``: from where ranks meet to where they meet, as
-        of those that share a core one may begin when another is done."""
+        of those that share a core one may begin when another is done. ``ahead``: a GPU
+        begins when the host has launched all."""
         if meet:
             self._meet()
         if self.device.type != "cuda":
@@ -139,6 +162,10 @@ class Probe:
                 self._meet()
             return (time.perf_counter() - begin) / calls
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if ahead:
+            begin = time.perf_counter()
+            fn()
+            _torch.cuda.keep_busy(2 * calls * (time.perf_counter() - begin))
         start.record()
         for _ in range(calls):
             fn()
@@ -176,7 +203,7 @@ def _numbers(text: str) -> list[float]:
 
 def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
     """(bytes, bytes/s) of sums of two tensors into a fresh one, as a step makes its
-    results: what the allocator costs counts. ``launch``: seconds of an eager op."""
+    results: what the allocator costs counts. ``launch``: seconds of a tiny sum."""
     rates = []
     for nbytes in probe.suite.streams:
         a, b = (torch.ones(nbytes // 12, device=probe.device) for _ in range(2))
@@ -190,7 +217,10 @@ def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
 def launches(probe: Probe) -> tuple[float | None, float | None]:
     """Seconds of a tiny op: run eagerly, and one more in a compiled graph."""
     x = torch.zeros(8, 8, device=probe.device)
-    eager = probe.median(partial(torch.add, x, x))
+    eager = probe.median(partial(torch.add, x, x), launches=True)
+    if probe.device.type == "cuda":
+        # A device takes as long from one tiny kernel to the next, whoever launches.
+        return eager, probe.median(partial(torch.add, x, x))
     if probe.quick:
         return eager, eager
     seconds = []

@@ -109,7 +109,7 @@ class Drift:
 
 def _on_its_way(total: torch.Tensor) -> Callable[[], int]:
     """The value of a number on a device, copied while the program goes on."""
-    host = torch.empty((), dtype=total.dtype, pin_memory=True)
+    host = torch.empty((), dtype=total.dtype, device="cpu", pin_memory=True)
     host.copy_(total, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()

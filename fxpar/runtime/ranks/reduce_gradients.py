@@ -108,9 +108,10 @@ class _Reducer:
         changed = [
             i for i, b in buffers if b.watch_number in used_watches and b.changed()
         ]
-        mask = torch.zeros(count + len(self.buffers), dtype=torch.int32)
+        size, cpu = count + len(self.buffers), torch.device("cpu")
+        mask = torch.zeros(size, dtype=torch.int32, device=cpu)
         mask[[*touched, *(count + i for i in changed)]] = 1
-        mask = mask.to(check_inputs.transport(torch.device("cpu")))
+        mask = mask.to(check_inputs.transport(cpu))
         dist.all_reduce(mask, dist.ReduceOp.MAX)
         hit = mask.nonzero().flatten().tolist()
         written = [self.buffers[i - count] for i in hit if i >= count]
@@ -200,7 +201,8 @@ def mean_loss(loss: Any) -> Any:
     """The mean over the ranks of what a closure of an optimizer returns on each."""
     if not isinstance(loss, (torch.Tensor, float)):
         return loss
-    value = torch.as_tensor(loss).detach().clone()
+    value = torch.tensor(loss, device="cpu") if isinstance(loss, float) else loss
+    value = value.detach().clone()
     device, value = value.device, value.to(check_inputs.transport(value.device))
     dist.all_reduce(value)
     value = value.to(device) / dist.get_world_size()
@@ -213,7 +215,7 @@ def meet(what: str) -> None:
     if not takes_part():
         return
     digest = hashlib.sha256(what.encode()).digest()[:8]
-    digest_here = torch.tensor([int.from_bytes(digest, signed=True)])
+    digest_here = torch.tensor([int.from_bytes(digest, signed=True)], device="cpu")
     digest_here = digest_here.to(check_inputs.transport(digest_here.device))
     all_of_them = [torch.empty_like(digest_here) for _ in range(dist.get_world_size())]
     dist.all_gather(all_of_them, digest_here)
@@ -257,7 +259,7 @@ def require_equal(parameters: Mapping[str, torch.Tensor]) -> None:
     consensus.agree(
         "gradients", consensus.digest_of(text), text, what="what is trained"
     )
-    wrong = torch.zeros(len(candidates), dtype=torch.int32)
+    wrong = torch.zeros(len(candidates), dtype=torch.int32, device="cpu")
     for i, p in enumerate(candidates.values()):
         gradient = torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
         mean = gradient.clone()

@@ -120,7 +120,8 @@ def trace(
     """
     mode, findings = _torch.fake.new_fake_mode(symbols=True), _Findings()
     read = _read(optimizer, places, numbers) if how.updates else {}
-    extra_inputs = [args[i] for i in how.accumulated] + [torch.ones(())] * how.scaled
+    scales = [torch.ones((), device="cpu")] * how.scaled
+    extra_inputs = [*(args[i] for i in how.accumulated), *scales]
     fakes = [
         fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *extra_inputs)
     ]
@@ -199,7 +200,9 @@ def _read(
 
 def as_tensor(x: Any) -> torch.Tensor:
     """A tensor as it is, a number as a tensor."""
-    return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=NUMBER)
+    if isinstance(x, torch.Tensor):
+        return x
+    return torch.tensor(x, dtype=NUMBER, device="cpu")
 
 
 def _tidy(module: fx.GraphModule) -> None:
@@ -348,7 +351,7 @@ def _results(
         if slot in numbers:
             if _changed(x, before):
                 findings.result_slots.append(slot)
-                new_values.append(torch.as_tensor(x, dtype=NUMBER))
+                new_values.append(as_tensor(x).to(NUMBER))
         elif not isinstance(x, torch.Tensor):
             if slot.place == "state" and is_number(x):
                 findings.fixed[slot] = x

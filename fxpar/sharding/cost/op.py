@@ -34,8 +34,9 @@ _GENERATED = {"aten", "prims", "fxpar", "inductor_prims"}
 # A reduction to few rows takes a second kernel to add up, from so many columns on.
 _FEW, _MANY = 64, 8192
 
-# Flops of attention for a pair of query and key and an element of a head, where torch's
-# registry has no formula: forward, backward.
+# Flops of attention for a pair of query and key and an element of a head, forward and
+# backward. Torch's registry has no formula for all, and none for heads that queries
+# share before 2.13.
 _ATTENTION = (4.0, 10.0)
 
 
@@ -74,7 +75,7 @@ def _flops_unmasked(node: fx.Node) -> float:
     if _name(target) == _DOT:
         return 2.0 * math.prod(_sizes(node).values())
     packet = getattr(target, "overloadpacket", None)
-    if packet in flop_registry:
+    if packet in flop_registry and "scaled_dot_product" not in _name(target):
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda n: n.meta["val"]
         )

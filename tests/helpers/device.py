@@ -1,0 +1,69 @@
+"""The device that tests compute on: the CPU, or what TEST_DEVICE says.
+
+With TEST_DEVICE=cuda all ranks of a test share the first GPU of the machine, and
+meet by NCCL, which takes them for ranks of as many machines. What they compute counts,
+never how long it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+VARIABLE = "TEST_DEVICE"
+NAME = os.environ.get(VARIABLE, "cpu")
+BACKEND = "cpu:gloo,cuda:nccl" if NAME == "cuda" else "gloo"
+
+# NCCL takes ranks of one host on one device for a mistake; of several hosts not.
+NCCL: Mapping[str, str] = {
+    "NCCL_HOSTID": "fxpar-{rank}",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_DEBUG": "WARN",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
+
+
+def put(x: Any) -> Any:
+    """Tensors, modules and trees of them, on the device of the tests."""
+    if NAME == "cpu":
+        return x
+    if isinstance(x, torch.nn.Module):
+        return x.to(NAME)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(NAME), x)
+
+
+def by_default() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are made on the device of the tests."""
+    return contextlib.nullcontext() if NAME == "cpu" else torch.device(NAME)
+
+
+def compute_exactly() -> None:
+    """No float32 product is rounded to fewer bits, also where that is the default."""
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def be_a_rank(rank: int) -> None:
+    """Take this process's place on a device that its ranks share."""
+    if NAME == "cpu":
+        return
+    from fxpar.runtime.ranks import groups
+
+    os.environ.update({name: text.format(rank=rank) for name, text in NCCL.items()})
+    torch.cuda.set_device(0)
+    compute_exactly()
+    # Ranks on one device are a mistake elsewhere.
+    groups.check_sharing = lambda hosts, devices: None  # type: ignore[assignment]
