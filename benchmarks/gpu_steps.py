@@ -148,3 +148,44 @@ def predicted_seconds(here: Here) -> float:
     plan = fxpar.plan(model, ids, mesh=MESH, grad=True)
     here.tell(facts={"step predicted": str(plan.predicted)})
     return float(plan.predicted.seconds)
+
+
+# Words of the names of kernels, the first that fits.
+KINDS = {
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "product": ("gemm", "nvjet", "cutlass", "xmma"),
+    "generated": ("triton",),
+}
+
+
+def shares(here: Here) -> None:
+    """Of fxpar's forward and backward: milliseconds of kernels by kind, and the longest
+    kernels, as the profiler has them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model, ids = llama(here)
+    options: dict[str, Any] = {"mesh": MESH}
+    options |= {} if here.is_gpu else {"codegen": "eager"}
+    run: Any = torch.compile(model, backend="fxpar", options=options, dynamic=False)
+    for _ in range(3):
+        run(ids).backward()
+    here.sync()
+    activity = ProfilerActivity.CUDA if here.is_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        for _ in range(3):
+            run(ids).backward()
+        here.sync()
+    times: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for event in profiled.events():
+        elapsed = event.device_time if here.is_gpu else event.cpu_time
+        times[event.name] = times.get(event.name, 0.0) + elapsed / 3e3
+        counts[event.name] = counts.get(event.name, 0) + 1
+    kinds: dict[str, float] = {}
+    for name, ms in times.items():
+        fits = (k for k, words in KINDS.items() if any(w in name for w in words))
+        kind = next(fits, "others")
+        kinds[kind] = kinds.get(kind, 0.0) + ms
+    longest = sorted(times, key=times.__getitem__, reverse=True)[:40]
+    told = {name: [counts[name] / 3, times[name]] for name in longest}
+    here.tell(facts={"ms by kind": kinds, "longest": told})

@@ -24,6 +24,7 @@ os.environ.setdefault("FXPAR_SCHEDULE", "none")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="N/OF", help="run part N of so many")
+    parser.addoption("--failures", metavar="FILE", help="append failures as they come")
 
 
 def in_part(test: str, part: str) -> bool:
@@ -32,6 +33,28 @@ def in_part(test: str, part: str) -> bool:
     if not 1 <= number <= of:
         raise pytest.UsageError(f"--part {part}: the first is 1/{of}")
     return zlib.crc32(test.encode()) % of == number - 1
+
+
+class Failures:
+    """Writes each failure to a file at once, since a run may be cut off."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        with open(self.path, "a") as file:
+            if report.failed:
+                file.write(f"FAILED {report.nodeid}\n{report.longreprtext}\n\n")
+            elif report.when == "call":
+                file.write(
+                    f"{report.outcome} {report.nodeid} {report.duration:.1f} s\n"
+                )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures")
+    if path and not hasattr(config, "workerinput"):  # one process writes for all
+        config.pluginmanager.register(Failures(path))
 
 
 def pytest_collection_modifyitems(

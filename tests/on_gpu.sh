@@ -21,7 +21,7 @@ printf 'Metadata-Version: 2.1\nName: fxpar\nVersion: 0\n' >"$site/fxpar-0.dist-i
 printf '[torch_dynamo_backends]\nfxpar = fxpar.backend:fxpar\n' \
   >"$site/fxpar-0.dist-info/entry_points.txt"
 export PYTHONPATH="$PWD:$site:${PYTHONPATH:-}"
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TORCHINDUCTOR_CACHE_DIR="$site/inductor" TRITON_CACHE_DIR="$site/triton"
 failed=
 
@@ -41,8 +41,8 @@ step() { # a name, and a command
 tests() { # a name, variables, and what pytest is given
   name=$1 variables=$2
   shift 2
-  step "$name" env $variables python3 -m pytest -q -p no:cacheprovider --tb short --timeout 150 \
-    -rf "$@"
+  step "$name" env $variables python3 -m pytest -q -p no:cacheprovider --timeout 150 \
+    --failures "$folder/$name.failures" "$@"
 }
 
 python3 -c 'import torch, triton, numpy, fxpar.backend
@@ -52,12 +52,31 @@ print(torch.cuda.get_device_name(), torch.cuda.nccl.version())' || exit 1
 tests kernels "" -n 3 tests/fusion/kernels/test_templates.py \
   tests/fusion/kernels/test_gemm_run.py tests/passes/test_random.py \
   tests/passes/test_attention_kernels.py -k 'gpu or cuda or attention_kernels'
+e2e=tests/e2e
+whole=whole_steps_are_those_of_one_device models=models_train_as_on_one_device
 tests ranks TEST_DEVICE=cuda -n "$workers" -m 'slow or not slow' \
-  tests/e2e/test_training.py tests/e2e/test_sharded_training.py \
-  tests/e2e/test_expert_training.py tests/e2e/test_pipelines.py \
-  tests/e2e/test_microbatched_training.py tests/e2e/test_sequences.py \
-  tests/e2e/test_uneven_dims.py tests/e2e/test_train_step.py \
-  -k 'generated_kernels or (sharded and op_by_op and not odd and not 4) or exact_numbers or with_inductor or cut_out or two_ranks or real_models or as_on_one_device or test_as_one_device or 1f1b or local'
+  $e2e/test_training.py::test_generated_kernels_of_two_ranks \
+  "$e2e/test_training.py::test_op_by_op[llama/1-dp=2]" \
+  "$e2e/test_training.py::test_op_by_op[resnet-dp=2]" \
+  $e2e/test_expert_training.py::test_generated_kernels \
+  $e2e/test_expert_training.py::test_rows_sent_by_exact_numbers \
+  $e2e/test_pipelines.py::test_a_model_trains_with_inductor \
+  "$e2e/test_pipelines.py::test_$models[llama-pp=2-4]" \
+  "$e2e/test_pipelines.py::test_$models[resnet-pp=2-2]" \
+  "$e2e/test_pipelines.py::test_$whole[pp=2-1f1b-global]" \
+  "$e2e/test_pipelines.py::test_$whole[pp=2-zero_bubble-global]" \
+  $e2e/test_microbatched_training.py::test_a_model_trains_with_inductor \
+  $e2e/test_microbatched_training.py::test_$whole \
+  "$e2e/test_microbatched_training.py::test_$models[bert-tp=2-sharded-propagate]" \
+  "$e2e/test_microbatched_training.py::test_$models[resnet-dp=2-whole-propagate]" \
+  $e2e/test_sequences.py::test_generated_kernels \
+  $e2e/test_sequences.py::test_a_few_tokens_are_cut_out \
+  "$e2e/test_sequences.py::test_op_by_op[cp=2-whole]" \
+  "$e2e/test_sequences.py::test_op_by_op[cp=2-sharded]" \
+  $e2e/test_uneven_dims.py::test_two_ranks \
+  $e2e/test_train_step.py::test_as_one_device \
+  $e2e/test_train_step.py::test_two_ranks \
+  $e2e/test_sharded_training.py::test_generated_kernels
 tests programs TEST_DEVICE=cuda -n "$workers" -m 'not slow' tests/passes/test_fuzz.py \
   tests/border/test_model_zoo.py tests/trials/test_scripts_by_default.py
 step calibrate python3 -m fxpar calibrate --limit 30 --out "$folder/hardware.json"

@@ -41,7 +41,8 @@ from tests.helpers.processes import (
     variables,
 )
 
-RANKS = 4  # of the session's pool
+# Of the session's pool.
+RANKS = 4 if device.NAME == "cpu" else 2
 
 
 @dataclass
