@@ -136,6 +136,13 @@ def has_size_marks(x: torch.Tensor) -> bool:
     return any(hasattr(x, name) for name in _SIZE_MARKS)
 
 
+def is_to_local(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph takes a rank's part out of a DTensor."""
+    if node.op == "call_method":
+        return node.target == "to_local"
+    return getattr(node.target, "__name__", "") == "prim_to_local"  # torch 2.11
+
+
 def is_resumed(code: Any) -> bool:
     """Whether code is what follows a graph break."""
     return bool(code.co_name.startswith("torch_dynamo_resume_in"))

@@ -35,7 +35,7 @@ from fxpar.passes.order.small_collectives import (
     wait_last,
 )
 from fxpar.passes.stages.pipeline_ops import MESSAGES
-from fxpar.passes.stages.stage_kinds import draws
+from fxpar.passes.stages.stage_kinds import is_random
 
 ours = torch.ops.fxpar
 
@@ -154,7 +154,7 @@ def drop_unread(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(
         lambda n: (
             bool(n.users)  # which is cheap to see, and most are read
-            or (n.target is not WAIT and not draws(n) and n.is_impure())
+            or (n.target is not WAIT and not is_random(n) and n.is_impure())
         )
     )
 

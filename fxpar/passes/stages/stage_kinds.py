@@ -46,9 +46,13 @@ def home_of(node: fx.Node) -> StageHome | None:
 
 def draws(node: fx.Node) -> bool:
     """Whether a node draws numbers, the same ones on every rank."""
+    return is_random(node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a generator says what a node gives: draws, and attention with dropout."""
     facts = op_facts_of(node.target)
-    is_random = facts.draws or (facts.random and not node.all_input_nodes)
-    return is_random and isinstance(node.meta.get("val"), torch.Tensor)
+    return facts.draws or (facts.random and not node.all_input_nodes)
 
 
 def is_loose_view(node: fx.Node) -> bool:

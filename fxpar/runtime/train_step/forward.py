@@ -110,7 +110,7 @@ def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
     packet, hint = torch.ops.fxpar.to_global, None
     crossings = (packet, packet.default, to_global_unreduced)
     for user in list(parameter.users):
-        local = user.op == "call_method" and user.target == "to_local"
+        local = _torch.dynamo.is_to_local(user)
         for node in list(user.users) if local else [user]:
             if node.target not in crossings:
                 raise PlanError(
