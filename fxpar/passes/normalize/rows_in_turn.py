@@ -1,4 +1,4 @@
-"""traced -> normalized: rows of several tensors in turn, of a dim that axes do not divide.
+"""traced -> normalized: rows of several tensors in turn, of dims that no axes divide.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. Tensors that are stacked behind a dim, and that dim
@@ -7,7 +7,7 @@ where shards are not alike. As one op (``fxpar::interleave``) ranks exchange the
 rows that change ranks; the gradient reads every so many rows of one tensor, which
 slices do. Where the parts do not have as many rows (an associative scan pads the last
 of them, and cuts off what it padded) the op takes them as they are. What it never does:
-change a dim that all axes divide, as shards are views there too.
+change a dim that all axes divide, whose shards are views as well.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import fx
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.normalize.normalize_shifts import can_be_read_for
 from fxpar.passes.normalize.row_places import argument, padded_dim
+from fxpar.sharding.rules.slicing import is_summed
 
 aten = torch.ops.aten
 
@@ -100,15 +101,13 @@ def _turns(join: fx.Node, view: fx.Node) -> _Turns | None:
 def _interleave(
     view: fx.Node, parts: list[fx.Node], turns: _Turns, rewriter: Builder
 ) -> None:
-    unsqueezed = [x.args for x in parts if x.target is aten.unsqueeze.default]
-    if [dim % (turns.dim + 2) for _, dim in unsqueezed] == [turns.dim + 1] * len(parts):
-        parts = [x for x, _ in unsqueezed]
+    parts = _before_stack(parts, turns.dim + 1)
     for node in [*view.users]:
-        missing = _cut_off(node, turns)
-        short = [_without_last(x, turns.dim) for x in parts[turns.parts - missing :]]
-        if not missing or None in short:
+        full = turns.parts - _cut_off(node, turns)
+        padded = parts[full:]
+        if not padded or not all(_pads(x, turns.dim, 1) for x in padded):
             continue
-        own = parts[: turns.parts - missing] + [x for x in short if x is not None]
+        own = [*parts[:full], *(x.args[0] for x in padded)]
         with rewriter.before(node):
             rows = _in_turn(own, turns, shape_of(node), rewriter)
         if can_be_read_for(rows, node):
@@ -118,6 +117,15 @@ def _interleave(
             rows = _in_turn(parts, turns, shape_of(view), rewriter)
         if rows.meta["val"].stride() == view.meta["val"].stride():
             rewriter.replace(view, rows)
+
+
+def _before_stack(parts: list[fx.Node], dim: int) -> list[fx.Node]:
+    """Parts without a dim that all of them were given to be joined along it."""
+    for x in parts:
+        is_new = x.target is aten.unsqueeze.default
+        if not is_new or x.args[1] % len(shape_of(x)) != dim:
+            return parts
+    return [x.args[0] for x in parts]
 
 
 def _in_turn(
@@ -133,7 +141,7 @@ def _in_turn(
 def _cut_off(node: fx.Node, turns: _Turns) -> int:
     """How many rows a slice leaves out at the end, where each is the last row of a part
     and some part keeps its own."""
-    if node.target is not aten.slice.Tensor or node.kwargs:
+    if node.target is not aten.slice.Tensor or node.kwargs or turns.rows == 1:
         return 0
     rows = turns.merged[turns.dim]
     start, step = argument(node, 2, None) or 0, argument(node, 4, 1)
@@ -141,11 +149,6 @@ def _cut_off(node: fx.Node, turns: _Turns) -> int:
     is_end = argument(node, 1, 0) % len(shape_of(node)) == turns.dim
     fits = is_end and (start, step) == (0, 1) and rows - left < turns.parts
     return rows - left if fits else 0
-
-
-def _without_last(node: fx.Node, dim: int) -> fx.Node | None:
-    """What was padded by one row at the end of a dim; None of what was not."""
-    return node.args[0] if _pads(node, dim, 1) else None  # type: ignore[return-value]
 
 
 def _pads(node: fx.Node, dim: int, rows: int) -> bool:
@@ -168,6 +171,8 @@ def _slice(node: fx.Node, turns_seen: set[_Turns], rewriter: Builder) -> None:
     behind = math.prod(shape[dim + 2 :])
     turns = _Turns(shape[:dim], shape[dim], shape[dim + 1], behind)
     if turns not in turns_seen or shape_of(x)[: dim + 1] != turns.merged:
+        return
+    if is_summed(turns.rows, turns.rows * turns.parts, turns.parts):
         return
     index %= turns.parts
     _slice_padded(node, x, turns, index, rewriter)

@@ -134,10 +134,6 @@ def split_batch(state: JointState) -> None:
     keep_batch_apart(state.graph, state.rewriter, splits)
 
 
-# Rows of a dim for each rank, from which on it is none of heads.
-_LONG = 8
-
-
 def interleave_rows(state: JointState) -> None:
     """Rows that are repeated one by one are split into shards that are not alike."""
     mesh = state.request.mesh
@@ -146,7 +142,7 @@ def interleave_rows(state: JointState) -> None:
 
     def splits(rows: int) -> bool:
         divides = (shard_sizes.divides(rows, mesh, (axis,)) for axis in mesh.names)
-        return rows >= _LONG * mesh.size and not all(divides)
+        return rows >= shard_sizes.LONG * mesh.size and not all(divides)
 
     interleaved_rows.interleave_rows(state.graph, state.rewriter, splits)
 
