@@ -162,7 +162,7 @@ def _pads(node: fx.Node, dim: int, rows: int) -> bool:
 def _slice(node: fx.Node, turns_seen: set[_Turns], rewriter: Builder) -> None:
     """The rows of one part, selected of a view as rows and parts."""
     view, along, index = node.args
-    if view.target not in _VIEWS:
+    if view.target not in _VIEWS or not isinstance(index, int):
         return
     shape, x = shape_of(view), _source(view)
     dim = along % len(shape) - 1
