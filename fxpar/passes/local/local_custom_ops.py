@@ -142,8 +142,7 @@ def _interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx.Node:
     build, shape = call.build, list(call.local_shape())
     rows, missing = [], 0
     for i, x in enumerate(parts):
-        few = call.operand_shape(i)[dim] < call.operand_shape(0)[dim]
-        if few:
+        if call.operand_shape(i)[dim] != call.operand_shape(0)[dim]:
             missing += 1
             behind = len(shape) - 1 - dim
             x = build.pad_ends(x, [0, 0] * behind + [0, 1])
@@ -153,10 +152,8 @@ def _interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx.Node:
     whole = build.call(aten.reshape.default, stacked, shape)
     if not missing:
         return whole
-    few = build.call(aten.slice.Tensor, whole, dim, 0, shape[dim] - missing)
-    if few.meta["val"].is_contiguous():
-        return few
-    return build.call(aten.clone.default, few, memory_format=torch.contiguous_format)
+    cut = build.call(aten.slice.Tensor, whole, dim, 0, shape[dim] - missing)
+    return _contiguous(call, cut)
 
 
 def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:

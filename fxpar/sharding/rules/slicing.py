@@ -56,8 +56,9 @@ def is_few(rows: int, of: int) -> bool:
     return _FEW * rows <= of
 
 
-# So many rows that lie apart all over a dim lie on all ranks.
-_MANY = 8
+# So many rows that lie apart all over a dim lie on all ranks. (With fewer rows than
+# ranks the dim would be gathered.)
+_MANY = 64
 
 
 def is_summed(rows: int, of: int, step: int) -> bool:
