@@ -30,6 +30,7 @@ PASSES = (
     "find_backward_scans",
     "part_repeats",
     "interleave_rows",
+    "take_rows_in_turn",
     "join_cuts",
     "experts_in_place",
     "undo_views_around_matmul",

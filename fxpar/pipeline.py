@@ -113,6 +113,7 @@ JOINT = (
     _may("find_backward_scans", _rewrite(find_backward_scans)),
     _may("part_repeats", _rewrite(part_repeats)),
     _may("interleave_rows", plan_steps.interleave_rows),
+    _may("take_rows_in_turn", plan_steps.take_rows_in_turn),
     _may("join_cuts", _rewrite(join_cuts)),
     _may("experts_in_place", plan_steps.place_experts),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),

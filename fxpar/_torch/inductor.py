@@ -110,8 +110,27 @@ def _in_order(
     waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
     order = config.patch(dict.fromkeys(names, False))
-    with order, _keyed_by(text), kernels_in_libraries(), values_kept():
+    reads = _read_after_writes()
+    with order, reads, _keyed_by(text), kernels_in_libraries(), values_kept():
         return compile_fx_inner(gm, fakes, **how)
+
+
+def _read_after_writes() -> contextlib.AbstractContextManager[Any]:
+    """Context in which a kernel that Inductor loops over anew reads what it read: 2.13
+    forgets then that a collective wrote over it, and puts the kernel before that."""
+    from unittest import mock
+
+    from torch._inductor.scheduler import SchedulerNode
+
+    recompute = SchedulerNode.recompute_size_and_body
+
+    def recompute_and_rename(self: Any, *args: Any, **kwargs: Any) -> None:
+        recompute(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    return mock.patch.object(
+        SchedulerNode, "recompute_size_and_body", recompute_and_rename
+    )
 
 
 # Inductor does these in place, or in a copy of the operand.

@@ -145,6 +145,9 @@ def window(
     holds. ``both``: what reads it is tried too, as it is of a gather."""
     most = _READERS if both or node.target is collective_nodes.all_gather else _REST
     members = _before(node, backward) | _behind(node, backward, most)
+    # A region is read through its items alone.
+    regions = [m for m in members if isinstance(m.target, CallableRegion)]
+    members |= {item for region in regions for item in region.users}
     read = [m for m in members if any(user not in members for user in m.users)]
     return cut_out(members, read, node, varies)
 

@@ -181,6 +181,25 @@ def _(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
     return x.new_empty(shape)
 
 
+@torch.library.custom_op("fxpar::interleave", mutates_args=())
+def interleave(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Rows of a dim of each part in turn, then the next of each; the first parts may
+    have one row more than the others."""
+    rows = sum(x.shape[dim] for x in parts)
+    out = parts[0].new_empty([*parts[0].shape[:dim], rows, *parts[0].shape[dim + 1 :]])
+    for i, x in enumerate(parts):
+        places = torch.arange(i, rows, len(parts), device=x.device)
+        out.index_copy_(dim, places, x)
+    return out
+
+
+@interleave.register_fake
+def _(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    shape = list(parts[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in parts)
+    return parts[0].new_empty(shape)
+
+
 @torch.library.custom_op("fxpar::kept", mutates_args=())
 def kept(x: torch.Tensor) -> torch.Tensor:
     """A copy of a value that is written over later, which no pass takes for ``x``."""

@@ -262,7 +262,11 @@ def _with_batch_apart(
     }
     from_inputs = {v for v in inputs if v is not None}
     for op in ops:
-        moved = {m.dim for m in op.rule.moves if set(m.sources) != set(m.targets)}
+        moved = {
+            m.dim
+            for m in op.rule.moves
+            if set(m.sources) != set(m.targets) and not m.keeps_shares
+        }
         moved |= {w.dim for w in op.rule.windows if w.rows != w.count}
         led = zip(op.tensors, op.rule.tensors, strict=False)
         places = [

@@ -14,6 +14,9 @@ from functools import lru_cache
 
 from fxpar.sharding.mesh import Mesh
 
+# Rows of a dim for each rank, from which on it is none of heads.
+LONG = 8
+
 
 def chunk(rows: int, count: int, i: int) -> tuple[int, int]:
     """(first row, rows) of chunk ``i`` of ``count``."""
@@ -107,15 +110,16 @@ def may_split(
     rows: int, mesh: Mesh, axes: Sequence[str], *, even: bool = False
 ) -> bool:
     """Whether a plan may split a dim so where nobody asked for it: evenly, or unless
-    all is to be ``even``, if there is a row for each rank and one of the axes alone
-    would not divide it either."""
+    all is to be ``even``, if there is a row for each rank, and many for each, or one of
+    the axes alone would not divide it either."""
     if is_even(rows, mesh, axes) or even:
         return is_even(rows, mesh, axes)
     if has_shares(mesh, axes):
         return smallest(rows, mesh, axes) > 0
     if rows < mesh.count(axes):
         return False
-    return any(rows % mesh.axis_size(axis) for axis in mesh.joined(axes))
+    is_long = rows >= LONG * mesh.count(axes)
+    return is_long or any(rows % mesh.axis_size(axis) for axis in mesh.joined(axes))
 
 
 def are_chunks(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:

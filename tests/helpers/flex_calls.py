@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.passes.local import local_flex
+from fxpar.passes.op_by_op import op_by_op
 from fxpar.planning import TracedPlan
 
 
@@ -54,7 +54,7 @@ def _seen(mask: tuple[Any, ...], first: int) -> Callable[..., Tensor]:
     return visible
 
 
-def by_lists(target: Any) -> Any:
+def by_lists(target: Any, *dtype: Any) -> Any:
     """Attention as kernels do it: of queries by lists of keys, of keys by lists of
     queries."""
     if "flex_attention" not in str(target):
@@ -63,7 +63,7 @@ def by_lists(target: Any) -> Any:
     place = 9 if backward else 4
 
     def run(*args: Any) -> Any:
-        op = local_flex.op_by_op(target)
+        op = op_by_op(target)
         mask = args[place]
         results = []
         for first in (2, 6) if backward else (2,):

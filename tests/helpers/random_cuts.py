@@ -1,6 +1,6 @@
 """Random programs of what reads rows of a dim by their places: stencils, rows one by
-one, repeats, lookups in each row, bags, images that are resampled or sampled by a
-grid. ``CutsCase(seed)`` grows them among the statements of ``random_programs``."""
+one or in turn, repeats, lookups in each row, bags, images that are resampled or sampled
+by a grid. ``CutsCase(seed)`` grows them among the statements of ``random_programs``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def repeat(c: Case) -> str | None:
     if c.chance(0.3):
         times = [c.rng.choice((2, 5)), *times]
     return f"{x}.repeat({times})"
+
+
+def in_turn(c: Case) -> str | None:
+    x = c.pick(1, 3, lambda x: max(x.shape) > 0)
+    if x is None:
+        return None
+    shape, d = c.shape(x), c.dim(x, 2) % len(c.shape(x))
+    parts = [x, *(c.float(*shape) for _ in range(c.rng.choice((1, 1, 2, 3))))]
+    c.rng.shuffle(parts)
+    one_less, end = "", ""
+    if c.chance(0.4) and shape[d] > 1:
+        pad = [0, 0] * (len(shape) - 1 - d) + [0, 1]
+        one_less = f"F.pad({parts.pop()}.narrow({d}, 0, {shape[d] - 1}), {pad})"
+        end = f".narrow({d}, 0, {(len(parts) + 1) * shape[d] - 1})"
+    stacked = ", ".join([*parts, *[one_less] * bool(one_less)])
+    return f"torch.stack([{stacked}], {d + 1}).flatten({d}, {d + 1}){end}"
 
 
 def of_each_row(c: Case) -> str | None:
@@ -106,7 +122,7 @@ def sampled(c: Case) -> str | None:
 
 
 CUTS: list[Callable[[Case], str | None]] = [
-    *(stencil, rows_one_by_one, repeat, of_each_row, bags),
+    *(stencil, rows_one_by_one, repeat, in_turn, of_each_row, bags),
     *(resampled, resampled, sampled, sampled),
 ]
 

@@ -340,6 +340,12 @@ for _kind in ("cumsum", "cumprod", "logcumsumexp"):
 _PLACES = _f(8, 4).cummax(0)[1]
 _add("choice_back", _s(_f(8, 4), _PLACES, 0), namespace="fxpar")
 _add("sum_turns", _s(_f(8, 4), 0, 2), _s(_f(3, 12), 1, 3), namespace="fxpar")
+_add(
+    "interleave",
+    _s([_f(8, 4), _f(8, 4)], 0),
+    _s([_f(4, 8, 2), _f(4, 8, 2), _f(4, 7, 2)], 1),
+    namespace="fxpar",
+)
 _add("expert_mm", _s(_tokens, _f(4, 8, 2, 6), _IDS, 2, 0.0), namespace="fxpar")
 _add("expert_mm", _s(_wide, _f(4, 2, 4, 6), _IDS, 2, 0.0), namespace="fxpar")
 _add("expert_outer", _s(_tokens, _wide, _IDS, 4, 2, 0.0), namespace="fxpar")

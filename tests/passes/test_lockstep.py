@@ -3,11 +3,13 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
+import fxpar
 from fxpar.errors import PlanError
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
@@ -17,6 +19,7 @@ from fxpar.sharding.spec import Spec
 
 MESH = Mesh.parse("a=2,b=2")
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+IOTA = torch.ops.prims.iota.default
 
 
 def graph_of(build) -> fx.Graph:
@@ -211,3 +214,17 @@ def test_gather_refuses_replicas_that_differ() -> None:
 def test_gather_takes_nan_for_equal() -> None:
     parts = [torch.tensor([float("nan"), 1.0]) for _ in range(4)]
     assert gather(parts, Spec(None), MESH).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("lies", [("tp", None), (None, "tp")])
+def test_numbers_that_torch_counts_in_compiled_code_alone(lies: Any) -> None:
+    """The rows of an identity matrix of more than 255, as Inductor counts them."""
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.eye(260, dtype=x.dtype)
+
+    x = torch.rand(260, 260, dtype=torch.float64)
+    plan = fxpar.plan(masked, x, mesh="tp=2", in_specs=[lies], mode="propagate")
+    counts = plan.result.normalized.find_nodes(op="call_function", target=IOTA)
+    assert torch.uint16 in {node.kwargs["dtype"] for node in counts}
+    torch.testing.assert_close(plan.simulate(x), masked(x))

@@ -100,6 +100,7 @@ def test_what_may_be_split() -> None:
     assert may(8, "dp", "tp") and may(7, "dp") and may(6, "tp") and may(5, "tp")
     assert not may(1, "dp") and not may(3, "tp")  # no row for each rank
     assert not may(12, "dp", "tp")  # either axis alone divides it
+    assert may(68, "dp", "tp")  # many rows for each rank
     assert shard_sizes.idle(6, mesh, ("tp",)) == 0.25
     assert shard_sizes.idle(8, mesh, ("tp",)) == 0
 

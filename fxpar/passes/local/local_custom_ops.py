@@ -136,6 +136,26 @@ def _sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.Node:
     return build.call(aten.sum.dim_IntList, parts, [dim])
 
 
+def _interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx.Node:
+    """Of rows that all ranks have: those of the parts beside one another, then in one
+    dim, without the rows that the last parts have not."""
+    build, shape = call.build, list(call.local_shape())
+    rows, missing = [], 0
+    for i, x in enumerate(parts):
+        if call.operand_shape(i)[dim] != call.operand_shape(0)[dim]:
+            missing += 1
+            behind = len(shape) - 1 - dim
+            x = build.pad_ends(x, [0, 0] * behind + [0, 1])
+        rows.append(build.call(aten.unsqueeze.default, x, dim + 1))
+    stacked = build.call(aten.cat.default, rows, dim + 1)
+    shape[dim] += missing
+    whole = build.call(aten.reshape.default, stacked, shape)
+    if not missing:
+        return whole
+    cut = build.call(aten.slice.Tensor, whole, dim, 0, shape[dim] - missing)
+    return _contiguous(call, cut)
+
+
 def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
     shapes = call.operand_shape(0), call.operand_shape(1)
     return emit_dot(call.build, lhs, rhs, equation, shapes)
@@ -209,6 +229,7 @@ LOCAL: dict[Any, Localizer] = {
     "fxpar::randint": _random,
     "fxpar::shift": _shift,
     "fxpar::sum_turns": _sum_turns,
+    "fxpar::interleave": _interleave,
     "fxpar::enter_region": _contiguous,
     "fxpar::leave_region": _contiguous,
     "fxpar::collective": _collective,

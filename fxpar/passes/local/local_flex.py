@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch
 from fxpar.passes import collective_nodes
 from fxpar.passes.attention import merge_attention
 from fxpar.passes.builder import Builder, Size
@@ -194,30 +193,6 @@ def own_blocks(
     blocks = call(aten.clone.default, blocks, memory_format=torch.contiguous_format)
     total = call(aten.sum.dim_IntList, flags, [-1])
     return build.cast(total, number.meta["val"].dtype), blocks
-
-
-def op_by_op(target: Any) -> Any:
-    """What to call for an op outside of Inductor: the op itself, save for the backward
-    of flex_attention, which (torch 2.13) gives gradients of captured tensors only where
-    these require them as they are run."""
-    if _torch.aot.higher_order_name(target) == "higher_order::flex_attention_backward":
-
-        def run(*args: Any) -> Any:
-            return _with_gradients(target, *args)
-
-        return run
-    return target
-
-
-def _with_gradients(target: Any, *args: Any) -> Any:
-    joint, captured = args[8], args[12] if len(args) > 12 else ()
-    (results,) = joint.graph.output_node().args
-    operands = [
-        x if grad is None else x.detach().requires_grad_()
-        for x, grad in zip(captured, results[5:], strict=True)
-    ]
-    with torch.no_grad():
-        return target(*args[:12], tuple(operands), *args[13:])
 
 
 LOCAL: dict[Any, Localizer] = {

@@ -178,6 +178,7 @@ _OWN = (
     torch.ops.fxpar.scan_back.default,
     torch.ops.fxpar.choice_back.default,
     torch.ops.fxpar.sum_turns.default,
+    torch.ops.fxpar.interleave.default,
     torch.ops.fxpar.enter_region.default,
     torch.ops.fxpar.leave_region.default,
     torch.ops.fxpar.collective.default,

@@ -60,11 +60,11 @@ def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
         elif node.target is aten.slice.Tensor:
             shifted = of_one_part(node, dim, rewriter)
         # What is not read is dropped with all that is dead.
-        if shifted is not None and _can_be_read_for(shifted, node):
+        if shifted is not None and can_be_read_for(shifted, node):
             rewriter.replace(node, shifted)
 
 
-def _can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
+def can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
     """Whether nothing but the two themselves lies in memory otherwise with a shift in
     the place of a node. A slice of what was padded skips over memory, a shift does not;
     what is made of either point by point does not."""

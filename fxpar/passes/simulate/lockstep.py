@@ -19,8 +19,8 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import body_of, bound_body, module_of
-from fxpar.passes.local.local_flex import op_by_op
 from fxpar.passes.lower import LOWERINGS
+from fxpar.passes.op_by_op import op_by_op
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.simulate.emulate_collectives import (
     ON_DIMS,
@@ -244,7 +244,7 @@ def _value_on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
 
 def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_on(env, rank))
-    return op_by_op(node.target)(*args, **kwargs)
+    return op_by_op(node.target, kwargs.get("dtype"))(*args, **kwargs)
 
 
 def _identity(value: Any) -> Any:

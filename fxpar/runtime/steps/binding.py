@@ -22,8 +22,8 @@ from fxpar.passes import custom_ops, size_nodes
 from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
 from fxpar.passes.local import own_shard
-from fxpar.passes.local.local_flex import op_by_op
 from fxpar.passes.moved_rows import bound_exchange
+from fxpar.passes.op_by_op import op_by_op
 from fxpar.passes.order.bucket_collectives import LARGEST, whole_bytes
 from fxpar.passes.rank_sizes import is_size, is_uneven, restate
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
@@ -127,7 +127,7 @@ def bind(
         if inductor and node.op == "call_function":
             target, args = _as_inductor(node, args)
         elif node.op == "call_function":
-            target = op_by_op(target)
+            target = op_by_op(target, kwargs.get("dtype"))
         if uneven and node.target is _PAD and not any(args[1]):
             bound[node] = args[0]  # it holds what is to be had
             continue

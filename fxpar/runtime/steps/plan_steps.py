@@ -24,7 +24,7 @@ from fxpar.passes.builder import shape_of
 from fxpar.passes.experts.expert_ops import room_of
 from fxpar.passes.experts.group_rows import SentRows
 from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
-from fxpar.passes.normalize import interleaved_rows
+from fxpar.passes.normalize import interleaved_rows, rows_in_turn
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.body_seeds import refuse_draws
 from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
@@ -134,10 +134,6 @@ def split_batch(state: JointState) -> None:
     keep_batch_apart(state.graph, state.rewriter, splits)
 
 
-# Rows of a dim for each rank, from which on it is none of heads.
-_LONG = 8
-
-
 def interleave_rows(state: JointState) -> None:
     """Rows that are repeated one by one are split into shards that are not alike."""
     mesh = state.request.mesh
@@ -146,9 +142,21 @@ def interleave_rows(state: JointState) -> None:
 
     def splits(rows: int) -> bool:
         divides = (shard_sizes.divides(rows, mesh, (axis,)) for axis in mesh.names)
-        return rows >= _LONG * mesh.size and not all(divides)
+        return rows >= shard_sizes.LONG * mesh.size and not all(divides)
 
     interleaved_rows.interleave_rows(state.graph, state.rewriter, splits)
+
+
+def take_rows_in_turn(state: JointState) -> None:
+    """Rows of several tensors in turn are split into shards that are not alike."""
+    mesh = state.request.mesh
+    if state.open or mesh.size == 1:
+        return
+
+    def splits(rows: int) -> bool:
+        return not shard_sizes.divides(rows, mesh, mesh.names)
+
+    rows_in_turn.take_rows_in_turn(state.graph, state.rewriter, splits)
 
 
 def place_experts(state: JointState) -> None:

@@ -32,6 +32,7 @@ from fxpar.sharding.factors import (
     Rule,
 )
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.rules.moved_dims import moved, resized
 from fxpar.sharding.rules.order import scan
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import Row, at, make, names, row, whole, words_of
@@ -79,6 +80,16 @@ def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
     """A rank sums those of its rows that are one; of the dim it has a part of all."""
     words = words_of(x)
     return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
+
+
+def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
+    """Row ``i`` of the last of ``k`` parts is row ``i * k + k - 1`` of the result."""
+    pieces = [
+        RowPiece(i, 0, x.shape[dim], at=i, stride=len(parts))
+        for i, x in enumerate(parts)
+    ]
+    whole = resized(parts[0], dim, sum(x.shape[dim] for x in parts))
+    return moved(parts, [whole], {dim: pieces})
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
@@ -209,6 +220,7 @@ ROWS: dict[Any, Row] = {
     "fxpar::scan_back": row(_scan_back),
     "fxpar::choice_back": row(_choice_back, linear="0"),
     "fxpar::sum_turns": row(_sum_turns, linear="0"),
+    "fxpar::interleave": row(_interleave, movement="0"),
     "fxpar::enter_region": row(_enter),
     "fxpar::leave_region": row(_leave),
     "fxpar::collective": row(_collective),

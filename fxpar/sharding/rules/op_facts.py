@@ -132,6 +132,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
         "prims",
         moves=True,
     ),
+    _each("interleave", "fxpar", copies=True, moves=True),
     _each("split split_with_sizes", splits=True),
     _each("mul div", scales=True),
     _each(

@@ -56,6 +56,17 @@ def is_few(rows: int, of: int) -> bool:
     return _FEW * rows <= of
 
 
+# So many rows that lie apart all over a dim lie on all ranks. (With fewer rows than
+# ranks the dim would be gathered.)
+_MANY = 64
+
+
+def is_summed(rows: int, of: int, step: int) -> bool:
+    """Whether ranks sum the rows of a slice, rather than exchange them."""
+    is_all_over = rows >= _MANY and not is_few(step * rows, of)
+    return is_few(rows, of) and not is_all_over
+
+
 def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Rule:
     """So many rows of a dim."""
     # A sum over ranks has no meaning for booleans.
@@ -98,7 +109,7 @@ def slice_(
         return broadcast(x)
     positions = range(n)[start:end:step]
     rows = len(positions)
-    if is_few(rows, n) and x.dtype != torch.bool:
+    if is_summed(rows, n, step) and x.dtype != torch.bool:
         return _cut_rows(x, dim, rows)
     return _sliced(x, at(dim, x.ndim), [rows], [positions.start], step)
 
