@@ -137,13 +137,24 @@ def _infiniband(bandwidth: float, *, shared: bool = False) -> Level:
 
 
 _HOPPER = (
-    # NVIDIA H100 and H200 data sheets, SXM, without sparsity.
-    ("float64", _matrix(66.9e12)),
-    ("float32", _vector(66.9e12)),
-    ("tf32", _matrix(494.7e12)),
-    ("bfloat16", _matrix(989.4e12)),
-    ("float16", _matrix(989.4e12)),
+    # Measured by calibrate on an H100 (SXM, 80 GB; torch 2.11), rounded, but for tf32,
+    # of which products of all sizes were too few, and float8: NVIDIA's data sheet,
+    # without sparsity. Of attention by heads of 64 and 128: what wider ones reach is a
+    # guess of the fit.
+    ("float64", Peak(60.6e12, 1.0, 3.3e8, 40.0)),
+    ("float32", Peak(48.4e12, 1.0, 4.4e8, 11.0)),
+    ("tf32", _matrix(494.7e12, 0.85)),
+    ("bfloat16", Peak(817e12, 1.0, 3.5e9, 93.0)),
+    ("float16", Peak(773e12, 1.0, 3.3e9, 59.0)),
     ("float8", _matrix(1978.9e12)),
+    *(
+        (f"{dtype} attention{phase}", peak)
+        for dtype in ("bfloat16", "float16")
+        for phase, peak in (
+            ("", Peak(1.7e15, 1.0, 8.3e9, 211.0)),
+            (" backward", Peak(546e12, 1.0, 1.7e10, 3.0)),
+        )
+    ),
 )
 _AMPERE = (
     # NVIDIA A100 data sheet, without sparsity.
@@ -213,10 +224,16 @@ _FLEXFLOW_K80 = (
 )
 
 
+# Seconds of a launch, in a compiled program from one tiny kernel to the next, and by
+# the host: measured by calibrate on an H100; before it estimates.
+_LAUNCHES, _OLDER_LAUNCHES = (2e-6, 6.5e-6), (2.5e-6, 6e-6)
+
+
 def _gpu(
     name: str, peaks: Any, bandwidth: float, mib: int, levels: Any, about: str
 ) -> Hardware:
-    return Hardware(name, peaks, bandwidth, mib * _MIB, 2.5e-6, 6e-6, levels, about)
+    launches = _LAUNCHES if peaks is _HOPPER else _OLDER_LAUNCHES
+    return Hardware(name, peaks, bandwidth, mib * _MIB, *launches, levels, about)
 
 
 def _tpu(name: str, flops: float, bandwidth: float, mib: int, link: float) -> Hardware:
@@ -230,7 +247,7 @@ def _tpu(name: str, flops: float, bandwidth: float, mib: int, link: float) -> Ha
 
 # Bandwidth of memory: of the data sheet's figure 0.9, as an H200 copies (4.3 of 4.8
 # TB/s), or 0.88, as V100s update Adam's state (792 of 900 GB/s, CoCoNeT); for older
-# devices an estimate. Size: as nvidia-smi says. Launches on GPUs are estimates.
+# devices an estimate; an H100 copies 3.0 TB/s. Size: as nvidia-smi says.
 # TPUs: AccPar has 180 and 420 TFLOP/s for boards of 4 chips (Google now says 123 for a
 # chip of v3). Jouppi et al., Communications of the ACM, July 2020: memory of 700 and
 # 900 GB/s, links of 496 and 656 Gbit/s, which agrees with Google's 340 TB/s of
