@@ -7,6 +7,7 @@ not. Then every graph that a sharded model really compiles.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -71,6 +72,18 @@ def test_a_dead_wait_goes_with_its_chain(sketch: Sketch) -> None:
     drop_unread(sketch.graph)
     assert sketch.order() == ["exp", "reduce_1", "wait_2"]
     check_equal(sketch.run(), want)
+
+
+def test_a_dead_draw_of_several_values_goes(sketch: Sketch) -> None:
+    """A partitioner repeats it in a backward, as attention with dropout, and the next
+    step would draw others than one device does."""
+    x = sketch.input(4, 4)
+    dead = sketch.call(aten.sin, x)
+    sketch.call(aten.native_dropout, dead, 0.5, True)
+    read = sketch.call(aten.native_dropout, x, 0.5, True)
+    sketch.output(sketch.graph.call_function(operator.getitem, (read, 0)))
+    drop_unread(sketch.graph)
+    assert sketch.order() == ["native_dropout_1", "getitem"]
 
 
 def test_a_wait_that_is_read_stays(sketch: Sketch) -> None:
