@@ -44,7 +44,13 @@ from fxpar.runtime import stage_times
 from fxpar.runtime.default_device import on_cpu_by_default
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.stage_times import stage
-from fxpar.runtime.steps import lowering_steps, plan_steps, stage_steps, tune_schedule
+from fxpar.runtime.steps import (
+    lowering_steps,
+    normalize_steps,
+    plan_steps,
+    stage_steps,
+    tune_schedule,
+)
 from fxpar.runtime.steps.pipeline_state import (
     JointState,
     PhaseState,
@@ -102,28 +108,28 @@ def _of_phase(row: PhasePass, stage: str = "") -> PipelineStep:
 
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
-    _always("show_bodies", plan_steps.show_bodies),
-    _may("share_by_speed", plan_steps.share_by_speed),
-    _always("absorb_regions", plan_steps.absorb_regions),
-    _always("refuse_body_draws", plan_steps.refuse_body_draws),
-    _always("count_loop_steps", plan_steps.count_loop_steps),
+    _always("show_bodies", normalize_steps.show_bodies),
+    _may("share_by_speed", normalize_steps.share_by_speed),
+    _always("absorb_regions", normalize_steps.absorb_regions),
+    _always("refuse_body_draws", normalize_steps.refuse_body_draws),
+    _always("count_loop_steps", normalize_steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("causal_masks", _rewrite(causal_masks)),
     _may("find_shifts", _rewrite(find_shifts)),
     _may("find_backward_scans", _rewrite(find_backward_scans)),
     _may("part_repeats", _rewrite(part_repeats)),
-    _may("interleave_rows", plan_steps.interleave_rows),
-    _may("take_rows_in_turn", plan_steps.take_rows_in_turn),
+    _may("interleave_rows", normalize_steps.interleave_rows),
+    _may("take_rows_in_turn", normalize_steps.take_rows_in_turn),
     _may("join_cuts", _rewrite(join_cuts)),
-    _may("experts_in_place", plan_steps.place_experts),
+    _may("experts_in_place", normalize_steps.place_experts),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
-    _may("keep_batch_apart", plan_steps.split_batch),
+    _may("keep_batch_apart", normalize_steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
     _may("split_fused_experts", _rewrite(split_fused_experts)),
     _may("stack_by_dim", _rewrite(normalize.stack_by_dim)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),
-    _always("drop_dead", plan_steps.drop_dead, "normalized"),
+    _always("drop_dead", normalize_steps.drop_dead, "normalized"),
     _always("look_up_plan", plan_steps.look_up_plan),
     _may("join_pool_gradients", plan_steps.join_pool_gradients),
     _may("expand_moments", plan_steps.expand_moments),

@@ -241,7 +241,7 @@ class TracedPlan(Plan):
         return self._returned(self.outcome(*args, **kwargs))
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``simulate`` must return: the traced one-device graph, run."""
+        """What ``simulate`` must return: the normalized one-device graph, run."""
         return self._returned(self.reference_outcome(*args, **kwargs))
 
     def outcome(self, *args: Any, **kwargs: Any) -> Outcome:

@@ -1,252 +1,52 @@
-"""Steps of the pipeline from the traced graph to its plan, and the plan as data.
+"""Steps of the pipeline from the normalized graph to its plan, and the plan as data.
 
-In: a ``JointState``. Out: the same state, its graph normalized, a decision in it, and
-at the end the ``Plan``. Every rank does the same but in ``look_up_plan`` and
-``keep_plan``, which know a disk. The order is ``fxpar.pipeline``'s.
+In: a ``JointState``. Out: the same state, its moments and pools in the form that its
+decision is of, and at the end the ``Plan``. Every rank does the same but in
+``look_up_plan`` and ``keep_plan``, which know a disk. The order is ``fxpar.pipeline``'s.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
-import torch
 from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.fusion.collective_window import shapes_of
-from fxpar.passes import graph_bodies, size_nodes
-from fxpar.passes.builder import shape_of
-from fxpar.passes.experts.expert_ops import room_of
-from fxpar.passes.experts.group_rows import SentRows
-from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
-from fxpar.passes.normalize import interleaved_rows, rows_in_turn
+from fxpar.passes import size_nodes
 from fxpar.passes.normalize import normalize_ops as normalize
-from fxpar.passes.normalize.body_seeds import refuse_draws
-from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.regions import manual_regions
-from fxpar.passes.regions.region_ops import EDGES
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
-from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
-from fxpar.sharding import plan_facts, shard_sizes
+from fxpar.sharding import plan_facts
 from fxpar.sharding.choose_mesh import balanced, decide_on
 from fxpar.sharding.choose_stages import (
     choose_with_stages,
     decide_in_stages,
     split_evenly,
 )
-from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.decide import UNNAMED
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program
-from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
-from fxpar.sharding.refine_mesh import by_speed, refine
+from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 
 log = logging.getLogger("fxpar")
-
-
-def share_by_speed(state: JointState) -> None:
-    """Unlike ranks get shares of what the batch axes split."""
-    if state.request.meshes:
-        return
-    regions = any(n.target in EDGES for n in state.graph.nodes)
-    state.rows = 0 if state.open else _first_rows(state)
-    mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
-    state.request = state.request.on(mesh)
-
-
-def _first_rows(state: JointState) -> int:
-    """Rows of dim 0 of the first plain input that has some: the batch's."""
-    nodes = state.graph.find_nodes(op="placeholder")
-    for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
-        value = node.meta.get("val")
-        if declared.kind == "input" and isinstance(value, torch.Tensor) and value.dim():
-            return int(value.shape[0])
-    return 0
-
-
-def absorb_regions(state: JointState) -> None:
-    """Manual regions are checked, their collectives named."""
-    request = state.request
-    if state.open and any(n.target in EDGES for n in state.graph.nodes):
-        raise PlanError("the sizes in manual regions are known")
-    manual_regions.absorb_regions(
-        state.graph,
-        state.fake_mode,
-        request.mesh,
-        bodies=request.bodies,
-        is_open=bool(request.meshes),
-    )
-
-
-def show_bodies(state: JointState) -> None:
-    graph_bodies.show_bodies(state.graph, state.graph.owning_module)
-    if state.open and any(map(graph_bodies.body_of, state.graph.nodes)):
-        raise PlanError("the sizes in branches and loops are known")
-
-
-def refuse_body_draws(state: JointState) -> None:
-    """Bodies draw what seeds say, which they take as operands."""
-    refuse_draws(state.graph)
-
-
-def count_loop_steps(state: JointState) -> None:
-    """Loops whose number of steps depends on data get a nominal one."""
-    count_steps(state.graph, state.fake_mode)
-
-
-def split_batch(state: JointState) -> None:
-    """A batch that its axes do not divide, or whose sequence is split, stays a dim of
-    its own."""
-    if state.open:  # they divide those that a plan may split
-        return
-    mesh = state.request.mesh
-    axes, along, unlike = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
-    may_split = partial(shard_sizes.may_split, even=state.request.pipeline is not None)
-
-    def splits(rows: int, behind: int) -> bool:
-        if along and rows > 1 and may_split(behind, mesh, along):
-            return True
-        # Of unlike ranks a search may choose the shares.
-        even = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
-        return not even and may_split(rows, mesh, axes)
-
-    keep_batch_apart(state.graph, state.rewriter, splits)
-
-
-def interleave_rows(state: JointState) -> None:
-    """Rows that are repeated one by one are split into shards that are not alike."""
-    mesh = state.request.mesh
-    if state.open or mesh.size == 1:
-        return
-
-    def splits(rows: int) -> bool:
-        divides = (shard_sizes.divides(rows, mesh, (axis,)) for axis in mesh.names)
-        return rows >= shard_sizes.LONG * mesh.size and not all(divides)
-
-    interleaved_rows.interleave_rows(state.graph, state.rewriter, splits)
-
-
-def take_rows_in_turn(state: JointState) -> None:
-    """Rows of several tensors in turn are split into shards that are not alike."""
-    mesh = state.request.mesh
-    if state.open or mesh.size == 1:
-        return
-
-    def splits(rows: int) -> bool:
-        return not shard_sizes.divides(rows, mesh, mesh.names)
-
-    rows_in_turn.take_rows_in_turn(state.graph, state.rewriter, splits)
-
-
-def place_experts(state: JointState) -> None:
-    """Tokens sorted by expert are computed where they lie."""
-    mesh, notes = state.request.mesh, []
-    axes = state.request.expert_axes
-
-    def groups(experts: int) -> int:
-        count = mesh.count(axes)
-        if experts % count:
-            notes.append(
-                f"{experts} experts are not split over {'+'.join(axes)} ({count} "
-                "ranks): each rank has all of them"
-            )
-        return 1 if experts % count else count
-
-    room = state.request.expert_room or 0.0
-    ways = ExpertWays(groups, room, partial(_sent, state.request, notes.append))
-    notes += experts_in_place(state.graph, state.rewriter, ways)
-    state.notes += tuple(dict.fromkeys(notes))
-
-
-_NO_SIZES = "no host waits for sizes on this device: rows are sent to experts in slots"
-
-
-def _sent(
-    request: Request,
-    note: Callable[[str], None],
-    key: fx.Node,
-    copies: int,
-    nbytes: int,
-    groups: int,
-) -> SentRows | None:
-    """How rows are sent to groups of experts, where that takes less time than to gather
-    the tokens, or is asked for; None: these are gathered."""
-    mesh, exchange = request.mesh, request.expert_exchange
-    tokens, axes = shape_of(key)[0] // copies, request.expert_axes
-    parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
-    if exchange == "gather" or tokens % parts or sequence_axes(mesh):
-        return None
-    may_be_exact = key.meta["val"].device.type == "cpu"
-    if exchange == "exact" and not may_be_exact:
-        note(_NO_SIZES)
-    if exchange == "auto":
-        sizes = tokens, copies, nbytes, groups, parts
-        exchange = _fastest_exchange(request, may_be_exact, *sizes)
-    if exchange == "gather":
-        return None
-    microbatches = parts * parts_of(request)
-    sources = parts if tokens % microbatches else microbatches
-    return SentRows(sources, exchange == "exact" and may_be_exact)
-
-
-def _fastest_exchange(
-    request: Request,
-    may_be_exact: bool,
-    tokens: int,
-    copies: int,
-    nbytes: int,
-    groups: int,
-    parts: int,
-) -> str:
-    """The way of ``expert_exchange`` that takes the least time: bytes sent, and those
-    that a rank then reads and writes. Exact numbers are for hosts that compute: named,
-    or of a program that runs here."""
-    mesh, room, axes = request.mesh, request.expert_room, request.expert_axes
-    named, runs = request.named_hardware, request.rank is not None
-    hardware = named or lookup("cpu" if may_be_exact and runs else UNNAMED)
-    priced, part_bytes = hardware.on(mesh), tokens // parts * nbytes
-    rows = part_bytes * copies
-
-    def exchanged(nbytes: float) -> float:
-        return 2 * float(along("all_to_all", priced, axes).seconds(nbytes))
-
-    seconds = {
-        "gather": along("all_gather", priced, axes).seconds(part_bytes)
-        + along("reduce_scatter", priced, axes).seconds(part_bytes * groups)
-    }
-    if room is not None:
-        slots = room_of(tokens * copies, groups, parts, room) * groups * nbytes
-        seconds["all_to_all"] = exchanged(slots)
-    if may_be_exact and hardware.beside:
-        seconds["gather"] += 2 * hardware.streaming(2 * rows * groups)
-        seconds["exact"] = exchanged(rows) + 2 * hardware.streaming(2 * rows)
-    return min(seconds, key=seconds.__getitem__)
-
-
-def drop_dead(state: JointState) -> None:
-    state.graph.eliminate_dead_code()
-    state.graph.lint()
 
 
 def look_up_plan(state: JointState) -> None:
