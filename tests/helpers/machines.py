@@ -21,6 +21,12 @@ def machine() -> Hardware:
     )
 
 
+def products_alone(hardware: Hardware) -> Hardware:
+    """The same with attention and convolutions as fast as products are."""
+    peaks = tuple((name, peak) for name, peak in hardware.peaks if " " not in name)
+    return replace(hardware, peaks=peaks)
+
+
 def ideal_gpu(link: float, peak: float, memory: float) -> Hardware:
     """A GPU with no latencies: bytes/s of its link, flops/s in bfloat16, bytes/s of its
     memory."""
