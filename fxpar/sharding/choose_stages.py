@@ -47,8 +47,8 @@ from fxpar.sharding.try_stages import (
     priced,
 )
 
-# By how much stages must be faster: nothing overlaps in either price, and a pipeline
-# has more that is not in it.
+# By how much stages must be faster, and twice as many microbatches: nothing overlaps in
+# either price, a pipeline has more that is not in it, and microbatches are unrolled.
 PAYS = 0.05
 
 # Shares of the seconds: after the first no mesh is glanced at for the first time, after
@@ -60,9 +60,6 @@ _SHORT = 1.0
 
 # With an estimate so many times as long as a plan that is there, a mesh waits.
 _FAR = 1.25
-
-# By how much more microbatches must be faster.
-_GAIN = 0.01
 
 # Microbatches for each place, as many as the batch has for all axes of its own.
 PARTS_A_PLACE = (8, 4, 2, 1)
@@ -266,13 +263,13 @@ def _with_other_parts(
     bar: float,
     end: float,
 ) -> list[_MeshTry]:
-    """Meshes with twice as many microbatches, as often as that is faster: more of them
-    wait less, and hold less, so that stages may be more equal. Those that promise most
-    come first. The best, unless it has more than it began with, with half as many."""
+    """Meshes with twice as many microbatches, as often as that pays: more of them wait
+    less, and hold less, so that stages may be more equal. Those that promise most come
+    first. The best, unless it has more than it began with, with half as many."""
     out = list(tries)
     for i in sorted(range(len(out)), key=lambda i: _doubled(out[i])):
-        while _doubled(out[i]) < _bar(out, bar) * (1 - _GAIN):
-            other = _with_parts(out[i], 2.0, staged, options, end)
+        while _doubled(out[i]) < _bar(out, bar) * (1 - PAYS):
+            other = _with_parts(out[i], 2.0, staged, options, 1 - PAYS, end)
             if other is out[i]:
                 break
             out[i] = other
@@ -280,7 +277,7 @@ def _with_other_parts(
     while out and (choice := out[best].choice):
         if choice.step.parts > out[best].parts or choice.step.parts <= 2:
             break
-        other = _with_parts(out[best], 0.5, staged, options, end)
+        other = _with_parts(out[best], 0.5, staged, options, 1.0, end)
         if other is out[best]:
             break
         out[best] = other
@@ -301,15 +298,17 @@ def _with_parts(
     times: float,
     staged: StagedProgram,
     options: SearchOptions,
+    share: float,
     end: float,
 ) -> _MeshTry:
-    """A mesh with so many times as many microbatches, if that is faster and the batch
-    has them."""
+    """A mesh with so many times as many microbatches, if the batch has them and a step
+    takes less than this ``share`` of what it took."""
     assert x.choice is not None, "a plan to compare with"
     parts = int(x.choice.step.parts * times)
     if time.perf_counter() > end or staged.cut.rows % parts:
         return x
-    return x.after(attempt(staged, x.choice.request, options, parts, x.seconds))
+    bar = share * x.seconds
+    return x.after(attempt(staged, x.choice.request, options, parts, bar))
 
 
 def _searched(
