@@ -323,11 +323,11 @@ def _searched(
     ``end``: of those that have a plan, and those of which nothing is known."""
     out = list(tries)
     for i in sorted(range(len(out)), key=lambda i: (out[i].seconds, out[i].estimate)):
-        x, left = out[i], end - time.perf_counter()
+        x, seconds = out[i], end - time.perf_counter()
         unfit = x.trial is not None and not (x.trial.choice or x.trial.too_large)
-        if x.loses or unfit or (left < 0 and _best(out)):
+        if x.loses or unfit or (seconds < 0 and _best(out)):
             continue
-        here = replace(options, seconds=min(options.seconds, max(left, _SHORT)))
+        here = replace(options, seconds=min(options.seconds, max(seconds, _SHORT)))
         if x.choice is None:
             on = request.on(x.mesh)
             trial = attempt_in_memory(staged, on, here, x.parts, end, _bar(out, bar))
@@ -342,13 +342,13 @@ def _searched(
 
 def _listed(tries: Sequence[_MeshTry]) -> str:
     """What was tried, as a note."""
-    tried = [x for x in tries if x.trial]
-    texts = ", ".join(f"{x.mesh} {x.trial.text}" for x in tried if x.trial)
-    lost = sum(x.loses for x in tries)
-    left = len(tries) - len(tried) - lost
-    counts = [f"{len(tried)} of {len(tries)} meshes tried"]
-    counts += [f"{lost} cannot be faster"] if lost else []
-    counts += [f"{left} left out for want of time"] if left else []
+    with_trial = [x for x in tries if x.trial]
+    texts = ", ".join(f"{x.mesh} {x.trial.text}" for x in with_trial if x.trial)
+    losers = sum(x.loses for x in tries)
+    rest = len(tries) - len(with_trial) - losers
+    counts = [f"{len(with_trial)} of {len(tries)} meshes tried"]
+    counts += [f"{losers} cannot be faster"] if losers else []
+    counts += [f"{rest} left out for want of time"] if rest else []
     return f"stages: {texts}{'; ' if texts else ''}{', '.join(counts)}"
 
 

@@ -119,12 +119,12 @@ def cut_chain(
     for slack in _SLACK:
         bound = least * slack * (1 + 1e-9)
         ends = _cheapest([np.where(x <= bound, sent, np.inf) for x in works])
-        taken = [
+        stage_seconds = [
             float(x[i, j])
             for x, (i, j) in zip(works, itertools.pairwise(ends), strict=True)
         ]
-        slowest, crossed = max(taken), [float(sent[i]) for i in ends]
-        cycle = max(slowest, *crossed, *_rounds(taken, max(crossed), memory))
+        slowest, crossed = max(stage_seconds), [float(sent[i]) for i in ends]
+        cycle = max(slowest, *crossed, *_rounds(stage_seconds, max(crossed), memory))
         total = sum(crossed) + (microbatches - 1) * cycle + slowest
         if total < best:
             best, best_ends = total, ends
@@ -132,14 +132,16 @@ def cut_chain(
 
 
 def _rounds(
-    taken: Sequence[float], sending: float, memory: StageMemory | None
+    stage_seconds: Sequence[float], sending: float, memory: StageMemory | None
 ) -> Iterator[float]:
     """Of each stage, seconds from one microbatch to the next if it waits for those that
     it holds: one goes to the last stage and comes back before another is taken."""
     if memory is None:
         return
     for stage, flying in enumerate(memory.in_flight):
-        there_and_back = sum(taken[stage:]) + sending * (len(taken) - 1 - stage)
+        there_and_back = sum(stage_seconds[stage:]) + sending * (
+            len(stage_seconds) - 1 - stage
+        )
         yield there_and_back / max(flying, 1.0)
 
 

@@ -185,12 +185,12 @@ def path(
     behind = [d > first for d in range(len(shape))]
     if not np.isfinite(cost[node, end]):
         return None
-    out, passed = list[Step](), set[int]()
+    out, behind_us = list[Step](), set[int]()
     while node != end:
         best = None
-        passed.add(node)  # links that cost nothing lead round in circles
+        behind_us.add(node)  # links that cost nothing lead round in circles
         for _, to, share, move in _leaving(mesh, len(shape))[node]:
-            if to in passed:
+            if to in behind_us:
                 continue
             spent = seconds(move, mesh, nbytes * share, behind)
             total = spent + cost[to, end] if np.isfinite(cost[node, to]) else math.inf

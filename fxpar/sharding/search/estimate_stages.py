@@ -54,16 +54,16 @@ class StagesEstimate:
         room = _ROOM * budget - self.resting / size
         exchange, least = math.inf, self.used / places / max(room, 1.0)
         for count in range(len(axes) + 1):
-            for split in itertools.combinations(range(len(axes)), count):
-                sizes = [axes[i][1] for i in split]
+            for chosen_axes in itertools.combinations(range(len(axes)), count):
+                sizes = [axes[i][1] for i in chosen_axes]
                 ways = math.prod(sizes)
                 apart = inner // ways
                 if ways < inner and (ways < least or self.rows // parts % apart):
                     continue
                 nbytes = self.exchanged / places / apart
-                on = [links[i] for i in split]
-                taken = collectives.seconds("all_reduce", sizes, on, nbytes)
-                exchange = min(exchange, taken if sizes else 0.0)
+                on = [links[i] for i in chosen_axes]
+                seconds = collectives.seconds("all_reduce", sizes, on, nbytes)
+                exchange = min(exchange, seconds if sizes else 0.0)
         return least_staged(
             self.arithmetic / inner / parts + exchange * places / parts, places, parts
         )
@@ -73,9 +73,9 @@ def estimate_stages(
     program: Program, cut: BatchCut, live: Sequence[Entry], arithmetic: float
 ) -> StagesEstimate:
     """``live``: of the whole batch; ``arithmetic``: seconds on one device."""
-    held = PartProgram(program, cut, 1).held(live)
+    entries = PartProgram(program, cut, 1).held(live)
     nbytes = {
-        kind: float(sum(entry.nbytes for entry in held if entry.kind == kind))
+        kind: float(sum(entry.nbytes for entry in entries if entry.kind == kind))
         for kind in ("parameter", "optimizer", "gradient", "accumulated")
     }
     return StagesEstimate(
