@@ -366,13 +366,14 @@ def chosen_of(
     return choice, note
 
 
-def test_as_many_microbatches_as_pay() -> None:
-    """Where nothing has a fixed price the bubble decides: each rank gets one row at a
-    time. Where a kernel does, fewer."""
-    choice, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=0.0), 4)
-    assert choice is not None and choice.step.parts == ROWS
-    dear, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=1e-2), 4)
-    assert dear is not None and dear.step.parts < ROWS / 4
+def test_as_many_microbatches_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages take 5/4, 9/8, 17/16 of their arithmetic in 4, 8, 16 parts; another
+    3 % do not pay. Where a kernel has a price of its own, fewer do."""
+    monkeypatch.setattr(choose_stages, "PARTS_A_PLACE", (2, 1))
+    choice, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=0.0), 2)
+    assert choice is not None and choice.step.parts == 16
+    dear, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=1e-2), 2)
+    assert dear is not None and dear.step.parts < 4
 
 
 def test_the_note_says_how_many_meshes_were_tried() -> None:
