@@ -115,12 +115,12 @@ def open_meshes(program: Program, request: Request) -> tuple[Mesh, ...]:
             fix="set FXPAR_PLAN=search, or name the axes: FXPAR_MESH=dp="
             f"{request.mesh.size}",
         )
-    if _names_axes(program, request):
+    if names_axes(program, request):
         return request.meshes
     return unlike(request.meshes, request.mode.hardware)
 
 
-def _names_axes(program: Program, request: Request) -> bool:
+def names_axes(program: Program, request: Request) -> bool:
     """Whether anything but the plan says which axis splits what."""
     signature = request.laid
     rests = [declared.rest for declared in signature.inputs]

@@ -1,10 +1,11 @@
 """Stages along a pipeline axis, where a search may choose them: mesh and microbatches.
 
 In: a Program, a Request with ``staged`` meshes, and the Decision on the best mesh
-without stages. Out: the faster of both, and its Request. The plan of a stage is
-searched once for each mesh and number of microbatches, for one part of the batch on all
-stages together, and cut (``search.price_stages``). What cannot win is not searched: no
-pipeline beats its bubble with perfectly shared arithmetic. Never looks at graphs.
+without stages. Out: the faster of both, and its Request. Every mesh is glanced at: a
+plan whose layers that repeat are alike takes a fraction of a search, and its stages are
+the more equal for it. The best of these are tried with other numbers of microbatches,
+and searched. What cannot win is not tried: no pipeline beats its bubble with perfectly
+shared arithmetic. ``try_stages`` has one mesh; never looks at graphs.
 """
 
 from __future__ import annotations
@@ -14,47 +15,54 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxpar.errors import HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.choose_mesh import ALIKE, decide_on, fastest, ms, search_of
-from fxpar.sharding.cost.program_kernels import kernels_of
+from fxpar.errors import PlanError
+from fxpar.sharding.choose_mesh import (
+    ALIKE,
+    decide_on,
+    fastest,
+    ms,
+    names_axes,
+    search_of,
+)
+from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_schedule import stage_places
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
-from fxpar.sharding.refine_mesh import refine
-from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
-from fxpar.sharding.search.least_memory import least_bytes, whole_entries
-from fxpar.sharding.search.memory_constraints import Entry
-from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
-from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from fxpar.sharding.search.batch_parts import BatchCut
+from fxpar.sharding.search.estimate_stages import estimate_stages
+from fxpar.sharding.search.least_memory import whole_entries
+from fxpar.sharding.search.mesh_candidates import unlike
+from fxpar.sharding.search.price_stages import StagedStep, least_staged
+from fxpar.sharding.search.run_search import SearchOptions
+from fxpar.sharding.try_stages import (
+    StagedChoice,
+    StagedProgram,
+    StagedTrial,
+    attempt,
+    attempt_in_memory,
+    one_part,
+    parts_in_memory,
+    priced,
+)
 
-# By how much stages must be faster: nothing overlaps in either price, and a pipeline
-# has more that is not in it.
+# By how much stages must be faster, and twice as many microbatches: nothing overlaps in
+# either price, a pipeline has more that is not in it, and microbatches are unrolled.
 PAYS = 0.05
+
+# Shares of the seconds: after the first no mesh is glanced at for the first time, after
+# the second none with other numbers of microbatches.
+_GLANCES, _PARTS = 0.55, 0.75
+
+# Seconds of a search that begins late, at least.
+_SHORT = 1.0
+
+# With an estimate so many times as long as a plan that is there, a mesh waits.
+_FAR = 1.25
 
 # Microbatches for each place, as many as the batch has for all axes of its own.
 PARTS_A_PLACE = (8, 4, 2, 1)
-
-_UNFIT = (HintError, MeshError, SpecError)
-
-
-class _TooLarge(PlanError):
-    """No plan in so many parts fits in memory."""
-
-
-@dataclass(frozen=True)
-class StagedChoice:
-    """A plan in stages: what is asked for, and what was found."""
-
-    # What is asked for, on the mesh chosen.
-    request: Request
-    # The plan on the mesh of a stage, searched for one microbatch.
-    decision: Decision
-    # What a step is predicted to take with it.
-    step: StagedStep
 
 
 def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Request]:
@@ -72,7 +80,7 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
         plan_error = error
     unstaged = None if best is None else search_of(best)
     bar = math.inf if unstaged is None else unstaged.predicted * (1 - PAYS)
-    staged, stage_notes = fastest_staged(program, request, bar, unstaged)
+    staged, stage_notes = fastest_staged(program, request, bar)
     if staged is not None:
         mesh = staged.request.whole_mesh
         note = f"mesh {mesh} chosen: {staged.step}"
@@ -98,10 +106,8 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     count = _parts_of(cut, parts) if cut else 1
     if cut is None or count == 1:
         return decide_on(program, request)
-    decision = decide_on(
-        program, request, parts=_one_part(program, request, cut, count)
-    )
-    step = _priced(decision, request, options)
+    decision = decide_on(program, request, parts=one_part(program, request, cut, count))
+    step = priced(decision, request, options)
     if step is None:
         return decision
     notes = [f"stages: predicted {step}"]
@@ -121,26 +127,6 @@ def _parts_of(cut: BatchCut, most: int) -> int:
     return max(n for n in range(1, most + 1) if cut.rows % n == 0)
 
 
-def _priced(
-    decision: Decision, request: Request, options: SearchOptions
-) -> StagedStep | None:
-    """What a searched plan takes in the stages that a request asks for."""
-    pipeline, signature = request.pipeline, decision.program.signature
-    assert pipeline is not None, "of a mesh with stages"
-    schedule = request.pipeline_order
-    count = len(stage_places(schedule, pipeline.places))
-    names = [x.name for x in signature.inputs if x.kind in ("parameter", "input")]
-    pinned = pinned_stages(request.hints, names, pipeline.axis, count)
-    return price_stages(
-        search_of(decision),
-        pipeline,
-        schedule,
-        options.hardware,
-        options.budget,
-        pinned,
-    )
-
-
 def _too_large(step: StagedStep, budget: float) -> str:
     largest, room = max(step.memory) / 2**30, budget / 2**30
     return (
@@ -149,24 +135,13 @@ def _too_large(step: StagedStep, budget: float) -> str:
     )
 
 
-def _one_part(
-    program: Program, request: Request, cut: BatchCut, parts: int
-) -> PartProgram:
-    assert request.pipeline is not None, "of a mesh with stages"
-    places = request.pipeline.places
-    flying = parts if request.pipeline_order == "gpipe" else min(places, parts)
-    free = request.free_along_stages
-    return PartProgram(program, cut, parts, places, flying, free)
-
-
 def fastest_staged(
     program: Program,
     request: Request,
     bar: float,
-    unstaged: SearchResult | None = None,
 ) -> tuple[StagedChoice | None, tuple[str, ...]]:
     """The fastest plan in stages that takes less than ``bar`` seconds, and what there
-    is to know of the others. ``unstaged``: a search without stages.
+    is to know of the others.
 
     Within the seconds asked for, pricing included, but for the first mesh.
     """
@@ -174,166 +149,228 @@ def fastest_staged(
     if not request.staged or not isinstance(options, SearchOptions):
         return None, ()
     begun, program = time.perf_counter(), split_evenly(program)
-    least = _least_seconds(program, options, unstaged)
-    if all(_waiting(mesh, _most_parts(mesh)) * least >= bar for mesh in request.staged):
+    kernels: dict[frozenset[int], ProgramKernels] = {}
+    live = whole_entries(program, keep_gathered=request.keep_gathered, shared=kernels)
+    least = _least_seconds(next(iter(kernels.values())), options)
+    if least / request.mesh.size >= bar:
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
     cut = cut_in_time(program)
     if cut is None:
         return None, ("stages: no batch to cut into microbatches",)
-    counts = ((mesh, _parts(mesh, cut, request)) for mesh in request.staged)
-    rows = sorted(
-        ((mesh, parts) for mesh, parts in counts if parts),
-        key=lambda row: (_waiting(*row), row[0].axes[0][1]),
-    )
-    end = begun + options.seconds
-    live = whole_entries(program, keep_gathered=request.keep_gathered)
-    options = replace(
-        options, ranked=False, seconds=options.seconds / 4, tolerance=ALIKE
-    )
-    best: StagedChoice | None = None
-    texts, skipped = list[str](), 0
-    for mesh, parts in rows:
-        is_over = time.perf_counter() > end
-        if least * _waiting(mesh, parts) >= bar or (is_over and texts):
-            skipped += 1
-            continue
-        staged_request = request.on(mesh)
-        choice, text = _attempt_in_memory(
-            program, staged_request, options, cut, live, parts, bar, end
+    staged = StagedProgram(program, cut, live, kernels)
+    long = replace(options, ranked=False, seconds=options.seconds / 4, tolerance=ALIKE)
+    glance = replace(long, alike=True, seconds=options.seconds / 30)
+    ends = [begun + share * options.seconds for share in (_GLANCES, _PARTS, 1.0)]
+    tries = _open_tries(staged, request, glance, least)
+    tries = _glanced(tries, staged, request, glance, least, bar, ends[0])
+    if request.microbatches is None:
+        tries = _with_other_parts(tries, staged, glance, bar, ends[1])
+    tries = _searched(tries, staged, request, long, bar, ends[2])
+    best, note = _best(tries), _listed(tries)
+    if best is None or best.step.seconds >= bar:
+        return None, (note,)
+    return best.told, (note,)
+
+
+@dataclass(frozen=True)
+class _MeshTry:
+    """A mesh with stages, and what is known of it."""
+
+    # That may be chosen.
+    mesh: Mesh
+    # Microbatches to begin with.
+    parts: int
+    # Seconds of a step, by ``estimate_stages``.
+    estimate: float
+    # The best; None: none was made.
+    trial: StagedTrial | None = None
+    # No plan on it can be faster than what is there.
+    loses: bool = False
+
+    @property
+    def choice(self) -> StagedChoice | None:
+        return self.trial.choice if self.trial else None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step of the best plan."""
+        return self.choice.step.seconds if self.choice else math.inf
+
+    def after(self, trial: StagedTrial) -> _MeshTry:
+        """With the better of both trials."""
+        seconds = trial.choice.step.seconds if trial.choice else math.inf
+        is_better = self.choice is None or seconds < self.seconds
+        return replace(self, trial=trial) if is_better else self
+
+
+def _best(tries: Sequence[_MeshTry]) -> StagedChoice | None:
+    return min(tries, key=lambda x: x.seconds).choice if tries else None
+
+
+def _bar(tries: Sequence[_MeshTry], bar: float) -> float:
+    """Seconds that the next plan has to beat."""
+    return min([bar, *(x.seconds for x in tries)])
+
+
+def _open_tries(
+    staged: StagedProgram, request: Request, options: SearchOptions, least: float
+) -> list[_MeshTry]:
+    """The meshes that may be tried, those of the shortest estimate first."""
+    guess = estimate_stages(staged.program, staged.cut, staged.live, least)
+    out = []
+    for mesh in unlike_stages(staged.program, request):
+        on, parts = request.on(mesh), _parts(mesh, staged.cut, request)
+        fit = parts_in_memory(staged, on, options, parts) if parts else 0
+        seconds = (
+            guess.seconds(mesh, fit, options.hardware, options.budget) if fit else 0
         )
-        texts.append(f"{mesh} {text}")
-        if choice is not None:
-            best, bar = choice, choice.step.seconds
-    best = best and _with_fewer_parts(program, request, best, options, cut, end)
-    listed = f"stages: {', '.join(texts)}" if texts else "stages"
-    return best, (f"{listed}; {skipped} meshes not searched",)
+        no_room = StagedTrial(None, "has too little memory for any plan")
+        if parts:
+            out.append(_MeshTry(mesh, fit, seconds, None if fit else no_room))
+    return sorted(out, key=lambda x: x.estimate)
 
 
-def _attempt_in_memory(
-    program: Program,
+def _glanced(
+    tries: Sequence[_MeshTry],
+    staged: StagedProgram,
     request: Request,
     options: SearchOptions,
-    cut: BatchCut,
-    live: Sequence[Entry],
-    parts: int,
+    least: float,
     bar: float,
     end: float,
-) -> tuple[StagedChoice | None, str]:
-    """As ``_attempt``, with twice as many microbatches as often as memory asks, until
-    the clock shows ``end``."""
-    open_ = request.microbatches is None
-    while _least_bytes(program, live, request, cut, parts) > options.budget:
-        if not open_ or cut.rows % (2 * parts):
-            return None, "has too little memory for any plan"
-        parts *= 2
-    while True:
-        try:
-            return _attempt(program, request, options, cut, parts, bar)
-        except _TooLarge as error:
-            is_over = time.perf_counter() > end
-            if is_over or not open_ or cut.rows % (2 * parts):
-                return None, str(error.what).splitlines()[0]
-        parts *= 2
+) -> list[_MeshTry]:
+    """Each mesh with a plan whose layers are alike, until the clock shows ``end``; but
+    for those whose estimate is much longer than what is there. ``least``: seconds of
+    the arithmetic on one device."""
+    out = list(tries)
+    for i, x in enumerate(out):
+        most = staged.cut.rows if request.microbatches is None else x.parts
+        here = _bar(out, bar)
+        if x.trial or least * _waiting(x.mesh, most) >= here:
+            out[i] = replace(x, loses=not x.trial)
+            continue
+        is_first = not any(y.choice for y in out)
+        if is_first or (time.perf_counter() < end and x.estimate < _FAR * here):
+            on = request.on(x.mesh)
+            out[i] = x.after(attempt_in_memory(staged, on, options, x.parts, end))
+    return out
 
 
-def _least_bytes(
-    program: Program,
-    live: Sequence[Entry],
-    request: Request,
-    cut: BatchCut,
-    parts: int,
-) -> float:
-    """Bytes of a rank in so many microbatches, at least."""
-    part = _one_part(program, request, cut, parts)
-    return least_bytes(program, live, request.mesh.size, part)
-
-
-def _with_fewer_parts(
-    program: Program,
-    request: Request,
-    best: StagedChoice,
+def _with_other_parts(
+    tries: Sequence[_MeshTry],
+    staged: StagedProgram,
     options: SearchOptions,
-    cut: BatchCut,
-    end: float,
-) -> StagedChoice:
-    """The choice with half as many microbatches, as long as that is faster, until the
-    clock shows ``end``."""
-    if request.microbatches is not None:
-        return best
-    while best.step.parts % 2 == 0 and best.step.parts > 2:
-        if time.perf_counter() > end:
-            break
-        best_request, bar = best.request, best.step.seconds
-        parts = best.step.parts // 2
-        try:
-            choice, _ = _attempt(program, best_request, options, cut, parts, bar)
-        except _TooLarge:
-            break
-        if choice is None:
-            break
-        best = choice
-    return best
-
-
-def _attempt(
-    program: Program,
-    request: Request,
-    options: SearchOptions,
-    cut: BatchCut,
-    parts: int,
     bar: float,
-) -> tuple[StagedChoice | None, str]:
-    """A plan in stages that takes less than ``bar`` seconds, and what was found.
-
-    Raises _TooLarge if none fits in memory.
-    """
-    pipeline = request.pipeline
-    assert pipeline is not None, "of a mesh with stages"
-    places = pipeline.places
-    enough = bar / least_staged(1.0, places, parts)
-    request = replace(request, mode=replace(options, enough=enough), microbatches=parts)
-    try:
-        request = request.on(refine(program, request))
-        program = replace(program, signature=request.laid)
-        part = _one_part(program, request, cut, parts)
-        decision = decide_on(program, request, parts=part)
-        search = search_of(decision)
-        if search.bound >= enough:
-            least = least_staged(search.bound, places, parts)
-            return None, f"takes {ms(least)} at least"
-        step = _priced(decision, request, options)
-    except PlanError as error:
-        if error.what.startswith("no plan fits"):
-            raise _TooLarge(error.what) from None
-        return None, str(error.what).splitlines()[0]
-    except _UNFIT as error:
-        return None, str(error.what).splitlines()[0]
-    if step is None:
-        return None, "has more stages than the program has ops on the batch"
-    if max(step.memory) > options.budget:
-        raise _TooLarge(f"needs {max(step.memory) / 2**30:.3g} GiB a rank")
-    if not decision.is_even:
-        return None, "has shards that are not alike"
-    if step.seconds >= bar:
-        return None, ms(step.seconds)
-    decision = replace(decision, stages_begin=step.begins)
-    return StagedChoice(request, decision, step), ms(step.seconds)
+    end: float,
+) -> list[_MeshTry]:
+    """Meshes with twice as many microbatches, as often as that pays: more of them wait
+    less, and hold less, so that stages may be more equal. Those that promise most come
+    first. The best, unless it has more than it began with, with half as many."""
+    out = list(tries)
+    for i in sorted(range(len(out)), key=lambda i: _doubled(out[i])):
+        while _doubled(out[i]) < _bar(out, bar) * (1 - PAYS):
+            other = _with_parts(out[i], 2.0, staged, options, 1 - PAYS, end)
+            if other is out[i]:
+                break
+            out[i] = other
+    best = min(range(len(out)), key=lambda i: out[i].seconds, default=0)
+    while out and (choice := out[best].choice):
+        if choice.step.parts > out[best].parts or choice.step.parts <= 2:
+            break
+        other = _with_parts(out[best], 0.5, staged, options, 1.0, end)
+        if other is out[best]:
+            break
+        out[best] = other
+    return out
 
 
-def _least_seconds(
-    program: Program, options: SearchOptions, unstaged: SearchResult | None
-) -> float:
+def _doubled(x: _MeshTry) -> float:
+    """Seconds of a step with twice as many microbatches, at best: each takes half as
+    long, on equal stages."""
+    if x.choice is None:
+        return math.inf
+    part = search_of(x.choice.decision).predicted / 2
+    return least_staged(part, x.mesh.axes[0][1], 2 * x.choice.step.parts)
+
+
+def _with_parts(
+    x: _MeshTry,
+    times: float,
+    staged: StagedProgram,
+    options: SearchOptions,
+    share: float,
+    end: float,
+) -> _MeshTry:
+    """A mesh with so many times as many microbatches, if the batch has them and a step
+    takes less than this ``share`` of what it took."""
+    assert x.choice is not None, "a plan to compare with"
+    parts = int(x.choice.step.parts * times)
+    if time.perf_counter() > end or staged.cut.rows % parts:
+        return x
+    bar = share * x.seconds
+    return x.after(attempt(staged, x.choice.request, options, parts, bar))
+
+
+def _searched(
+    tries: Sequence[_MeshTry],
+    staged: StagedProgram,
+    request: Request,
+    options: SearchOptions,
+    bar: float,
+    end: float,
+) -> list[_MeshTry]:
+    """Meshes with a plan whose layers may differ, the best first, until the clock shows
+    ``end``: of those that have a plan, and those of which nothing is known."""
+    out = list(tries)
+    for i in sorted(range(len(out)), key=lambda i: (out[i].seconds, out[i].estimate)):
+        x, seconds = out[i], end - time.perf_counter()
+        unfit = x.trial is not None and not (x.trial.choice or x.trial.too_large)
+        if x.loses or unfit or (seconds < 0 and _best(out)):
+            continue
+        here = replace(options, seconds=min(options.seconds, max(seconds, _SHORT)))
+        if x.choice is None:
+            on = request.on(x.mesh)
+            trial = attempt_in_memory(staged, on, here, x.parts, end, _bar(out, bar))
+        else:
+            on, parts = x.choice.request, x.choice.step.parts
+            before = search_of(x.choice.decision)
+            trial = attempt(staged, on, here, parts, _bar(out, bar), before)
+            x = replace(x, trial=x.trial and x.trial.above(trial.bound))
+        out[i] = x.after(trial)
+    return out
+
+
+def _listed(tries: Sequence[_MeshTry]) -> str:
+    """What was tried, as a note."""
+    with_trial = [x for x in tries if x.trial]
+    texts = ", ".join(f"{x.mesh} {x.trial.text}" for x in with_trial if x.trial)
+    losers = sum(x.loses for x in tries)
+    rest = len(tries) - len(with_trial) - losers
+    counts = [f"{len(with_trial)} of {len(tries)} meshes tried"]
+    counts += [f"{losers} cannot be faster"] if losers else []
+    counts += [f"{rest} left out for want of time"] if rest else []
+    return f"stages: {texts}{'; ' if texts else ''}{', '.join(counts)}"
+
+
+def unlike_stages(program: Program, request: Request) -> list[Mesh]:
+    """The meshes with stages to try: where nothing names an axis, one of each order of
+    a stage's axes that are alike."""
+    if names_axes(program, request):
+        return list(request.staged)
+    assert isinstance(request.mode, SearchOptions)
+    by_places: dict[int, list[Mesh]] = {}
+    for mesh in request.staged:
+        by_places.setdefault(mesh.axes[0][1], []).append(mesh)
+    hardware = request.mode.hardware
+    return [mesh for alike in by_places.values() for mesh in unlike(alike, hardware)]
+
+
+def _least_seconds(kernels: ProgramKernels, options: SearchOptions) -> float:
     """Seconds of the arithmetic of a step on one device, at its fastest."""
-    works = (
-        unstaged.formulation.kernels.works if unstaged else kernels_of(program).works
-    )
+    works = kernels.works
     hardware = options.hardware
     flops = ((work, hardware.peak(work.dtype, family=work.family)) for work in works)
     return sum(w.flops / (peak.flops * peak.efficiency) for w, peak in flops if w.flops)
-
-
-def _most_parts(mesh: Mesh) -> int:
-    return mesh.axes[0][1] * PARTS_A_PLACE[0]
 
 
 def _parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:

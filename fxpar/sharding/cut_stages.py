@@ -3,7 +3,8 @@ No graphs.
 
 A pipeline of ``m`` microbatches takes the sum of its stages' seconds and ``m - 1``
 times the slowest (Alpa, arXiv 2201.12023, equation 2); what is sent runs beside, and is
-what is slowest where it takes longer. The slowest stage is made as fast as can be
+what is slowest where it takes longer. A stage that holds few microbatches may wait for
+one of them to come back, messages included. The slowest stage is made as fast as can be
 first; then, for some slower ones, the cuts across which least is sent are tried. A
 stage that needs more memory than its place has is none.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,13 +119,30 @@ def cut_chain(
     for slack in _SLACK:
         bound = least * slack * (1 + 1e-9)
         ends = _cheapest([np.where(x <= bound, sent, np.inf) for x in works])
-        taken_by_stage = zip(works, itertools.pairwise(ends), strict=True)
-        slowest = max(x[i, j] for x, (i, j) in taken_by_stage)
-        crossed = [sent[i] for i in ends]
-        total = sum(crossed) + (microbatches - 1) * max(slowest, *crossed) + slowest
+        stage_seconds = [
+            float(x[i, j])
+            for x, (i, j) in zip(works, itertools.pairwise(ends), strict=True)
+        ]
+        slowest, crossed = max(stage_seconds), [float(sent[i]) for i in ends]
+        cycle = max(slowest, *crossed, *_rounds(stage_seconds, max(crossed), memory))
+        total = sum(crossed) + (microbatches - 1) * cycle + slowest
         if total < best:
             best, best_ends = total, ends
     return tuple(int(places[i]) for i in best_ends[1:-1])
+
+
+def _rounds(
+    stage_seconds: Sequence[float], sending: float, memory: StageMemory | None
+) -> Iterator[float]:
+    """Of each stage, seconds from one microbatch to the next if it waits for those that
+    it holds: one goes to the last stage and comes back before another is taken."""
+    if memory is None:
+        return
+    for stage, flying in enumerate(memory.in_flight):
+        there_and_back = sum(stage_seconds[stage:]) + sending * (
+            len(stage_seconds) - 1 - stage
+        )
+        yield there_and_back / max(flying, 1.0)
 
 
 def _may_begin(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.ndarray:

@@ -186,6 +186,7 @@ def searched(
         parts=parts,
     )
     wide = result.solution.gap > _WIDE and result.bound < options.enough
+    wide = wide and (options.ranked or parts is None)  # else meshes are compared
     rank = options.ranked and len(program.ops) <= _RANKED and parts is None
     # What one would begin with by hand.
     by_hand = [
@@ -197,7 +198,7 @@ def searched(
     ]
     if wide:
         result = begun_from(result, options, by_hand)
-    notes = [str(result), *_gap_warning(result, options)]
+    notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
     if rank:
         result, rank_notes = ranked(result, options, by_hand)
         notes += rank_notes

@@ -212,10 +212,12 @@ def test_stages_are_chosen_where_they_pay(
     env: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Gradients take as long to reduce as the step to compute. The second start finds
+    """Gradients take as long to reduce as the step to compute, beside which messages
+    cost nothing. The second start finds
     the plan on disk, its stages and microbatches too. At rest a sample chooses the mesh
     alone: microbatches are those of a named one."""
-    slow = replace(machine(), bandwidth=1e11, levels=(Level(0, speed, 0.0, 0.0),))
+    links = (Level(0, speed, 0.0, 0.0),)
+    slow = replace(machine(), bandwidth=1e11, levels=links, beside=0.0)
     slow.save(tmp_path / "slow.json")
     pool, (want, _, _) = shared_pool(2), staged("alone", rows)
     for _ in range(2):

@@ -215,6 +215,21 @@ def test_a_chain_is_cut_where_less_is_sent() -> None:
     assert cut_chain(seconds, crossing, 2, 4) in ((3,), (5,))
 
 
+def test_a_stage_that_holds_few_microbatches_waits_for_messages() -> None:
+    """Cut in the middle, the first stage has two on their way, 16 seconds and 3 of
+    messages for both; a shorter last stage without messages is faster."""
+    crossing = [3.0] * 16
+    crossing[7] = 0.0
+
+    def holding(flying: float) -> StageMemory:
+        room, held = (1.0, 1.0), (flying, 1.0)
+        return StageMemory(room, held, (), (), [0.0] * 16)
+
+    seconds = [1.0] * 16
+    assert cut_chain(seconds, crossing, 2, 100, memory=holding(2.0)) == (7,)
+    assert cut_chain(seconds, crossing, 2, 100, memory=holding(100.0)) == (8,)
+
+
 def test_chains_are_cut_where_stages_fit_as_by_trying_all_cuts() -> None:
     kinds = set()
     for seed in range(60):

@@ -185,16 +185,20 @@ def path(
     behind = [d > first for d in range(len(shape))]
     if not np.isfinite(cost[node, end]):
         return None
-    out: list[Step] = []
+    out, behind_us = list[Step](), set[int]()
     while node != end:
         best = None
+        behind_us.add(node)  # links that cost nothing lead round in circles
         for _, to, share, move in _leaving(mesh, len(shape))[node]:
+            if to in behind_us:
+                continue
             spent = seconds(move, mesh, nbytes * share, behind)
             total = spent + cost[to, end] if np.isfinite(cost[node, to]) else math.inf
             rank = (total * (1 - 1e-9), not KINDS[move.kind].local)
             if best is None or rank < best[0]:
                 best = (rank, to, move)
-        assert best is not None
+        if best is None:
+            return None
         _, to, move = best
         before, after = (_spec(nodes[n], mesh, op) for n in (node, to))
         out.append(as_step(move, range(len(shape)), before, after, op, mesh))

@@ -10,7 +10,7 @@ the parts in flight. Never looks at specs, and changes no graph.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
@@ -56,6 +56,8 @@ class PartProgram:
     in_flight: int = 1
     # How inputs whose rest is open lie along the axis of stages.
     free_along_stages: str = "own"
+    # Kernels of the whole, by what is gathered: parts of one program share them.
+    whole_kernels: dict[frozenset[int], ProgramKernels] = field(default_factory=dict)
 
     @cached_property
     def program(self) -> Program:
@@ -88,7 +90,10 @@ class PartProgram:
 
     def kernels(self, gathered: Collection[int]) -> ProgramKernels:
         """The kernels of one part."""
-        whole_kernels = kernels_of(self.whole, gathered)
+        key = frozenset(gathered)
+        if key not in self.whole_kernels:
+            self.whole_kernels[key] = kernels_of(self.whole, gathered)
+        whole_kernels = self.whole_kernels[key]
         works = (
             self._work(op, work)
             for op, work in zip(self.whole.ops, whole_kernels.works, strict=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fxpar.sharding.cost.program_kernels import kernels_of
+from fxpar.sharding.cost.program_kernels import ProgramKernels, kernels_of
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.search.batch_parts import PartProgram
@@ -23,10 +23,19 @@ from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
 _COPIES = ("gathered", "made")
 
 
-def whole_entries(program: Program, *, keep_gathered: bool = False) -> list[Entry]:
-    """What lives when, of the whole batch."""
+def whole_entries(
+    program: Program,
+    *,
+    keep_gathered: bool = False,
+    shared: dict[frozenset[int], ProgramKernels] | None = None,
+) -> list[Entry]:
+    """What lives when, of the whole batch. ``shared``: as
+    ``PartProgram.whole_kernels``."""
     gathered = set() if keep_gathered else gathered_again(program)
-    kernels = kernels_of(program, gathered)
+    key, shared = frozenset(gathered), {} if shared is None else shared
+    if key not in shared:
+        shared[key] = kernels_of(program, gathered)
+    kernels = shared[key]
     return entries(program, kernels, backward_ops(program), gathered)
 
 

@@ -30,6 +30,8 @@ from fxpar.sharding.strategy import Strategy
 
 # A plan so near to its bound is proved to be the best.
 _CLOSE = 1e-4
+# Gap of a glance.
+_ROUGH = 0.01
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class SearchOptions:
     tolerance: float = _CLOSE
     # Of a few good plans the one with the shortest simulated step is taken.
     ranked: bool = True
+    # Layers that repeat are all one way, which is quick, and nothing is proved.
+    alike: bool = False
 
     @property
     def budget(self) -> float:
@@ -81,6 +85,13 @@ class SearchResult:
     def bound(self) -> float:
         """Seconds of a step that no plan on this mesh can beat."""
         return self.solution.bound + self.formulation.launches
+
+    def above(self, bound: float) -> SearchResult:
+        """With a higher bound on a step, proved elsewhere."""
+        cost = self.solution.cost
+        bound = min(bound - self.formulation.launches, cost)
+        gap = (cost - bound) / abs(cost) if cost > bound else 0.0
+        return replace(self, solution=replace(self.solution, bound=bound, gap=gap))
 
     @property
     def is_proved(self) -> bool:
@@ -194,6 +205,8 @@ _FEW = 2000
 def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
     """The problem without its limit, which is easier; with it, if that does not fit.
     All of it within the seconds asked for, and until a bound is ``enough``."""
+    if options.alike:
+        return _fitting_alike(problem, options.seconds)
     many = sum(map(len, problem.costs)) > _FEW
     tolerance = options.tolerance if many else EXACT
     end = time.perf_counter() + options.seconds
@@ -216,13 +229,28 @@ def _is_above(problem: Problem, seconds: float) -> bool:
     more than the limit. What is tied need not be feasible: hints may tell
     layers apart."""
     assert problem.limit is not None
-    once, to = tie(replace(problem, limit=None))
     try:
-        glance = solve(once, seconds=seconds, tolerance=0.01)
+        return _alike(replace(problem, limit=None), seconds).peak > problem.limit
     except Infeasible:
         return False
-    peak = evaluate(problem, [glance.choice[k] for k in to])[1]
-    return peak > problem.limit
+
+
+def _fitting_alike(problem: Problem, seconds: float) -> Solution:
+    """What repeats all of it alike: without the limit, if that fits."""
+    solution = _alike(replace(problem, limit=None), seconds)
+    if problem.limit is None or solution.peak <= problem.limit:
+        return solution
+    return _alike(problem, seconds)
+
+
+def _alike(problem: Problem, seconds: float) -> Solution:
+    """A choice in which what repeats is all alike; nothing is proved of others. Raises
+    Infeasible if none such is found."""
+    once, to = tie(problem)
+    glance = solve(once, seconds=seconds, tolerance=_ROUGH)
+    choice = tuple(glance.choice[k] for k in to)
+    cost, peak = evaluate(problem, choice)
+    return replace(glance, choice=choice, cost=cost, bound=0.0, gap=1.0, peak=peak)
 
 
 def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:

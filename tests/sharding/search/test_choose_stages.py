@@ -4,6 +4,7 @@ holds, and when stages are taken at all."""
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import HintError, PlanError
-from fxpar.sharding import choose_mesh, choose_stages
+from fxpar.sharding import choose_mesh, choose_stages, try_stages
+from fxpar.sharding.choose_stages import fastest_staged
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.cut_stages import StageMemory
@@ -25,6 +27,7 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import staged_candidates
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
@@ -328,13 +331,112 @@ def test_stages_are_chosen_where_weights_are_dear_to_send(
     assert again.microbatches == plan.microbatches > 1
 
 
+@pytest.mark.parametrize(
+    ("on", "microbatches", "note"),
+    [
+        # Nothing but arithmetic takes time, and without stages ranks share all of it.
+        (replace(FREE, bandwidth=1e30), "", "none of 2 meshes can be faster"),
+        (FREE, "4", "0 of 2 meshes tried, 2 cannot be faster"),
+    ],
+)
 def test_what_cannot_win_is_not_searched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on: Hardware,
+    microbatches: str,
+    note: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with mock.patch.object(choose_stages, "_attempt") as attempt:
-        plan = planned(FREE, tmp_path, monkeypatch)
+    if microbatches:
+        monkeypatch.setenv("FXPAR_MICROBATCHES", microbatches)
+    with mock.patch.object(try_stages, "attempt") as attempt:
+        plan = planned(on, tmp_path, monkeypatch)
     assert not attempt.called and not plan.stages and "pp" not in str(plan.mesh)
-    assert "stages: none of 2 meshes can be faster" in plan.notes
+    assert f"stages: {note}" in plan.notes
+
+
+def chosen_of(
+    on: Hardware, ranks: int, seconds: float = 30.0, bar: float = math.inf
+) -> tuple[try_stages.StagedChoice | None, str]:
+    options = SearchOptions(on, seconds)
+    line = Mesh((("dp", ranks),))
+    meshes = staged_candidates(ranks, on)
+    request = Request(line, trained().signature, mode=options, staged=meshes)
+    request = replace(request, pipeline_schedule="1f1b")
+    choice, (note,) = fastest_staged(trained(), request, bar)
+    return choice, note
+
+
+def test_as_many_microbatches_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages take 5/4, 9/8, 17/16 of their arithmetic in 4, 8, 16 parts; another
+    3 % do not pay. Where a kernel has a price of its own, fewer do."""
+    monkeypatch.setattr(choose_stages, "PARTS_A_PLACE", (2, 1))
+    choice, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=0.0), 2)
+    assert choice is not None and choice.step.parts == 16
+    dear, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=1e-2), 2)
+    assert dear is not None and dear.step.parts < 4
+
+
+def test_the_note_says_how_many_meshes_were_tried() -> None:
+    _, note = chosen_of(FREE, 8)
+    # Of a stage's axes on links that are alike one order is enough.
+    assert note.endswith("4 of 4 meshes tried")
+    best, hurried = chosen_of(FREE, 8, seconds=1e-9)
+    assert best is not None
+    assert hurried.endswith("1 of 4 meshes tried, 3 left out for want of time")
+
+
+def test_one_of_each_order_of_axes_that_are_alike() -> None:
+    program, on = trained(), FREE
+    meshes = staged_candidates(16, on)
+    assert {"pp=2,dp=2,tp=4", "pp=2,dp=4,tp=2"} <= set(map(str, meshes))
+    options = SearchOptions(on)
+    request = Request(meshes[0], program.signature, mode=options, staged=meshes)
+    texts = set(map(str, choose_stages.unlike_stages(program, request)))
+    assert "pp=2,dp=2,tp=4" in texts and "pp=2,dp=4,tp=2" not in texts
+    # A hint names an axis: which of them is it?
+    named = choose_stages.unlike_stages(program, replace(request, hints={"*": ("dp",)}))
+    assert tuple(named) == meshes
+
+
+# -- a guess, and a glance -----------------------------------------------------------
+
+
+def test_meshes_whose_stages_hold_their_weights_come_first() -> None:
+    program = trained()
+    cut = cut_in_time(program)
+    assert cut is not None
+    guess = estimate_stages(program, cut, whole_entries(program), 1.0)
+    weights = sum(p.nbytes for p in layers().parameters())
+    assert guess.used == 2 * weights and 3 * weights <= guess.resting < 3.1 * weights
+    # Every layer exchanges what it reads, for its one weight, and makes, for the other.
+    assert guess.exchanged == 2 * LAYERS * ROWS * WIDTH * 8
+    slow = replace(machine(), levels=(Level(0, 1e3, 0.0, 0.0),))
+    many, few = Mesh.parse("pp=8"), Mesh.parse("pp=2,dp=4")
+    roomy, tight = 1e12, weights
+    assert guess.seconds(few, 16, slow, roomy) < guess.seconds(many, 8, slow, roomy)
+    assert guess.seconds(few, 16, slow, tight) > guess.seconds(many, 8, slow, tight)
+
+
+def test_a_glance_has_layers_alike() -> None:
+    """And keeps to memory: what only fits in unlike layers is none."""
+    program = trained()
+    options = replace(SearchOptions(machine()), alike=True)
+    free = search(program, Mesh.parse("dp=4"), options, {})
+    assert free.bound == free.formulation.launches and free.solution.gap == 1.0
+    peak, tied = free.solution.peak, free.formulation.problem.tied
+    assert tied is not None
+    choice = free.solution.choice
+    assert all(choice[i] == choice[head] for i, head in enumerate(tied))
+    tight = search(
+        program, Mesh.parse("dp=4"), replace(options, memory=0.97 * peak), {}
+    )
+    assert tight.solution.peak <= 0.97 * peak and tight.predicted > free.predicted
+    assert all(
+        tight.solution.choice[i] == tight.solution.choice[head]
+        for i, head in enumerate(tied)
+    )
+    with pytest.raises(PlanError, match="no plan fits"):
+        search(program, Mesh.parse("dp=4"), replace(options, memory=0.1 * peak), {})
 
 
 @pytest.mark.slow
@@ -346,7 +448,7 @@ def test_a_place_keeps_to_its_memory(
         assert step is not None
         return replace(step, memory=(1e12,))
 
-    monkeypatch.setattr(choose_stages, "price_stages", large)
+    monkeypatch.setattr(try_stages, "price_stages", large)
     monkeypatch.setenv("FXPAR_MICROBATCHES", "16")
     plan = planned(STARVED, tmp_path, monkeypatch)
     assert not plan.stages

@@ -1,0 +1,214 @@
+"""One mesh with stages and one number of microbatches, as a search has it.
+
+In: a ``StagedProgram``, a Request on the mesh, and how many microbatches. Out: a
+``StagedChoice``, or why there is none: the plan of a stage, searched for one part of
+the batch on all stages together, and cut (``search.price_stages``). Compares no meshes
+(``choose_stages`` does), and never looks at graphs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
+from fxpar.sharding.choose_mesh import decide_on, ms, search_of
+from fxpar.sharding.cost.program_kernels import ProgramKernels
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.hints import pinned_stages
+from fxpar.sharding.pipeline_schedule import stage_places
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import Program
+from fxpar.sharding.refine_mesh import refine
+from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
+from fxpar.sharding.search.least_memory import least_bytes
+from fxpar.sharding.search.memory_constraints import Entry
+from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+
+_UNFIT = (HintError, MeshError, SpecError)
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """What is tried on every mesh."""
+
+    # Whose ranks get alike shards.
+    program: Program
+    # What of it follows the batch.
+    cut: BatchCut
+    # What lives when, of the whole batch.
+    live: Sequence[Entry]
+    # As ``PartProgram.whole_kernels``.
+    kernels: dict[frozenset[int], ProgramKernels] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StagedChoice:
+    """A plan in stages: what is asked for, and what was found."""
+
+    # What is asked for, on the mesh chosen.
+    request: Request
+    # The plan on the mesh of a stage, searched for one microbatch.
+    decision: Decision
+    # What a step is predicted to take with it.
+    step: StagedStep
+
+    @property
+    def told(self) -> StagedChoice:
+        """The choice whose notes say how near to the best its plan is."""
+        options, decision = self.request.mode, self.decision
+        assert isinstance(options, SearchOptions)
+        if not options.alike:
+            return self
+        notes = (str(search_of(decision)), *decision.notes)
+        return replace(self, decision=replace(decision, notes=notes))
+
+
+@dataclass(frozen=True)
+class StagedTrial:
+    """What a trial comes to."""
+
+    # None: no plan, or none that is fast enough.
+    choice: StagedChoice | None
+    # For a note.
+    text: str
+    # Seconds of one part, no plan less.
+    bound: float = 0.0
+    # No plan of so many microbatches fits in memory.
+    too_large: bool = False
+
+    def above(self, bound: float) -> StagedTrial:
+        """With what another trial has proved of the same mesh and microbatches."""
+        if self.choice is None or bound <= self.bound:
+            return self
+        decision = self.choice.decision
+        search = search_of(decision).above(bound)
+        choice = replace(self.choice, decision=replace(decision, search=search))
+        return replace(self, choice=choice, bound=bound)
+
+
+def one_part(
+    program: Program,
+    request: Request,
+    cut: BatchCut,
+    parts: int,
+    kernels: dict[frozenset[int], ProgramKernels] | None = None,
+) -> PartProgram:
+    """Of so many parts of the batch one, on the stages of a request. ``kernels``: as
+    ``PartProgram.whole_kernels``."""
+    assert request.pipeline is not None, "of a mesh with stages"
+    places = request.pipeline.places
+    flying = parts if request.pipeline_order == "gpipe" else min(places, parts)
+    free = request.free_along_stages
+    shared = {} if kernels is None else kernels
+    return PartProgram(program, cut, parts, places, flying, free, shared)
+
+
+def priced(
+    decision: Decision, request: Request, options: SearchOptions
+) -> StagedStep | None:
+    """What a searched plan takes in the stages that a request asks for."""
+    pipeline, signature = request.pipeline, decision.program.signature
+    assert pipeline is not None, "of a mesh with stages"
+    schedule = request.pipeline_order
+    count = len(stage_places(schedule, pipeline.places))
+    names = [x.name for x in signature.inputs if x.kind in ("parameter", "input")]
+    pinned = pinned_stages(request.hints, names, pipeline.axis, count)
+    return price_stages(
+        search_of(decision),
+        pipeline,
+        schedule,
+        options.hardware,
+        options.budget,
+        pinned,
+    )
+
+
+def parts_in_memory(
+    staged: StagedProgram, request: Request, options: SearchOptions, parts: int
+) -> int:
+    """Microbatches, twice as many as often as ranks that share everything lack memory;
+    0 if the batch has not so many."""
+    open_, rows = request.microbatches is None, staged.cut.rows
+    while _least_bytes(staged, request, parts) > options.budget:
+        if not open_ or rows % (2 * parts):
+            return 0
+        parts *= 2
+    return parts
+
+
+def attempt_in_memory(
+    staged: StagedProgram,
+    request: Request,
+    options: SearchOptions,
+    parts: int,
+    end: float,
+    bar: float = math.inf,
+) -> StagedTrial:
+    """As ``attempt``, with twice as many microbatches as often as memory asks, until
+    the clock shows ``end``."""
+    open_, rows = request.microbatches is None, staged.cut.rows
+    while True:
+        trial = attempt(staged, request, options, parts, bar)
+        over = not open_ or rows % (2 * parts) or time.perf_counter() > end
+        if not trial.too_large or over:
+            return trial
+        parts *= 2
+
+
+def _least_bytes(staged: StagedProgram, request: Request, parts: int) -> float:
+    """Bytes of a rank in so many microbatches, at least."""
+    part = one_part(staged.program, request, staged.cut, parts)
+    return least_bytes(staged.program, staged.live, request.mesh.size, part)
+
+
+def attempt(
+    staged: StagedProgram,
+    request: Request,
+    options: SearchOptions,
+    parts: int,
+    bar: float = math.inf,
+    before: SearchResult | None = None,
+) -> StagedTrial:
+    """A plan in stages that takes less than ``bar`` seconds. ``before``: a glance at
+    the same."""
+    pipeline = request.pipeline
+    assert pipeline is not None, "of a mesh with stages"
+    places, bound = pipeline.places, 0.0
+    enough = bar / least_staged(1.0, places, parts)
+    request = replace(request, mode=replace(options, enough=enough), microbatches=parts)
+    try:
+        request = request.on(refine(staged.program, request))
+        program = replace(staged.program, signature=request.laid)
+        part = one_part(program, request, staged.cut, parts, staged.kernels)
+        decision = decide_on(program, request, before, part)
+        bound = search_of(decision).bound
+        if bound >= enough:
+            least = least_staged(bound, places, parts)
+            return StagedTrial(None, f"takes {ms(least)} at least", bound)
+        step = priced(decision, request, options)
+    except PlanError as error:
+        too_large = error.what.startswith("no plan fits")
+        return StagedTrial(None, _first_line(error), bound, too_large)
+    except _UNFIT as error:
+        return StagedTrial(None, _first_line(error))
+    if step is None:
+        return StagedTrial(
+            None, "has more stages than the program has ops on the batch"
+        )
+    if max(step.memory) > options.budget:
+        text = f"needs {max(step.memory) / 2**30:.3g} GiB a rank"
+        return StagedTrial(None, text, bound, too_large=True)
+    if not decision.is_even:
+        return StagedTrial(None, "has shards that are not alike")
+    if step.seconds >= bar:
+        return StagedTrial(None, ms(step.seconds), bound)
+    decision = replace(decision, stages_begin=step.begins)
+    return StagedTrial(StagedChoice(request, decision, step), ms(step.seconds), bound)
+
+
+def _first_line(error: FxparError) -> str:
+    return str(error.what).splitlines()[0]
