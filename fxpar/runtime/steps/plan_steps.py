@@ -2,7 +2,8 @@
 
 In: a ``JointState``. Out: the same state, its moments and pools in the form that its
 decision is of, and at the end the ``Plan``. Every rank does the same but in
-``look_up_plan`` and ``keep_plan``, which know a disk. The order is ``fxpar.pipeline``'s.
+``look_up_plan`` and ``keep_plan``, which know a disk. The order is that of
+``fxpar.pipeline``.
 """
 
 from __future__ import annotations
