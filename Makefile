@@ -24,12 +24,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each rank is one process on a shared machine; also keeps torchrun quiet.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all bench lint format clean
+.PHONY: help demo test test-all test-gpu bench lint format clean
 
 help:
 	@echo "make demo      train a small Llama on 1 device and on a 2x2 mesh, compare losses"
 	@echo "make test      the quick tests"
 	@echo "make test-all  every test, the slow ones too; PART=2/8 runs an eighth of them"
+	@echo "make test-gpu  tests of one NVIDIA GPU, with PY=python of an environment for it"
 	@echo "make bench     the short benchmarks; JSON goes to .benchmarks/"
 	@echo "make lint      ruff and mypy"
 
@@ -52,6 +53,9 @@ test: $(READY)
 
 test-all: $(READY)
 	@$(PY) -m pytest -q $(XDIST) $(PARTS) $(ARGS)
+
+test-gpu: $(READY)
+	@PYTHON=$(PY) tests/on_gpu.sh .benchmarks/gpu
 
 bench: $(READY)
 	@mkdir -p .benchmarks

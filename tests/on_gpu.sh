@@ -6,11 +6,12 @@
 #   tests/on_gpu.sh FOLDER [SECONDS]     logs go to FOLDER; a step has so many seconds
 #
 # Says of each step how it went; exits with 1 if one did not go well. STEPS="kernels
-# ranks" runs some of them; WORKERS=8: how many tests run at a time.
+# ranks" runs some of them; WORKERS=8: how many tests run at a time; PYTHON=python3.12.
 set -u
 folder=${1:?usage: tests/on_gpu.sh FOLDER [SECONDS]}
 seconds=${2:-1800}
 workers=${WORKERS:-6}
+python=${PYTHON:-python3}
 cd "$(dirname "$0")/.." || exit 1
 mkdir -p "$folder"
 
@@ -41,11 +42,11 @@ step() { # a name, and a command
 tests() { # a name, variables, and what pytest is given
   name=$1 variables=$2
   shift 2
-  step "$name" env $variables python3 -m pytest -q -p no:cacheprovider --timeout 150 \
+  step "$name" env $variables "$python" -m pytest -q -p no:cacheprovider --timeout 150 \
     --failures "$folder/$name.failures" "$@"
 }
 
-python3 -c 'import torch, triton, numpy, fxpar.backend
+"$python" -c 'import torch, triton, numpy, fxpar.backend
 print("torch", torch.__version__, "triton", triton.__version__, "numpy", numpy.__version__)
 print(torch.cuda.get_device_name(), torch.cuda.nccl.version())' || exit 1
 
@@ -79,6 +80,6 @@ tests ranks TEST_DEVICE=cuda -n "$workers" -m 'slow or not slow' \
   $e2e/test_sharded_training.py::test_generated_kernels
 tests programs TEST_DEVICE=cuda -n "$workers" -m 'not slow' tests/passes/test_fuzz.py \
   tests/border/test_model_zoo.py tests/trials/test_scripts_by_default.py
-step calibrate python3 -m fxpar calibrate --limit 30 --out "$folder/hardware.json"
-step demo python3 -m fxpar demo
+step calibrate "$python" -m fxpar calibrate --limit 30 --out "$folder/hardware.json"
+step demo "$python" -m fxpar demo
 exit ${failed:-0}
