@@ -229,11 +229,11 @@ def all_reduces(here: Here) -> None:
     sum and an epilogue on the same streams."""
     random.register_lowering()
     ceiling = copy_rate(here)
+    for ranks in here.pick((2, 4, 8), (1,)):
+        more_programs(here, ranks, 64)
     cases = [(ranks, mib) for mib in (64, 256) for ranks in (2, 4, 8)]
     for ranks, mib in here.pick([*cases, (8, 16)], [(1, 16)]):
         all_reduce(here, ranks, mib, ceiling)
-    for ranks in here.pick((2, 8), (1,)):
-        more_programs(here, ranks, 64)
 
 
 def inputs_of(here: Here, ranks: int, mib: int) -> list[list[list[torch.Tensor]]]:
