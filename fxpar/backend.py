@@ -27,6 +27,7 @@ from fxpar.job_request import CompileJob
 from fxpar.joint_pass import said_by_rank_0
 from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.regions.manual_regions import raise_refused
+from fxpar.runtime import attention_dropout
 from fxpar.runtime.caches.program_identity import (
     NamedInput,
     lean_graph,
@@ -68,6 +69,7 @@ def fxpar(
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(traced), examples)
+        gm = attention_dropout.without_kernels(gm)
         compared = compiled_graph.compare_parameters(gm)
         views = shared_results.views_of_results(gm) if _is_global(job_options) else []
         once = shared_results.return_once(gm, views) if views else gm
@@ -125,6 +127,7 @@ def train_step(
                         return step.stage(gm, examples, names, finish)
 
                 gm = _torch.dynamo.without_regions(gm)
+                gm = attention_dropout.without_kernels(gm)
                 job_options, ranks = _joined(gm, options)
                 return _called(gm, examples, job_options, ranks, stage, step)
             except FxparError as error:

@@ -1,0 +1,69 @@
+"""Attention with dropout as products, a softmax and a mask of random numbers.
+
+In: a Dynamo graph, or a function while it is traced. Out: the same program, in which
+such attention is not one kernel: kernels of CUDA draw their masks by the index within
+what a rank holds, so that each would run whole on every rank; numbers by index can be
+split like any others. On the CPU, which has no such kernel, torch does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from fxpar import _torch
+
+_ATTEND = torch.nn.functional.scaled_dot_product_attention
+# Of dropout among the positional arguments.
+_PLACE = 4
+
+
+def attend_by_products(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``scaled_dot_product_attention`` without its kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return _ATTEND(*args, **kwargs)
+
+
+def without_kernels(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a Dynamo graph whose attentions with dropout use no kernel, those in
+    bodies included; ``gm`` itself if there are none."""
+    if not any(map(_calls, _graphs(gm))):
+        return gm
+    copy = _torch.dynamo.copy_graph(gm)
+    copy.meta = dict(gm.meta)
+    for module in _graphs(copy):
+        for node in _calls(module):
+            node.target = attend_by_products
+        module.recompile()
+    return copy
+
+
+class ByProducts(TorchFunctionMode):
+    """Inside, attention with dropout uses no kernel."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTEND and _drops(args, kwargs):
+            func = attend_by_products
+        return func(*args, **kwargs)
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _calls(gm: fx.GraphModule) -> list[fx.Node]:
+    nodes = gm.graph.find_nodes(op="call_function", target=_ATTEND)
+    return [node for node in nodes if _drops(node.args, node.kwargs)]
+
+
+def _drops(args: Any, kwargs: Any) -> bool:
+    chance = args[_PLACE] if len(args) > _PLACE else kwargs.get("dropout_p", 0.0)
+    return not isinstance(chance, (int, float)) or chance > 0
