@@ -220,6 +220,23 @@ def test_a_rank_without_rows(name: str) -> None:
     check(plan, args)
 
 
+@pytest.mark.parametrize("columns", [8, 6, 5])
+def test_windows_of_columns_that_a_rank_may_lack(columns: int) -> None:
+    """One column of each row is looked up. Of 6 or 5 columns the last of four ranks has
+    none, and the gradient is added up in windows of the rows all the same."""
+
+    def fn(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return x[torch.arange(6), place].square().sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(6, columns, 3, dtype=torch.float64, requires_grad=True)
+    place = torch.randint(-columns, columns, (6,))
+    options = {"mesh": "w=4,h=2", "in_specs": [("h", "w", None), None]}
+    plan = fxpar.plan(fn, x, place, grad=True, mode="propagate", **options)
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
+    check(plan, (x, place))
+
+
 def test_what_a_rank_without_windows_makes_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

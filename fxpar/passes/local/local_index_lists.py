@@ -96,7 +96,18 @@ def _index_put(
     near = windows_of(call, len(call.operands))
     if near:
         return _add_to_windows(call, x, indices, values, near)
-    parts = _split_parts(call, indices)
+    return _put(call, x, indices, _split_parts(call, indices), values, accumulate)
+
+
+def _put(
+    call: LocalCall,
+    x: fx.Node,
+    indices: Sequence[fx.Node | None],
+    parts: dict[int, Part],
+    values: fx.Node,
+    accumulate: bool,
+) -> fx.Node:
+    """The values that fall into this rank's parts of the split dims, in ``x``."""
     if not parts:
         return call.same(x, indices, values, accumulate)
     if accumulate and not any(part.empty for part in parts.values()):
@@ -124,12 +135,8 @@ def _add_to_windows(
     zeros = build.call(aten.full.default, shape, 0, **options)
     places = _in_windows(call, indices, near)
     parts = _split_parts(call, places, {window.dim for window in near})
-    if parts:
-        inside = _inside(call, places, parts, like.dim())
-        places = [parts[d].fold() if d in parts else i for d, i in enumerate(places)]
-        values = call.where(inside, values, 0)
     total = add_halo_rows(
-        call, call.same(zeros, places, values, True), len(call.operands)
+        call, _put(call, zeros, places, parts, values, True), len(call.operands)
     )
     return build.call(aten.add.Tensor, x, total)
 
