@@ -56,13 +56,14 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Raises GradientError before the first step of an optimizer of the model. Other
     ranks need not take other steps: what they have not alike is told at the next call.
+    Gradients that a closure completes are checked behind it.
     """
-    if reduce_gradients.takes_part():
+    if any(map(callable, (*args, *kwargs.values()))):
+        wrapped = functools.partial(_closure, trained, optimizer)
+        args = tuple(wrapped(x) if callable(x) else x for x in args)
+        kwargs = {k: wrapped(x) if callable(x) else x for k, x in kwargs.items()}
+    elif reduce_gradients.takes_part():
         _check_gradients(trained, optimizer)
-    if _reads_loss(type(optimizer)):
-        averaged = functools.partial(_averaged, trained, optimizer)
-        args = tuple(averaged(x) if callable(x) else x for x in args)
-        kwargs = {k: averaged(x) if callable(x) else x for k, x in kwargs.items()}
     return args, kwargs
 
 
@@ -72,21 +73,26 @@ def _reads_loss(kind: type[Optimizer]) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def _averaged(
+def _closure(
     trained: Trained, optimizer: Optimizer, closure: Callable[[], Any]
 ) -> Callable[[], Any]:
-    """A closure whose loss is the mean over the ranks, if the optimizer trains what
-    they share: by its own loss each would take another step."""
+    """A closure whose gradients are checked. Where the step needs its loss, that is the
+    mean over the ranks, if the optimizer trains what they share: by its own loss each
+    would take another step."""
 
     @functools.wraps(closure)
-    def averaged() -> Any:
-        loss, names = closure(), trained()
+    def checked() -> Any:
+        loss = closure()
+        if not reduce_gradients.takes_part():
+            return loss
+        _check_gradients(trained, optimizer)
+        names = trained()
         shares = any(id(p) in names for p in _parameters(optimizer))
-        if not shares or not reduce_gradients.takes_part():
+        if not shares or not _reads_loss(type(optimizer)):
             return loss
         return reduce_gradients.mean_loss(loss)
 
-    return averaged
+    return checked
 
 
 def _check_gradients(trained: Trained, optimizer: Optimizer) -> None:
