@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from fxpar.errors import RankMismatchError
+from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import current
 
@@ -25,11 +25,14 @@ _FIX = (
 def name_lost_ranks(error: RuntimeError) -> None:
     """Raise RankMismatchError, which names them, if ``error`` is of a collective that
     other ranks did not come to."""
-    text, channel = str(error), current()
+    text = str(error)
     is_of_others = isinstance(error, dist.DistError) or any(x in text for x in _SAID)
-    if channel is None or not is_of_others:
+    if isinstance(error, FxparError) or not is_of_others:
         return
-    reason = (text.splitlines() or [""])[0]
+    channel = current()
+    if channel is None:
+        return
+    reason = text.split(". ")[0].partition("\n")[0]
     what = f"a collective of this step did not come to its end ({reason})"
     try:
         with presence.waits("asks where others are"):
