@@ -15,6 +15,8 @@ from fxpar.runtime.ranks.meeting import current
 
 # In what gloo and NCCL say of ranks that they do not reach.
 _SAID = ("gloo", "NCCL", "closed by peer", "pair closure", "Timed out waiting", "reset")
+# Of ranks that may have come to the collective.
+_IN_STEP = ("waits", "in a graph", "works")
 _SHOWN = 8  # ranks
 _FIX = (
     "look at what they printed, the first that failed above all; if they compute for "
@@ -42,11 +44,9 @@ def name_lost_ranks(error: RuntimeError) -> None:
             f"{what}, and the store of the process group does not answer",
             fix="the process that holds it, mostly rank 0, has ended: see its output",
         ) from error
-    lost = [
-        f"\n  rank {rank} {where}"
-        for rank, (state, where) in sorted(states.items())
-        if state not in ("waits", "in a graph")
-    ]
+    gone = {r for r, (state, _) in states.items() if state not in _IN_STEP}
+    late = {r for r, (state, _) in states.items() if state == "works"}
+    lost = [f"\n  rank {r} {states[r][1]}" for r in sorted(gone or late)]
     if lost:
         more = f"\n  and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         facts = "".join(lost[:_SHOWN])

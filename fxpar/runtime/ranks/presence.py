@@ -142,7 +142,7 @@ class Presence:
     def answers(self) -> dict[int, tuple[str, str]]:
         """As ``others``, asked now: "silent" are those who do not answer in time."""
         states, begin = self.others(), time.monotonic()
-        before = dict(self._news)
+        late, before = list(states), dict(self._news)
         self.ask()
         while time.monotonic() - begin < ANSWER:
             time.sleep(BEAT / 5)
@@ -154,10 +154,8 @@ class Presence:
             ]
             if not late:
                 return states
-        return states | {
-            rank: ("silent", f"has ended or hangs: no answer for {ANSWER:.0f} s")
-            for rank in late
-        }
+        text = f"has ended or hangs: no answer for {ANSWER:.0f} s"
+        return states | dict.fromkeys(late, ("silent", text))
 
     def _run(self) -> None:
         try:
