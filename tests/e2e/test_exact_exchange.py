@@ -16,9 +16,10 @@ from torch import nn
 
 import fxpar
 from fxpar.passes.experts import first_rows
-from tests.e2e.test_expert_training import mixture
+from tests.helpers.mixture import mixture
 from tests.helpers.spawn import ranks_of
 
+pytest.importorskip("transformers.integrations.moe")
 pytestmark = pytest.mark.multiprocess
 
 TOKENS, WIDTH, EXPERTS = 16, 8, 4

@@ -44,10 +44,10 @@ def name_lost_ranks(error: RuntimeError) -> None:
             f"{what}, and the store of the process group does not answer",
             fix="the process that holds it, mostly rank 0, has ended: see its output",
         ) from error
-    gone = {r for r, (state, _) in states.items() if state not in _IN_STEP}
+    absent = {r for r, (state, _) in states.items() if state not in _IN_STEP}
     late = {r for r, (state, _) in states.items() if state == "works"}
-    lost = [f"\n  rank {r} {states[r][1]}" for r in sorted(gone or late)]
-    if lost:
-        more = f"\n  and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-        facts = "".join(lost[:_SHOWN])
+    lines = [f"\n  rank {r} {states[r][1]}" for r in sorted(absent or late)]
+    if lines:
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        facts = "".join(lines[:_SHOWN])
         raise RankMismatchError(f"{what}:{facts}{more}", fix=_FIX) from error
