@@ -155,7 +155,7 @@ LAYERS = 32
 # What FlashAttention-2, torch's kernel, reaches on an H100 with heads of 128, forward
 # and backward: 335 TFLOP/s (Dao, arXiv 2307.08691, section 4.1).
 FLASH_2 = 335e12
-# (machine, schedule) of predictions. ``h100``: attention at the rate of products;
+# (machine, schedule) of predictions. ``h100``: at the rates measured on one;
 # ``float8``: products in float8, attention as FlashAttention-2 runs it.
 CASES = tuple(itertools.product(("h100", "float8"), ("none", "auto")))
 

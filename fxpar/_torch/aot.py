@@ -414,6 +414,27 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def watch_backward(outputs: Sequence[Any], failed: Callable[[Any], None]) -> bool:
+    """Call ``failed(error)`` where the backward of a compiled graph, which gave these
+    outputs, raises a RuntimeError. Whether it has one that is watched."""
+    nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
+    functions = (getattr(node, "_forward_cls", None) for node in nodes)
+    function = next((x for x in functions if hasattr(x, "_aot_id")), None)
+    if function is None:
+        return False
+    plain = function.backward
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        try:
+            return plain(ctx, *gradients)
+        except RuntimeError as error:
+            failed(error)
+            raise
+
+    function.backward = staticmethod(backward)
+    return True
+
+
 def at_end_of_backward(fn: Callable[[], None]) -> None:
     """Call ``fn`` when the backward pass that is running ends, in its thread."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)

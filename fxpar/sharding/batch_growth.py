@@ -241,7 +241,20 @@ class _Ruled:
         if reduction != "sum":
             return unclear
         # What is looked up lies in one place: it is moved, not summed.
-        return growth if _moves(self.rule) else growth.plus(size.power or 0.0)
+        return growth if _moves(self.rule) else growth.plus(self._summed(factor))
+
+    def _summed(self, factor: str) -> float:
+        """The power that a sum over a factor adds: none where values are put at places
+        of which there are as many more (rows in an order, at their tokens)."""
+        have = set(self._factors(*self.rule.accumulates))
+        others = set(range(len(self.operands))) - set(self.rule.accumulates)
+        places = have - set(self._factors(*others))
+        power = self._size(factor).power or 0.0
+        more = sum(self._size(f).power or 0.0 for f in places)
+        return power - more if power else 0.0
+
+    def _factors(self, *operands: int) -> list[str]:
+        return [f for i in operands for dim in self.rule.operands[i] for f in dim]
 
     def _scaled(self) -> Growth | None:
         """Of a result before its reductions; None if the op is not linear in what
@@ -284,7 +297,6 @@ class _Ruled:
         x = self.operands[i]
         if i not in self.rule.accumulates:
             return x
-        have = {f for dim in self.rule.operands[i] for f in dim}
-        for f in sorted(self.rule.contracted - have):
-            x = x.plus(-(self._size(f).power or 0.0))
+        for f in sorted(self.rule.contracted - set(self._factors(i))):
+            x = x.plus(-self._summed(f))
         return x

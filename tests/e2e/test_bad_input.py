@@ -25,8 +25,12 @@ from fxpar.errors import (
     RankMismatchError,
     UnknownOpError,
 )
+from fxpar.runtime.ranks import lost_ranks
 from fxpar.sharding import rules
-from tests.helpers.dying_rank import check_that_ranks_end
+from tests.helpers.dying_rank import (
+    check_that_ranks_end,
+    check_that_the_rank_is_named,
+)
 from tests.helpers.spawn import shared_pool
 
 WIDTH = 16
@@ -296,6 +300,30 @@ def test_a_rank_that_fails_while_compiling() -> None:
 @pytest.mark.multiprocess
 def test_a_rank_that_dies_within_a_step() -> None:
     check_that_ranks_end("dp=2")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("end", "codegen"),
+    [
+        ("raises", "eager"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("dies", "eager"), ("hangs", "eager"), ("raises", "inductor"))
+        ),
+    ],
+)
+def test_a_rank_that_leaves_between_forward_and_backward(
+    end: str, codegen: str
+) -> None:
+    check_that_the_rank_is_named(end, codegen)
+
+
+def test_other_errors_of_a_step_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are asked of collectives alone."""
+    monkeypatch.setattr(lost_ranks, "current", lambda: pytest.fail("asked"))
+    lost_ranks.name_lost_ranks(RuntimeError("mat1 and mat2 shapes"))
+    lost_ranks.name_lost_ranks(PlanError("a message by gloo"))
 
 
 # Hints

@@ -12,6 +12,7 @@ import torch
 import fxpar
 from fxpar.errors import RoomError
 from fxpar.passes.experts import expert_axes
+from tests.helpers.mixture import mixture
 from tests.helpers.models import build_double, build_loss, double
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import (
@@ -140,18 +141,6 @@ def test_tokens_sent_in_slots() -> None:
     assert not of_weights(sent)
     experts = [kind for kind, _, where in sent if "moe.py" in where]
     assert "all_to_all" in experts and "all_gather" not in experts
-
-
-def mixture(
-    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    weights, ids = torch.topk(scores, 1, dim=-1)
-    key, order = torch.sort(ids.view(-1))
-    counts = torch.histc(key.double(), up.shape[0], 0, up.shape[0] - 1)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    rows = torch.ops.transformers.grouped_mm_fallback(x[order], up, offs=ends)
-    rows = torch.ops.transformers.grouped_mm_fallback(rows, down, offs=ends)
-    return torch.zeros_like(x).index_add(0, order, rows * weights[order])
 
 
 def searched_over_any_axis() -> tuple[tuple[str, ...], bool]:

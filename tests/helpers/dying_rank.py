@@ -30,7 +30,57 @@ def check_that_ranks_end(mesh: str) -> None:
     assert dead.code == 7
     assert survivor.code not in (0, None)
     assert "alive" in survivor.output and "went on" not in survivor.output
-    assert "Error" in survivor.output
+    assert "RankMismatchError" in survivor.output
+    assert "rank 1 has ended or hangs" in survivor.output
+
+
+AMONG_EXPERTS = """
+import os, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+import fxpar
+from tests.helpers.mixture import mixture
+end, codegen = sys.argv[1:]
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+torch.manual_seed(0)
+shapes = (16, 8), (16, 4), (4, 8, 8), (4, 8, 8)
+args = [torch.randn(n, requires_grad=True) for n in shapes]
+options = {"codegen": codegen, "plan": "propagate", "expert_exchange": "exact"}
+step = torch.compile(mixture, backend="fxpar", options=options)
+step(*args).sum().backward()
+dist.barrier()
+loss = step(*args).sum()
+if dist.get_rank() == 1:
+    if end == "raises":
+        raise ValueError("of rank 1 alone")
+    if end == "hangs":
+        time.sleep(12)
+    os._exit(7)
+print("alive", flush=True)
+begun = time.monotonic()
+try:
+    loss.backward()
+finally:
+    print("ended in time", time.monotonic() - begun < 12, flush=True)
+"""
+# How a rank is not there -> what others say of it.
+_LOST = {
+    "raises": "rank 1 has ended",
+    "dies": "rank 1 has ended or hangs: no answer",
+    "hangs": "rank 1 is idle at <string>:",
+}
+
+
+def check_that_the_rank_is_named(end: str, codegen: str) -> None:
+    """Where one of two ranks "raises", "dies" or "hangs" between forward and backward,
+    the other, which sends rows to experts, says which."""
+    arguments = AMONG_EXPERTS, end, codegen
+    environment = {"FXPAR_MESH": "ep=2"}
+    ranks = run_script(*arguments, ranks=2, fork=True, env=environment)
+    assert ranks[1].code == (1 if end == "raises" else 7)
+    output = ranks[0].output
+    assert ranks[0].code not in (0, None)
+    assert "alive" in output and "ended in time True" in output
+    assert "RankMismatchError" in output and _LOST[end] in output
 
 
 IN_STAGE = """

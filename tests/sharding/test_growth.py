@@ -92,6 +92,12 @@ EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "scattered": lambda x, y, w: (
         torch.zeros(WIDTH, dtype=x.dtype).index_add(0, y, x.square().sum(1)).max()
     ),
+    "put in order": lambda x, y, w: (
+        torch.zeros_like(x).index_add(0, x[:, 0].argsort(), x.square()).mean()
+    ),
+    "added to in order": lambda x, y, w: (
+        torch.ones_like(x).index_add(0, x[:, 0].argsort(), x.square()).square().sum()
+    ),
     "looked up": lambda x, y, w: F.embedding(y, w).sum(),
     "gathered": lambda x, y, w: (x @ w).square().gather(1, y[:, None]).sum(),
     "maximum": lambda x, y, w: x.max() + x.abs().amax(0).sum(),

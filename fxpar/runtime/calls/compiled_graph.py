@@ -30,6 +30,7 @@ from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
 from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
@@ -139,12 +140,18 @@ class Compiled:
         self.results, self.options, self.ranks = results, options, ranks
         if plan is not None:
             _PLANS.append(plan)
-        self._first = True
+        self._first, self._watches = True, False
         self._plain = options.outputs == "global" and options.inputs == "global"
 
     def __call__(self, *args: Any) -> Any:
         outside_graphs.graph_runs(self, self.broken_at, args)
-        outputs = self._begun(args) if self._first else self.compiled(*args)
+        try:
+            outputs = self._begun(args) if self._first else self.compiled(*args)
+        except RuntimeError as error:
+            name_lost_ranks(error)
+            raise
+        if not self._watches and torch.is_grad_enabled():
+            self._watches = _torch.aot.watch_backward(outputs, name_lost_ranks)
         return outputs if self._plain else self._dressed(outputs)
 
     def _begun(self, args: Sequence[Any]) -> Any:

@@ -33,6 +33,7 @@ BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
 STARTING = 10  # times as long is waited for a rank that may still load its data
 ENDED = 1.0  # seconds to wait for a rank that has ended
+ANSWER = 4.0  # seconds in which a rank answers a question, however busy it is
 BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
 _WAIT = {"seconds": 30.0}
 
@@ -138,6 +139,24 @@ class Presence:
             states[rank] = (state, text)
         return states
 
+    def answers(self) -> dict[int, tuple[str, str]]:
+        """As ``others``, asked now: "silent" are those who do not answer in time."""
+        states, begin = self.others(), time.monotonic()
+        late, before = list(states), dict(self._news)
+        self.ask()
+        while time.monotonic() - begin < ANSWER:
+            time.sleep(BEAT / 5)
+            states = self.others()
+            late = [
+                rank
+                for rank, (state, _) in states.items()
+                if state != "ended" and self._news.get(rank) == before.get(rank)
+            ]
+            if not late:
+                return states
+        text = f"has ended or hangs: no answer for {ANSWER:.0f} s"
+        return states | dict.fromkeys(late, ("silent", text))
+
     def _run(self) -> None:
         try:
             while not self._stop.wait(BEAT):
@@ -173,7 +192,8 @@ class Presence:
         share = (time.process_time() - cpu) / max(time.monotonic() - at, 1e-3)
         if at and share > BUSY:
             return "works", f"runs {line}"
-        return "idle", f"is {'in a graph' if in_graph else 'idle'} at {line}"
+        state = "in a graph" if in_graph else "idle"
+        return state, f"is {state} at {line}"
 
     def _leave(self) -> None:
         self._stop.set()
