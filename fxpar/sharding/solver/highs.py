@@ -130,7 +130,9 @@ def _read(process: subprocess.Popen, deadline: float) -> bytes | None:
     while len(data) < length:
         seconds_left = deadline - time.perf_counter()
         if not select.select([pipe], [], [], max(seconds_left, 0.0))[0]:
-            return None
+            if seconds_left <= 0:
+                return None
+            continue
         part = os.read(pipe, 1 << 20)
         if not part:
             raise EOFError
