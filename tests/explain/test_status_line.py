@@ -26,13 +26,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_line, "_BEAT", 0.01)
 
 
-def said(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, **how: bool) -> str:
-    """What two steps of some hundredths of a second print."""
+def said(
+    monkeypatch: pytest.MonkeyPatch,
+    stream: io.StringIO,
+    patience: float = 0.0,
+    **how: bool,
+) -> str:
+    """What two steps of some hundredths of a second print. ``patience``: seconds that
+    each may wait for its name, where the machine is busy."""
     monkeypatch.setattr("sys.stderr", stream)
     with status_line.status_of("graph0", 7, **({"on": True} | how)):
         for step in ("plan", "lower"):
             status_line.begin(step)
             time.sleep(0.1)
+            end = time.monotonic() + patience
+            while step not in stream.getvalue() and time.monotonic() < end:
+                time.sleep(0.01)
     return stream.getvalue()
 
 
@@ -40,7 +49,7 @@ def said(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, **how: bool) -> s
 def test_a_terminal_has_one_line_that_renews_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = said(monkeypatch, Terminal())
+    text = said(monkeypatch, Terminal(), 5.0)
     assert "fxpar graph0: plan, step 1 of 7, 00:00" in text
     assert "fxpar graph0: lower, step 2 of 7, 00:00" in text
     assert "\n" not in text and "\r" in text
@@ -50,7 +59,7 @@ def test_a_terminal_has_one_line_that_renews_itself(
 def test_a_log_has_plain_lines_ever_further_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = said(monkeypatch, io.StringIO()).splitlines()
+    lines = said(monkeypatch, io.StringIO(), 5.0).splitlines()
     assert lines[0] == "fxpar graph0: plan, step 1 of 7, 0 s"
     assert lines[-1].startswith("fxpar graph0: lower, step 2 of 7")
     assert 2 <= len(lines) <= 4
@@ -62,7 +71,7 @@ def test_a_step_that_is_renamed_stays_the_same_step(
 ) -> None:
     rename = status_line.rename
     monkeypatch.setattr(status_line, "begin", lambda step: rename(f"another {step}"))
-    text = said(monkeypatch, Terminal())
+    text = said(monkeypatch, Terminal(), 5.0)
     assert "another plan, step 0 of 7" in text and "another lower, step 0 of 7" in text
 
 
