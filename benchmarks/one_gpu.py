@@ -40,26 +40,14 @@ import gpu_parts
 from gpu_parts import Outcome, Running
 from gpu_table import Target, facts_of, rows_of, show
 
+sys.path.insert(0, str(gpu_parts.ROOT))
+
+from tests.helpers.shared_gpu import NCCL, OVERLAPPING  # noqa: E402
+
 LIMIT, TRY_LIMIT = 540.0, 3000.0
 SPARE = 8.0  # seconds kept for the end
 SLOWER = 8.0  # a try-out's limits are so many times those of a GPU
 
-NCCL = {
-    # NCCL takes ranks of one host on one device for a mistake; of several hosts not.
-    "NCCL_HOSTID": "fxpar-{rank}",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_DEBUG": "WARN",
-}
-OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 # A kernel that is loaded behind one that waits for others could wait for it.
 WAITS = {"CUDA_MODULE_LOADING": "EAGER"}
 LOCAL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", **OVERLAPPING}
@@ -87,7 +75,9 @@ PARTS: dict[str, Part] = {
     "symmetric": Part("gpu_ranks:symmetric", 60.0, ranks=2, env=OVERLAPPING),
     "matmuls": Part("gpu_correct:matmuls", 50.0, env=WAITS),
     "alone": Part("gpu_models:alone", 80.0, env=LOCAL),
-    "nccl": Part("gpu_models:shared_device", 110.0, ranks=2, env=NCCL | OVERLAPPING),
+    "nccl": Part(
+        "gpu_models:shared_device", 110.0, ranks=2, env={**NCCL, **OVERLAPPING}
+    ),
     "b1": Part("gpu_memory:epilogues", 60.0, checks=False),
     "b3": Part("gpu_matmul:products", 45.0, checks=False),
     "b5": Part("gpu_memory:updates", 40.0, checks=False),

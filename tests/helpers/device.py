@@ -9,32 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.helpers.shared_gpu import NCCL, OVERLAPPING
+
 VARIABLE = "TEST_DEVICE"
 NAME = os.environ.get(VARIABLE, "cpu")
 BACKEND = "cpu:gloo,cuda:nccl" if NAME == "cuda" else "gloo"
-
-# NCCL takes ranks of one host on one device for a mistake; of several hosts not.
-NCCL: Mapping[str, str] = {
-    "NCCL_HOSTID": "fxpar-{rank}",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_DEBUG": "WARN",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-}
 
 
 def put(x: Any) -> Any:
@@ -62,7 +46,8 @@ def be_a_rank(rank: int) -> None:
         return
     from fxpar.runtime.ranks import groups
 
-    os.environ.update({name: text.format(rank=rank) for name, text in NCCL.items()})
+    settings = {**NCCL, **OVERLAPPING}
+    os.environ.update({k: text.format(rank=rank) for k, text in settings.items()})
     torch.cuda.set_device(0)
     compute_exactly()
     # Ranks on one device are a mistake elsewhere.
