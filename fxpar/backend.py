@@ -69,7 +69,7 @@ def fxpar(
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(traced), examples)
-        gm = attention_dropout.without_kernels(gm)
+        gm = _without_kernels(gm, examples, ranks)
         compared = compiled_graph.compare_parameters(gm)
         views = shared_results.views_of_results(gm) if _is_global(job_options) else []
         once = shared_results.return_once(gm, views) if views else gm
@@ -127,8 +127,8 @@ def train_step(
                         return step.stage(gm, examples, names, finish)
 
                 gm = _torch.dynamo.without_regions(gm)
-                gm = attention_dropout.without_kernels(gm)
                 job_options, ranks = _joined(gm, options)
+                gm = _without_kernels(gm, examples, ranks)
                 return _called(gm, examples, job_options, ranks, stage, step)
             except FxparError as error:
                 return compiled_graph.raiser(error)
@@ -138,6 +138,17 @@ def train_step(
     gradient_options = GradientOptions(clip, accumulate, scaler)
     mesh = partial(mesh_of, step_options)
     return TrainStep(model, loss_fn, optimizer, gradient_options, backend, mesh)
+
+
+def _without_kernels(
+    gm: fx.GraphModule, examples: Sequence[Any], ranks: Ranks
+) -> fx.GraphModule:
+    """A Dynamo graph whose attention with dropout can be split."""
+    gm = attention_dropout.without_kernels(gm)
+    kinds = {x.device.type for x in examples if isinstance(x, torch.Tensor)}
+    with said_by_rank_0(ranks.rank):
+        attention_dropout.warn_of_products(gm, kinds)
+    return gm
 
 
 def _joined(

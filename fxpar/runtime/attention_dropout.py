@@ -8,6 +8,8 @@ split like any others. On the CPU, which has no such kernel, torch does the same
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
+from fxpar.errors import FxparWarning, compose
+from fxpar.sharding.program import user_line
 
 _ATTEND = torch.nn.functional.scaled_dot_product_attention
 # Of dropout among the positional arguments.
@@ -41,6 +45,29 @@ def without_kernels(gm: fx.GraphModule) -> fx.GraphModule:
             node.target = attend_by_products
         module.recompile()
     return copy
+
+
+def warn_of_products(gm: fx.GraphModule, device_types: Iterable[str]) -> None:
+    """Say that attention of a graph by ``without_kernels`` uses no kernel, where its
+    device has some. ``device_types``: of the graph's inputs."""
+    nodes = [
+        node
+        for module in _graphs(gm)
+        for node in module.graph.find_nodes(
+            op="call_function", target=attend_by_products
+        )
+    ]
+    if not nodes or "cuda" not in device_types:
+        return
+    text = compose(
+        f"attention with dropout is computed by products ({len(nodes)} calls): its "
+        "memory grows with the square of the sequence, and its mask is not that of a "
+        "kernel on one device",
+        where=user_line(nodes[0]),
+        fix="set the dropout of attention to 0 (attn_pdrop, "
+        "attention_probs_dropout_prob, attention_dropout), which uses the kernels",
+    )
+    warnings.warn(text, FxparWarning, stacklevel=2)
 
 
 class ByProducts(TorchFunctionMode):

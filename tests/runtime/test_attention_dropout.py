@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,8 +12,13 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
+from fxpar.errors import FxparWarning
 from fxpar.runtime import attention_dropout
-from fxpar.runtime.attention_dropout import attend_by_products, without_kernels
+from fxpar.runtime.attention_dropout import (
+    attend_by_products,
+    warn_of_products,
+    without_kernels,
+)
 
 ATTEND = F.scaled_dot_product_attention
 
@@ -69,6 +75,16 @@ def test_attention_with_dropout_is_found_in_bodies_too() -> None:
         torch.manual_seed(1)
         results.append(module(*tensors()))
     torch.testing.assert_close(*results)
+
+
+def test_products_are_said_where_there_are_kernels() -> None:
+    new = without_kernels(traced(Attends(0.5)))
+    with pytest.warns(FxparWarning, match=r"by products \(2 calls\)(.|\n)*fix: set"):
+        warn_of_products(new, {"cuda"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_products(new, {"cpu"})
+        warn_of_products(traced(Attends(0.0)), {"cuda"})
 
 
 def test_without_dropout_nothing_changes() -> None:
