@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.passes import collective_nodes
 from fxpar.passes.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.simulate.launches import PRODUCTS
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -66,24 +65,6 @@ def flat(graph: fx.Graph) -> Iterator[fx.Node]:
 def is_message(node: fx.Node) -> bool:
     """Whether a node sends to another stage or receives from it."""
     return node.target in collective_nodes.MESSAGES
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether an op takes numbers from a generator, so that what draws before it
-    counts. Numbers by index (``fxpar::random``) do not."""
-    if not op_facts_of(node.target).draws:
-        return False
-    return _argument(node, "dropout_p") != 0.0  # attention without dropout draws none
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of an op by its name, or its default; None if it has none such."""
-    target: Any = node.target
-    for i, argument in enumerate(_torch.objects.schema_of(target).arguments):
-        if argument.name == name:
-            positional = node.args[i] if i < len(node.args) else argument.default_value
-            return node.kwargs.get(name, positional)
-    return None
 
 
 def communicates(node: fx.Node) -> bool:
@@ -165,7 +146,10 @@ _NUMBER = "fxpar_order"
 
 # kind -> (which nodes, what a verb that moves one would do)
 _KINDS: dict[str, tuple[Callable[[fx.Node], bool], str]] = {
-    "draw": (draws, "would draw random numbers before or after others than it does"),
+    "draw": (
+        takes_from_generator,
+        "would draw random numbers before or after others than it does",
+    ),
     "message": (is_message, "would be a message before or after others than it is"),
 }
 

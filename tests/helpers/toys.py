@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.explain.dump import node_text
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.node_legality import draws
+from fxpar.sharding.rules.op_facts import takes_from_generator
 from fxpar.passes.simulate import lockstep
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
@@ -44,7 +44,7 @@ def own_generators(ranks: int) -> Iterator[None]:
     kept, states = lockstep._compute, [torch.get_rng_state()] * ranks
 
     def compute(node: fx.Node, env: Any, size: int) -> list[Any]:
-        if not draws(node):
+        if not takes_from_generator(node):
             return kept(node, env, size)
         out = []
         for rank in range(size):

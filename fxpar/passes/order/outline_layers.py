@@ -6,9 +6,11 @@ that all of its kind share, so that Inductor lowers and generates it once. Bodie
 alike to the last constant, shape and stride. They hold ops that compute, and nothing
 else: collectives, writes, seeds and a rank's coordinates stay between the calls, so
 that what is under way, or written, is memory of the outer graph alone. What a body
-gives is memory of its own: views are made outside. A reduction that starts inside a
-layer, as a bucket that is full in the middle of it, starts right behind the layer, and
-so does one of its result over another axis: in others that are alike none does.
+gives is memory of its own; where several views of it are read outside, they are made
+there. Views of what it is given are made inside, where all calls are given alike ones.
+A reduction that starts inside a layer, as a bucket that is full in the middle of it,
+starts right behind the layer, and so does one of its result over another axis: in
+others that are alike none does.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from fxpar.passes.builder import PROVENANCE
 from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import is_view, tensors_in
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
 from fxpar.sharding.search.layers import rows_of_layers
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -41,6 +43,9 @@ INVOKE = _torch.inductor.invoke_subgraph()
 
 # A body is called so often at least, and has so many ops.
 LEAST_CALLS, LEAST_OPS = 3, 5
+
+# Views of all elements in another order.
+_PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
 
 # Where steps of bodies were measured, and are as fast.
 DEVICES = {"cpu"}
@@ -68,16 +73,16 @@ def outline_layers(graph: fx.Graph) -> int:
     kinds: dict[Any, list[LayerSegment]] = defaultdict(list)
     for segment in _segments(graph):
         kinds[segment.text].append(segment)
-    calls = 0
+    calls: dict[str, list[fx.Node]] = {}
     for alike in kinds.values():
         if len(alike) >= LEAST_CALLS and _takes_tensors(alike[0]):
             name = _free_name(root)
             root.add_module(name, _body(alike[0]))
-            for segment in alike:
-                _call(graph, segment, name)
-            calls += len(alike)
+            calls[name] = [_call(graph, segment, name) for segment in alike]
+    for name, of_body in calls.items():
+        _make_views_inside(getattr(root, name), of_body)
     graph.lint()
-    return calls
+    return sum(map(len, calls.values()))
 
 
 def _takes_tensors(segment: LayerSegment) -> bool:
@@ -183,6 +188,8 @@ def _fits(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _fits(node.args[0])
+    if takes_from_generator(node):
+        return False
     read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
     every = [*results, *(x for each in read for x in each)]
     if not {x.device.type for x in every} <= DEVICES:
@@ -197,7 +204,7 @@ def _computes(target: Any) -> bool:
     if not isinstance(target, _torch.inductor.OpOverload):
         return False
     facts = op_facts_of(target)
-    if facts.chosen_strides or facts.mutates or facts.draws:
+    if facts.chosen_strides or facts.mutates:
         return False
     # What is random and draws nothing has a seed that is an operand.
     return facts.random or target.namespace in ("aten", "prims")
@@ -246,8 +253,17 @@ def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
         (label, tuple(map(place.__getitem__, _reads(node))))
         for node, label in zip(nodes, labels.tolist(), strict=True)
     ]
-    read_outside = {_home(n) for n in nodes if any(u not in inside for u in n.users)}
-    results = tuple(node for node in nodes if node in read_outside)
+    read_outside: dict[fx.Node, list[fx.Node]] = {}  # of memory: what shows it
+    for node in nodes:
+        if any(user not in inside for user in node.users):
+            read_outside.setdefault(_home(node), []).append(node)
+    results = tuple(
+        readers[0] if len(readers) == 1 and _shows_all(readers[0]) else home
+        for home, readers in sorted(
+            read_outside.items(), key=lambda item: inside.get(item[0], -1)
+        )
+        if home in inside
+    )
     return LayerSegment(
         tuple(nodes), results, (*lines, tuple(map(inside.get, results)))
     )
@@ -272,6 +288,16 @@ def _home(node: fx.Node) -> fx.Node:
     while _shows(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def _shows_all(node: fx.Node) -> bool:
+    """Whether a node is a view of all of its memory, or no view."""
+    while _shows(node):
+        facts = op_facts_of(node.target)
+        if not (facts.reshapes or facts.keeps_order or node.target in _PERMUTES):
+            return False
+        node = node.all_input_nodes[0]
+    return True
 
 
 def _shows(node: fx.Node) -> bool:
@@ -305,8 +331,8 @@ def _body(segment: LayerSegment) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> None:
-    """Let a call of the body give what the segment gives."""
+def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
+    """Let a call of the body, the result, give what the segment gives."""
     inside = set(segment.nodes)
     first, last = segment.nodes[0], segment.nodes[-1]
     behind = _put_behind(segment)
@@ -347,6 +373,68 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> None:
         place = node
     for node in reversed(segment.nodes):
         graph.erase_node(node)
+    return call
+
+
+def _make_views_inside(body: fx.GraphModule, calls: Sequence[fx.Node]) -> None:
+    """Let a body make the views that it is given."""
+    columns, shown = _views_given(calls)
+    operands = body.graph.find_nodes(op="placeholder")
+    for column in columns[len(operands) :]:
+        with body.graph.inserting_after(operands[-1]):
+            operands.append(body.graph.placeholder(f"operand{len(operands)}"))
+        operands[-1].meta["val"] = column[0].meta["val"]
+    place = operands[-1]
+    in_order = sorted(shown, key=lambda i: columns[i][0])
+    for i in in_order:
+        given, view, memory = operands[i], columns[i][0], operands[shown[i]]
+        with body.graph.inserting_after(place):
+            place = body.graph.node_copy(view, {view.all_input_nodes[0]: memory}.get)
+        place.meta = dict(view.meta)
+        given.replace_all_uses_with(place)
+        body.graph.erase_node(given)
+        operands[i] = place
+    body.recompile()
+    kept = [column for i, column in enumerate(columns) if i not in shown]
+    for call, given in zip(calls, zip(*kept, strict=True), strict=True):
+        call.args = (*call.args[:2], *given)
+    for i in reversed(in_order):
+        for node in dict.fromkeys(columns[i]):
+            if not node.users:
+                node.graph.erase_node(node)
+
+
+def _views_given(
+    calls: Sequence[fx.Node],
+) -> tuple[list[list[fx.Node]], dict[int, int]]:
+    """What calls of a body are given, a column for each operand; and of columns that
+    are alike views, the one that they show: of memory that all calls give in the same
+    place, or in a column of its own behind those of the operands."""
+    columns = [list(each) for each in zip(*(c.args[2:] for c in calls), strict=True)]
+    places = [{n: i for i, n in enumerate(c.args[2:])} for c in calls]
+    shown: dict[int, int] = {}
+    for i, column in enumerate(columns):  # grows
+        if not _are_alike_views(column):
+            continue
+        memory = [node.all_input_nodes[0] for node in column]
+        at = {place.get(node) for node, place in zip(memory, places, strict=True)}
+        if len(at) > 1:
+            continue
+        if at == {None}:
+            for node, place in zip(memory, places, strict=True):
+                place[node] = len(columns)
+            columns.append(memory)
+        shown[i] = places[0][memory[0]]
+    return columns, shown
+
+
+def _are_alike_views(column: Sequence[fx.Node]) -> bool:
+    """Whether nodes are alike views of whole tensors that a body may be given."""
+    if not all(_fits(node) and is_view(node) for node in column):
+        return False
+    memory = (node.all_input_nodes[0].meta.get("val") for node in column)
+    aligned = all(isinstance(x, torch.Tensor) and is_aligned(x) for x in memory)
+    return aligned and len(set(labels_of(column).tolist())) == 1
 
 
 def _put_behind(segment: LayerSegment) -> list[fx.Node]:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch
 from fxpar.errors import RegionError
 from fxpar.passes.builder import Builder
 from fxpar.passes.regions.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.custom_op_rules import LEAVE, manual_axes, sizes_of
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.rules.op_facts import makes_random_numbers, op_facts_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -56,7 +55,7 @@ def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
             continue
         _check_group(node, node in inside, mesh)
         _check_apart(node, own, over)
-        if _draws(node) or not random.isdisjoint(reads):
+        if makes_random_numbers(node) or not random.isdisjoint(reads):
             _check_draws(node, node in inside)
             random.add(node)
         if node.target in EDGES:
@@ -148,21 +147,6 @@ def _check_group(node: fx.Node, inside: bool, mesh: Mesh) -> None:
             where=user_line(node),
             fix=f"{FUNCTIONAL}: {', '.join(mesh.names)}",
         )
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an op makes random numbers; attention does for its dropout."""
-    if not op_facts_of(node.target).random:
-        return False
-    schema = _torch.objects.schema_of(node.target)
-    places = (
-        {} if schema is None else {a.name: i for i, a in enumerate(schema.arguments)}
-    )
-    i = places.get("dropout_p")
-    if i is None:
-        return True
-    chance = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return chance != 0.0
 
 
 def _check_draws(node: fx.Node, inside: bool) -> None:

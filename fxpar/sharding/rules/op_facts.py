@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxpar import _torch
 from fxpar.sharding.rules import pointwise
@@ -270,6 +271,27 @@ def op_facts_of(target: Any) -> OpFacts:
     if FACTS.get(name_of(target), {}).get("reshapes"):
         derived["moves"] = True
     return OpFacts(**derived | stated_facts(str(target)))
+
+
+def takes_from_generator(node: fx.Node) -> bool:
+    """Whether a call takes numbers from a generator, so that what draws before it
+    counts. Numbers by index (``fxpar::random``) do not."""
+    return op_facts_of(node.target).draws and not _drops_nothing(node)
+
+
+def makes_random_numbers(node: fx.Node) -> bool:
+    """Whether a call makes random numbers, from a generator or by index."""
+    return op_facts_of(node.target).random and not _drops_nothing(node)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether a call is attention without dropout, which draws no numbers."""
+    schema = _torch.objects.schema_of(node.target)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            positional = node.args[i] if i < len(node.args) else argument.default_value
+            return node.kwargs.get("dropout_p", positional) == 0.0
+    return False
 
 
 def stated_facts(name: str) -> dict[str, Any]:
