@@ -24,7 +24,7 @@ from fxpar._torch.distributed import default_group
 from fxpar._torch.fake import fake_mode_of
 from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
-from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanError
+from fxpar.errors import DeviceError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
@@ -41,6 +41,7 @@ from fxpar.pipeline import MOST_STEPS, Result
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.given_specs import specs_of, with_all_dims
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, split_off
@@ -322,14 +323,12 @@ def plan(
     leads = options.progress and not _rank()
     with status_line.status_of("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
-    input_specs = _specs_of(in_specs, call.count, "in_specs", "tensor arguments")
+    input_specs = specs_of(in_specs, call.count, "in_specs", "tensor arguments")
 
     def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
         return call.declare(kind, payload, node, input_specs)
 
-    result_specs = _specs_of(
-        out_specs, call.result_count, "out_specs", "tensor results"
-    )
+    result_specs = specs_of(out_specs, call.result_count, "out_specs", "tensor results")
 
     def make_output(kind: str, name: str, of: int | None) -> Output:
         k = int(name.removeprefix("output_")) if kind == "output" else None
@@ -337,6 +336,7 @@ def plan(
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
+    signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
     if pipeline is not None:
@@ -406,19 +406,3 @@ def _mesh_of_ranks(auto: Auto) -> Mesh:
             fix="say how many: mesh='auto:8', or 'auto:4x8' for 4 nodes of 8 devices",
         )
     return Mesh((("dp", auto.ranks or group.size()),))
-
-
-def _specs_of(
-    specs: Sequence[Any] | None, count: int, name: str, counted: str
-) -> list[Spec | None]:
-    if specs is None:
-        return [None] * count
-    if len(specs) != count:
-        raise HintError(
-            f"{name} has {len(specs)} entries for {count} {counted}",
-            fix="give one entry per tensor; None leaves it open",
-        )
-    return [
-        spec if spec is None or isinstance(spec, Spec) else Spec(*spec)
-        for spec in specs
-    ]

@@ -116,6 +116,9 @@ def test_an_existing_mesh_is_taken():
         ({"mesh": "dp=2,dp=2"}, "appears twice"),
         ({"in_specs": [None]}, "in_specs has 1 entries for 2 tensor arguments"),
         ({"out_specs": [None, None]}, "out_specs has 2 entries for 1 tensor result"),
+        ({"in_specs": ["dp", None]}, "in_specs has the text 'dp' for a tensor"),
+        ({"in_specs": [("dp", None, None), None]}, "3 entries for a tensor of 2 dims"),
+        ({"out_specs": [("dp", None, None)]}, "3 entries for a tensor of 2 dims"),
         ({"in_specs": [("no", None), None]}, "has no axis 'no'"),
         ({"in_specs": [("dp", "dp"), None]}, "used twice"),
         ({"hints": {"z": ("dp",)}}, "matches no parameter"),
@@ -127,6 +130,16 @@ def test_errors_name_what_is_wrong(options, message):
     x, w = torch.randn(8, 5), torch.randn(5, 8)
     with pytest.raises(FxparError, match=message):
         fxpar.plan(lambda x, w: x @ w, x, w, **{"mesh": "dp=2,tp=2", **options})
+
+
+@pytest.mark.parametrize("mode", ["propagate", "search"])
+def test_dims_left_out_of_a_spec_are_not_split(mode):
+    x, w = torch.randn(8, 5).double(), torch.randn(5, 8).double()
+    options = {"mesh": "dp=2", "mode": mode, "out_specs": [(None,)]}
+    plan = fxpar.plan(lambda x, w: x @ w, x, w, in_specs=[("dp",), Spec()], **options)
+    assert plan.spec("x") == Spec("dp", None)
+    assert plan.spec("w") == Spec(None, None)
+    torch.testing.assert_close(plan.simulate(x, w), x @ w)
 
 
 def test_other_shapes_than_planned_are_refused():

@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.explain.dump import node_text
 from fxpar.fusion.apply_schedule import apply
-from fxpar.sharding.rules.op_facts import takes_from_generator
 from fxpar.passes.simulate import lockstep
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.rules.op_facts import takes_from_generator
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten

@@ -4,6 +4,7 @@ makes of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -81,9 +82,51 @@ def outlined(fn: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
 def test_layers_call_one_body() -> None:
     module = outlined(of_layers(5), *feeds(5))
     assert calls(module) == ["layer0"] * 5
-    # What is outside: views of results, and the sum.
+    # What is outside: calls and what they give, and the sum.
     count = sum(node.op == "call_function" for node in module.graph.nodes)
-    assert count <= 5 * 4 + 1
+    assert count <= 5 * 2 + 1
+
+
+def attending(x: Tensor, w: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """A layer with an attention in its middle."""
+    q, k = ((x * scale).view(1, 2, 4, 8) for scale in (0.5, 2.0))
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out = flash(q, k, q, dropout)[0].transpose(1, 2).reshape(8, 8)
+    return (torch.sigmoid(out @ w) * out.exp()).view(4, 16)
+
+
+def outside(module: fx.GraphModule, target: Any) -> int:
+    """How many calls of an op stand in no body."""
+    return len(module.graph.find_nodes(op="call_function", target=target))
+
+
+def test_attention_that_draws_nothing_is_in_bodies() -> None:
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    module = outlined(of_layers(5, attending), *feeds(5))
+    assert calls(module) == ["layer0"] * 5
+    assert outside(module, flash) == 0
+    draws = traced(of_layers(5, partial(attending, dropout=0.1)), *feeds(5))
+    outline_layers(draws.graph)
+    assert outside(draws, flash) == 5
+
+
+def test_views_are_made_inside_if_all_calls_are_given_alike_ones() -> None:
+    """In an odd layer the memory of a view is given, too."""
+
+    def of_views(odd: int | None) -> Callable[..., Any]:
+        def fn(x: Tensor, *ws: Tensor) -> Any:
+            views = [w.t() for w in ws]
+            for i, view in enumerate(views):
+                x = (x * 0.5).view(8, 8) @ view * ws[i if i == odd else i - 1]
+                x = torch.sigmoid(x).exp().cos().view(4, 16)
+            return (x.sum(),)
+
+        return fn
+
+    alike, unlike = (outlined(of_views(odd), *feeds(5)) for odd in (None, 3))
+    assert calls(alike) == calls(unlike) == ["layer0"] * 5
+    assert outside(alike, aten.permute.default) == 0
+    assert outside(unlike, aten.permute.default) == 5
 
 
 def test_values_of_calls_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,26 +378,26 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
 
 def _make_views_inside(body: fx.GraphModule, calls: Sequence[fx.Node]) -> None:
     """Let a body make the views that it is given."""
-    columns, shown = _views_given(calls)
+    columns, base_of = _views_given(calls)
     operands = body.graph.find_nodes(op="placeholder")
     for column in columns[len(operands) :]:
         with body.graph.inserting_after(operands[-1]):
             operands.append(body.graph.placeholder(f"operand{len(operands)}"))
         operands[-1].meta["val"] = column[0].meta["val"]
     place = operands[-1]
-    in_order = sorted(shown, key=lambda i: columns[i][0])
+    in_order = sorted(base_of, key=lambda i: columns[i][0])
     for i in in_order:
-        given, view, memory = operands[i], columns[i][0], operands[shown[i]]
+        operand, view, base = operands[i], columns[i][0], operands[base_of[i]]
         with body.graph.inserting_after(place):
-            place = body.graph.node_copy(view, {view.all_input_nodes[0]: memory}.get)
+            place = body.graph.node_copy(view, {view.all_input_nodes[0]: base}.get)
         place.meta = dict(view.meta)
-        given.replace_all_uses_with(place)
-        body.graph.erase_node(given)
+        operand.replace_all_uses_with(place)
+        body.graph.erase_node(operand)
         operands[i] = place
     body.recompile()
-    kept = [column for i, column in enumerate(columns) if i not in shown]
-    for call, given in zip(calls, zip(*kept, strict=True), strict=True):
-        call.args = (*call.args[:2], *given)
+    own = [column for i, column in enumerate(columns) if i not in base_of]
+    for call, arguments in zip(calls, zip(*own, strict=True), strict=True):
+        call.args = (*call.args[:2], *arguments)
     for i in reversed(in_order):
         for node in dict.fromkeys(columns[i]):
             if not node.users:
@@ -412,29 +412,29 @@ def _views_given(
     place, or in a column of its own behind those of the operands."""
     columns = [list(each) for each in zip(*(c.args[2:] for c in calls), strict=True)]
     places = [{n: i for i, n in enumerate(c.args[2:])} for c in calls]
-    shown: dict[int, int] = {}
+    base_of: dict[int, int] = {}
     for i, column in enumerate(columns):  # grows
         if not _are_alike_views(column):
             continue
-        memory = [node.all_input_nodes[0] for node in column]
-        at = {place.get(node) for node, place in zip(memory, places, strict=True)}
+        bases = [node.all_input_nodes[0] for node in column]
+        at = {place.get(node) for node, place in zip(bases, places, strict=True)}
         if len(at) > 1:
             continue
         if at == {None}:
-            for node, place in zip(memory, places, strict=True):
+            for node, place in zip(bases, places, strict=True):
                 place[node] = len(columns)
-            columns.append(memory)
-        shown[i] = places[0][memory[0]]
-    return columns, shown
+            columns.append(bases)
+        base_of[i] = places[0][bases[0]]
+    return columns, base_of
 
 
 def _are_alike_views(column: Sequence[fx.Node]) -> bool:
     """Whether nodes are alike views of whole tensors that a body may be given."""
     if not all(_fits(node) and is_view(node) for node in column):
         return False
-    memory = (node.all_input_nodes[0].meta.get("val") for node in column)
-    aligned = all(isinstance(x, torch.Tensor) and is_aligned(x) for x in memory)
-    return aligned and len(set(labels_of(column).tolist())) == 1
+    bases = (node.all_input_nodes[0].meta.get("val") for node in column)
+    are_aligned = all(isinstance(x, torch.Tensor) and is_aligned(x) for x in bases)
+    return are_aligned and len(set(labels_of(column).tolist())) == 1
 
 
 def _put_behind(segment: LayerSegment) -> list[fx.Node]:
