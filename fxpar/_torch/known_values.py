@@ -31,6 +31,9 @@ _CONSTANTS = frozenset(
     )
 )
 
+# Around a tensor that is made where no mode is on.
+_ALONE: Any = contextlib.nullcontext()
+
 # So many keys are kept; then all are forgotten.
 MOST = 1 << 16
 
@@ -228,7 +231,8 @@ def _tensor(form: _Form, mode: Any, tensors: Sequence[torch.Tensor]) -> torch.Te
     )
 
     is_fake = not isinstance(mode, contextlib.nullcontext)
-    on_meta = in_kernel_invocation_manager(mode) if is_fake else mode
+    is_inside = is_fake and torch._C._len_torch_dispatch_stack() > 0
+    on_meta = in_kernel_invocation_manager(mode) if is_inside else _ALONE
     with on_meta:
         x = torch.empty_strided(
             form.shape, form.stride, dtype=form.dtype, device="meta"
