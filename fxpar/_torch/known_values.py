@@ -133,9 +133,7 @@ def _key(
     return tuple(parts)
 
 
-def _add(
-    arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]
-) -> None:
+def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> None:
     """Add what a key holds of an argument. Raises _NotKnown."""
     if isinstance(arg, torch.Tensor):
         _check(arg, mode)

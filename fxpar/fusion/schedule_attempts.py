@@ -80,7 +80,8 @@ class Attempts:
     def may_differ(self, settings: Settings) -> bool:
         """Whether a step may be another than the one so far, with other settings."""
         parts = self._lowered(self.schedule)
-        before, started = self.schedule.settings, most_started(parts)
+        before = self.schedule.settings
+        started = most_started(parts) if settings.ahead != before.ahead else 0
         return may_differ(parts.graph, before, settings, started=started)
 
     def _lowered(self, schedule: Schedule) -> PartedGraph:
