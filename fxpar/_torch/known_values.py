@@ -19,9 +19,9 @@ import torch
 
 from fxpar._torch.objects import is_mutable, memory_of
 
-# Whose values depend on their arguments alone, and not on tables by name.
+# Ops whose values depend on their arguments alone, and not on tables of programs.
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "fxpar")
-_BY_NAME = ("fxpar::region", "fxpar::region_")
+_OTHERS = ("fxpar::region", "fxpar::region_")
 
 # Of arguments that are part of a key as they are; equal ones of two types differ.
 _CONSTANTS = frozenset(
@@ -113,7 +113,7 @@ def _key(
     Raises _NotKnown."""
     if not isinstance(target, torch._ops.OpOverload):
         raise _NotKnown
-    if target.namespace not in _NAMESPACES or target.name() in _BY_NAME:
+    if target.namespace not in _NAMESPACES or target.name() in _OTHERS:
         raise _NotKnown
     if is_mutable(target):
         raise _NotKnown
@@ -172,7 +172,7 @@ def _check(x: torch.Tensor, mode: Any) -> None:
 
 def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Of what an op gave. Raises _NotKnown."""
-    several = value if type(value) in (list, tuple) else (value,)
+    several: Any = value if type(value) in (list, tuple) else (value,)
     memory = [memory_of(x) for x in several if isinstance(x, torch.Tensor)]
     places = [memory_of(x) for x in tensors]
     own = [place for place in memory if place not in places]
@@ -182,7 +182,9 @@ def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     for x, form in zip(several, forms, strict=True):
         if isinstance(form, _Form) and not _same(x, _tensor(form, mode, tensors)):
             raise _NotKnown
-    return type(value)(forms) if several is value else forms[0]
+    if several is not value:
+        return forms[0]
+    return forms if isinstance(value, list) else tuple(forms)
 
 
 def _form_of(x: Any, mode: Any, places: Sequence[int]) -> Any:
@@ -196,8 +198,8 @@ def _form_of(x: Any, mode: Any, places: Sequence[int]) -> Any:
     if places.count(place) > 1:
         raise _NotKnown  # of which of them, forms do not tell
     operand = places.index(place) if place in places else None
-    shape, stride = tuple(x.shape), x.stride()
-    return _Form(x.dtype, shape, stride, x.storage_offset(), x.device, operand)
+    shape, stride, offset = tuple(x.shape), x.stride(), int(x.storage_offset())
+    return _Form(x.dtype, shape, stride, offset, x.device, operand)
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:

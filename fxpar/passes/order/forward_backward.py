@@ -108,7 +108,7 @@ def parted(graph: fx.Graph) -> PartedGraph:
 
 
 def most_started(parts: PartedGraph) -> int:
-    """Gathers that may start ahead, of the phase that has most (``gathers_started``)."""
+    """Gathers that may start ahead, in the phase that has most of them."""
     inputs = parts.graph.find_nodes(op="placeholder")
     saved = given_of(parts.forward, parts.backward)
     return max(
