@@ -145,10 +145,10 @@ def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
 
 
 def derived_from(
-    nodes: Iterable[fx.Node], given: Iterable[fx.Node], through: Collection[Any] = ()
+    nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], through: Collection[Any] = ()
 ) -> set[fx.Node]:
-    """What is given, and what of some nodes, in order, is made of that so."""
-    derived = set(given)
+    """Inputs, and what of some nodes, in order, is made of these so."""
+    derived = set(inputs)
     for node in nodes:
         if derived.issuperset(node.all_input_nodes) and (
             node.target in through or _is_cheap(node)

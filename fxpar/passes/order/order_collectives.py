@@ -189,10 +189,10 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
                     at.prepend(node_needed)
 
 
-def gathers_started(nodes: Sequence[fx.Node], given: Iterable[fx.Node]) -> int:
-    """How many gathers ``prefetch`` may move at most in a phase of these nodes, which
-    is ``given`` others: passes before it only make fewer of them."""
-    derived = derived_from(nodes, given, through=(_GATHER, WAIT))
+def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
+    """How many gathers ``prefetch`` may move at most in a phase of these nodes: passes
+    before it only make fewer of them."""
+    derived = derived_from(nodes, inputs, through=(_GATHER, WAIT))
     gathers = [node for node in nodes if node.target is _GATHER]
     return len(_read_next(gathers, derived))
 
