@@ -16,6 +16,8 @@ def depends_on_data(x: Any) -> bool:
 
     if not isinstance(x, torch.Tensor):
         return bool(free_unbacked_symbols(x))
+    if not x._has_symbolic_sizes_strides:
+        return False
     return any(map(free_unbacked_symbols, (*x.shape, *x.stride())))
 
 

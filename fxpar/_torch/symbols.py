@@ -71,7 +71,7 @@ def hint_of(x: Any) -> Any:
 
 def hint_shape(sizes: Iterable[Any]) -> tuple[int, ...]:
     """Sizes as they were when they were traced; no guard comes of it."""
-    return tuple(map(hint_of, sizes))
+    return tuple([x if type(x) is int else hint_of(x) for x in sizes])
 
 
 def expression(x: Any) -> Any:

@@ -16,7 +16,12 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.passes.order.forward_backward import PartedGraph, parted, parted_as_run
+from fxpar.passes.order.forward_backward import (
+    PartedGraph,
+    most_started,
+    parted,
+    parted_as_run,
+)
 from fxpar.passes.order.order_collectives import Settings, may_differ
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -75,7 +80,9 @@ class Attempts:
     def may_differ(self, settings: Settings) -> bool:
         """Whether a step may be another than the one so far, with other settings."""
         parts = self._lowered(self.schedule)
-        return may_differ(parts.graph, self.schedule.settings, settings)
+        before = self.schedule.settings
+        started = most_started(parts) if settings.ahead != before.ahead else 0
+        return may_differ(parts.graph, before, settings, started=started)
 
     def _lowered(self, schedule: Schedule) -> PartedGraph:
         """After the lines of a schedule, collectives as they run; the last one asked

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from fxpar._torch import known_values
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
@@ -141,8 +142,8 @@ class Builder:
         args = size_nodes.as_nodes(self.graph, args)
         kwargs = size_nodes.as_nodes(self.graph, kwargs)
         node = self.graph.call_function(target, args, kwargs)
-        with self.fake_mode:
-            node.meta["val"] = target(*value_of(args), **value_of(kwargs))
+        values = value_of(args), value_of(kwargs)
+        node.meta["val"] = known_values.result(self.fake_mode, target, *values)
         self.stamp(node)
         return node
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from fxpar._torch import known_values
 from fxpar.passes.builder import Builder
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import along
@@ -235,8 +236,9 @@ def step(
     elif target is not recv:
         dims = [arg for arg in args if isinstance(arg, int)]
         shape = KINDS[_KIND[target]].shape(shape, dims, build.mesh.count(args[-1]))
-    with build.fake_mode:
-        node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    kind = {"dtype": value.dtype, "device": value.device}
+    empty = torch.ops.aten.empty.memory_format
+    node.meta["val"] = known_values.result(build.fake_mode, empty, (shape,), kind)
     build.stamp(node)
     return node
 

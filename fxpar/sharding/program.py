@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,12 @@ def user_line(node: fx.Node) -> str | None:
     Innermost frame outside torch and fxpar; None if unknown.
     """
     trace = node.meta.get("stack_trace")
-    if not trace:
-        return None
+    return _user_line_of(trace) if trace else None
+
+
+@lru_cache(maxsize=1 << 14)
+def _user_line_of(trace: str) -> str | None:
+    """Of a stack trace; all layers that repeat have the same few."""
     lines = trace.strip().splitlines()
     user_frame = None
     for i, line in enumerate(lines):

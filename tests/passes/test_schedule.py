@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
+from fxpar.passes.order.forward_backward import most_started, parted
 from fxpar.passes.order.order_collectives import (
     Settings,
     drop_unread,
     give_outputs,
+    may_differ,
     prefetch,
     schedule,
 )
@@ -455,6 +457,33 @@ def test_two_gathers_ahead(sketch: Sketch) -> None:
         *("wait_2", "mm_2", "wait_3", "mm_3"),
     ]
     check_equal(sketch.run(), want)
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+@pytest.mark.parametrize("aheads", [(1, 2), (1, 4), (2, 4)])
+def test_more_ahead_is_tried_where_a_gather_could_start_earlier(
+    count: int, aheads: tuple[int, int]
+) -> None:
+    """Where it may not differ it gives the very same order, and another elsewhere."""
+    orders, before, after = [], *(Settings(ahead=ahead) for ahead in aheads)
+    for settings in (before, after):
+        sketch = Sketch()
+        layers(sketch, count)
+        started = most_started(parted(sketch.graph))
+        assert started == count
+        prefetch(sketch.graph, settings.ahead)
+        orders.append(sketch.order())
+    differs = may_differ(sketch.graph, before, after, started=started)
+    assert differs == (orders[0] != orders[1])
+    assert not may_differ(sketch.graph, before, before, started=started)
+
+
+def test_gathers_that_start_ahead_are_those_that_are_read_next(sketch: Sketch) -> None:
+    """Not of what was computed, nor those that are gathered over more axes first."""
+    x, w = sketch.input(4, 4), sketch.input(1, 4)
+    h = sketch.call(aten.mm, x, sketch.gather(sketch.gather(w, TP)))
+    sketch.output(sketch.gather(sketch.call(aten.sin, h)))
+    assert most_started(parted(sketch.graph)) == 1
 
 
 def test_gathers_at_the_top_go_to_where_they_are_read(sketch: Sketch) -> None:

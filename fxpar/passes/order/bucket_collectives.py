@@ -140,11 +140,18 @@ def bucket_sizes(graph: fx.Graph) -> tuple[list[int], list[int]]:
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
     """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
-    derived: set[fx.Node] = set()
-    for node in graph.nodes:
-        passes = _is_cheap(node) or node.target in through
-        if node.op == "placeholder" or (
-            passes and derived.issuperset(node.all_input_nodes)
+    inputs = graph.find_nodes(op="placeholder")
+    return derived_from(graph.nodes, inputs, through)
+
+
+def derived_from(
+    nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], through: Collection[Any] = ()
+) -> set[fx.Node]:
+    """Inputs, and what of some nodes, in order, is made of these so."""
+    derived = set(inputs)
+    for node in nodes:
+        if derived.issuperset(node.all_input_nodes) and (
+            node.target in through or _is_cheap(node)
         ):
             derived.add(node)
     return derived

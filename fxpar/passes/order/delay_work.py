@@ -70,7 +70,8 @@ def delay(graph: fx.Graph) -> None:
             for work_node in reversed(movable):
                 behind.append(work_node)
             delayed.update(movable)
-    graph.lint()
+    if delayed:
+        graph.lint()
 
 
 def _is_work(node: fx.Node) -> bool:

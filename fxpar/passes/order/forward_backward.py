@@ -34,7 +34,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.builder import PLACE, copy_node
 from fxpar.passes.order.bucket_collectives import REGATHERED
-from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
+from fxpar.passes.order.order_collectives import (
+    DEFAULT,
+    Settings,
+    gathers_started,
+    schedule,
+)
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.stages.pipeline_ops import CROSSINGS, EVERY
 from fxpar.sharding.cost.recompute import given_of, phases
@@ -100,6 +105,16 @@ def parted(graph: fx.Graph) -> PartedGraph:
     forward, backward = phases(graph)
     is_gradient = (result in backward_nodes for result in graph.output_node().args[0])
     return PartedGraph(graph, tuple(forward), tuple(backward), tuple(is_gradient))
+
+
+def most_started(parts: PartedGraph) -> int:
+    """Gathers that may start ahead, in the phase that has most of them."""
+    inputs = parts.graph.find_nodes(op="placeholder")
+    saved = given_of(parts.forward, parts.backward)
+    return max(
+        gathers_started(parts.forward, inputs),
+        gathers_started(parts.backward, [*inputs, *saved]),
+    )
 
 
 def as_run(
@@ -174,7 +189,6 @@ def _joined(
     grads = _append(graph, backward, [*inputs, *results[count:]])
     of = iter(results[:count]), iter(grads)
     graph.output([next(of[is_late]) for is_late in is_backward])
-    graph.lint()
     return graph
 
 

@@ -10,7 +10,7 @@ on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from fxpar.passes.order.bucket_collectives import (
     FULL,
     bucket,
     bucket_sizes,
+    derived_from,
     from_inputs,
 )
 from fxpar.passes.order.delay_work import delay
@@ -111,13 +112,16 @@ def join(phase: PhaseGraph) -> None:
         )
 
 
-def may_differ(graph: fx.Graph, before: Settings, after: Settings) -> bool:
+def may_differ(
+    graph: fx.Graph, before: Settings, after: Settings, *, started: int
+) -> bool:
     """Whether forward and backward of a local graph may be ordered otherwise with other
     settings: not if all that is joined is, and fits in one bucket, either way, and no
-    gathers could start earlier."""
-    reductions, gathers = bucket_sizes(graph)
-    if before.ahead != after.ahead and len(gathers) > 1:
+    gathers could start earlier. ``started``: as ``gathers_started`` counts them, of the
+    phase that has most."""
+    if before.ahead != after.ahead and started > min(before.ahead, after.ahead) + 1:
         return True
+    reductions, gathers = bucket_sizes(graph)
     rooms = zip(_rooms(before), _rooms(after), (reductions, gathers), strict=True)
     for one, other, sizes in rooms:
         small, large = sorted((one, other))
@@ -176,19 +180,33 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     movable = (n for n in input_derived if n.op != "placeholder")
     sink(graph, {node for node in movable if node not in staying})
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
-    ends = [
-        node
-        for node in gathers
-        if node in input_derived
-        and node not in staying
-        and not any(_is_gathered_again(wait, input_derived) for wait in node.users)
-    ]
+    ends = [n for n in _read_next(gathers, input_derived) if n not in staying]
     for i, node in enumerate(ends[1:], 1):
         at = min(ends[max(0, i - ahead)].users)  # its wait
         if at < node:
             for node_needed in needed(node):
                 if at < node_needed:
                     at.prepend(node_needed)
+
+
+def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
+    """How many gathers ``prefetch`` may move at most in a phase of these nodes: passes
+    before it only make fewer of them."""
+    derived = derived_from(nodes, inputs, through=(_GATHER, WAIT))
+    gathers = [node for node in nodes if node.target is _GATHER]
+    return len(_read_next(gathers, derived))
+
+
+def _read_next(
+    gathers: Iterable[fx.Node], input_derived: Collection[fx.Node]
+) -> list[fx.Node]:
+    """Those of graph inputs that are not gathered over more axes first."""
+    return [
+        node
+        for node in gathers
+        if node in input_derived
+        and not any(_is_gathered_again(wait, input_derived) for wait in node.users)
+    ]
 
 
 def gather_before_messages(graph: fx.Graph) -> None:
@@ -205,6 +223,8 @@ def gather_before_messages(graph: fx.Graph) -> None:
 def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
     """Gathers of graph inputs along the axis of stages, in order."""
     groups = {node.args[-1] for node in graph.nodes if node.target in MESSAGES}
+    if not groups:
+        return []
     input_derived = from_inputs(graph, through=(_GATHER, WAIT))
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
     return [n for n in gathers if n in input_derived and n.args[-1] in groups]

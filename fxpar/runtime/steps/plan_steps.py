@@ -250,9 +250,10 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
     if pipeline is not None:
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
     try:
-        for graph in map(shapes_of, graphs):
+        for graph in graphs:
             with _torch.fake.shapes_alone():
-                graph = as_run(graph, disable=disable, settings=settings)
+                shapes = shapes_of(graph)
+                graph = as_run(shapes, disable=disable, settings=settings)
             peaks.append(by_kind(graph, state.decided.program.signature))
         return max(peaks, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives

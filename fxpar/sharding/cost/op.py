@@ -10,9 +10,9 @@ roofline of ``Hardware``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -192,8 +192,9 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
+@lru_cache(maxsize=1 << 14)
 def viewable(
-    shape: Sequence[int], stride: Sequence[int], target: Sequence[int]
+    shape: tuple[int, ...], stride: tuple[int, ...], target: tuple[int, ...]
 ) -> bool:
     """Whether strided memory can be seen in another shape without a copy."""
     runs: list[int] = []  # sizes of neighbouring dims that lie in memory as one

@@ -1,0 +1,243 @@
+"""Fake values of ops, known from the same op on values of the same form.
+
+Layers that repeat ask for the same value again and again. torch keeps what it found as
+well, but to ask it takes ten times as long as to make a tensor of known form. A form is
+all that is known of a value on static shapes, so what an op gives is a function of the
+forms of its operands, of its other arguments, and of torch's own settings: these are
+the key. What is not of that kind (open sizes, ops of the user's, which may look at
+anything, what shares memory in a way that operands do not tell) is asked of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpar._torch.objects import is_mutable, memory_of
+
+# Ops whose values depend on their arguments alone, and not on tables of programs.
+_NAMESPACES = ("aten", "prims", "_c10d_functional", "fxpar")
+_OTHERS = ("fxpar::region", "fxpar::region_")
+
+# Of arguments that are part of a key as they are; equal ones of two types differ.
+_CONSTANTS = frozenset(
+    (
+        *(bool, int, float, str, type(None)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+
+# Around a tensor that is made where no mode is on.
+_ALONE: Any = contextlib.nullcontext()
+
+# So many keys are kept; then all are forgotten.
+MOST = 1 << 16
+
+
+class _NotKnown(Exception):
+    """A value is of no form that is kept."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor on static shapes, without its memory."""
+
+    # Of its elements.
+    dtype: torch.dtype
+    # Of its dims.
+    shape: tuple[int, ...]
+    # Of its dims, in elements.
+    stride: tuple[int, ...]
+    # Where it begins in its memory, in elements.
+    offset: int
+    # As a fake value says it.
+    device: torch.device
+    # Which of the operands has its memory; None: it has one of its own.
+    operand: int | None
+
+
+# What an op gives: a form, constants, or several of them in a tuple or list; None where
+# torch is to be asked.
+_KNOWN: dict[tuple[Any, ...], Any] = {}
+
+
+def result(
+    mode: Any,
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """``target(*args, **kwargs)`` of the fake values of a mode (``fake.mode_of``)."""
+    tensors: list[torch.Tensor] = []
+    try:
+        key = _key(mode, target, args, kwargs, tensors)
+    except _NotKnown:
+        return _asked(mode, target, args, kwargs)
+    form = _KNOWN.get(key, ...)
+    if form is None:
+        return _asked(mode, target, args, kwargs)
+    if form is not ...:
+        return _made(form, mode, tensors)
+    value = _asked(mode, target, args, kwargs)
+    if len(_KNOWN) >= MOST:
+        _KNOWN.clear()
+    try:
+        _KNOWN[key] = _form(value, mode, tensors)
+    except _NotKnown:
+        _KNOWN[key] = None
+    return value
+
+
+def _asked(
+    mode: Any,
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    with mode:
+        return target(*args, **kwargs)
+
+
+def _key(
+    mode: Any,
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: list[torch.Tensor],
+) -> tuple[Any, ...]:
+    """Equal for calls that give values of one form. ``tensors``: operands are added.
+    Raises _NotKnown."""
+    if not isinstance(target, torch._ops.OpOverload):
+        raise _NotKnown
+    if target.namespace not in _NAMESPACES or target.name() in _OTHERS:
+        raise _NotKnown
+    if is_mutable(target):
+        raise _NotKnown
+    parts: list[Any] = [
+        target,
+        mode is None or isinstance(mode, contextlib.nullcontext),
+        torch.get_default_dtype(),
+        torch._C._get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    ]
+    for arg in args:
+        _add(arg, mode, parts, tensors)
+    for name, arg in kwargs.items():
+        parts.append(name)
+        _add(arg, mode, parts, tensors)
+    return tuple(parts)
+
+
+def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> None:
+    """Add what a key holds of an argument. Raises _NotKnown."""
+    if isinstance(arg, torch.Tensor):
+        _check(arg, mode)
+        tensors.append(arg)
+        parts += (
+            arg.dtype,
+            arg.shape,
+            arg.stride(),
+            arg.storage_offset(),
+            arg.device,
+            arg.requires_grad,
+            torch._C._dispatch_keys(arg).raw_repr(),
+        )
+    elif isinstance(arg, (list, tuple)):
+        parts.append((type(arg), len(arg)))
+        for each in arg:
+            _add(each, mode, parts, tensors)
+    elif type(arg) in _CONSTANTS:
+        parts += (type(arg), arg)
+    else:
+        raise _NotKnown
+
+
+def _check(x: torch.Tensor, mode: Any) -> None:
+    """Raise _NotKnown unless a tensor is a plain value of a mode on static shapes."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(x) is FakeTensor:
+        plain = x.fake_mode is mode and x.constant is None and x.real_tensor is None
+    else:
+        plain = type(x) is torch.Tensor and x.is_meta
+        plain = plain and isinstance(mode, contextlib.nullcontext)
+    if not plain or x._has_symbolic_sizes_strides or x.layout is not torch.strided:
+        raise _NotKnown
+
+
+def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Of what an op gave. Raises _NotKnown."""
+    several: Any = value if type(value) in (list, tuple) else (value,)
+    memory = [memory_of(x) for x in several if isinstance(x, torch.Tensor)]
+    places = [memory_of(x) for x in tensors]
+    own = [place for place in memory if place not in places]
+    if len(set(own)) < len(own):
+        raise _NotKnown
+    forms = [_form_of(x, mode, places) for x in several]
+    for x, form in zip(several, forms, strict=True):
+        if isinstance(form, _Form) and not _same(x, _tensor(form, mode, tensors)):
+            raise _NotKnown
+    if several is not value:
+        return forms[0]
+    return forms if isinstance(value, list) else tuple(forms)
+
+
+def _form_of(x: Any, mode: Any, places: Sequence[int]) -> Any:
+    """Of one value; ``places``: memory of the operands. Raises _NotKnown."""
+    if type(x) in (int, type(None)):
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise _NotKnown
+    _check(x, mode)
+    place = memory_of(x)
+    if places.count(place) > 1:
+        raise _NotKnown  # of which of them, forms do not tell
+    operand = places.index(place) if place in places else None
+    shape, stride, offset = tuple(x.shape), x.stride(), int(x.storage_offset())
+    return _Form(x.dtype, shape, stride, offset, x.device, operand)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a tensor that was made is as the one that torch gave."""
+    return (
+        torch._C._dispatch_keys(x) == torch._C._dispatch_keys(y)
+        and x.requires_grad == y.requires_grad
+        and x.storage_offset() == y.storage_offset()
+        and x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
+        and x.is_conj() == y.is_conj()
+        and x.is_neg() == y.is_neg()
+    )
+
+
+def _made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """New values of known forms."""
+    if isinstance(form, _Form):
+        return _tensor(form, mode, tensors)
+    if isinstance(form, (list, tuple)):
+        return type(form)(_made(each, mode, tensors) for each in form)
+    return form
+
+
+def _tensor(form: _Form, mode: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new value of a form."""
+    from torch._subclasses.fake_tensor import (
+        FakeTensor,
+        in_kernel_invocation_manager,
+    )
+
+    is_fake = not isinstance(mode, contextlib.nullcontext)
+    is_inside = is_fake and torch._C._len_torch_dispatch_stack() > 0
+    on_meta = in_kernel_invocation_manager(mode) if is_inside else _ALONE
+    with on_meta:
+        x = torch.empty_strided(
+            form.shape, form.stride, dtype=form.dtype, device="meta"
+        )
+        if form.operand is not None:
+            memory = tensors[form.operand].untyped_storage()
+            x.set_(memory, form.offset, form.shape, form.stride)
+    return FakeTensor(mode, x, form.device) if is_fake else x
