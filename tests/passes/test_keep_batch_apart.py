@@ -51,3 +51,20 @@ def test_a_batch_that_is_divided_is_merged_as_ever(
     monkeypatch.setenv("FXPAR_DISABLE", "keep_batch_apart")
     assert str(planned(8)[0].result.normalized) == str(plan.result.normalized)
     assert (30, 7) in shapes(planned(6)[0])
+
+
+@pytest.mark.parametrize("width", [30, 7])
+def test_a_bias_of_as_many_channels_as_there_are_rows(width: int) -> None:
+    """A bias is no batch, though it has as many elements as the merged one rows."""
+
+    def biased(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, width) + bias
+        return rows.tanh().view(x.shape).square().sum()
+
+    x = torch.randn(6, 5, width, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(width, dtype=torch.float64, requires_grad=True)
+    plan = fxpar.plan(biased, x, bias, mesh="dp=4", mode="propagate", grad=True)
+    assert not {shape for shape in shapes(plan) if shape == (30, width)}
+    got, want = plan.outcome(x, bias), plan.reference_outcome(x, bias)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.result, biased(x, bias), rtol=1e-9, atol=1e-9)

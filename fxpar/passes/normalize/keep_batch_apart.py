@@ -98,11 +98,13 @@ def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
     arguments = _arguments(node, pair)
     if arguments is None:
         return
-    rows = pair[0] * pair[1]
+    rows, of_points = pair[0] * pair[1], _is_pointwise(node)
     unmerged = {
         read: _unmerged(read, pair, rewriter)
         for read in node.all_input_nodes
         if _is_merged(read, rows)
+        # One of fewer dims meets others, which may be as many.
+        and not (of_points and len(shape_of(read)) < len(shape))
     }
     args, kwargs = fx.node.map_arg(
         (arguments, node.kwargs), lambda read: unmerged.get(read, read)
@@ -152,14 +154,20 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
             return None
         dims = _dims_behind_batch(args[place], node)
         return None if dims is None else [*args[:place], dims, *args[place + 1 :]]
-    # Not what moves elements, though it makes each of one, as a transpose does.
-    if torch.Tag.pointwise not in target.tags and target not in pointwise.ROWS:
+    if not _is_pointwise(node):
         return None
     # A tensor of as many dims has the rows; one of fewer dims meets others alone.
     alike = all(
         len(shape_of(read)) < len(shape) or _is_merged(read, rows) for read in tensors
     )
     return args if alike else None
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether points are combined: not if an op moves elements, though it makes each of
+    one, as a transpose does."""
+    target: Any = node.target
+    return torch.Tag.pointwise in target.tags or target in pointwise.ROWS
 
 
 def _dims_behind_batch(dims: Any, node: fx.Node) -> Any:
