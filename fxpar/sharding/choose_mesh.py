@@ -20,7 +20,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine, rounded
-from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
 from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.run_search import (
@@ -165,14 +165,17 @@ class _MeshTrial:
         return f"{self.mesh} {ms(self.seconds) if is_tried else 'not tried'}"
 
 
-def fastest(program: Program, request: Request) -> Decision:
+def fastest(
+    program: Program, request: Request, shared: SharedKernels | None = None
+) -> Decision:
     """The decision on the mesh with the fastest plan found, with ``rivals`` set and a
     note of every candidate.
 
     Half of the seconds go to a glance at each mesh, in the order given, which ends as
     soon as it is proved to be no faster than the best so far. Pricing takes time too:
     once three quarters of all seconds have passed, what is left is not tried. The rest
-    goes to the best, unless its plan is proved to be. Raises MeshError if nothing
+    goes to the best, unless its plan is proved to be. ``shared``: filled, as
+    ``whole_entries`` does. Raises MeshError if nothing
     searches, PlanError if ranks that share everything lack memory, and what
     ``decide_on`` does if no mesh has a plan.
     """
@@ -182,7 +185,7 @@ def fastest(program: Program, request: Request) -> Decision:
     # Meshes are compared by one ruler.
     options = replace(request.mode, ranked=False)
     begun, spent = time.perf_counter(), 0.0
-    _check_memory(program, request, options)
+    _check_memory(program, request, options, shared)
     share = options.seconds / 2 / len(meshes) if len(meshes) > 1 else options.seconds
     glance = replace(options, seconds=share)
     trials: list[_MeshTrial] = []
@@ -208,10 +211,15 @@ def fastest(program: Program, request: Request) -> Decision:
     return _search_longer(best, trials, spent, left, program, request)
 
 
-def _check_memory(program: Program, request: Request, options: SearchOptions) -> None:
+def _check_memory(
+    program: Program,
+    request: Request,
+    options: SearchOptions,
+    shared: SharedKernels | None,
+) -> None:
     """Raises PlanError if no plan on any mesh of so many ranks fits in memory."""
     ranks, limit = request.mesh.size, options.budget
-    live = whole_entries(program, keep_gathered=request.keep_gathered)
+    live = whole_entries(program, keep_gathered=request.keep_gathered, shared=shared)
     least = least_bytes(program, live, ranks)
     if least > limit:
         room, need = sizes_as_text(limit, least)

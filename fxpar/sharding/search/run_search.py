@@ -201,6 +201,10 @@ def begun_from(
 # Problems with no more strategies have few.
 _FEW = 2000
 
+# The share of the seconds in which a problem is solved without its limit: the rest is
+# for one with it, if that does not fit.
+_FIRST = 0.75
+
 
 def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
     """The problem without its limit, which is easier; with it, if that does not fit.
@@ -214,13 +218,12 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
         return solve(problem, options.seconds, tolerance=tolerance, enough=enough)
     if not (many and _is_above(problem, options.seconds / 10)):
         free = replace(problem, limit=None)
-        share = 0.9 if many else 0.5  # a glance has said that it is likely to fit
-        solution = solve(
-            free, share * options.seconds, tolerance=tolerance, enough=enough
-        )
+        share = _FIRST if many else 0.5  # a glance has said that it is likely to fit
+        seconds = share * (end - time.perf_counter())
+        solution = solve(free, seconds, tolerance=tolerance, enough=enough)
         if solution.peak <= problem.limit:
             return solution
-    seconds = max(end - time.perf_counter(), options.seconds / 4)
+    seconds = end - time.perf_counter()
     return solve(problem, seconds, tolerance=tolerance, enough=enough)
 
 
