@@ -259,8 +259,8 @@ def _by_hand(
     begun = time.perf_counter()
     part = PartProgram(program, cut, parts, places, min(places, parts))
     told: dict[str, Any] = {"by": f"{mesh}, {schedule}", "mesh": mesh}
-    free = replace(request.mode, memory=1e15, ranked=False)
-    for asked in (replace(request.mode, ranked=False), free):
+    compared = replace(request.mode, ranked=False, by_hand=False)
+    for asked in (compared, replace(compared, memory=1e15)):
         try:
             decision = decide_on(program, replace(here, mode=asked), parts=part)
             break

@@ -160,7 +160,8 @@ def fastest_staged(
     if cut is None:
         return None, ("stages: no batch to cut into microbatches",)
     staged = StagedProgram(program, cut, live, kernels)
-    long = replace(options, ranked=False, seconds=options.seconds / 4, tolerance=ALIKE)
+    compared = replace(options, ranked=False, by_hand=False)
+    long = replace(compared, seconds=options.seconds / 4, tolerance=ALIKE)
     glance = replace(long, alike=True, seconds=options.seconds / 30)
     ends = [begun + share * options.seconds for share in (_GLANCES, _PARTS, 1.0)]
     tries = _open_tries(staged, request, glance, least)

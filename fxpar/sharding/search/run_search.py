@@ -32,6 +32,8 @@ from fxpar.sharding.strategy import Strategy
 _CLOSE = 1e-4
 # Gap of a glance.
 _ROUGH = 0.01
+# The share of the seconds that beginning again takes besides.
+AGAIN = 0.25
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class SearchOptions:
     ranked: bool = True
     # Layers that repeat are all one way, which is quick, and nothing is proved.
     alike: bool = False
+    # Where the gap is wide, it begins again from plans as one would make by hand.
+    by_hand: bool = True
 
     @property
     def budget(self) -> float:
@@ -166,11 +170,14 @@ def begun_from(
     result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
 ) -> SearchResult:
     """What a search finds that begins again from the cheapest of some known strategies
-    of all ops, where one is cheaper than what was found; else what was found."""
+    of all ops, where one is cheaper than what was found; else what was found. Within
+    the share ``AGAIN`` of the seconds."""
     begun, best, start = time.perf_counter(), result.solution.cost, None
     for strategies in by_hand:
         try:
-            priced = cost_of(result.formulation, strategies, options.seconds / 10)
+            priced = cost_of(
+                result.formulation, strategies, options.seconds * AGAIN / 3
+            )
         except (Infeasible, PlanError):
             continue
         if priced.cost < best:
@@ -178,7 +185,8 @@ def begun_from(
     if start is None:
         return result
     problem, first_solution = result.formulation.problem, result.solution
-    solution = solve(problem, options.seconds / 4, start=start, tolerance=_CLOSE)
+    left = begun + AGAIN * options.seconds - time.perf_counter()
+    solution = solve(problem, left, start=start, tolerance=_CLOSE)
     bound = max(first_solution.bound, solution.bound)
     took = time.perf_counter() - begun
     solution = replace(
