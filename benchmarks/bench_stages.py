@@ -16,18 +16,16 @@ do not cut it short.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from _common import conditions, write
+from _common import conditions, cpu_seconds, write
 from stage_models import build
 
 SECONDS = 60.0  # of search, without stages and again with them
@@ -138,6 +136,18 @@ def _flops(program: Any) -> float:
 
 
 def run(row: StagesRow) -> dict[str, Any]:
+    """The row's plans."""
+    from fxpar.passes.old_objects import old_objects_kept
+
+    request, program, traced = _traced(row)
+    with old_objects_kept():
+        plans = _plans(row, request, program)
+    counts = {"ops": len(program.ops), "flops": _flops(program)}
+    return counts | {"traced": traced, "plans": plans}
+
+
+def _traced(row: StagesRow) -> tuple[Any, Any, float]:
+    """(request, program, seconds that it took to trace)."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -145,7 +155,6 @@ def run(row: StagesRow) -> dict[str, Any]:
     from fxpar.pipeline import JOINT, run_steps
     from fxpar.runtime.steps.pipeline_state import JointState
     from fxpar.runtime.tracing import TracedCall
-    from fxpar.sharding.choose_stages import choose_with_stages
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request, choices, staged_choices
@@ -182,7 +191,13 @@ def run(row: StagesRow) -> dict[str, Any]:
     )
     names = [step.name for step in JOINT]
     run_steps(JOINT[: names.index("plan")], state)
-    program, total = state.program, _flops(state.program)
+    return state.request, state.program, traced
+
+
+def _plans(row: StagesRow, request: Any, program: Any) -> list[dict[str, Any]]:
+    from fxpar.sharding.choose_stages import choose_with_stages
+
+    on, total = request.mode.hardware, _flops(program)
 
     def told(decision: Any, seconds: float, took: float) -> dict[str, Any]:
         return {
@@ -198,7 +213,7 @@ def run(row: StagesRow) -> dict[str, Any]:
     out = []
     if row.searched:
         begun = time.perf_counter()
-        decision, chosen_request = choose_with_stages(program, state.request)
+        decision, chosen_request = choose_with_stages(program, request)
         took = time.perf_counter() - begun
         seconds, staged = decision.search.predicted, chosen_request.pipeline
         found = told(decision, seconds, took)
@@ -208,8 +223,8 @@ def run(row: StagesRow) -> dict[str, Any]:
             found["tflops_per_device"] *= seconds / found["seconds"]
         out.append({"by": "search", **found})
     for mesh, parts, schedule in row.by_hand:
-        out.append(_by_hand(program, state.request, row, mesh, parts, schedule, total))
-    return {"ops": len(program.ops), "flops": total, "traced": traced, "plans": out}
+        out.append(_by_hand(program, request, row, mesh, parts, schedule, total))
+    return out
 
 
 def _staged(decision: Any, request: Any, on: Any) -> dict[str, Any]:
@@ -244,8 +259,8 @@ def _by_hand(
     begun = time.perf_counter()
     part = PartProgram(program, cut, parts, places, min(places, parts))
     told: dict[str, Any] = {"by": f"{mesh}, {schedule}", "mesh": mesh}
-    free = replace(request.mode, memory=1e15, ranked=False)
-    for asked in (replace(request.mode, ranked=False), free):
+    compared = replace(request.mode, ranked=False, by_hand=False)
+    for asked in (compared, replace(compared, memory=1e15)):
         try:
             decision = decide_on(program, replace(here, mode=asked), parts=part)
             break
@@ -262,17 +277,6 @@ def _by_hand(
         "gap": decision.search.solution.gap,
         "took": time.perf_counter() - begun,
     }
-
-
-def _cpu_seconds(workers: dict[int, subprocess.Popen]) -> float:
-    """Of this process and of those it started. ``workers``: that are at work."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = time.process_time() + ended.ru_utime + ended.ru_stime
-    for worker in workers.values():
-        clock = (~worker.pid << 3) | 2  # Linux: CPU time of all its threads
-        with contextlib.suppress(OSError):  # it has ended, and is not waited for
-            seconds += time.clock_gettime(clock)
-    return seconds
 
 
 def _show(row: StagesRow, plan: dict[str, Any]) -> None:
@@ -300,7 +304,7 @@ def main() -> None:
     if args.row is not None:
         from fxpar.sharding.solver import highs
 
-        time.perf_counter = functools.partial(_cpu_seconds, highs._running)
+        time.perf_counter = functools.partial(cpu_seconds, highs._running)
         print(
             "ROW", json.dumps(run(replace(ROWS[args.row], searched=not args.by_hand)))
         )

@@ -20,10 +20,11 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine, rounded
-from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
 from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.run_search import (
+    AGAIN,
     SearchOptions,
     SearchResult,
     more_room,
@@ -165,14 +166,18 @@ class _MeshTrial:
         return f"{self.mesh} {ms(self.seconds) if is_tried else 'not tried'}"
 
 
-def fastest(program: Program, request: Request) -> Decision:
+def fastest(
+    program: Program, request: Request, shared: SharedKernels | None = None
+) -> Decision:
     """The decision on the mesh with the fastest plan found, with ``rivals`` set and a
     note of every candidate.
 
     Half of the seconds go to a glance at each mesh, in the order given, which ends as
     soon as it is proved to be no faster than the best so far. Pricing takes time too:
-    once three quarters of all seconds have passed, what is left is not tried. The rest
-    goes to the best, unless its plan is proved to be. Raises MeshError if nothing
+    a mesh for which, if it takes as long as the longest so far, three quarters of all
+    seconds would not do is not tried. The rest goes to the best, unless its plan is
+    proved to be. ``shared``: filled, as
+    ``whole_entries`` does. Raises MeshError if nothing
     searches, PlanError if ranks that share everything lack memory, and what
     ``decide_on`` does if no mesh has a plan.
     """
@@ -182,13 +187,16 @@ def fastest(program: Program, request: Request) -> Decision:
     # Meshes are compared by one ruler.
     options = replace(request.mode, ranked=False)
     begun, spent = time.perf_counter(), 0.0
-    _check_memory(program, request, options)
-    share = options.seconds / 2 / len(meshes) if len(meshes) > 1 else options.seconds
-    glance = replace(options, seconds=share)
+    _check_memory(program, request, options, shared)
+    glance, longest, end = options, 0.0, begun + _TRIED * options.seconds
+    if len(meshes) > 1:
+        share = options.seconds / 2 / len(meshes)
+        glance = replace(options, seconds=share, by_hand=False)
     trials: list[_MeshTrial] = []
     best: Decision | None = None
     for mesh in meshes:
-        if best is not None and time.perf_counter() - begun > _TRIED * options.seconds:
+        now = time.perf_counter()
+        if best is not None and now + longest > end:
             trials.append(_MeshTrial(mesh))
             continue
         try:
@@ -196,6 +204,7 @@ def fastest(program: Program, request: Request) -> Decision:
         except _UNFIT as error:
             trials.append(_MeshTrial(mesh, bound=math.inf, error=error))
             continue
+        longest = max(longest, time.perf_counter() - now)
         search = search_of(decision)
         spent += search.took
         trials.append(_MeshTrial(mesh, search.predicted, search.bound))
@@ -208,10 +217,15 @@ def fastest(program: Program, request: Request) -> Decision:
     return _search_longer(best, trials, spent, left, program, request)
 
 
-def _check_memory(program: Program, request: Request, options: SearchOptions) -> None:
+def _check_memory(
+    program: Program,
+    request: Request,
+    options: SearchOptions,
+    shared: SharedKernels | None,
+) -> None:
     """Raises PlanError if no plan on any mesh of so many ranks fits in memory."""
     ranks, limit = request.mesh.size, options.budget
-    live = whole_entries(program, keep_gathered=request.keep_gathered)
+    live = whole_entries(program, keep_gathered=request.keep_gathered, shared=shared)
     least = least_bytes(program, live, ranks)
     if least > limit:
         room, need = sizes_as_text(limit, least)
@@ -236,12 +250,11 @@ def _search_longer(
     program: Program,
     request: Request,
 ) -> Decision:
-    """The best mesh searched with the seconds that are ``left``, and a quarter of all
-    at least."""
+    """The best mesh searched within the seconds that are ``left``."""
     first_search, mode = search_of(best), request.mode
     assert isinstance(mode, SearchOptions)
-    if not first_search.is_proved and len(trials) > 1:
-        seconds = max(left, (1 - _TRIED) * mode.seconds)
+    if not first_search.is_proved and len(trials) > 1 and left > 0:
+        seconds = left / (1 + AGAIN)
         longer_options = replace(mode, ranked=False, seconds=seconds)
         longer = _attempt(
             program, request, first_search.mesh, longer_options, first_search

@@ -30,7 +30,7 @@ from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
-from fxpar.sharding.search.batch_parts import BatchCut
+from fxpar.sharding.search.batch_parts import BatchCut, SharedKernels
 from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.least_memory import whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
@@ -71,16 +71,16 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
 
     Raises as ``choose_mesh.fastest``.
     """
-    best, plan_error = None, None
+    best, plan_error, kernels = None, None, SharedKernels()
     try:
-        best = fastest(program, request)
+        best = fastest(program, request, kernels)
     except PlanError as error:
         if not request.staged:
             raise
         plan_error = error
     unstaged = None if best is None else search_of(best)
     bar = math.inf if unstaged is None else unstaged.predicted * (1 - PAYS)
-    staged, stage_notes = fastest_staged(program, request, bar)
+    staged, stage_notes = fastest_staged(program, request, bar, kernels)
     if staged is not None:
         mesh = staged.request.whole_mesh
         note = f"mesh {mesh} chosen: {staged.step}"
@@ -139,17 +139,19 @@ def fastest_staged(
     program: Program,
     request: Request,
     bar: float,
+    shared: SharedKernels | None = None,
 ) -> tuple[StagedChoice | None, tuple[str, ...]]:
     """The fastest plan in stages that takes less than ``bar`` seconds, and what there
     is to know of the others.
 
-    Within the seconds asked for, pricing included, but for the first mesh.
+    ``shared``: kernels of the program that are known. Within the seconds asked for,
+    pricing included, but for the first mesh.
     """
     options = request.mode
     if not request.staged or not isinstance(options, SearchOptions):
         return None, ()
     begun, program = time.perf_counter(), split_evenly(program)
-    kernels: dict[frozenset[int], ProgramKernels] = {}
+    kernels = {key: x.of_alike_shards for key, x in (shared or {}).items()}
     live = whole_entries(program, keep_gathered=request.keep_gathered, shared=kernels)
     least = _least_seconds(next(iter(kernels.values())), options)
     if least / request.mesh.size >= bar:
@@ -158,7 +160,8 @@ def fastest_staged(
     if cut is None:
         return None, ("stages: no batch to cut into microbatches",)
     staged = StagedProgram(program, cut, live, kernels)
-    long = replace(options, ranked=False, seconds=options.seconds / 4, tolerance=ALIKE)
+    compared = replace(options, ranked=False, by_hand=False)
+    long = replace(compared, seconds=options.seconds / 4, tolerance=ALIKE)
     glance = replace(long, alike=True, seconds=options.seconds / 30)
     ends = [begun + share * options.seconds for share in (_GLANCES, _PARTS, 1.0)]
     tries = _open_tries(staged, request, glance, least)

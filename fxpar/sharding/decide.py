@@ -186,7 +186,7 @@ def searched(
         parts=parts,
     )
     wide = result.solution.gap > _WIDE and result.bound < options.enough
-    wide = wide and (options.ranked or parts is None)  # else meshes are compared
+    wide = wide and options.by_hand
     rank = options.ranked and len(program.ops) <= _RANKED and parts is None
     # What one would begin with by hand.
     by_hand = [

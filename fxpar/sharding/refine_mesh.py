@@ -36,8 +36,10 @@ from fxpar.sharding.spec import Spec
 _NO_HEADS = (*SEQUENCE, "ep", "expert")
 
 
-def refine(program: Program, request: Request) -> Mesh:
-    """The mesh to plan on.
+def refine(
+    program: Program, request: Request, heads: Sequence[int] | None = None
+) -> Mesh:
+    """The mesh to plan on. ``heads``: ``head_counts`` of the program, if known.
 
     Raises HintError for parts that the mesh does not have, that do not nest, or that
     would cut an axis which is needed whole.
@@ -71,7 +73,9 @@ def refine(program: Program, request: Request) -> Mesh:
         and set(mesh.unrefined.speeds_of(axis)) == {1.0}
         and any(size % n == 0 for n in range(2, size))
     ]
-    parts = _for_heads(program, mesh, open_)
+    if open_ and heads is None:
+        heads = head_counts(program)
+    parts = _for_heads(mesh, open_, heads or ())
     searches = isinstance(request.mode, SearchOptions)
     return mesh if searches and has_too_many_axes(parts) else parts
 
@@ -189,20 +193,24 @@ def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
     return out
 
 
-def _for_heads(program: Program, mesh: Mesh, axes: Sequence[str]) -> Mesh:
-    """The mesh with the parts of these axes that heads can be split over where the axis
-    does not divide them."""
-    roots = parameter_roots(program) if axes else {}
+def head_counts(program: Program) -> tuple[int, ...]:
+    """The numbers of heads that weights make, each once."""
+    roots, counts = parameter_roots(program), dict[int, None]()
     for op in program.ops:
-        if not op.rule.contracted or roots.keys().isdisjoint(op.operands):
-            continue
-        for factor in op.rule.free:
-            # One head divides by nothing.
-            heads = heads_of(program, op, factor, roots) or 1
-            for axis in axes:
-                fit = math.gcd(heads, mesh.axis_size(axis))
-                if 1 < fit < mesh.axis_size(axis):
-                    mesh = _also(mesh, part_name(axis, 1, fit))
+        if op.rule.contracted and not roots.keys().isdisjoint(op.operands):
+            heads = (heads_of(program, op, factor, roots) for factor in op.rule.free)
+            counts |= dict.fromkeys(n for n in heads if n is not None)
+    return tuple(counts)
+
+
+def _for_heads(mesh: Mesh, axes: Sequence[str], counts: Sequence[int]) -> Mesh:
+    """The mesh with the parts of these axes that so many heads can be split over where
+    the axis does not divide them."""
+    for heads in counts:
+        for axis in axes:
+            fit = math.gcd(heads, mesh.axis_size(axis))
+            if 1 < fit < mesh.axis_size(axis):
+                mesh = _also(mesh, part_name(axis, 1, fit))
     return mesh
 
 

@@ -53,7 +53,7 @@ def shard(rows: int, mesh: Mesh, axes: Sequence[str], rank: int) -> tuple[int, i
 
 def has_shares(mesh: Mesh, axes: Sequence[str]) -> bool:
     """Whether one of the axes cuts in unequal shares."""
-    return any(mesh.weights_of(axis) for axis in axes)
+    return not mesh.is_shared_equally and any(map(mesh.weights_of, axes))
 
 
 def _sizes(rows: int, mesh: Mesh, axes: Sequence[str]) -> set[int]:

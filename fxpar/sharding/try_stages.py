@@ -12,17 +12,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
 from fxpar.sharding.choose_mesh import decide_on, ms, search_of
-from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.pipeline_schedule import stage_places
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
-from fxpar.sharding.refine_mesh import refine
-from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
+from fxpar.sharding.refine_mesh import head_counts, refine
+from fxpar.sharding.search.batch_parts import BatchCut, PartProgram, SharedKernels
 from fxpar.sharding.search.least_memory import least_bytes
 from fxpar.sharding.search.memory_constraints import Entry
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
@@ -42,7 +42,12 @@ class StagedProgram:
     # What lives when, of the whole batch.
     live: Sequence[Entry]
     # As ``PartProgram.whole_kernels``.
-    kernels: dict[frozenset[int], ProgramKernels] = field(default_factory=dict)
+    kernels: SharedKernels = field(default_factory=dict)
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """The numbers of heads that its weights make."""
+        return head_counts(self.program)
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def one_part(
     request: Request,
     cut: BatchCut,
     parts: int,
-    kernels: dict[frozenset[int], ProgramKernels] | None = None,
+    kernels: SharedKernels | None = None,
 ) -> PartProgram:
     """Of so many parts of the batch one, on the stages of a request. ``kernels``: as
     ``PartProgram.whole_kernels``."""
@@ -181,7 +186,7 @@ def attempt(
     enough = bar / least_staged(1.0, places, parts)
     request = replace(request, mode=replace(options, enough=enough), microbatches=parts)
     try:
-        request = request.on(refine(staged.program, request))
+        request = request.on(refine(staged.program, request, staged.heads))
         program = replace(staged.program, signature=request.laid)
         part = one_part(program, request, staged.cut, parts, staged.kernels)
         decision = decide_on(program, request, before, part)

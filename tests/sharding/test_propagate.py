@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,19 @@ from torch import nn
 
 import fxpar
 from fxpar import FxparError, Spec
+from fxpar.errors import FxparWarning
 from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.program import Op
+from fxpar.sharding.propagate.propagation import (
+    ALL,
+    KEPT,
+    LEVELS,
+    PASS,
+    TURN,
+    Propagation,
+)
+from fxpar.sharding.rules.op_facts import op_facts_of
+from tests.helpers.random_programs import Case
 
 
 def planned(fn, *args, **options):
@@ -241,3 +256,33 @@ def test_columns_of_a_gate_and_of_what_it_gates_lie_together() -> None:
     plan = fxpar.plan(Gated(), x, mesh="tp=2", mode="propagate")
     assert plan.spec("down.weight") == Spec(None, "tp")
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
+
+
+# Levels
+
+
+def decided(seed: int) -> tuple[Any, ...]:
+    """What is decided of a random program, with the origins of its axes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxparWarning)  # dims that do not divide
+        decision = Case(seed).plan().result.decision
+    return decision.strategies, decision.settled, decision.origins
+
+
+def at_levels(monkeypatch, seed: int, levels: Sequence[int]) -> tuple[Any, ...]:
+    def of_op(engine: Propagation, op: Op) -> list[int]:
+        first = PASS if not op.rule.contracted else KEPT
+        turns = op_facts_of(op.target).orders and op.operands
+        return [n for n in levels if n >= first and (n != TURN or turns)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Propagation, "_levels_of", of_op)
+        return decided(seed)
+
+
+def test_levels_at_which_an_op_does_nothing_more_are_left_out(monkeypatch):
+    seeds = range(12)
+    few = [decided(seed) for seed in seeds]
+    assert [at_levels(monkeypatch, seed, range(LEVELS)) for seed in seeds] == few
+    fewer = (PASS, KEPT, ALL, TURN)
+    assert [at_levels(monkeypatch, seed, fewer) for seed in seeds] != few

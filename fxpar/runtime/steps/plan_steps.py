@@ -20,6 +20,7 @@ from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import size_nodes
 from fxpar.passes.normalize import normalize_ops as normalize
+from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
@@ -196,7 +197,7 @@ def make_plan(state: JointState) -> None:
         _expand(state, [node for node in moments if node.name not in planned_names])
         state.decision = recall(_program(state), request.mesh, plan)
     elif request.meshes or state.decision is None:
-        with stage(SEARCH if _searches(request) else PLAN):
+        with stage(SEARCH if _searches(request) else PLAN), old_objects_kept():
             if request.meshes:
                 state.decision, state.request = choose_with_stages(
                     state.program, request

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -215,6 +215,12 @@ class ProgramKernels:
     runs: tuple[tuple[int, int], ...]
     # Of each value, whether it is read, by light ops alone.
     read_by_light: tuple[bool, ...]
+
+    @property
+    def of_alike_shards(self) -> ProgramKernels:
+        """The same where ranks swap nothing to have as much to do."""
+        works = (replace(w, balances=False) if w.balances else w for w in self.works)
+        return replace(self, works=tuple(works))
 
     def made_at(self, v: int) -> int:
         """When the kernel first runs that writes a value; 0 for inputs."""

@@ -122,6 +122,7 @@ class Propagation:
                 self._touching[v].append(op.index)
         self._large = [self._large_tensors(op) for op in program.ops]
         self._keeps = [not op.rule.contracted for op in program.ops]
+        self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
 
     def tie(self, a: int, b: int) -> None:
@@ -192,8 +193,7 @@ class Propagation:
 
     def _changed(self, v: int) -> None:
         for index in self._touching[v]:
-            first = PASS if self._keeps[index] else KEPT
-            for level in range(first, LEVELS):
+            for level in self._levels[index]:
                 if index not in self._queued[level]:
                     self._queued[level].add(index)
                     heapq.heappush(self._heaps[level], index)
@@ -236,6 +236,13 @@ class Propagation:
         top = max(sizes, default=0)
         return [2 * size >= top for size in sizes]
 
+    def _levels_of(self, op: Op) -> tuple[int, ...]:
+        """Those at which an op may do what it does not at a lower one."""
+        keeps = self._keeps[op.index]
+        turns = op_facts_of(op.target).orders and op.operands
+        open_levels = (PASS, RESOLVE) if keeps else (KEPT, ALL, RESOLVE)
+        return (*open_levels, TURN) if turns else open_levels
+
     def _apply(self, op: Op, level: int) -> None:
         if level == TURN:
             self._turn(op)
@@ -267,8 +274,6 @@ class Propagation:
     def _turn(self, op: Op) -> None:
         """Axes of a dim that an op needs whole, for its order, on the largest of its
         other dims that they divide."""
-        if not op_facts_of(op.target).orders or not op.operands:
-            return
         rule, state, source = op.rule, self.state, op.operands[0]
         pairs = zip(rule.operands[0], state.dims[source], strict=True)
         whole_axes = [a for dim, axes in pairs if rule.whole & {*dim} for a in axes]

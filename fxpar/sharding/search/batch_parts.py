@@ -25,6 +25,10 @@ _WIDE = 4
 STATIC = ("parameter", "optimizer", "buffer", "gradient", "gathered", "accumulated")
 
 
+# Kernels of a program by what is gathered, kept for whoever asks again.
+SharedKernels = dict[frozenset[int], ProgramKernels]
+
+
 @dataclass(frozen=True)
 class BatchCut:
     """What of a program follows the batch."""
@@ -57,7 +61,7 @@ class PartProgram:
     # How inputs whose rest is open lie along the axis of stages.
     free_along_stages: str = "own"
     # Kernels of the whole, by what is gathered: parts of one program share them.
-    whole_kernels: dict[frozenset[int], ProgramKernels] = field(default_factory=dict)
+    whole_kernels: SharedKernels = field(default_factory=dict)
 
     @cached_property
     def program(self) -> Program:
@@ -140,7 +144,7 @@ class PartProgram:
                 entry = replace(entry, begin=0, end=end)
             elif entry.kind == "passing" and self._is_saved(entry):
                 entry = replace(entry, kind="saved")
-            out.append(replace(entry, nbytes=int(entry.nbytes * self.share(entry))))
+            out.append(entry.sized(int(entry.nbytes * self.share(entry))))
         return out
 
     def share(self, entry: Entry) -> float:
@@ -187,14 +191,9 @@ class PartProgram:
 
     def _is_saved(self, entry: Entry) -> bool:
         """Whether a value of a training step's forward is read by its backward."""
-        maker = self.whole.producers.get(entry.value, (-1,))[0]
-        last = entry.end - 1
-        if maker not in self._forward or last >= len(self.whole.ops):
+        ops, last = self.whole.ops, entry.end - 1
+        maker = self.whole.producers.get(entry.value)
+        if maker is None or last >= len(ops):
             return False
-        return phase_of(self.whole.ops[last].node) == "backward"
-
-    @cached_property
-    def _forward(self) -> frozenset[int]:
-        """Ops of the forward of a training step."""
-        ops = self.whole.ops
-        return frozenset(op.index for op in ops if phase_of(op.node) == "forward")
+        phases = phase_of(ops[maker[0]].node), phase_of(ops[last].node)
+        return phases == ("forward", "backward")

@@ -9,14 +9,13 @@ this is too much none of them is searched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from fxpar.sharding.cost.program_kernels import ProgramKernels, kernels_of
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.at_rest import gathered_again
-from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
 from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
 
 # What a plan may do without.
@@ -27,7 +26,7 @@ def whole_entries(
     program: Program,
     *,
     keep_gathered: bool = False,
-    shared: dict[frozenset[int], ProgramKernels] | None = None,
+    shared: SharedKernels | None = None,
 ) -> list[Entry]:
     """What lives when, of the whole batch. ``shared``: as
     ``PartProgram.whole_kernels``."""
@@ -69,4 +68,4 @@ def _of_part(entry: Entry, part: PartProgram) -> Entry:
     """An entry at the size of one part of the batch."""
     if not part.cut.dims[entry.value]:
         return entry
-    return replace(entry, nbytes=entry.nbytes // part.count)
+    return entry.sized(entry.nbytes // part.count)

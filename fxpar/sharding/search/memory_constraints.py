@@ -61,6 +61,12 @@ class Entry:
     # Of a copy, for which it settles: 0 forward, 1 backward.
     phase: int = 0
 
+    def sized(self, nbytes: int) -> Entry:
+        """The entry of a value of another size."""
+        if nbytes == self.nbytes:
+            return self
+        return Entry(self.value, self.kind, self.begin, self.end, nbytes, self.phase)
+
 
 def entries(
     program: Program,

@@ -32,6 +32,8 @@ from fxpar.sharding.strategy import Strategy
 _CLOSE = 1e-4
 # Gap of a glance.
 _ROUGH = 0.01
+# The share of the seconds that beginning again takes besides.
+AGAIN = 0.25
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class SearchOptions:
     ranked: bool = True
     # Layers that repeat are all one way, which is quick, and nothing is proved.
     alike: bool = False
+    # Where the gap is wide, it begins again from plans as one would make by hand.
+    by_hand: bool = True
 
     @property
     def budget(self) -> float:
@@ -166,11 +170,14 @@ def begun_from(
     result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
 ) -> SearchResult:
     """What a search finds that begins again from the cheapest of some known strategies
-    of all ops, where one is cheaper than what was found; else what was found."""
+    of all ops, where one is cheaper than what was found; else what was found. Within
+    the share ``AGAIN`` of the seconds."""
     begun, best, start = time.perf_counter(), result.solution.cost, None
     for strategies in by_hand:
         try:
-            priced = cost_of(result.formulation, strategies, options.seconds / 10)
+            priced = cost_of(
+                result.formulation, strategies, options.seconds * AGAIN / 3
+            )
         except (Infeasible, PlanError):
             continue
         if priced.cost < best:
@@ -178,7 +185,8 @@ def begun_from(
     if start is None:
         return result
     problem, first_solution = result.formulation.problem, result.solution
-    solution = solve(problem, options.seconds / 4, start=start, tolerance=_CLOSE)
+    left = begun + AGAIN * options.seconds - time.perf_counter()
+    solution = solve(problem, left, start=start, tolerance=_CLOSE)
     bound = max(first_solution.bound, solution.bound)
     took = time.perf_counter() - begun
     solution = replace(
@@ -201,6 +209,10 @@ def begun_from(
 # Problems with no more strategies have few.
 _FEW = 2000
 
+# The share of the seconds in which a problem is solved without its limit: the rest is
+# for one with it, if that does not fit.
+_FIRST = 0.75
+
 
 def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
     """The problem without its limit, which is easier; with it, if that does not fit.
@@ -214,13 +226,12 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
         return solve(problem, options.seconds, tolerance=tolerance, enough=enough)
     if not (many and _is_above(problem, options.seconds / 10)):
         free = replace(problem, limit=None)
-        share = 0.9 if many else 0.5  # a glance has said that it is likely to fit
-        solution = solve(
-            free, share * options.seconds, tolerance=tolerance, enough=enough
-        )
+        share = _FIRST if many else 0.5  # a glance has said that it is likely to fit
+        seconds = share * (end - time.perf_counter())
+        solution = solve(free, seconds, tolerance=tolerance, enough=enough)
         if solution.peak <= problem.limit:
             return solution
-    seconds = max(end - time.perf_counter(), options.seconds / 4)
+    seconds = end - time.perf_counter()
     return solve(problem, seconds, tolerance=tolerance, enough=enough)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,8 +26,8 @@ from fxpar.sharding.search.mesh_candidates import (
     read_auto,
     unlike,
 )
-from fxpar.sharding.search.run_search import SearchOptions, search
-from fxpar.sharding.solver import solve
+from fxpar.sharding.search.run_search import AGAIN, SearchOptions, search
+from fxpar.sharding.solver import Problem, Solution, solve
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch, mlp, program_of
 from tests.helpers.solver_problems import layered
@@ -139,14 +141,24 @@ class Searches:
     """Searches whose results are given: by mesh of a glance, then of a longer one."""
 
     results: dict[str, Any]
+    # On the clock that each takes.
+    seconds: float = 0.0
     asked: list[tuple[str, float, bool]] = field(default_factory=list)
+    # Whether each may begin from plans made by hand.
+    by_hand: list[bool] = field(default_factory=list)
     enough: list[float] = field(default_factory=list)
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
     def __call__(self, program: Any, request: Request, before: Any) -> Any:
         mesh, asked = request.mesh, request.mode
         assert isinstance(asked, SearchOptions)
         self.asked.append((str(mesh), asked.seconds, before is not None))
         self.enough.append(asked.enough)
+        self.by_hand.append(asked.by_hand)
+        self.now += self.seconds
         found = self.results[str(mesh)]
         if isinstance(found, Exception):
             raise found
@@ -160,7 +172,11 @@ class Searches:
         hints = {"0.0.weight": ("dp", None)}  # so that each of the meshes is tried
         asked = SearchOptions(machine(), seconds)
         request = Request(meshes[0], program.signature, hints, asked, meshes=meshes)
-        with mock.patch.object(choose_mesh, "decide_on", self):
+        clock = self if self.seconds else time
+        with (
+            mock.patch.object(choose_mesh, "decide_on", self),
+            mock.patch.object(choose_mesh, "time", clock),
+        ):
             return choose_mesh.fastest(program, request)
 
 
@@ -172,12 +188,26 @@ def test_the_fastest_is_searched_longer_and_the_others_noted() -> None:
     assert searches.asked == [
         ("dp=4", 2.0, False),
         ("dp=2,tp=2", 2.0, False),
-        ("dp=2,tp=2", pytest.approx(8.0, abs=1.0), True),
+        ("dp=2,tp=2", pytest.approx(8.0 / (1 + AGAIN), abs=1.0), True),
     ]
     assert chosen.notes == (
         "search: ...",
         "mesh dp=2,tp=2 chosen of 2: 1500 ms a step; dp=4 3000 ms",
     )
+
+
+def test_all_searches_end_within_the_seconds() -> None:
+    results = {"a=4": (4.0, 1.0), "b=4": (3.0, 1.0), "c=4": (2.0, 1.0)}
+    searches = Searches(results, seconds=2.5)
+    chosen = searches.choose(seconds=8.0)
+    assert str(chosen.search.mesh) == "b=4" and "c=4 not tried" in chosen.notes[-1]
+    # Of 8 two glances took 5, a third would have ended at 7.5; what is left may begin
+    # again from plans made by hand, within the seconds too.
+    assert searches.asked[-1] == ("b=4", 3.0 / (1 + AGAIN), True)
+    assert searches.by_hand == [False, False, True]
+    late = Searches({"a=4": (4.0, 1.0), "b=4": (3.0, 1.0)}, seconds=9.0)
+    assert str(late.choose(seconds=8.0).search.mesh) == "a=4"
+    assert len(late.asked) == 1
 
 
 def test_a_glance_ends_where_a_mesh_cannot_win() -> None:
@@ -205,6 +235,30 @@ def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) 
     asked = SearchOptions(launching, enough=5.0)
     launches = search(program, Mesh.parse("dp=4"), asked, {}).formulation.launches
     assert launches > 0 and given[0] == 5.0 - launches
+
+
+@pytest.mark.parametrize("few", [0, 1000])
+def test_a_problem_that_does_not_fit_is_solved_again_within_the_seconds(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, given = 0.0, list[tuple[bool, float]]()
+    problem = layered(4, 6, 6, limit=0.3, noise=0.5)
+    solution = solve(problem)
+
+    def taking_all(problem: Problem, seconds: float, **how: Any) -> Solution:
+        nonlocal now
+        now += seconds
+        given.append((problem.limit is None, seconds))
+        return replace(solution, peak=float("inf"))
+
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(run_search, "time", clock)
+    monkeypatch.setattr(run_search, "solve", taking_all)
+    monkeypatch.setattr(run_search, "_is_above", lambda *_: False)
+    monkeypatch.setattr(run_search, "_FEW", few)
+    run_search._solved(problem, SearchOptions(machine(), 8.0), 0.0)
+    assert [is_free for is_free, _ in given] == [True, False]
+    assert now == pytest.approx(8.0) and given[1][1] >= 2.0
 
 
 def test_a_longer_search_that_finds_less_is_not_taken() -> None:
