@@ -61,8 +61,10 @@ class PipelineSchedule:
 SCHEDULES: Mapping[str, PipelineSchedule] = {
     "gpipe": PipelineSchedule(pipelining.gpipe, 1),
     "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1),
+    "looped_bfs": PipelineSchedule(pipelining.looped_bfs, 2),
     "interleaved": PipelineSchedule(pipelining.interleaved, 2),
     "zero_bubble": PipelineSchedule(pipelining.zero_bubble, 1),
+    "interleaved_zero_bubble": PipelineSchedule(pipelining.zero_bubble, 2),
     "zbv": PipelineSchedule(pipelining.zbv, 2, "v"),
     "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, "v"),
 }

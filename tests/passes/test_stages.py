@@ -193,7 +193,7 @@ QUICK_MESHES = {
     ("losses", "pp=4", 2),
 }
 QUICK = {("tied", "interleaved"), ("skips", "zero_bubble"), ("tied", "dualpipev")}
-TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
+TWICE = [name for name, s in SCHEDULES.items() if s.rounds == 2]  # stages a place
 
 
 @pytest.mark.parametrize(
