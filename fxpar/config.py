@@ -250,13 +250,16 @@ class Options:
             "auto",
             "gpipe",
             "1f1b",
+            "looped_bfs",
             "interleaved",
             "zero_bubble",
+            "interleaved_zero_bubble",
             "zbv",
             "dualpipev",
         ),
         "auto",
-        "auto, gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev",
+        "auto, gpipe, 1f1b, looped_bfs, interleaved, zero_bubble, "
+        "interleaved_zero_bubble, zbv, dualpipev",
         "in which order stages (mesh axis `pp`) compute microbatches; auto: `1f1b` in "
         "a training step, else `gpipe`",
     )

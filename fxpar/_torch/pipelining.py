@@ -43,6 +43,12 @@ def gpipe(places: int, parts: int, rounds: int) -> list[list[Action]]:
     return [_actions(table[rank]) for rank in range(places)]
 
 
+def looped_bfs(places: int, parts: int, rounds: int) -> list[list[Action]]:
+    """``gpipe`` of several stages a rank, one stage after the other
+    (``ScheduleLoopedBFS``)."""
+    return _rank_tables("ScheduleLoopedBFS", places, parts, rounds)
+
+
 def interleaved(places: int, parts: int, rounds: int) -> list[list[Action]]:
     """1F1B of several stages a rank (``ScheduleInterleaved1F1B``)."""
     return _rank_tables("ScheduleInterleaved1F1B", places, parts, rounds)
@@ -70,6 +76,7 @@ def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[A
         pp_group_size=places,
         num_stages=places * rounds,
         n_local_stages=rounds,
+        _stages=range(rounds),
         _n_microbatches=parts,
         number_of_rounds=turns,
         microbatches_per_round=parts // turns,

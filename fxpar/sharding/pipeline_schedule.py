@@ -56,15 +56,24 @@ class PipelineSchedule:
     rounds: int
     # How stages go round the places, as of ``pipeline_axis.homes``.
     style: str = "loop"
+    # The schedule of the same stages that has an order for any number of microbatches;
+    # empty: this one has.
+    of_any_number: str = ""
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = {
     "gpipe": PipelineSchedule(pipelining.gpipe, 1),
     "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1),
-    "interleaved": PipelineSchedule(pipelining.interleaved, 2),
+    "looped_bfs": PipelineSchedule(pipelining.looped_bfs, 2),
+    "interleaved": PipelineSchedule(
+        pipelining.interleaved, 2, of_any_number="looped_bfs"
+    ),
     "zero_bubble": PipelineSchedule(pipelining.zero_bubble, 1),
+    "interleaved_zero_bubble": PipelineSchedule(
+        pipelining.zero_bubble, 2, of_any_number="looped_bfs"
+    ),
     "zbv": PipelineSchedule(pipelining.zbv, 2, "v"),
-    "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, "v"),
+    "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, "v", of_any_number="zbv"),
 }
 
 # What "auto" is, where forward and backward are one program, and where they are two.
@@ -77,6 +86,15 @@ def stage_places(name: str, places: int) -> tuple[int, ...]:
     return homes(places * schedule.rounds, places, schedule.style)
 
 
+def order_for(name: str, places: int, parts: int) -> str:
+    """The schedule, or if it has no order for so many microbatches the one of the same
+    stages that has."""
+    other = SCHEDULES[name].of_any_number
+    stages, rows = places * SCHEDULES[name].rounds, _rows(name, places, parts)
+    is_complete = not other or _is_complete(rows, range(stages), range(parts), True)
+    return name if is_complete else other
+
+
 def rows_of(
     name: str, places: int, parts: int, *, trains: bool = True
 ) -> list[list[Action]]:
@@ -85,14 +103,10 @@ def rows_of(
 
     Raises PlanError if the schedule has none for so many microbatches.
     """
-    schedule = SCHEDULES[name]
-    rows = [
-        [Action(*action) for action in row]
-        for row in schedule.rows(places, parts, schedule.rounds)
-    ]
+    rows = _rows(name, places, parts)
     if not trains:
         rows = [[action for action in row if action.kind == FORWARD] for row in rows]
-    stages = range(places * schedule.rounds)
+    stages = range(places * SCHEDULES[name].rounds)
     if not _is_complete(rows, stages, range(parts), trains):
         raise PlanError(
             f"pipeline={name!r} has no order for {parts} microbatches on {len(stages)} "
@@ -100,6 +114,12 @@ def rows_of(
             fix=f"set microbatches to a multiple of {len(stages)}",
         )
     return rows
+
+
+def _rows(name: str, places: int, parts: int) -> list[list[Action]]:
+    schedule = SCHEDULES[name]
+    rows = schedule.rows(places, parts, schedule.rounds)
+    return [[Action(*action) for action in row] for row in rows]
 
 
 def _is_complete(

@@ -147,6 +147,15 @@ class Request:
             return self.pipeline.schedule
         return schedules.AUTO if self.step else schedules.AUTO_APART
 
+    def order_of(self, parts: int) -> str:
+        """The name of the schedule for so many microbatches: where the batch has fewer
+        than were asked for, as the last one of a loader, one that takes any number."""
+        assert self.pipeline is not None, "of a program in stages"
+        if parts == self.microbatches:
+            return self.pipeline_order
+        places = self.pipeline.places
+        return schedules.order_for(self.pipeline_order, places, parts)
+
     def on(self, mesh: Mesh) -> Request:
         """The request for one of ``meshes``, or of ``staged``."""
         if pipeline_axis(mesh) is None:

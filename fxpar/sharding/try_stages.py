@@ -106,7 +106,8 @@ def one_part(
     ``PartProgram.whole_kernels``."""
     assert request.pipeline is not None, "of a mesh with stages"
     places = request.pipeline.places
-    flying = parts if request.pipeline_order == "gpipe" else min(places, parts)
+    waits = request.order_of(parts) in ("gpipe", "looped_bfs")
+    flying = parts if waits else min(places, parts)
     free = request.free_along_stages
     shared = {} if kernels is None else kernels
     return PartProgram(program, cut, parts, places, flying, free, shared)
@@ -118,12 +119,15 @@ def priced(
     """What a searched plan takes in the stages that a request asks for."""
     pipeline, signature = request.pipeline, decision.program.signature
     assert pipeline is not None, "of a mesh with stages"
-    schedule = request.pipeline_order
+    searched = search_of(decision)
+    parts = searched.formulation.parts
+    assert parts is not None, "the batch is cut"
+    schedule = request.order_of(parts.count)
     count = len(stage_places(schedule, pipeline.places))
     names = [x.name for x in signature.inputs if x.kind in ("parameter", "input")]
     pinned = pinned_stages(request.hints, names, pipeline.axis, count)
     return price_stages(
-        search_of(decision),
+        searched,
         pipeline,
         schedule,
         options.hardware,

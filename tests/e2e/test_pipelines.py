@@ -302,6 +302,8 @@ def test_a_rank_that_dies_ends_the_others() -> None:
         (1, "dies"),
         pytest.param(0, "dies", marks=pytest.mark.slow),
         pytest.param(1, "hangs", marks=pytest.mark.slow),
+        pytest.param(0, "raises", marks=pytest.mark.slow),
+        pytest.param(1, "raises", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_ends_in_its_stage_is_named(victim: int, end: str) -> None:

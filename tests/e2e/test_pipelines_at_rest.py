@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 import fxpar
@@ -158,6 +159,82 @@ def test_models_train_at_rest_in_stages(name: str, codegen: str) -> None:
     options["plan"] = "propagate"
     runs = ranks_of("pp=2").run(train, name, options, STEPS, "sharded", timeout=900.0)
     compare(runs, one_device(name, STEPS))
+
+
+def epochs(
+    mesh: str | None, form: str, folder: str, first: int, last: int
+) -> dict[str, Any]:
+    """Epochs ``first`` to ``last`` of a loop as users write it: a last batch that is
+    smaller, a rate that falls, clipped gradients, an evaluation behind each epoch, and
+    a checkpoint of all of it, from which later epochs go on."""
+    torch._dynamo.reset()
+    model = built()
+    options = {"codegen": "eager", "plan": "propagate", "mesh": mesh}
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+    run = torch.compile(model, backend="fxpar", options=options) if mesh else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(WORDS, (22, 6), generator=generator)
+    held = torch.randint(WORDS, (5, 6), generator=generator)
+
+    def checkpoint() -> dict[str, Any]:
+        state, moments = get_state_dict(model, optimizer)
+        return {"model": state, "optimizer": moments, "rates": rates.state_dict()}
+
+    if first:
+        state = checkpoint()
+        dcp.load(state, checkpoint_id=folder)
+        both = {"model_state_dict": state["model"]}
+        both["optim_state_dict"] = state["optimizer"]
+        set_state_dict(model, optimizer, **both)
+        rates.load_state_dict(state["rates"])
+    step = None
+    if form == "step" and mesh is not None:
+        step = fxpar.train_step(
+            model, lambda model, ids: model(ids), optimizer, clip=0.3, options=options
+        )
+    losses = []
+    for _ in range(first, last):
+        for batch in ids.split(8):
+            if step is not None:
+                losses.append(step(batch).item())
+                rates.step()
+                continue
+            some, _ = loop(run, optimizer, [(batch,)], clip=0.3, after=rates.step)
+            losses += some
+        model.eval()
+        with torch.no_grad():
+            losses.append(run(held).item())
+        model.train()
+    if last == 1:
+        dcp.save(checkpoint(), checkpoint_id=folder)
+    state = model.state_dict()
+    return {"losses": losses, "state": {name: whole(x) for name, x in state.items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "other", "form"),
+    [
+        ("pp=2,dp=2", "tp=2", "compile"),
+        ("pp=2", "pp=4", "step"),
+        ("dp=2", "pp=2,tp=2", "step"),
+    ],
+)
+def test_epochs_go_on_on_another_mesh(
+    mesh: str, other: str, form: str, tmp_path: Path
+) -> None:
+    want = epochs(None, "", str(tmp_path / "of one"), 0, 2)
+    folder = str(tmp_path / "saved")
+    begun = ranks_of(mesh).run(epochs, mesh, form, folder, 0, 1, timeout=600.0)
+    ended = ranks_of(other).run(epochs, other, form, folder, 1, 2, timeout=600.0)
+    for got in ended:
+        losses = begun[0]["losses"] + got["losses"]
+        assert losses == pytest.approx(want["losses"], rel=1e-11)
+        for name, x in want["state"].items():
+            torch.testing.assert_close(got["state"][name], x, rtol=1e-9, atol=1e-11)
 
 
 def hinted(mesh: str, hint: Any) -> str:

@@ -93,6 +93,8 @@ armed = False
 @torch.library.custom_op("dying::here", mutates_args=())
 def here(x: torch.Tensor) -> torch.Tensor:
     if armed and dist.get_rank() == victim:
+        if end == "raises":
+            raise ValueError("of this stage alone")
         if end == "dies":
             os._exit(7)
         time.sleep(15)
@@ -125,12 +127,13 @@ finally:
 
 
 def check_that_the_stage_is_named(victim: int, end: str) -> None:
-    """Where one of two ranks "dies" or "hangs" in its stage, the other fails within the
-    group's timeout, and says which stage it is."""
+    """Where one of two ranks "raises", "dies" or "hangs" in its stage, the other fails
+    within the group's timeout, and says which stage it is."""
     environment = {"FXPAR_MESH": "pp=2"}
     ranks = run_script(IN_STAGE, str(victim), end, ranks=2, env=environment)
     survivor, dead = ranks[1 - victim], ranks[victim]
-    assert dead.code == 7
+    assert dead.code == (1 if end == "raises" else 7)
+    assert ("of this stage alone" in dead.output) == (end == "raises")
     assert survivor.code not in (0, None)
     assert "ended in time True" in survivor.output
     assert f"the stage at place {victim} along the axis of stages" in survivor.output

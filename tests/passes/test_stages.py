@@ -193,7 +193,7 @@ QUICK_MESHES = {
     ("losses", "pp=4", 2),
 }
 QUICK = {("tied", "interleaved"), ("skips", "zero_bubble"), ("tied", "dualpipev")}
-TWICE = ("interleaved", "zbv", "dualpipev")  # two stages a place
+TWICE = [name for name, s in SCHEDULES.items() if s.rounds == 2]  # stages a place
 
 
 @pytest.mark.parametrize(
@@ -440,6 +440,35 @@ def test_what_ranks_do_not_divide_is_whole_beside_stages(
     plan = fxpar.plan(odd(), rows(count), mesh=mesh, **how)
     assert len(plan.stages) == 2 and plan.result.decision.is_even
     assert error_of(plan, rows(count)) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "order"),
+    [
+        ("interleaved", 7, "looped_bfs"),
+        pytest.param("interleaved_zero_bubble", 5, "looped_bfs", marks=SLOW),
+        pytest.param("dualpipev", 2, "zbv", marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize("mode", ["propagate", pytest.param("search", marks=SLOW)])
+def test_a_last_batch_that_is_smaller_has_an_order(
+    mode: str,
+    schedule: str,
+    count: int,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many parts as rows, for which the schedule has no order; where so many were
+    asked for it is an error."""
+    monkeypatch.setenv("FXPAR_PIPELINE", schedule)
+    how: dict[str, Any] = {"mesh": "pp=2", "mode": mode, "grad": True}
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "8")
+    plan = fxpar.plan(blocks(), rows(count), **how)
+    assert any(f"{order}, {count} microbatches" in note for note in plan.notes)
+    assert error_of(plan, rows(count)) < 1e-11
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(count))
+    with pytest.raises(PlanError, match=f"'{schedule}' has no order for {count}"):
+        fxpar.plan(blocks(), rows(count), **how)
 
 
 REAL = ("llama", "gpt2", "bert", "t5", "whisper", "vit", "resnet")

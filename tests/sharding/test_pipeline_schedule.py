@@ -67,9 +67,10 @@ def test_bubbles_are_those_of_the_formulas(places: int, parts: int) -> None:
         slots = timed(rows_of(name, places, parts), alike)
         assert bubble(slots, places) == pytest.approx(want)
     if parts % places == 0:
-        slots = timed(rows_of("interleaved", places, parts), alike)
         want = (places - 1) / (2 * parts + places - 1)
-        assert bubble(slots, places) == pytest.approx(want)
+        for name in ("interleaved", "looped_bfs"):
+            slots = timed(rows_of(name, places, parts), alike)
+            assert bubble(slots, places) == pytest.approx(want)
     slots = timed(rows_of("zero_bubble", places, parts), alike)
     least = timed(rows_of("1f1b", places, parts), alike)
     assert bubble(slots, places) <= bubble(least, places) + 1e-9
@@ -89,6 +90,21 @@ def test_stages_forth_and_back_wait_least(name: str, places: int, parts: int) ->
 def test_too_few_microbatches_for_an_order_are_refused() -> None:
     with pytest.raises(PlanError, match="no order for 2 microbatches on 8 stages"):
         rows_of("dualpipev", 4, 2)
+
+
+def test_fewer_microbatches_take_an_order_of_the_same_stages() -> None:
+    for name, places in itertools.product(schedules.SCHEDULES, (2, 3, 4)):
+        for parts in range(1, 18):
+            order = schedules.order_for(name, places, parts)
+            timed(rows_of(order, places, parts), alike)
+            own, other = (schedules.stage_places(x, places) for x in (name, order))
+            assert own == other
+    assert schedules.order_for("interleaved", 2, 8) == "interleaved"
+    assert schedules.order_for("interleaved", 2, 7) == "looped_bfs"
+    assert schedules.order_for("dualpipev", 2, 2) == "zbv"
+    for name, parts in (("interleaved", 7), ("dualpipev", 2)):
+        with pytest.raises(PlanError, match="no order for"):
+            rows_of(name, 2, parts)
 
 
 def test_a_picture_of_1f1b() -> None:

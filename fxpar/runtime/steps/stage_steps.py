@@ -113,8 +113,8 @@ def order_stages(state: JointState) -> None:
     request, pipeline = state.request, state.request.pipeline
     if pipeline is None or not state.stages:
         return
-    name = request.pipeline_order
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
+    name = request.order_of(parts)
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
     forward = [stage.forward_seconds for stage in state.stages]
