@@ -199,7 +199,17 @@ class _Mixture:
         rows = self.values.get(x)
         if rows is None or rows.per_group is not None:
             return rows and rows.per_group
-        return self.copies.of(rows.plain) if rows.dim == 0 and rows.plain else None
+        plain = rows.plain
+        if plain is None or rows.dim > 1 or (rows.dim and len(shape_of(plain)) > 2):
+            return None
+        if rows.dim == 0:
+            return self.copies.of(plain)
+        transposes = plain.target is aten.permute.default
+        read: Any = plain.args[0] if transposes else self._transposed(plain)
+        return self._transposed(self.copies.of(read))
+
+    def _transposed(self, x: fx.Node) -> fx.Node:
+        return self.build.call(aten.permute.default, x, [1, 0])
 
     def _in_place(self, rows: _SortedRows) -> fx.Node | None:
         """A value in order, put back in place."""
