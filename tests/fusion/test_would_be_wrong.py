@@ -17,6 +17,7 @@ from fxpar.fusion.verbs import fuse_nodes, overlap, reorder
 from fxpar.passes import collective_nodes
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
+from fxpar.sharding.rules.op_facts import takes_from_generator
 from fxpar.sharding.spec import Spec
 from tests.helpers.toys import Toy, all_gather, all_reduce, dropped, reduce_scatter
 
@@ -367,7 +368,7 @@ def test_attention_without_dropout_draws_nothing() -> None:
         shape = ("[_, _, _, _]", (1, 1, 4, 4))
         toy = Toy(lambda q: op(q, q, q, dropout)[0], shape)
         assert toy.before.find_nodes(op="call_function", target=op)
-        return [node for node in toy.before.nodes if node_legality.draws(node)]
+        return [node for node in toy.before.nodes if takes_from_generator(node)]
 
     assert not program(0.0)
     assert len(program(0.5)) == 1

@@ -44,9 +44,6 @@ INVOKE = _torch.inductor.invoke_subgraph()
 # A body is called so often at least, and has so many ops.
 LEAST_CALLS, LEAST_OPS = 3, 5
 
-# Views of all elements in another order.
-_PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
-
 # Where steps of bodies were measured, and are as fast.
 DEVICES = {"cpu"}
 
@@ -294,7 +291,7 @@ def _shows_all(node: fx.Node) -> bool:
     """Whether a node is a view of all of its memory, or no view."""
     while _shows(node):
         facts = op_facts_of(node.target)
-        if not (facts.reshapes or facts.keeps_order or node.target in _PERMUTES):
+        if not (facts.reshapes or facts.keeps_order or facts.permutes):
             return False
         node = node.all_input_nodes[0]
     return True

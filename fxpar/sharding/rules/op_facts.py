@@ -30,6 +30,8 @@ class OpFacts:
     reshapes: bool = False
     # It gives the elements of its operand, all of them in the same order.
     keeps_order: bool = False
+    # It gives the elements of its operand, all of them, the dims in another order.
+    permutes: bool = False
     # It gives parts of its operand along a dim.
     splits: bool = False
     # It gives elements of its operands as they are, at other places, and constants.
@@ -105,6 +107,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     ),
     _each("view.dtype", reshapes=False, keeps_order=False),
     _each("view.default alias detach", renames=True),
+    _each("permute transpose t", permutes=True),
     _each("clone", copies=True, moves=True),
     _each("cat constant_pad_nd repeat", copies=True, moves=True),
     _each("_to_copy", copies=True, casts=True),

@@ -212,6 +212,8 @@ _FEW = 2000
 # The share of the seconds in which a problem is solved without its limit: the rest is
 # for one with it, if that does not fit.
 _FIRST = 0.75
+# Seconds of that at least.
+_LEAST = 1.0
 
 
 def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
@@ -231,7 +233,8 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
         solution = solve(free, seconds, tolerance=tolerance, enough=enough)
         if solution.peak <= problem.limit:
             return solution
-    seconds = end - time.perf_counter()
+    # Of a busy machine the first may have taken all: none found would be an error.
+    seconds = max(end - time.perf_counter(), _LEAST, options.seconds / 10)
     return solve(problem, seconds, tolerance=tolerance, enough=enough)
 
 
