@@ -91,6 +91,7 @@ def compile_step(
     return compile_graph(job, step.module, step.fakes)
 
 
+@old_objects_kept()
 def compile_graph(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
 ) -> Callable[..., Any]:
@@ -125,7 +126,6 @@ def compile_graph(
         refusing_parts(gm, job.named_inputs, examples, job.local),
         compiled_graph.refusing_data(gm),
         stage(TRACE),
-        old_objects_kept(),
         open_way,
     ):
         with step.leading():

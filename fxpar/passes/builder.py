@@ -21,6 +21,7 @@ from fxpar.passes import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 # A size among the arguments of an op in a local graph: a number, or a node that gives
 # one where not all ranks have the same.
@@ -309,6 +310,18 @@ class Builder:
             aten.full.default, [], other, dtype=like.dtype, device=like.device
         )
         return self.call(aten.where.self, condition, x, constant)
+
+    def reshape(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        """``x`` in another shape; what it shows in others, where that has it. Open
+        sizes are not compared, which would fix them."""
+        source: Any = x
+        while all(type(n) is int for n in (*shape, *shape_of(source))):
+            if shape_of(source) == tuple(shape):
+                return source
+            if not op_facts_of(source.target).reshapes:
+                break
+            source = source.args[0]
+        return self.call(torch.ops.aten.reshape.default, x, list(shape))
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         """``x`` in another dtype; itself if it has that."""

@@ -243,6 +243,22 @@ def test_cut_results_are_contiguous(sketch: Sketch) -> None:
     check_equal(sketch.run(), want)
 
 
+def test_results_read_in_another_shape_are_cut_in_it(sketch: Sketch) -> None:
+    """Of gathers, whose columns are copied, each is copied once."""
+    reduced = [sketch.reduce(sketch.input(1, 6)) for _ in range(2)]
+    gathered = [sketch.gather(sketch.input(2, 3)) for _ in range(2)]
+    results = [sketch.call(aten.view, x, [6]) for x in reduced]
+    sketch.output(*results, *(sketch.call(aten.view, x, [12]) for x in gathered))
+    want = sketch.run()
+    sketch.bucket()
+    views = (aten.view.default, aten.reshape.default)
+    shown = [x for x in sketch.graph.nodes if x.target in views and len(shape(x)) == 1]
+    cut = [x.args[0].target is aten.slice.Tensor for x in shown]
+    assert cut == [True, True, False, False]
+    check_values(sketch.graph)
+    check_equal(sketch.run(), want)
+
+
 # As the twin beside it, but for one thing
 
 

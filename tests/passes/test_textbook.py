@@ -335,3 +335,37 @@ def test_axes_of_unlike_sizes_change_places_without_a_gather(
         torch.add, x, y, mesh="dp=2,tp=4", in_specs=[given, given], mode=mode
     )
     assert not near.collectives
+
+
+def test_weights_of_heads_are_read_and_reduced_as_they_are():
+    """Heads are a dim to propagation; what runs has no views that undo each other."""
+    block, x = Attention(), torch.randn(4, 8, 32, requires_grad=True)
+    hints = {"[qkv].weight": COLUMN, "o.weight": ROW}
+    plan = fxpar.plan(block, x, mesh="dp=2,tp=2", hints=hints, grad=True)
+    views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+    shown = [node for node in plan.result.local.nodes if node.target in views]
+    assert shown
+    for node in shown:
+        assert node.args[0].meta["val"].shape != node.meta["val"].shape
+        before = node.args[0]
+        if before.target in views:
+            assert before.args[0].meta["val"].shape != node.meta["val"].shape
+    reduced = plan.result.local.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.all_reduce.default
+    )
+    shapes = [tuple(node.meta["val"].shape) for node in reduced]
+    assert shapes.count((16, 32)) == 3  # q, k and v, and no heads
+    check(plan, x)
+
+
+def test_what_is_read_in_other_shapes_too_is_reduced_in_its_own():
+    def rows(x, w):
+        y = x @ w
+        return y + 1, y.view(8, 6) * 2
+
+    x, w = torch.randn(4, 2, 8), torch.randn(8, 6)
+    plan = fxpar.plan(rows, x, w, mesh="tp=2", hints={"w": ("tp", None)})
+    target = torch.ops._c10d_functional.all_reduce.default
+    (reduced,) = plan.result.local.find_nodes(op="call_function", target=target)
+    assert tuple(reduced.meta["val"].shape) == (4, 2, 6)
+    check(plan, x, w)

@@ -65,7 +65,7 @@ def reorder(
     """View a product as its factors and permute them to ``target_factors``."""
     shape = [size[f] for f in factors]
     if list(node.meta["val"].shape) != value_of(shape):
-        node = build.call(aten.reshape.default, node, shape)
+        node = build.reshape(node, shape)
     if list(factors) != list(target_factors):
         node = build.call(
             aten.permute.default, node, [factors.index(f) for f in target_factors]
@@ -91,13 +91,13 @@ def _merge(
         runs = filled
     shape = [build.product(size[f] for f in run) for run in runs]
     if list(node.meta["val"].shape) != value_of(shape):
-        node = build.call(aten.reshape.default, node, shape)
+        node = build.reshape(node, shape)
     order = [runs.index(group) for group in filled]
     if order != list(range(len(order))):
         node = build.call(aten.permute.default, node, order)
     if len(filled) < len(groups):
         full = [build.product(size[f] for f in group) for group in groups]
-        node = build.call(aten.reshape.default, node, full)
+        node = build.reshape(node, full)
     return node
 
 

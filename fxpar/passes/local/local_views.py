@@ -34,7 +34,7 @@ def _contiguous(call: LocalCall, x: fx.Node) -> fx.Node:
 
 
 def _reshape(call: LocalCall, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
-    return call.build.call(aten.reshape.default, x, list(call.local_shape()))
+    return call.build.reshape(x, call.local_shape())
 
 
 def _squeeze(call: LocalCall, x: fx.Node, dims: Any = None) -> fx.Node:

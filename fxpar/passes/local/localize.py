@@ -17,13 +17,14 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes.builder import UNEVEN, Builder
+from fxpar.passes.builder import UNEVEN, Builder, shape_of
 from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
 from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.program import Op, user_line
 from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.sample_dims import sample_dims
 from fxpar.sharding.spec import Spec
 
@@ -83,6 +84,7 @@ class _Localizer:
                     local_values[node] = self._of_own_samples(
                         local_values[node], *samples
                     )
+        _reduce_before_views(self.graph)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
@@ -239,3 +241,27 @@ class _Localizer:
         return local_op(
             self.build, node, op, self.program, strategy, self.map.__getitem__
         )
+
+
+def _reduce_before_views(graph: fx.Graph) -> None:
+    """Where a value is reduced in another shape than it is made in, and read in that
+    again, as the gradient of a weight whose heads are a dim, it is reduced in that."""
+    for node in graph.find_nodes(op="call_function", target=all_reduce):
+        view: Any = node.args[0]
+        if node.kwargs or not op_facts_of(view.target).reshapes:
+            continue
+        source, readers = view.args[0], list(node.users)
+        if readers and all(_gives_back(reader, source) for reader in readers):
+            node.args = (source, *node.args[1:])
+            node.meta["val"] = readers[0].meta["val"]
+            for reader in readers:
+                reader.replace_all_uses_with(node)
+                graph.erase_node(reader)
+
+
+def _gives_back(reader: fx.Node, source: fx.Node) -> bool:
+    """Whether what a node shows has the shape of ``source``, of known sizes."""
+    if not op_facts_of(reader.target).reshapes:
+        return False
+    sizes, shape = shape_of(source), shape_of(reader)
+    return all(type(n) is int for n in (*sizes, *shape)) and sizes == shape

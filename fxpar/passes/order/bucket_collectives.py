@@ -303,13 +303,18 @@ def _split_result(
     for member in members:
         shape = list(member.meta["val"].shape)
         width = math.prod(shape) // rows
-        part = rewriter.call(aten.slice.Tensor, x, 1, at, at + width)
-        part = rewriter.call(aten.reshape.default, part, shape)
+        piece = rewriter.call(aten.slice.Tensor, x, 1, at, at + width)
+        part = rewriter.call(aten.reshape.default, piece, shape)
         if not part.meta["val"].is_contiguous():  # views may follow
             layout = torch.contiguous_format
             part = rewriter.call(aten.clone.default, part, memory_format=layout)
         at += width
         rewriter.replace(_wait_of(member), part)
+        for reader in list(part.users) if rows == 1 else ():  # no copy
+            if op_facts_of(reader.target).reshapes:
+                other = list(reader.meta["val"].shape)
+                if all(type(n) is int for n in other):
+                    reader.target, reader.args = aten.reshape.default, (piece, other)
 
 
 def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
