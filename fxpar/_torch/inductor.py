@@ -13,6 +13,7 @@ from torch import fx
 from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.fake import values_kept
+from fxpar._torch.inductor_shortcuts import shortcuts
 from fxpar._torch.version import own_version
 
 
@@ -109,9 +110,14 @@ def _in_order(
     _hold_operands(gm)
     waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
-    order = config.patch(dict.fromkeys(names, False))
-    reads = _read_after_writes()
-    with order, reads, _keyed_by(text), kernels_in_libraries(), values_kept():
+    with (
+        config.patch(dict.fromkeys(names, False)),
+        _read_after_writes(),
+        _keyed_by(text),
+        kernels_in_libraries(),
+        values_kept(),
+        shortcuts(),
+    ):
         return compile_fx_inner(gm, fakes, **how)
 
 

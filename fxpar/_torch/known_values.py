@@ -124,6 +124,7 @@ def _key(
         torch._C._get_default_device(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
+        _by_python_first(),
     ]
     for arg in args:
         _add(arg, mode, parts, tensors)
@@ -131,6 +132,12 @@ def _key(
         parts.append(name)
         _add(arg, mode, parts, tensors)
     return tuple(parts)
+
+
+def _by_python_first() -> bool:
+    """Whether ops are done as Python says, where it says how (as with open sizes)."""
+    python = torch._C.DispatchKey.PythonDispatcher
+    return torch._C._dispatch_tls_is_dispatch_key_included(python)
 
 
 def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> None:

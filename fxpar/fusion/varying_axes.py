@@ -15,6 +15,7 @@ The analysis is that of ``jax.shard_map``'s varying axes.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,10 +49,12 @@ def _through(graph: fx.Graph, varies: Varies) -> None:
     # Of what gives several values: over what each of them varies.
     each: dict[Any, list[Axes]] = {}
     for node in graph.nodes:
-        read = _of_any(varies[n] for n in node.all_input_nodes)
         if node.op == "placeholder":
             continue
-        if node.target is operator.getitem and node.args[0] in each:
+        read = _of_any([varies[n] for n in node.all_input_nodes])
+        if getattr(node.target, "namespace", None) in _ALONE:
+            varies[node] = read
+        elif node.target is operator.getitem and node.args[0] in each:
             varies[node] = each[node.args[0]][node.args[1]]
         elif isinstance(node.target, CallableRegion):
             each[node] = _of_region(node, varies)
@@ -79,9 +82,12 @@ def _through(graph: fx.Graph, varies: Varies) -> None:
 
 _GATHERED = torch.ops.fxpar.gather_matmul.default
 
+# Of whose ops none communicates, or knows its rank.
+_ALONE = {"aten", "prims"}
 
-def _of_any(several: Any) -> Axes:
-    return frozenset[str]().union(*several)
+
+def _of_any(several: Sequence[Axes]) -> Axes:
+    return several[0] if len(several) == 1 else frozenset[str]().union(*several)
 
 
 def _of_region(node: fx.Node, varies: Varies) -> list[Axes]:
