@@ -2,7 +2,8 @@
 
 In: the arguments of an ATen op. Out: its results by ops of which a plan may split every
 dim. torch reads all points of an image as one dim, and all windows with their rows as
-one: a split of any but the first of those would be strided pieces of it.
+one: a split of any but the first of those would be strided pieces of it. The gradient
+of a weight by its norm it leaves as an op.
 """
 
 from __future__ import annotations
@@ -108,6 +109,22 @@ def _unfold_backward(
     return aten.index_put.default(zeros, [*[None] * dim, places], rows, True)
 
 
+def _weight_norm_backward(
+    grad: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    norm: torch.Tensor,
+    dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of ``v`` and ``g`` of a weight ``v * (g / norm)``."""
+    over = [d for d in range(v.dim()) if d != dim % v.dim()]
+    wide = _wide(norm.dtype)
+    grad, wide_v, wide_g, norm = (t.to(wide) for t in (grad, v, g, norm))
+    of_g = (grad * wide_v).sum(over, keepdim=True) / norm
+    of_v = wide_g / norm * (grad - wide_v * (of_g / norm))
+    return of_v.to(v.dtype), of_g.to(g.dtype)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """What sums of a dtype are computed in."""
     half = dtype in (torch.float16, torch.bfloat16)
@@ -118,4 +135,5 @@ TABLE: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.unfold_backward.default: _unfold_backward,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
 }
