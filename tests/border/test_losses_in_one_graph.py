@@ -1,5 +1,5 @@
-"""Losses in which a trace of torch ends: one graph here, with the numbers and errors of
-one device, in both modes."""
+"""Losses in which a trace of torch ends, or goes wrong: one graph here, with the numbers
+and errors of one device, in both modes."""
 
 from __future__ import annotations
 
@@ -112,3 +112,24 @@ def test_variances(shape: tuple[int, ...]) -> None:
         plan.simulate(x, y, var)
     with pytest.raises(ValueError, match="var is of incorrect size"):
         fxpar.plan(F.gaussian_nll_loss, x, y, var[:3], mesh="dp=2")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(8, 4), (4,)])
+def test_targets_end_at_the_first_negative(
+    shape: tuple[int, ...], reduction: str
+) -> None:
+    """Not in torch's own decomposition (2.13), which any other backend takes."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=F64, requires_grad=True)
+    rows = [[0, 2, -1, 1], [3, -1, 0, 0], [-1, 0, 1, 2], [1, 0, 3, 2]]
+    targets = torch.tensor(rows * 2 if len(shape) == 2 else rows[0])
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.multilabel_margin_loss(x, targets, reduction=reduction)
+
+    plan = fxpar.plan(loss, x, mesh="dp=2", grad=True, mode="propagate")
+    got, want = plan.outcome(x), loss(x)
+    torch.testing.assert_close(got.result, want)
+    (wanted,) = torch.autograd.grad(want.sum(), x)
+    torch.testing.assert_close(got.gradients["x"], wanted)

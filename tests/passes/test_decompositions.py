@@ -1,5 +1,5 @@
-"""Weights by their norms: what of them lies on a rank is computed there, forward and
-backward."""
+"""Ops that are decomposed so that ranks can split what they are made of: weights by
+their norms, zeros without memory."""
 
 from __future__ import annotations
 
@@ -62,3 +62,21 @@ def test_the_decomposition_is_the_op(dtype: torch.dtype, dim: int) -> None:
         decompositions.TABLE[BACKWARD](*args), BACKWARD(*args), strict=True
     ):
         torch.testing.assert_close(got, want)
+
+
+def test_zeros_without_memory_are_zeros() -> None:
+    """Forward derivatives are made of them; their fake views are on no device."""
+
+    def derivative(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(lambda x: (x @ w).tanh() @ w.mT, (x,), (x.sin(),))[1]
+
+    x = torch.randn(8, 4, dtype=torch.float64)
+    w = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    specs = [("dp", None), None]
+    plan = fxpar.plan(
+        derivative, x, w, mesh="dp=2", in_specs=specs, grad=True, mode="propagate"
+    )
+    assert "_efficientzerotensor" not in str(plan)
+    got, want = plan.outcome(x, w), plan.reference_outcome(x, w)
+    torch.testing.assert_close(got.result, derivative(x, w))
+    torch.testing.assert_close(got.gradients, want.gradients)
