@@ -1,5 +1,5 @@
-"""Losses in which a trace of torch ends, or goes wrong: one graph here, with the numbers
-and errors of one device, in both modes."""
+"""Losses in which a trace of torch ends, or goes wrong: one graph here, with the
+numbers and errors of one device, in both modes."""
 
 from __future__ import annotations
 
