@@ -47,6 +47,10 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     return call
 
 
+# Raises in what is compiled, with a message, where a tensor is False.
+assert_in_graph = torch._assert_async
+
+
 def trace_instead(original: Callable[..., Any], instead: Callable[..., Any]) -> None:
     """Let Dynamo trace ``instead`` where ``original`` is called, a function of torch
     that it would call in the graph as it stands."""

@@ -34,7 +34,7 @@ def gaussian_nll_loss(
             raise ValueError(message)
         var = var * torch.ones_like(input)
     else:
-        torch._assert_async(~torch.any(var < 0), message)
+        _torch.dynamo.assert_in_graph(~torch.any(var < 0), message)
     if var.size() != input.size():
         if input.size()[:-1] == var.size():
             var = torch.unsqueeze(var, -1)
@@ -79,20 +79,25 @@ def ctc_loss(
         log_probs = log_probs.unsqueeze(1)
     if log_probs.dtype in (torch.float16, torch.bfloat16):
         log_probs = log_probs.float()
-    read, said = (
+    steps, labels = (
         torch.as_tensor(lengths).reshape(-1)
         for lengths in (input_lengths, target_lengths)
     )
-    losses = torch.ops.fxpar.ctc(log_probs, targets, read, said, blank, zero_infinity)
+    losses = torch.ops.fxpar.ctc(
+        log_probs, targets, steps, labels, blank, zero_infinity
+    )
     if zero_infinity:
         losses = torch.where(losses == math.inf, torch.zeros_like(losses), losses)
     if reduction == "mean":
-        counts = said.to(losses.device, losses.dtype).clamp_min(1)
+        counts = labels.to(losses.device, losses.dtype).clamp_min(1)
         losses = losses / counts
     return _reduced(losses if is_batch else losses.squeeze(0), reduction)
 
 
-_INSTEAD = {F.gaussian_nll_loss: gaussian_nll_loss, F.ctc_loss: ctc_loss}
+_INSTEAD: dict[Any, Any] = {
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    F.ctc_loss: ctc_loss,
+}
 for _original, _instead in _INSTEAD.items():
     _torch.dynamo.trace_instead(_original, _instead)
 
