@@ -28,6 +28,7 @@ from fxpar.joint_pass import said_by_rank_0
 from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime import attention_dropout
+from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
 from fxpar.runtime.caches.program_identity import (
     NamedInput,
     lean_graph,

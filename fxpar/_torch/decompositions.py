@@ -2,7 +2,8 @@
 
 In: the arguments of an ATen op. Out: its results by ops of which a plan may split every
 dim. torch reads all points of an image as one dim, and all windows with their rows as
-one: a split of any but the first of those would be strided pieces of it.
+one: a split of any but the first of those would be strided pieces of it. The gradient
+of a weight by its norm it leaves as an op, and of one loss its own gives wrong numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 aten = torch.ops.aten
 
 Maybe = torch.Tensor | None
+
+_NONE, _MEAN = 0, 1  # as torch numbers reductions
 
 
 def _group_norm(
@@ -108,6 +111,52 @@ def _unfold_backward(
     return aten.index_put.default(zeros, [*[None] * dim, places], rows, True)
 
 
+def _weight_norm_backward(
+    grad: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    norm: torch.Tensor,
+    dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of ``v`` and ``g`` of a weight ``v * (g / norm)``."""
+    over = [d for d in range(v.dim()) if d != dim % v.dim()]
+    wide = _wide(norm.dtype)
+    grad, wide_v, wide_g, norm = (t.to(wide) for t in (grad, v, g, norm))
+    of_g = (grad * wide_v).sum(over, keepdim=True) / norm
+    of_v = wide_g / norm * (grad - wide_v * (of_g / norm))
+    return of_v.to(v.dtype), of_g.to(g.dtype)
+
+
+def _multilabel_margin_loss(
+    x: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the loss, which classes are targets). A row of targets ends at the first that
+    is negative: that of torch (2.13) takes those behind for class 0."""
+    rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = rows.shape[1]
+    places = torch.arange(classes, device=x.device)
+    ends = torch.where(targets < 0, places, classes).amin(-1, keepdim=True)
+    is_named = places < ends
+    named = torch.where(is_named, targets, 0)
+    of_class = is_named.unsqueeze(-1) & (named.unsqueeze(-1) == places)
+    is_target = of_class.any(1)
+    scores = rows.gather(-1, named)
+    margins = (1 - scores.unsqueeze(-1) + rows.unsqueeze(1)).clamp_min(0) / classes
+    is_pair = is_named.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    losses = torch.where(is_pair, margins, 0).sum((1, 2))
+    if reduction != _NONE:
+        losses = losses.mean() if reduction == _MEAN else losses.sum()
+    elif x.dim() < 2:
+        losses = losses.squeeze(0)
+    return losses, is_target.to(x.dtype).reshape(target.shape)
+
+
+def _zeros(shape: Sequence[int], **how: Any) -> torch.Tensor:
+    """Of zeros without memory, which forward derivatives are made of, fake views are
+    no fakes."""
+    return aten.zeros.default(shape, **how)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """What sums of a dtype are computed in."""
     half = dtype in (torch.float16, torch.bfloat16)
@@ -118,4 +167,19 @@ TABLE: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.unfold_backward.default: _unfold_backward,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    aten._efficientzerotensor.default: _zeros,
 }
+
+
+def correct() -> None:
+    """Let autograd, too, take ours of an op that torch decomposes before any table."""
+    import torch._decomp.decompositions  # noqa: F401  (registers torch's)
+
+    op = aten.multilabel_margin_loss_forward.default
+    op.py_kernels[torch._C.DispatchKey.Autograd] = _multilabel_margin_loss
+    op._dispatch_cache.clear()
+
+
+correct()

@@ -47,6 +47,19 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     return call
 
 
+# Raises in what is compiled, with a message, where a tensor is False.
+assert_in_graph = torch._assert_async
+
+
+def trace_instead(original: Callable[..., Any], instead: Callable[..., Any]) -> None:
+    """Let Dynamo trace ``instead`` where ``original`` is called, a function of torch
+    that it would call in the graph as it stands."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+    get_torch_obj_rule_map().pop(original, None)
+    torch.compiler.substitute_in_graph(original)(instead)
+
+
 def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
     """Of an error of Dynamo: what it could not trace, and at which of the user's lines;
     None of other errors."""

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.runtime.attention_dropout import ByProducts
+from fxpar.runtime.traced_losses import AsOneGraph
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.spec import Spec
 
@@ -315,6 +316,7 @@ class TracedCall:
             stack.enter_context(_torch.aot.as_compiling())
             stack.enter_context(_torch.loops.steps_looked_up(mode))
             stack.enter_context(ByProducts())
+            stack.enter_context(AsOneGraph())
             try:
                 module = _torch.aot.export_joint(
                     stack, self.program, arguments, grad=self.grad

@@ -280,7 +280,7 @@ SOURCES: dict[str, int | None] = {
     **_each("inductor_lookup_seed inductor_randint", -1),
     **_each("empty empty_like new_empty empty_strided", -1),
     **_each("arange iota linspace logspace eye randperm", None),
-    **_each("tril_indices triu_indices", None),
+    **_each("tril_indices triu_indices fft_fftfreq fft_rfftfreq", None),
 }
 
 # Ops that take the samples together, though they add up nothing: their power in the

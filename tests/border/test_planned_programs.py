@@ -119,7 +119,7 @@ def counts(x: torch.Tensor) -> torch.Tensor:
 def aligns(x: torch.Tensor) -> torch.Tensor:
     log = x.reshape(8, 1, 4).log_softmax(-1)
     targets, lengths = torch.ones(1, 2, dtype=torch.long), torch.tensor([8])
-    return torch.nn.functional.ctc_loss(log, targets, lengths, torch.tensor([2]))
+    return torch.ctc_loss(log, targets, lengths, torch.tensor([2]))
 
 
 def updates(x: torch.Tensor) -> torch.Tensor:

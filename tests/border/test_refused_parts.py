@@ -102,3 +102,33 @@ def test_what_code_in_no_graph_made() -> None:
     for told in shared_pool(2).run(histogram):
         assert "counts.view(6, 6)" in told
         assert "[72]" in told
+
+
+class Pairs(nn.Module):
+    """Rows of the batch that belong together, by their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        z = self.linear(x)
+        return (z * z[others]).sum(1).mean()
+
+
+def pairs(run: Any) -> str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    try:
+        return str(run(Pairs(), torch.randn(4, 5), torch.randperm(4)))
+    except FxparError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("run", [of_model, of_step])
+def test_positions_in_a_rank_s_own_part(run: Any) -> None:
+    """Of all ranks' rows they would say those of the first rank."""
+    for told in shared_pool(2).run(pairs, run):
+        assert "says which rows of the batch" in told
+        assert "z * z[others]" in told
+        assert "FXPAR_INPUTS=global" in told

@@ -85,8 +85,9 @@ def test_whole_steps_are_those_of_one_device(
                 torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
 
 
-def broken(options: dict[str, Any]) -> list[torch.Tensor]:
-    """Results and gradients of a program that Dynamo breaks, the first graph small."""
+def broken(options: dict[str, Any]) -> tuple[list[torch.Tensor], list[str]]:
+    """Results and gradients of a program that Dynamo breaks, the first graph small;
+    what its plans say of stages."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     x = torch.randn(4, 8)
@@ -101,14 +102,19 @@ def broken(options: dict[str, Any]) -> list[torch.Tensor]:
     )
     loss = run(x)
     loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
+    notes = [note for plan in fxpar.plans() for note in plan.notes]
+    of_stages = [note for note in notes if "stages" in note]
+    return [loss.detach(), *(p.grad for p in model.parameters())], of_stages
 
 
 @pytest.mark.slow
 def test_a_graph_too_small_for_stages_runs_on_all_ranks() -> None:
     options = {"mesh": "pp=2", "codegen": "eager", "plan": "propagate"}
-    want = broken({})
-    for got in shared_pool(2).run(broken, options):
+    want, _ = broken({})
+    for got, notes in shared_pool(2).run(broken, options):
+        (note,) = (x for x in notes if x.startswith("no stages of this graph"))
+        assert "0 ops on the batch" in note and "fullgraph=True" in note
+        assert f"at: {__file__}" in note and ": x = x * 2" in note
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
 

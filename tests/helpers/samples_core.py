@@ -346,6 +346,13 @@ _add(
     _s([_f(4, 8, 2), _f(4, 8, 2), _f(4, 7, 2)], 1),
     namespace="fxpar",
 )
+# Alignments: a row of targets for each sequence, and all targets joined.
+_probs, _lengths = _f(4, 8, 5).log_softmax(-1), torch.full((8,), 4)
+_counts = torch.tensor([1, 2, 1, 2, 2, 1, 2, 1])
+for _targets in (_i(8, 2) % 4 + 1, _i(12) % 4 + 1):
+    _read = _probs, _targets, _lengths, _counts, 0, False
+    _add("ctc", _s(*_read), namespace="fxpar")
+    _add("ctc_backward", _s(_f(8), *_read), namespace="fxpar")
 _add("expert_mm", _s(_tokens, _f(4, 8, 2, 6), _IDS, 2, 0.0), namespace="fxpar")
 _add("expert_mm", _s(_wide, _f(4, 2, 4, 6), _IDS, 2, 0.0), namespace="fxpar")
 _add("expert_outer", _s(_tokens, _wide, _IDS, 4, 2, 0.0), namespace="fxpar")
@@ -574,6 +581,7 @@ _only_shapes("randperm", _s(8))
 _add("arange.start", _s(2, 10))
 _add("arange.start_step", _s(2, 10, 2))
 _add("linspace logspace", _s(0.0, 1.0, 8))
+_add("fft_fftfreq fft_rfftfreq", _s(8))
 _add("eye", _s(8))
 _add("eye.m tril_indices triu_indices", _s(4, 8))
 _only_shapes("empty.memory_format", _s([4, 8]), _s([]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -413,6 +414,14 @@ def copies() -> None:
     assert third.head.weight is third.words.weight is not other.words.weight
     assert third.layer.weight.grad is None and other.layer.weight.grad is gradient
     torch.testing.assert_close(third(ids()), other(ids()))
+    assert copy.copy(other.layer).weight is other.layer.weight
+    for pickled in (
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: pickle.dumps(model),
+    ):
+        with pytest.raises(ShardError, match="is pickled") as error:
+            pickled()
+        assert "state_dict" in error.value.fix
     average = torch.optim.swa_utils.AveragedModel(other)
     average.update_parameters(other)
     torch.testing.assert_close(average(ids()), other(ids()))

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxpar import _torch
 from fxpar.sharding.batch_growth import Growth, growths
+from fxpar.sharding.fed_positions import fed_positions
 
 ROWS, WIDTH = 6, 4
 
@@ -39,13 +40,18 @@ def batch(times: int = 1) -> list[torch.Tensor]:
 
 def grown(fn: Callable[..., Any]) -> list[Growth]:
     """Of each result of ``fn(x, y, w)``; ``w`` is no batch."""
+    return growths(*graphs_of(fn))
+
+
+def graphs_of(fn: Callable[..., Any]) -> tuple[fx.Graph, fx.Graph]:
+    """Traced with the batch, and with twice of it."""
     graphs = []
     for times in (1, 2):
         mode = _torch.fake.new_fake_mode()
         fakes = [_torch.fake.as_fake(t, mode) for t in batch(times)]
         module = _torch.aot.export_forward(Program(fn), fakes, mode)
         graphs.append(module.graph)
-    return growths(*graphs)
+    return graphs[0], graphs[1]
 
 
 def measured(fn: Callable[..., Any]) -> float:
@@ -256,3 +262,49 @@ def test_an_op_without_a_rule_is_not_known() -> None:
     of_batch, of_weights = grown(lambda x, y, w: (twice(x).sum(), twice(w).sum()))
     assert of_batch.power is None and "growth_test.twice" in of_batch.why
     assert of_weights == Growth()
+
+
+def similar(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.T
+
+
+# Where ``y``, which ranks feed, says which rows of the batch are read or written.
+FED: dict[str, Callable[..., Any]] = {
+    "rows": lambda x, y, w: x[y],
+    "rows by a computed index": lambda x, y, w: x[(y + 1).clamp(max=3).view(-1, 1)],
+    "one of two indices": lambda x, y, w: x[y, y],
+    "index_select": lambda x, y, w: x.index_select(0, y),
+    "gather": lambda x, y, w: x.gather(0, y[:, None].expand(-1, 2)),
+    "columns that are samples": lambda x, y, w: similar(x).gather(1, y[:, None]),
+    "targets among the samples": lambda x, y, w: F.cross_entropy(similar(x), y),
+    "sums by place": lambda x, y, w: torch.zeros_like(x).index_add(0, y, x),
+    "written": lambda x, y, w: torch.index_put(x, [y], x, accumulate=True),
+    "scattered": lambda x, y, w: similar(x).scatter(1, y[:, None], 0.0),
+    "embedding": lambda x, y, w: F.embedding(y, x),
+    "bags": lambda x, y, w: F.embedding_bag(y, w, y.clamp(max=0)),
+}
+# Where it counts in something else, or in all rows alike.
+OTHERS: dict[str, Callable[..., Any]] = {
+    "classes": lambda x, y, w: F.cross_entropy(x @ w, y),
+    "a table": lambda x, y, w: w[y] + F.embedding(y, w),
+    "a table as long as the batch": lambda x, y, w: torch.eye(ROWS)[y],
+    "a place of each row": lambda x, y, w: x[torch.arange(len(x)), y],
+    "counted from each row": lambda x, y, w: x.flatten()[torch.arange(len(x)) * 4 + y],
+    "computed": lambda x, y, w: x[x[:, 0].argsort()],
+    "an order of it": lambda x, y, w: x[y.argsort()],
+    "counts": lambda x, y, w: torch.zeros(4).index_add(0, y, torch.ones(len(x))),
+}
+
+
+@pytest.mark.parametrize("name", FED)
+def test_positions_that_are_fed_are_noticed(name: str) -> None:
+    lookup_and_place = fed_positions(*graphs_of(FED[name]))
+    assert lookup_and_place is not None
+    lookup, place = lookup_and_place
+    assert lookup.op == "call_function"
+    assert not place.meta["val"].dtype.is_floating_point
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_positions_are_none_in_the_batch(name: str) -> None:
+    assert fed_positions(*graphs_of(OTHERS[name])) is None

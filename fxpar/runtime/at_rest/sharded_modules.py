@@ -151,6 +151,7 @@ def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
         members["forward"] = _casting(members.get("forward") or cls.forward)
     members["register_parameter"] = _guarded(cls)
     members["__deepcopy__"] = _copied(cls)
+    members["__reduce_ex__"] = _reduced(cls)
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(cls, name)
     return type(cls.__name__, (cls,), members)
@@ -377,3 +378,34 @@ def _copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
         return copied
 
     return __deepcopy__
+
+
+def _reduced(cls: Any) -> Callable[[nn.Module, Any], tuple[Any, ...]]:
+    """``__reduce_ex__`` by which a module is copied, and not pickled."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        make, *rest = cls.__reduce_ex__(self, protocol)
+        return (_OnlyHere(make, cls.__name__), *rest)
+
+    return __reduce_ex__
+
+
+@dataclass(frozen=True)
+class _OnlyHere:
+    """Makes a copy of a sharded module in this process, and in no other."""
+
+    # What makes one.
+    make: Callable[..., Any]
+    # Name of its class.
+    cls: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self.make(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardError(
+            f"a {self.cls} that fxpar.shard split is pickled, of which this rank holds "
+            "a part",
+            fix="save model.state_dict(), by torch.save or "
+            "torch.distributed.checkpoint, and load it into a new model",
+        )

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
-from fxpar.errors import FxparWarning, compose
+from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes.graph_bodies import show_bodies
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.compile_once import first_does
@@ -36,6 +36,7 @@ from fxpar.runtime.calls.divide_summands import (
 )
 from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.batch_growth import growths
+from fxpar.sharding.fed_positions import fed_positions
 from fxpar.sharding.growth_powers import FIXED, Growth, unknown
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules import has_user_rules
@@ -192,10 +193,16 @@ class _Growths:
         try:
             traced = [self._traced(gm, names, sized(n)) for n in (parts, 2 * parts)]
             inputs = [_of_input(names[i]) for i in traced[0].inputs]
-            return growths(traced[0].graph, traced[1].graph, inputs)
+            grown = growths(traced[0].graph, traced[1].graph, inputs)
+            fed = fed_positions(traced[0].graph, traced[1].graph)
         except Exception as error:  # compiling it says what is wrong
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             return [unknown(f"it cannot be traced: {why}")] * 10**6
+        if fed is not None:
+            lookup, place = fed
+            fed_by = traced[0].graph.find_nodes(op="placeholder").index(place)
+            raise _positions(names[traced[0].inputs[fed_by]], lookup)
+        return grown
 
     def _traced(
         self, gm: fx.GraphModule, inputs: Sequence[NamedInput], args: Sequence[Any]
@@ -214,6 +221,17 @@ class _Growths:
         probe.recompile()
         forward = globally(probe, inputs, args)
         return _aten(forward.module, args)
+
+
+def _positions(entry: NamedInput, lookup: fx.Node) -> PlanError:
+    return PlanError(
+        f"with FXPAR_INPUTS=local {entry.name} says which rows of the batch are read "
+        "or written: a rank's positions are those in its own part, and the program "
+        "has the rows of all ranks",
+        where=user_line(lookup),
+        fix="do it outside of what is compiled; or feed the global batch "
+        "(FXPAR_INPUTS=global)",
+    )
 
 
 def _key(

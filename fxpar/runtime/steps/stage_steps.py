@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.errors import PlanError, ScheduleError
+from fxpar.errors import PlanError, ScheduleError, compose
 from fxpar.passes.builder import PART
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.stages.assign_stages import StageCosts, assign_stages
@@ -79,8 +79,18 @@ def find_stages(state: JointState) -> None:
     except PlanError as error:
         if request.rank is None or request.step:
             raise
-        # One of several graphs, as Dynamo breaks a program: all ranks run it.
-        state.notes = (*state.notes, f"no stages: {error.what}")
+        state.notes = (*state.notes, _no_stages(state, error.what))
+
+
+def _no_stages(state: JointState, what: str) -> str:
+    """Of one of several graphs, as Dynamo breaks a program: all ranks run it."""
+    lines = (user_line(n) for n in state.graph.nodes if n.op == "call_function")
+    return compose(
+        f"no stages of this graph, all ranks run the whole of it: {what}",
+        where=next(filter(None, lines), None),
+        fix="trace it in one piece with what is before it "
+        "(torch.compile(fullgraph=True) names the graph break), or leave it so",
+    )
 
 
 def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:

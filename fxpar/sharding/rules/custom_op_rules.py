@@ -92,6 +92,26 @@ def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
     return moved(parts, [whole], {dim: pieces})
 
 
+def _ctc_words(targets: torch.Tensor) -> tuple[list[list[str]], str]:
+    """Words of what a CTC loss reads, and of its batch: free where each sequence has a
+    row of targets; joined end to end, theirs begin where the lengths before say."""
+    if targets.dim() == 2:
+        return [["t!", "n", "c!"], ["n", "s!"], ["n"], ["n"]], "n"
+    return [["t!", "n!", "c!"], ["s!"], ["n!"], ["n!"]], "n!"
+
+
+def _ctc(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> Rule:
+    operands, batch = _ctc_words(targets)
+    return make(operands, [[batch]])
+
+
+def _ctc_backward(
+    grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any
+) -> Rule:
+    operands, batch = _ctc_words(targets)
+    return make([[batch], *operands], [operands[0]])
+
+
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
     """An input is written where it rests, in whole."""
     ndim = target.dim()
@@ -220,6 +240,8 @@ ROWS: dict[Any, Row] = {
     "fxpar::scan_back": row(_scan_back),
     "fxpar::choice_back": row(_choice_back, linear="0"),
     "fxpar::sum_turns": row(_sum_turns, linear="0"),
+    "fxpar::ctc": row(_ctc),
+    "fxpar::ctc_backward": row(_ctc_backward, linear="0"),
     "fxpar::interleave": row(_interleave, movement="0"),
     "fxpar::enter_region": row(_enter),
     "fxpar::leave_region": row(_leave),

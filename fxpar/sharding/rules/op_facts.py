@@ -190,6 +190,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     ),
     _each("iota", "prims", constant="counted"),
     _each("arange linspace logspace eye tril_indices triu_indices", constant="counted"),
+    _each("fft_fftfreq fft_rfftfreq", constant="counted"),
     # Whole rows, kernels of their own.
     _each("cumsum cumprod _softmax _log_softmax", rows=1),
     _each("_softmax_backward_data _log_softmax_backward_data", rows=2),

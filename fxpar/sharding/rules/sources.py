@@ -110,7 +110,7 @@ ROWS = {
     **rows("new_empty_strided", fresh, shape=1),
     **rows("scalar_tensor", scalar),
     **rows("arange arange.start arange.start_step linspace logspace", ranged),
-    **rows("randperm", ranged),
+    **rows("randperm fft_fftfreq fft_rfftfreq", ranged),
     **rows("eye eye.m tril_indices triu_indices", matrix),
     **rows("rand rand.generator randn randn.generator", drawn(0)),
     **rows("randint randint.generator", drawn(1)),

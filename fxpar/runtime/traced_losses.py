@@ -1,0 +1,111 @@
+"""Losses of torch that are no one graph, written so that they are.
+
+A trace ends in them: at a check of values (``gaussian_nll_loss``), or at an op whose
+sizes data says (``ctc_loss``). Importing this module makes Dynamo trace these functions
+instead, with the same numbers and errors; ``AsOneGraph`` does so where Dynamo is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from fxpar import _torch
+from fxpar.passes import loss_ops as _loss_ops  # noqa: F401  (registers ops)
+
+
+def gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """The check of the variances is an op of the graph."""
+    message = "var has negative entry/entries"
+    if not isinstance(var, torch.Tensor):
+        if var < 0:
+            raise ValueError(message)
+        var = var * torch.ones_like(input)
+    else:
+        _torch.dynamo.assert_in_graph(~torch.any(var < 0), message)
+    if var.size() != input.size():
+        if input.size()[:-1] == var.size():
+            var = torch.unsqueeze(var, -1)
+        elif input.ndim != var.ndim or not _one_differs(input.size(), var.size()):
+            raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(reduction + " is not valid")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduced(loss, reduction)
+
+
+def _one_differs(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether sizes differ in a dim of one row, as torch tells."""
+    return sum(y for x, y in zip(one, other, strict=True) if x != y) == 1
+
+
+def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction == "mean":
+        return loss.mean()
+    return loss.sum() if reduction == "sum" else loss
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """By an op whose results have fixed sizes."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(reduction + " is not a valid value for reduction")
+    is_batch = log_probs.dim() == 3
+    if not is_batch:
+        log_probs = log_probs.unsqueeze(1)
+    if log_probs.dtype in (torch.float16, torch.bfloat16):
+        log_probs = log_probs.float()
+    steps, labels = (
+        torch.as_tensor(lengths).reshape(-1)
+        for lengths in (input_lengths, target_lengths)
+    )
+    losses = torch.ops.fxpar.ctc(
+        log_probs, targets, steps, labels, blank, zero_infinity
+    )
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, torch.zeros_like(losses), losses)
+    if reduction == "mean":
+        counts = labels.to(losses.device, losses.dtype).clamp_min(1)
+        losses = losses / counts
+    return _reduced(losses if is_batch else losses.squeeze(0), reduction)
+
+
+_INSTEAD: dict[Any, Any] = {
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    F.ctc_loss: ctc_loss,
+}
+for _original, _instead in _INSTEAD.items():
+    _torch.dynamo.trace_instead(_original, _instead)
+
+
+class AsOneGraph(TorchFunctionMode):
+    """Inside, these losses are those of this module."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
