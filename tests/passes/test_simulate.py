@@ -587,6 +587,22 @@ def test_a_reduction_is_in_place_where_nobody_else_reads_its_operand():
     assert peak(given=True) == 840  # an input is never written over
 
 
+def test_a_sum_of_parts_is_in_place_where_nobody_else_reads_the_sum_so_far():
+    def peak(fused: bool = True, *, again: bool = False, given: bool = False) -> int:
+        s = Sketch()
+        x = s.input(10, 10)
+        a = x if given else s(aten.mm, x, x)
+        y = s(ours.accumulate_product, a, x, x)
+        z = s(ours.accumulate, y, x)
+        out = s(aten.mm, z, a) if again else z
+        return s.run(out, fused=fused).peak_bytes
+
+    assert peak() == 800  # the input, the sum
+    assert peak(fused=False) == 1200  # the input, the sum so far, the next
+    assert peak(again=True) == 1600  # and the product
+    assert peak(given=True) == 800  # an input is never written over
+
+
 def test_views_keep_what_they_look_at_and_outputs_stay():
     s = Sketch()
     x = s.input(10, 10)
