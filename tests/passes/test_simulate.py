@@ -190,6 +190,17 @@ def test_backwards_of_convolution_and_attention_have_flops():
     assert by[late].least == 4
 
 
+@pytest.mark.parametrize(("masked", "pairs"), [(0.0, 16 * 17 // 2), (1.0, 16 * 16)])
+def test_pairs_that_a_causal_mask_hides_are_computed_or_not(masked, pairs):
+    s = Sketch()
+    shape = (2, 3, 16, 4)
+    given = [s.input(*shape) for _ in range(3)]
+    out = s(aten._scaled_dot_product_flash_attention_for_cpu, *given, 0.0, True)
+    slow = machine(peaks=(("float32", Peak(1e3)),), launch=0.0)
+    timeline = s.run(out, hardware=dataclasses.replace(slow, masked=masked))
+    assert timeline.seconds == pytest.approx(4 * 2 * 3 * pairs * 4 / 1e3)
+
+
 def test_dtype_and_tf32_choose_the_peak():
     peaks = (("float32", Peak(1e9)), ("bfloat16", Peak(1e10)))
     fast = machine(peaks=peaks, bandwidth=math.inf)
