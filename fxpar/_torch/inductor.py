@@ -310,8 +310,8 @@ def lower_over_first(op: OpOverload, over: OpOverload, runs: OpOverload) -> None
             V.graph.register_operation(self)
 
         def codegen(self, wrapper: Any) -> None:
-            given: Any = self.inputs
-            operands = ", ".join(x.codegen_reference() for x in given)
+            inputs: Any = self.inputs
+            operands = ", ".join(x.codegen_reference() for x in inputs)
             wrapper.writeline(f"torch.ops.{runs}({operands})")
 
         def should_allocate(self) -> bool:
@@ -325,8 +325,8 @@ def lower_over_first(op: OpOverload, over: OpOverload, runs: OpOverload) -> None
 
     @register_lowering(over, type_promotion_kind=None)
     def lower(total: Any, *others: Any) -> Any:
-        total, *given = map(ir.ExternKernel.realize_input, (total, *others))
-        WrittenOver(total, given)
+        total, *summands = map(ir.ExternKernel.realize_input, (total, *others))
+        WrittenOver(total, summands)
         return ir.TensorBox(total)
 
     inplaceable_ops[op] = InplaceableOp(over, 0)

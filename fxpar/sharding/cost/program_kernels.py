@@ -164,8 +164,8 @@ def work_of(
     points = tuple(x.numel for x in tensors)
     family = family_of(op.target)
     flops = flops_of_op(op)
-    hidden = hidden_flops_of(op.node)
-    return Work(flops, traffic, points, launches, dtype, family, balances, hidden)
+    hidden_flops = hidden_flops_of(op.node)
+    return Work(flops, traffic, points, launches, dtype, family, balances, hidden_flops)
 
 
 def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
