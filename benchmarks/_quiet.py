@@ -5,9 +5,9 @@
 (flock) while they compute and nobody measures. It is taken alone for the seconds of a
 measurement or, where they do not let go for ``PATIENCE`` seconds, shared; that nobody
 else measures then, a second file beside it sees to. ``hold``: keep the
-cores (Linux, with the right to): threads run under the real-time class, those of
-communication before the main one, so that a rank that waits for another is woken at
-once, not when the time slice of another job is over.
+cores (Linux, with the right to): other jobs get about a hundredth of them. All threads
+of a rank have one priority, as ever: threads of gloo that went before those that
+compute would ask again and again whether they can send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PATIENCE = 5.0
-_MAIN, _OTHERS = 10, 20  # priorities
+# The most that Linux gives a process before others, and what it has by itself.
+_FIRST, _USUAL = -20, 0
 
 
 class Quiet:
@@ -51,23 +52,25 @@ class Quiet:
         if self.turn is not None:
             fcntl.flock(self.turn, fcntl.LOCK_EX)
         if self.hold:
-            _schedule(os.SCHED_RR, _MAIN, _OTHERS)
+            _prefer(_FIRST)
         try:
             yield
         finally:
             if self.hold:
-                _schedule(os.SCHED_OTHER, 0, 0)
+                _prefer(_USUAL)
             if self.turn is not None:
                 fcntl.flock(self.turn, fcntl.LOCK_UN)
             self._share()
 
 
-def _schedule(policy: int, main: int, others: int) -> None:
-    """The scheduling of all threads of this process."""
+def _prefer(nice: int) -> None:
+    """The priority of all threads of this process, and of its session among others."""
     for thread in map(int, os.listdir("/proc/self/task")):
-        priority = main if thread == os.getpid() else others
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(thread, policy, os.sched_param(priority))
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+    session = Path("/proc/self/autogroup")
+    if session.exists():
+        session.write_text(str(nice))
 
 
 def busy_seconds() -> float | None:

@@ -40,7 +40,7 @@ from _scatter import plot
 from predict_cells import CELLS, Cell, build
 
 STEPS, WARMUP = 21, 4
-NOISE, TRIES = 0.1, 3
+NOISE, TRIES = 0.03, 8
 # What each number of ranks is calibrated on.
 CALIBRATED = {1: None, 2: "dp=2", 4: "dp=2,tp=2"}
 

@@ -24,6 +24,7 @@ from fxpar.joint_pass import JointPass
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.passes.old_objects import old_objects_kept
+from fxpar.passes.stages import sums_of_parts
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -203,6 +204,7 @@ def _load_inductor() -> None:
         _torch.inductor.load()
         random.register_lowering()
         own_shard.register_lowering()
+        sums_of_parts.register_lowering()
 
 
 def _await_leader(

@@ -298,6 +298,46 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
         Wait.create_wait(wait, result)
 
 
+def lower_over_first(op: OpOverload, over: OpOverload, runs: OpOverload) -> None:
+    """Let Inductor make ``op(total, *others)``, where nothing reads the total later,
+    ``over``, which gives the total: a call of ``runs``, which writes over it."""
+    from torch._inductor import ir
+    from torch._inductor.fx_passes.reinplace import InplaceableOp, inplaceable_ops
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    class WrittenOver(ir.ExternKernel):
+        def __init__(self, total: Any, others: Sequence[Any]) -> None:
+            layout = ir.NoneLayout(device=total.get_device())
+            super().__init__(None, layout, [total, *others])
+            V.graph.mark_buffer_mutated(total.get_name())
+            self.name = V.graph.register_buffer(self)
+            V.graph.register_operation(self)
+
+        def codegen(self, wrapper: Any) -> None:
+            inputs: Any = self.inputs
+            operands = ", ".join(x.codegen_reference() for x in inputs)
+            wrapper.writeline(f"torch.ops.{runs}({operands})")
+
+        def should_allocate(self) -> bool:
+            return False
+
+        def get_mutation_names(self) -> Sequence[str]:
+            return [self.input_name(0)]
+
+        def get_unbacked_symbol_defs(self) -> Any:
+            return OrderedSet()
+
+    @register_lowering(over, type_promotion_kind=None)
+    def lower(total: Any, *others: Any) -> Any:
+        total, *summands = map(ir.ExternKernel.realize_input, (total, *others))
+        WrittenOver(total, summands)
+        return ir.TensorBox(total)
+
+    inplaceable_ops[op] = InplaceableOp(over, 0)
+
+
 def lower_own_shard(
     part: OpOverload, place: OpOverload, count: Callable[[str, str], int], module: str
 ) -> None:

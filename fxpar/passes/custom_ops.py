@@ -211,18 +211,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("fxpar::accumulate", mutates_args=())
-def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``total + x``, in the dtype of the total. An op of its own in compiled code:
-    fused into what reads the last total, sums would keep every summand until then."""
-    return total + x
-
-
-@accumulate.register_fake
-def _(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(total)
-
-
 # The two crossings between what one rank holds and the global value, for parameters at
 # rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
 # may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are

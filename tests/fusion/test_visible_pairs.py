@@ -114,13 +114,16 @@ def test_a_mask_that_kernels_read_hides_no_work() -> None:
     assert flops(planned(fn=masked)) == tuple(ROWS * ROWS // RANKS * n for n in EACH)
 
 
+@pytest.mark.parametrize("masked", [0.0, 1.0])
 @pytest.mark.parametrize("factor", "sth")
-def test_a_search_pays_for_the_rank_that_sees_most(factor: str) -> None:
+def test_a_search_pays_for_the_rank_that_sees_most(factor: str, masked: float) -> None:
+    """And, where kernels skip nothing, for what a mask hides."""
     decision = planned(grad=False, mode="replicate").result.decision
     (op,) = (op for op in decision.program.ops if flops_of_op(op))
     slow = replace(
         lookup("cpu"),
         peaks=(("float64", Peak(1.0)), ("float64 attention", Peak(1.0))),
+        masked=masked,
     )
     work = work_alone(op, decision.program.values)
     paid = seconds(op, work, Strategy(((factor, ("cp",)),)), decision.mesh, slow)
@@ -130,7 +133,8 @@ def test_a_search_pays_for_the_rank_that_sees_most(factor: str) -> None:
         "t": own * ROWS - own * (own - 1) // 2,
         "h": triangle / RANKS,
     }
-    assert paid == pytest.approx(most[factor] * EACH[0])
+    hidden = masked * (ROWS * ROWS - triangle) / RANKS
+    assert paid == pytest.approx((most[factor] + hidden) * EACH[0])
 
 
 def test_heads_of_packed_documents_have_an_equal_share() -> None:

@@ -208,7 +208,7 @@ def _run(
         for name in _names(_split(call[3])[0]):
             memory.used(name, "read", line)
     else:
-        in_place = target.endswith("_.default")
+        in_place = re.search(r"_\.\w+$", target) is not None
         for i, name in enumerate(names):
             memory.used(name, "written" if in_place and i == 0 else "read", line)
     if call[1]:

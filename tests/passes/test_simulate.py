@@ -190,6 +190,17 @@ def test_backwards_of_convolution_and_attention_have_flops():
     assert by[late].least == 4
 
 
+@pytest.mark.parametrize(("masked", "pairs"), [(0.0, 16 * 17 // 2), (1.0, 16 * 16)])
+def test_pairs_that_a_causal_mask_hides_are_computed_or_not(masked, pairs):
+    s = Sketch()
+    shape = (2, 3, 16, 4)
+    given = [s.input(*shape) for _ in range(3)]
+    out = s(aten._scaled_dot_product_flash_attention_for_cpu, *given, 0.0, True)
+    slow = machine(peaks=(("float32", Peak(1e3)),), launch=0.0)
+    timeline = s.run(out, hardware=dataclasses.replace(slow, masked=masked))
+    assert timeline.seconds == pytest.approx(4 * 2 * 3 * pairs * 4 / 1e3)
+
+
 def test_dtype_and_tf32_choose_the_peak():
     peaks = (("float32", Peak(1e9)), ("bfloat16", Peak(1e10)))
     fast = machine(peaks=peaks, bandwidth=math.inf)
@@ -585,6 +596,22 @@ def test_a_reduction_is_in_place_where_nobody_else_reads_its_operand():
     assert peak(fused=False) == 1200  # the input, the operand, its sum
     assert peak(again=True) == 1600  # and the product
     assert peak(given=True) == 840  # an input is never written over
+
+
+def test_a_sum_of_parts_is_in_place_where_nobody_else_reads_the_sum_so_far():
+    def peak(fused: bool = True, *, again: bool = False, given: bool = False) -> int:
+        s = Sketch()
+        x = s.input(10, 10)
+        a = x if given else s(aten.mm, x, x)
+        y = s(ours.accumulate_product, a, x, x)
+        z = s(ours.accumulate, y, x)
+        out = s(aten.mm, z, a) if again else z
+        return s.run(out, fused=fused).peak_bytes
+
+    assert peak() == 800  # the input, the sum
+    assert peak(fused=False) == 1200  # the input, the sum so far, the next
+    assert peak(again=True) == 1600  # and the product
+    assert peak(given=True) == 800  # an input is never written over
 
 
 def test_views_keep_what_they_look_at_and_outputs_stay():

@@ -261,6 +261,16 @@ def test_what_a_collective_takes_from_kernels(monkeypatch, together, lost) -> No
     assert found == pytest.approx(lost)
 
 
+@pytest.mark.parametrize(
+    ("causal", "share"), [(2.0, 1.0), (1.001953125, 0.0), (0.9, 0.0), (2.1, 1.0)]
+)
+def test_whether_attention_skips_what_a_mask_hides(monkeypatch, causal, share) -> None:
+    times = iter([2.0, causal])  # without a mask, with it; of 512 queries
+    monkeypatch.setattr(probe_device.Probe, "median", lambda self, fn: next(times))
+    some = probe(families=("float32",), attended=((2, 4, 512, 64),))
+    assert probe_device.masked(some) == pytest.approx(share)
+
+
 def test_out_of_time_the_built_in_figures_stay(tmp_path: Path, capsys) -> None:
     begin, path = time.monotonic(), tmp_path / "it.json"
     assert main(["calibrate", "--quick", "--limit", "0", "--out", str(path)]) == 0

@@ -81,6 +81,16 @@ def test_without_caches_every_rank_compiles_by_itself() -> None:
         assert text is None and begin
 
 
+def test_a_rank_works_while_its_compiler_does() -> None:
+    """Its own process is idle meanwhile, whichever way it compiles."""
+    other = graph()
+    other.get_attr("table")  # no text
+    states: list[str] = []
+    for each in (graph(), other):
+        compile_once(each, "it", lambda _: states.append(presence._DOING[-1][0]))
+    assert states == ["works", "works"] and not presence._DOING
+
+
 def disabled(_: str) -> tuple[float, float, str | None]:
     from torch._inductor import config
 

@@ -18,6 +18,7 @@ from fxpar.passes.simulate.launches import launches_of
 from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
 from fxpar.sharding.program import Signature
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.search.memory_constraints import MOMENTS
 
 # In the order in which they are told.
@@ -60,8 +61,8 @@ def residency(
     launches: Launches, *, keep_inputs: bool = True, in_place: bool = True
 ) -> Residency:
     """``keep_inputs``: inputs stay throughout, as parameters do, or to their last use.
-    ``in_place``: an all-reduce writes over an operand that nobody else needs, as
-    Inductor has it."""
+    ``in_place``: an all-reduce, or a sum over microbatches, writes over an operand that
+    nobody else needs, as Inductor has it."""
     born = dict.fromkeys(launches.inputs, -1)
     end = len(launches.launches)
     dies = dict.fromkeys(launches.inputs, end if keep_inputs else -1)
@@ -84,15 +85,22 @@ def _reuse(
     born: dict[Buffer, int],
     dies: dict[Buffer, int],
 ) -> None:
-    """Operands of all-reduces die when these begin, if they are read no more."""
+    """What launches write over dies when these begin, if it is read no more."""
     last: dict[Buffer, int] = {}
     for i, launch in enumerate(launches.launches):
         last.update(dict.fromkeys(launch.reads, i))
     for i, launch in enumerate(launches.launches):
-        for buffer in launch.reads if launch.kind == "all_reduce" else ():
+        for buffer in _written_over(launch):
             frees = last[buffer] == i and dies[buffer] == waits.get(launch, i)
             if frees and born[buffer] >= 0:
                 dies[buffer] = i - 1
+
+
+def _written_over(launch: Launch) -> list[Buffer]:
+    """Operands whose memory may hold what a launch gives."""
+    if op_facts_of(launch.nodes[-1].target).over_first:
+        return [*launch.reads][:1]
+    return [*launch.reads] if launch.kind == "all_reduce" else []
 
 
 def _bytes_by_launch(

@@ -54,7 +54,9 @@ def simulate_pipeline(
     clocks = _Clocks(seconds_of, collectives.between_two(mesh.link(axis)), machines)
     for node in graph.nodes:
         clocks.step(node)
-    peak = max(residency(launches_of(x, fused=fused)).peak[0] for x in programs)
+    peak = max(
+        residency(launches_of(x, fused=fused), in_place=fused).peak[0] for x in programs
+    )
     busy = max(clocks.busy)
     seconds = max(clocks.now)
     calls, sent = clocks.calls, clocks.sent

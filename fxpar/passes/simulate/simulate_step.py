@@ -264,7 +264,7 @@ def _work(
         else:
             seconds = hardware.seconds(
                 launch.moved,
-                launch.flops,
+                launch.flops + hardware.masked * launch.hidden_flops,
                 launch.least,
                 launch.dtype,
                 tf32=tf32,

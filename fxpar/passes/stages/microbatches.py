@@ -33,6 +33,7 @@ from fxpar.passes.moved_rows import exchanged
 from fxpar.passes.stages.rows_of_parts import rows_of_parts
 from fxpar.passes.stages.stage_kinds import viewed_value
 from fxpar.passes.stages.steps_over_parts import NOTED
+from fxpar.passes.stages.sums_of_parts import accumulate_products
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cut_in_time import MEMORY, TIME
 from fxpar.sharding.decide import Decision, decide
@@ -104,7 +105,9 @@ def cut_microbatches(
     unrolled = _Unroller(count, decision.mesh, fake_mode)
     unrolled.run(in_time)
     notes += unrolled.notes()
-    return _ordered(unrolled), tuple(notes)
+    in_parts = _ordered(unrolled)
+    accumulate_products(in_parts)
+    return in_parts, tuple(notes)
 
 
 def _decide_parts(graph: fx.Graph, decision: Decision, count: int) -> Decision:

@@ -44,7 +44,7 @@ def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any
 
     Raises RankMismatchError if the rank that compiles fails, or does not end.
     """
-    with stage(INDUCTOR):
+    with stage(INDUCTOR), presence.works(f"compiles {what}"):
         return _once(graph, what, compile_graph)
 
 

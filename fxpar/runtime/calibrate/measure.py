@@ -60,6 +60,7 @@ def calibrate(
     light = dict(base.light) | dict(probe_device.light(probe))
     peaks = dict(base.peaks) | dict(probe_device.peaks(probe, far[1]))
     peaks |= dict(probe_device.families(probe))
+    share_masked = probe_device.masked(probe)
     return Hardware(
         torch.cuda.get_device_name() if cuda else "cpu",
         tuple(peaks.items()),
@@ -73,6 +74,7 @@ def calibrate(
         tuple(near),
         base.beside if share_beside is None else share_beside,
         tuple(light.items()),
+        base.masked if share_masked is None else share_masked,
     )
 
 
@@ -154,4 +156,5 @@ def describe(hardware: Hardware) -> str:
     light = [f"{kind} {rate / 1e9:.3g} G/s" for kind, rate in hardware.light]
     lines.append(f"  light ops: {', '.join(light) or 'as fast as memory'}")
     lines.append(f"  lost beside a collective: {hardware.beside:.2g} of its time")
+    lines.append(f"  pairs that a mask hides: {hardware.masked:.2g} of others' time")
     return "\n".join(lines)

@@ -382,6 +382,22 @@ def _family(
             yield f"{str(dtype).removeprefix('torch.')} {key}", fit_peak(measured)
 
 
+def masked(probe: Probe) -> float | None:
+    """What share of the time of others a pair takes that a causal mask hides: 0 if
+    attention skips it; None if nothing is measured."""
+    if not probe.suite.attended:
+        return None
+    dtype = getattr(torch, probe.suite.families[0])
+    operands, op, *_ = _attended(probe.device, dtype, *probe.suite.attended[-1])
+    whole = probe.median(_in_turn(op, *operands))
+    causal = probe.median(_in_turn(partial(op, is_causal=True), *operands))
+    if whole is None or causal is None:
+        return None
+    length = operands[0].shape[-2]
+    seen = (length + 1) / (2 * length)
+    return min(max((causal / whole - seen) / (1 - seen), 0.0), 1.0)
+
+
 def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
     samples, before, after, side, window = shape
     x = torch.rand(samples, before, side, side, device=device, dtype=dtype)

@@ -32,6 +32,7 @@ from fxpar.sharding.cost.op import (
     domain_of,
     family_of,
     flops_of,
+    hidden_flops_of,
     is_light,
     is_unordered,
     is_view,
@@ -77,6 +78,8 @@ class Launch:
     makes: list[Buffer] = field(default_factory=list)
     # Of a contraction.
     flops: float = 0.0
+    # Flops of what the causal mask of an attention hides.
+    hidden_flops: float = 0.0
     # The smallest of m, n, k of a contraction; infinite where none counts.
     least: float = math.inf
     # Of the first floating-point operand of a contraction.
@@ -264,6 +267,7 @@ class KernelReader:
             dtypes = [x.dtype for x in values if isinstance(x, torch.Tensor)]
             floating = (dtype for dtype in dtypes if dtype.is_floating_point)
             launch.flops, launch.least = flops, least_of(node)
+            launch.hidden_flops = hidden_flops_of(node)
             launch.dtype = next(floating, torch.float32)
             launch.family = family_of(node.target)
         return self.make(node, launch)

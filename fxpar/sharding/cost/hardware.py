@@ -111,6 +111,9 @@ class Hardware:
     # Operations on single elements that fused kernels do in a second, by the classes of
     # ``LIGHT``; one that is not there never takes longer than memory does.
     light: tuple[tuple[str, float], ...] = ()
+    # What share of the time of others a pair of query and key takes that attention's
+    # causal mask hides: 0 where kernels skip it.
+    masked: float = 0.0
 
     def peak(self, dtype: Any, *, tf32: bool = False, family: str = "") -> Peak:
         """The peak of a torch dtype or its name; ``tf32``: float32 may run as such.

@@ -273,6 +273,7 @@ BUILT_IN = (
         (_GLOO,),
         "a core for each rank, gloo in one machine",
         beside=0.85,
+        masked=1.0,
     ),
 )
 

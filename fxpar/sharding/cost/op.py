@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from fxpar import _torch
 from fxpar._torch.symbols import hint_shape
 from fxpar.sharding.cost.hardware import Hardware
-from fxpar.sharding.cost.visible_pairs import seen_share
+from fxpar.sharding.cost.visible_pairs import hidden_share, seen_share
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -67,6 +67,13 @@ def flops_of(node: fx.Node) -> float:
     return _flops_unmasked(node) * (
         seen_share(node) if _is_attention(node.target) else 1
     )
+
+
+def hidden_flops_of(node: fx.Node) -> float:
+    """Flops of the pairs that a causal mask hides, which ``flops_of`` leaves out."""
+    if not _is_attention(node.target):
+        return 0.0
+    return _flops_unmasked(node) * hidden_share(node)
 
 
 def _flops_unmasked(node: fx.Node) -> float:
@@ -282,6 +289,7 @@ def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
         return on.streaming(nbytes)
     floating = (x.dtype for x in operands if x.dtype.is_floating_point)
     dtype, family = next(floating, results[0].dtype), family_of(node.target)
+    flops += on.masked * hidden_flops_of(node)
     work = on.arithmetic(flops * share, least_of(node), dtype, family=family)
     return max(work, on.streaming(nbytes))
 

@@ -36,6 +36,7 @@ from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import (
     family_of,
     flops_of,
+    hidden_flops_of,
     is_light,
     least_of_factors,
     query_position,
@@ -76,6 +77,8 @@ class Work:
     family: str = ""
     # Of an attention with a causal mask: a schedule may have ranks swap queries.
     balances: bool = False
+    # Flops of what the causal mask of an attention hides.
+    hidden_flops: float = 0.0
 
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
@@ -94,10 +97,12 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         streamed = nbytes / on.bandwidth + points / on.peak("float32").flops
         return streamed + messages
     pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
-    flops = work.flops / math.prod(n for f, n in shards.items() if f not in pinned)
+    parts = math.prod(n for f, n in shards.items() if f not in pinned)
+    flops, hidden_flops = work.flops / parts, on.masked * work.hidden_flops / parts
 
     def kernel(flops: float) -> float:
         least = _least(op, shards)
+        flops += hidden_flops
         arithmetic = on.arithmetic(flops, least, work.dtype, family=work.family)
         return max(arithmetic, nbytes / on.bandwidth)
 
@@ -159,7 +164,8 @@ def work_of(
     points = tuple(x.numel for x in tensors)
     family = family_of(op.target)
     flops = flops_of_op(op)
-    return Work(flops, traffic, points, launches, dtype, family, balances)
+    hidden_flops = hidden_flops_of(op.node)
+    return Work(flops, traffic, points, launches, dtype, family, balances, hidden_flops)
 
 
 def _unevenness(op: Op, shards: Mapping[str, float]) -> float:

@@ -2,9 +2,9 @@
 
 In: a call of attention, in a graph of global shapes or of local ones, where a causal
 mask counts places. Out: how many pairs, for each of batch and heads, the rank has that
-has most: it is the one that a step waits for. Kernels skip what a causal mask hides;
-a mask of booleans or numbers they read, and look at all. Sizes left open are taken as
-they were traced.
+has most: it is the one that a step waits for. Some kernels skip what a causal mask
+hides (``Hardware.masked``); a mask of booleans or numbers they read, and look at all.
+Sizes left open are taken as they were traced.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ def seen_share(node: fx.Node) -> float:
         return 1.0
     queries, keys = _rows(node, names)
     return _most(blocks) / (queries * keys) if queries * keys else 1.0
+
+
+def hidden_share(node: fx.Node) -> float:
+    """Pairs that the causal mask of a call hides and its kernel may skip or not, over
+    its queries times its keys. fxpar's own calls are never given most of them."""
+    return 1.0 - seen_share(node) if "is_causal" in _names(node.target) else 0.0
 
 
 def counts_places(node: fx.Node) -> bool:

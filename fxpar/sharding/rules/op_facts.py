@@ -75,6 +75,8 @@ class OpFacts:
     draws: bool = False
     # It writes to an operand.
     mutates: bool = False
+    # Compiled, it writes over its first operand where nothing reads that later.
+    over_first: bool = False
     # Ranks meet in it.
     communicates: bool = False
     # What it does with each point, a class of ``hardware.LIGHT``.
@@ -200,8 +202,10 @@ _ROWS: tuple[dict[str, dict], ...] = (
         alone=True,
     ),
     _each("convolution convolution_backward", chosen_strides=True),
-    # Random numbers by global index, and Inductor's own.
+    # Sums over microbatches.
     _each("accumulate", "fxpar", alone=True),
+    _each("accumulate accumulate_product", "fxpar", over_first=True),
+    # Random numbers by global index, and Inductor's own.
     _each("random randint seeds", "fxpar", random=True),
     _each(
         "inductor_seed inductor_seeds inductor_lookup_seed inductor_random "
@@ -230,6 +234,8 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("expert_mm expert_outer grouped_mm grouped_outer", "fxpar", product=0),
     _each("own_expert_mm own_expert_outer", "fxpar", product=0),
     _each("addmm baddbmm", product=1),
+    _each("accumulate_product", "fxpar", product=1),
+    _each("accumulate_product.default", "fxpar", equation="m k, k n -> m n"),
     _each("mm.default addmm.default", equation="m k, k n -> m n"),
     _each("bmm.default baddbmm.default", equation="b m k, b k n -> b m n"),
 )

@@ -116,6 +116,7 @@ class PartProgram:
         return replace(
             work,
             flops=work.flops / self.count,
+            hidden_flops=work.hidden_flops / self.count,
             moved=tuple((i, nbytes * shares[i]) for i, nbytes in work.moved),
             points=tuple(int(n * share) for n, share in pairs),
         )
