@@ -309,7 +309,7 @@ def _(out):
 def register_lowering() -> None:
     """Teach Inductor the all-gather in two ops: called where one is put in a graph."""
     ours = torch.ops.fxpar
-    _torch.inductor.lower_collective(
+    _torch.inductor_lowerings.lower_collective(
         ours.all_gather_into_tensor.default, ours.wait_gather.default
     )
 

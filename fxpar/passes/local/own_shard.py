@@ -70,7 +70,7 @@ def _(mesh, axes, stride, base, device):
 def register_lowering() -> None:
     """Teach Inductor both ops; needed before it first compiles one of them."""
     ours = torch.ops.fxpar
-    _torch.inductor.lower_own_shard(
+    _torch.inductor_lowerings.lower_own_shard(
         ours.own_slice.default, ours.own_offset.default, _count, __name__
     )
     _torch.aot.recompute_as_view(ours.own_slice)

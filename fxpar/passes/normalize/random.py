@@ -294,7 +294,7 @@ class _Lowered:
 @functools.cache
 def register_lowering() -> None:
     """Teach Inductor both ops; needed before it first compiles one of them."""
-    register, pointwise, ops = _torch.inductor.inductor_lowering()
+    register, pointwise, ops = _torch.inductor_lowerings.inductor_lowering()
 
     def lower(size, seed, global_size, offset, dtype, draw):
         """One realized buffer: a consumer that drew anew could index differently."""
@@ -329,7 +329,7 @@ def register_lowering() -> None:
         def draw(seed, linear):
             at = ops.index_expr(linear, torch.int32)
             bounds = [
-                _torch.inductor.inductor_integer(ops, n, torch.int64)
+                _torch.inductor_lowerings.inductor_integer(ops, n, torch.int64)
                 for n in (low, high)
             ]
             return ops.randint64(seed, at, *bounds)
