@@ -70,6 +70,7 @@ tests ranks TEST_DEVICE=cuda -n "$workers" -m 'slow or not slow' \
   $e2e/test_microbatched_training.py::test_$whole \
   "$e2e/test_microbatched_training.py::test_$models[bert-tp=2-sharded-propagate]" \
   "$e2e/test_microbatched_training.py::test_$models[resnet-dp=2-whole-propagate]" \
+  $e2e/test_flex_training.py \
   $e2e/test_sequences.py::test_generated_kernels \
   $e2e/test_sequences.py::test_a_few_tokens_are_cut_out \
   "$e2e/test_sequences.py::test_op_by_op[cp=2-whole]" \
