@@ -29,6 +29,12 @@ HEADS, WIDTH, STEPS = 4, 16, 3
 
 BATCH, HEAD, SEQUENCE = (0, "dp"), (1, "tp"), (2, "cp")
 
+# Of one direction, in the names of the gathers of keys and values.
+RING = """
+overlap([all_gather, all_gather_1], flex_attention, ring=1)
+overlap([all_gather, all_gather_1], flex_attention_backward, ring=1)
+"""
+
 
 class Attends(nn.Module):
     """One layer; of ``split`` a dim of queries, keys and values goes over an axis."""
@@ -82,9 +88,7 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     name = "torch.nn.attention.flex_attention._validate_device"
     with mock.patch(name, lambda *_: None):
-        losses, grads = loop(
-            compiled, optimizer, [(x, masked())] * STEPS, model=model
-        )
+        losses, grads = loop(compiled, optimizer, [(x, masked())] * STEPS, model=model)
     if options is None:
         return losses, grads, []
     nodes = fxpar.plans()[-1].nodes
@@ -92,11 +96,16 @@ def trained(
     return losses, grads, queries
 
 
-@pytest.mark.parametrize("split", [BATCH, HEAD, SEQUENCE], ids=lambda x: x[1])
-def test_steps_are_those_of_one_device(split: tuple[int, str]) -> None:
+@pytest.mark.parametrize(
+    "split, schedule",
+    [(BATCH, "none"), (HEAD, "none"), (SEQUENCE, "none"), (SEQUENCE, RING)],
+    ids=["dp", "tp", "cp", "ring"],
+)
+def test_steps_are_those_of_one_device(split: tuple[int, str], schedule: str) -> None:
     mesh = f"{split[1]}=2"
     codegen = "inductor" if GPU else "eager"
     options = {"mesh": mesh, "plan": "propagate", "codegen": codegen}
+    options["schedule"] = schedule
     want = trained(None, None)
     lies = ["_"] * 4
     lies[split[0]] = split[1]

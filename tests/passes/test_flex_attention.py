@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxpar
+from fxpar.passes.attention import flex_parts
 from fxpar.passes.builder import Builder
-from fxpar.passes.local import local_flex
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import calls, on_cpu
 
@@ -55,11 +55,11 @@ def split_along_queries(
 
 
 @slow
-@pytest.mark.parametrize("function, places", [("_SCORE", (1, 2)), ("_MASK", (0, 1))])
+@pytest.mark.parametrize("function, places", [("SCORE", (1, 2)), ("MASK", (0, 1))])
 def test_queries_by_local_place_would_be_wrong(
     function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_flex, function, places)
+    monkeypatch.setattr(flex_parts, function, places)
     plan, qkv = split_along_queries(4, 2)
     assert not torch.allclose(plan.simulate(*qkv), over_positions(*qkv, 4))
 
@@ -126,7 +126,7 @@ def lists_of_rank(mask: Any, rank: int, ranks: int) -> list[Tensor]:
         inputs.append(node)
     own = mask.kv_num_blocks.shape[-1] // ranks
     pairs = zip(inputs[::2], inputs[1::2], strict=True)
-    results = [local_flex.own_blocks(build, *x, rank * own, own) for x in pairs]
+    results = [flex_parts.own_blocks(build, *x, rank * own, own) for x in pairs]
     graph.output(tuple(x for pair in results for x in pair))
     return fx.GraphModule(torch.nn.Module(), graph)(*whole)
 

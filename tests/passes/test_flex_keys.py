@@ -15,8 +15,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import fxpar
-from fxpar.passes.attention import merge_attention
-from fxpar.passes.local import local_flex
+from fxpar.passes.attention import flex_parts, merge_attention
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import by_lists, calls, on_cpu
 
@@ -132,12 +131,12 @@ def test_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "function, places", [("_SCORE", (1, 2, 3)), ("_MASK", (0, 1, 2))]
+    "function, places", [("SCORE", (1, 2, 3)), ("MASK", (0, 1, 2))]
 )
 def test_keys_by_local_place_would_be_wrong(
     function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_flex, function, places)
+    monkeypatch.setattr(flex_parts, function, places)
     plan, args = planned(4)
     with pytest.raises(AssertionError):
         matches(plan, args)
@@ -246,7 +245,7 @@ def test_lists_name_blocks_of_a_rank(
 def test_lists_that_name_blocks_of_all_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local_flex, "own_blocks", lambda _, *lists: lists[:2])
+    monkeypatch.setattr(flex_parts, "own_blocks", lambda _, *lists: lists[:2])
     plan, args = planned(4)
     want = plan.reference(*args)
     monkeypatch.setattr("fxpar.passes.simulate.lockstep.op_by_op", by_lists)

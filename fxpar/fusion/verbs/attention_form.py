@@ -1,4 +1,5 @@
-"""Where attention ops of torch and of fxpar have their arguments: read off schemas."""
+"""Where attention ops of torch and of fxpar have their arguments: read off schemas,
+which flex_attention has none of."""
 
 from __future__ import annotations
 
@@ -38,9 +39,27 @@ class AttentionForm:
         return None
 
 
+_FLEX = "query key value {} block_mask scale kernel_options score_others mask_others"
+_FLEX_BACKWARD = "out logsumexp grad_out grad_logsumexp fw_graph joint_graph"
+
+
+def _flex(functions: str, *, backward: bool) -> AttentionForm:
+    names = tuple(_FLEX.format(functions).split())
+    return AttentionForm(keys=1, ahead=None, backward=backward, names=names)
+
+
+FLEX: dict[str, AttentionForm] = {
+    "higher_order::flex_attention": _flex("score_mod", backward=False),
+    "higher_order::flex_attention_backward": _flex(_FLEX_BACKWARD, backward=True),
+}
+
+
 def form_of(target: Any) -> AttentionForm | None:
-    """The form of an attention on [batch, heads, sequence, features], read off its
-    schema; None of any other op."""
+    """The form of an attention on [batch, heads, sequence, features]; None of any other
+    op."""
+    flex = FLEX.get(_torch.aot.higher_order_name(target))
+    if flex is not None:
+        return flex
     name, schema = str(target), _torch.objects.schema_of(target)
     if schema is None or not contracts(target) or "attention" not in name:
         return None

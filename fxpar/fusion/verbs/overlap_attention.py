@@ -23,8 +23,9 @@ from torch import fx
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit
 from fxpar.fusion.verbs import overlap as chunked
-from fxpar.fusion.verbs.attention_form import form_of
+from fxpar.fusion.verbs.attention_form import FLEX, form_of
 from fxpar.fusion.verbs.balance import mirrored
+from fxpar.fusion.verbs.flex_ring import FlexRing
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.fusion.verbs.ring_attention import SEQUENCE, RingAttention
 from fxpar.passes import collective_nodes
@@ -130,6 +131,8 @@ def overlap(
     keys and values; anything else is ``overlap.overlap``, whose options these are."""
     form = form_of(ends[0].target) if len(ends) == 1 else None
     if form is not None and ring is not None and not fused:
-        scheme = RingAttention if form.sets == 1 else BalancedRing
+        scheme = BalancedRing if form.sets > 1 else RingAttention
+        if form in FLEX.values():
+            scheme = FlexRing
         return scheme(edit, form, starts, ends[0], ring, chunks, dim).run()
     return chunked.overlap(edit, starts, ends, chunks, dim, ring, fused)

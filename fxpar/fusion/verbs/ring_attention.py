@@ -46,6 +46,9 @@ ours = torch.ops.fxpar
 # [batch, heads, sequence, features]
 SEQUENCE = 2
 
+# Which result of an attention: its place, or one in a tuple that stands at a place.
+Result = int | tuple[int, int]
+
 
 class RingAttention:
     """An attention, the gathers it reads, and what is between."""
@@ -65,13 +68,13 @@ class RingAttention:
             if gather.target is not collective_nodes.all_gather:
                 raise refuse("overlap", gather, "is no gather of keys or values")
         self.axes = collective_nodes.axes_of(gathers[0])
+        self.read: Any = node.args[form.keys : form.keys + 2]
+        self.size = self.read[0].meta["val"].shape[SEQUENCE]
         self._check(chunks, dim, ring)
         masks = (name for name in BIASES if form.argument(node, name) is not None)
         self.mask = next(masks, None)
-        self.read: Any = node.args[self.form.keys : self.form.keys + 2]
         paths = chunked.between(gathers, tuple(dict.fromkeys(self.read)))
         self.path = [n for n in paths if n not in gathers]
-        self.size = self.read[0].meta["val"].shape[SEQUENCE]
 
     def _check_ring(self, chunks: int | None, dim: int | None, ring: int) -> None:
         node, mesh = self.node, self.edit.mesh
@@ -99,20 +102,25 @@ class RingAttention:
 
     def run(self) -> list[fx.Node]:
         """Rewrite the graph; what the line gives."""
-        users = list(self.node.users)
-        if any(user.target is not operator.getitem for user in users):
-            raise refuse("overlap", self.node, "gives a tuple that is read whole")
+        items = self._items()
         if self.form.backward:
             results, gives, scatters = self._backward()
         else:
             results, scatters = self._forward(), []
             gives = [results[0]]
-        for user in users:
-            if user.args[1] in results:
-                user.replace_all_uses_with(results[user.args[1]])
-        self.edit.erase([*users, *scatters])
+        for item, result in items:
+            if result in results:
+                item.replace_all_uses_with(results[result])
+        self.edit.erase([*(item for item, _ in items), *scatters])
         arrange(self.edit.graph)
         return gives
+
+    def _items(self) -> list[tuple[fx.Node, Result]]:
+        """What reads a result of the attention, and which."""
+        items = list(self.node.users)
+        if any(item.target is not operator.getitem for item in items):
+            raise refuse("overlap", self.node, "gives a tuple that is read whole")
+        return [(item, item.args[1]) for item in items]
 
     def _ring(self) -> Ring:
         of = Ring.far_first if self.form.backward else Ring.near_first
@@ -162,22 +170,22 @@ class RingAttention:
         part = ring.cut(build, mask, last, i)
         return aligned(build, part) if self.mask == "attn_bias" else part
 
-    def _forward(self) -> dict[int, fx.Node]:
+    def _forward(self) -> dict[Result, fx.Node]:
         """Output and log-sum-exp over all keys, and what else is read."""
         whole = self.node.meta["val"]
-        results = {}
+        results: dict[Result, fx.Node] = {}
         with self.edit.before(self.node) as build:
             ring, shards = self._ring(), self._shards(build)
             attentions = [
                 self._on_part(build, ring, i, parts)
-                for i, parts in enumerate(_near_first(build, ring, shards))
+                for i, parts in enumerate(near_first(build, ring, shards))
             ]
             merge = _merged if self.mask is None else self._merged_under_mask
             for at in range(0, 2 * self.form.sets, 2):
                 out, results[at + 1] = merge(build, attentions, at)
                 out = build.cast(out, whole[at].dtype)
                 results[at] = laid_out(build, out, whole[at])
-            further = {
+            further: dict[Result, fx.Node] = {
                 i: build.call(operator.getitem, attentions[0], i)
                 for i, value in enumerate(whole)
                 if i not in results and isinstance(value, torch.Tensor)
@@ -206,23 +214,34 @@ class RingAttention:
             running = running.add(build, *part)
         return running.result(build)
 
-    def _backward(self) -> tuple[dict[int, fx.Node], list[fx.Node], list[fx.Node]]:
+    def _summed(
+        self, build: Builder, attention: fx.Node
+    ) -> dict[Result, tuple[fx.Node, torch.Tensor]]:
+        """Results of a backward that are sums over all keys: the summand of a part, and
+        the whole value."""
+        whole = self.node.meta["val"]
+        return {
+            k: (build.call(operator.getitem, attention, k), whole[k])
+            for k in range(self.form.sets)
+        }
+
+    def _backward(self) -> tuple[dict[Result, fx.Node], list[fx.Node], list[fx.Node]]:
         """Gradients of queries; those of keys and values, in the place of what reduced
         them; and that."""
-        sets, whole = range(self.form.sets), self.node.meta["val"]
+        sets, whole = range(self.form.sets), dict[Result, torch.Tensor]()
         ends = [self._reduced(len(sets) + i) for i in range(2)]
         scatters = [end.scatter for end in ends]
         with self.edit.before(max([self.node, *scatters])) as build:
             ring, shards = self._ring(), self._shards(build)
             coming = _far_first(build, ring, shards, self.node.args[0])
-            sums = dict[int, fx.Node]()
+            sums = dict[Result, fx.Node]()
             shapes = [list(scatter.meta["val"].shape) for scatter in scatters]
 
             def summands(i: int) -> fx.Node:
                 attention = self._on_part(build, ring, i, next(coming))
-                for k in sets:
-                    item = build.call(operator.getitem, attention, k)
-                    item = build.cast(item, _exact(whole[k].dtype))
+                for k, (item, value) in self._summed(build, attention).items():
+                    whole[k] = value
+                    item = build.cast(item, _exact(value.dtype))
                     sums[k] = (
                         build.call(aten.add.Tensor, sums[k], item)
                         if k in sums
@@ -236,8 +255,8 @@ class RingAttention:
 
             message = ring.reduced(build, summands, "sum")
             results = {
-                k: laid_out(build, build.cast(sums[k], whole[k].dtype), whole[k])
-                for k in sets
+                k: laid_out(build, build.cast(sums[k], value.dtype), value)
+                for k, value in whole.items()
             }
             gradients = [
                 self._home(build, part, int(scatter.args[1]))
@@ -334,7 +353,7 @@ def _unpacked(
     return out
 
 
-def _near_first(
+def near_first(
     build: Builder, ring: Ring, shards: Sequence[fx.Node]
 ) -> Iterator[list[fx.Node]]:
     """Parts of all ranks, from a rank's own on; the next is under way when one is given

@@ -1,0 +1,170 @@
+"""Verb ``overlap`` of gathers of keys and values and a flex_attention that reads them.
+
+As any ring of an attention (``ring_attention``). On each part that comes the functions
+of scores and masks count from where it begins in the sequence, lists of blocks are
+those of its keys, and of captured tensors gradients are summed over the parts. Parts
+are whole blocks of the mask.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.fusion.schedule_edit import refuse
+from fxpar.fusion.verbs.ring import Ring
+from fxpar.fusion.verbs.ring_attention import (
+    Result,
+    RingAttention,
+    near_first,
+)
+from fxpar.passes.attention import flex_parts
+from fxpar.passes.attention.local_attention import laid_out
+from fxpar.passes.attention.merge_attention import RunningAttention
+from fxpar.passes.builder import Builder, Size
+
+aten = torch.ops.aten
+
+# Functions of scores, by their names among the arguments.
+_SCORES = ("score_mod", "fw_graph", "joint_graph")
+
+# Of a forward's results, the largest score of each query; of a backward's, the
+# gradients of captured tensors.
+_LARGEST, _CAPTURED = 2, 3
+
+# Where a block mask has the number of keys, lists of blocks of keys, lists of blocks of
+# queries for each block of keys, the order in which a backward writes, and the keys of
+# a block.
+_KEYS, _BY_QUERIES, _BY_KEYS, _ORDER, _BLOCK = 1, (2, 4), (6, 8), slice(10, -3), -2
+
+
+class FlexRing(RingAttention):
+    """A flex_attention, the gathers it reads, and what is between."""
+
+    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
+        super()._check(chunks, dim, ring)
+        mask = self.form.argument(self.node, "block_mask")
+        block = mask[_BLOCK]
+        if any(x is not None for x in mask[_ORDER]):
+            raise refuse("overlap", self.node, "writes in an order of all blocks")
+        if self.size > block and self.size % (block * self.edit.mesh.count(self.axes)):
+            why = f"is masked in blocks of {block} keys, of which a part cuts one"
+            raise refuse("overlap", self.node, why)
+
+    def _items(self) -> list[tuple[fx.Node, Result]]:
+        items = list[tuple[fx.Node, Result]]()
+        for item, result in super()._items():
+            if self.form.backward and result == _CAPTURED:
+                items += [(inner, (_CAPTURED, inner.args[1])) for inner in item.users]
+            items.append((item, result))
+        return items
+
+    def _on_part(
+        self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
+    ) -> fx.Node:
+        args, names = self._arguments(ring, i, parts), self.form.names
+        key = flex_parts.SCORE[-1]
+        for name in _SCORES:
+            if name in names:
+                at = names.index(name)
+                args[at] = self._counting_on(build, ring, i, args[at], key)
+        at = names.index("block_mask")
+        args[at] = self._mask_on(build, ring, i, args[at])
+        at = names.index("kernel_options")
+        args[at] = flex_parts.weighted_options(args[at])
+        return self._call(build, args)
+
+    def _call(self, build: Builder, args: Sequence[Any]) -> fx.Node:
+        """The attention on a part. Of its results, gradients of keys and values alone
+        have another shape: functions of scores need not be run for their values."""
+        node = build.graph.call_function(self.node.target, tuple(args))
+        results = list(self.node.meta["val"])
+        if self.form.backward:
+            read = args[self.form.keys : self.form.keys + 2]
+            with build.fake_mode:
+                results[1:3] = [torch.empty_like(x.meta["val"]) for x in read]
+        node.meta["val"] = tuple(results)
+        build.stamp(node)
+        return node
+
+    def _counting_on(
+        self, build: Builder, ring: Ring, i: int, function: fx.Node, key: int
+    ) -> fx.Node:
+        """A function whose input ``key`` counts from the begin of the i-th part."""
+        rows = self.size // ring.chunks
+
+        def start(inner: Builder) -> Size:
+            return inner.offset(self.axes, rows, ring.parts[i] * rows, around=self.size)
+
+        name = f"{self.node.name}_{i}"
+        return flex_parts.shifted(build, function, {key: start}, name)
+
+    def _mask_on(
+        self, build: Builder, ring: Ring, i: int, mask: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """The block mask of the i-th part of the keys."""
+        own, function = list(mask), mask[-1]
+        own[-1] = self._counting_on(build, ring, i, function, flex_parts.MASK[-1])
+        own[_KEYS] = self.size // ring.chunks
+        blocks = self.size // mask[_BLOCK]
+        if blocks <= 1:
+            return tuple(own)
+        count = blocks // ring.chunks
+        first = build.offset(self.axes, count, ring.parts[i] * count, around=blocks)
+        for at in _BY_QUERIES:
+            if mask[at] is not None:
+                number, index = mask[at : at + 2]
+                lists = flex_parts.own_blocks(build, number, index, first, count)
+                own[at : at + 2] = lists
+        for at in _BY_KEYS if self.form.backward else ():
+            if mask[at] is not None:
+                own[at : at + 2] = [ring.cut(build, x, 2, i) for x in mask[at : at + 2]]
+        return tuple(own)
+
+    def _forward(self) -> dict[Result, fx.Node]:
+        whole = self.node.meta["val"]
+        read = {result for item, result in self._items() if item.users}
+        with self.edit.before(self.node) as build:
+            ring, shards = self._ring(), self._shards(build)
+            attentions = [
+                self._on_part(build, ring, i, parts)
+                for i, parts in enumerate(near_first(build, ring, shards))
+            ]
+            first, *others = (_weighted(build, node) for node in attentions)
+            running = RunningAttention(*first)
+            for other in others:
+                running = running.add(build, *other)
+            out, total = running.result(build)
+            out = build.cast(out, whole[0].dtype)
+            results: dict[Result, fx.Node] = {
+                0: laid_out(build, out, whole[0]),
+                1: flex_parts.to_base_2(build, total, running.shift),
+            }
+            if _LARGEST in read:
+                most = partial(build.call, aten.maximum.default)
+                items = (build.call(operator.getitem, n, _LARGEST) for n in attentions)
+                results[_LARGEST] = reduce(most, items)
+        return results
+
+    def _summed(
+        self, build: Builder, attention: fx.Node
+    ) -> dict[Result, tuple[fx.Node, torch.Tensor]]:
+        captured = self.node.meta["val"][_CAPTURED]
+        summed = super()._summed(build, attention)
+        gradients = build.call(operator.getitem, attention, _CAPTURED)
+        for k, value in enumerate(captured):
+            if value is not None:
+                item = build.call(operator.getitem, gradients, k)
+                summed[_CAPTURED, k] = item, value
+        return summed
+
+
+def _weighted(build: Builder, attention: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Output and log-sum-exp of an attention to one part."""
+    out, logs = (build.call(operator.getitem, attention, k) for k in range(2))
+    return out, flex_parts.natural(build, logs, out)

@@ -1,0 +1,210 @@
+"""Keys and values of flex_attention that travel in a ring: the numbers of one device,
+also where kernels look at the blocks alone that lists name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    create_block_mask,
+    flex_attention,
+)
+
+import fxpar
+from fxpar.errors import ScheduleError
+from fxpar.fusion.verbs.flex_ring import FlexRing
+from fxpar.passes.attention import flex_parts
+from fxpar.planning import TracedPlan
+from tests.helpers.flex_calls import by_lists, on_cpu
+
+slow = pytest.mark.slow
+
+ROWS = 64
+SPLIT = (None, None, "cp", None)
+DOCUMENTS = torch.arange(ROWS) // 13  # they end within blocks
+aten = torch.ops.aten
+
+TARGET = "fxpar.passes.simulate.lockstep.op_by_op"
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, bias: Tensor, block: int | None
+) -> tuple[Tensor, Tensor]:
+    """Packed documents, causal; scores by distance and a captured bias. Query 3 sees
+    nothing."""
+
+    def score(s, b, h, i, j):
+        return s * (1 + h) - 0.1 * (i - j).abs() + bias[h, j]
+
+    def visible(b, h, i, j):
+        return (i >= j) & (documents[i] == documents[j]) & (i != 3)
+
+    sizes = (None, None, ROWS, ROWS, "cpu", block)
+    mask = create_block_mask(visible, *sizes) if block else None
+    aux = AuxRequest(lse=True)
+    out, others = flex_attention(
+        q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, return_aux=aux
+    )
+    return out, others.lse
+
+
+def planned(
+    block: int | None,
+    ranks: int = 4,
+    *,
+    grad: bool = False,
+    fn: Any = attend,
+    ring: bool = True,
+    **options: Any,
+) -> tuple[TracedPlan, list[Tensor]]:
+    torch.manual_seed(0)
+    shapes = (2, 4, ROWS, 8), (2, 2, ROWS, 8), (2, 2, ROWS, 8), (4, ROWS)
+    *qkv, bias = (
+        torch.randn(n, dtype=torch.float64, requires_grad=grad) for n in shapes
+    )
+    args = [*qkv, DOCUMENTS, bias]
+
+    def in_blocks(q, k, v, documents, bias):
+        return fn(q, k, v, documents, bias, block)
+
+    options = {
+        "mesh": f"cp={ranks}",
+        "in_specs": [SPLIT, SPLIT, SPLIT, None, None],
+        "out_specs": [SPLIT, (None, None, "cp")],
+        "schedule": "none",
+    } | options
+    plan = fxpar.plan(in_blocks, *args, mode="propagate", grad=grad, **options)
+    if not ring:
+        return plan, args
+    options["schedule"] = lines(plan)
+    return planned(block, ranks, grad=grad, fn=fn, ring=False, **options)
+
+
+def lines(plan: TracedPlan) -> str:
+    """A ring for each attention: the gathers before last are those of keys, values."""
+    names = [n.name for n in plan.nodes if n.name.startswith("flex_attention")]
+    masks = [c for c in plan.collectives if c.kind == "all_gather"]
+    keys = [i for i, c in enumerate(masks) if "flex_attention" in c.source][:2]
+    first, second = ("all_gather" + (f"_{i}" if i else "") for i in keys)
+    return "\n".join(f"overlap([{first}, {second}], {name}, ring=1)" for name in names)
+
+
+def matches(plan: TracedPlan, args: list[Tensor]) -> None:
+    torch.testing.assert_close(plan.simulate(*args), plan.reference(*args))
+
+
+@pytest.mark.parametrize(
+    "block, ranks, grad",
+    [
+        (4, 4, True),
+        (16, 2, True),
+        (None, 4, True),
+        pytest.param(4, 4, False, marks=slow),
+        pytest.param(ROWS, 4, True, marks=slow),
+        pytest.param(8, 8, True, marks=slow),
+    ],
+)
+def test_keys_travel(
+    block: int | None, ranks: int, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(monkeypatch)
+    plan, args = planned(block, ranks, grad=grad)
+    kinds = [c.kind for c in plan.collectives]
+    assert kinds.count("permute") == (ranks - 1) * (3 if grad else 1)
+    assert "reduce_scatter" not in kinds
+    part = args[1].nbytes // ranks
+    gathers = [c.bytes for c in plan.collectives if c.kind == "all_gather"]
+    assert all(n < part for n in gathers)
+    matches(plan, args)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=slow)])
+def test_lists_name_blocks_of_a_part(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(monkeypatch)
+    plan, args = planned(4, ranks, grad=True)
+    want = plan.reference(*args)
+    monkeypatch.setattr(TARGET, by_lists)
+    torch.testing.assert_close(plan.simulate(*args), want)
+
+
+def test_lists_that_name_blocks_of_all_parts_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flex_parts, "own_blocks", lambda _, *lists: lists[:2])
+    plan, args = planned(4)
+    want = plan.reference(*args)
+    monkeypatch.setattr(TARGET, by_lists)
+    with pytest.raises((AssertionError, IndexError)):
+        torch.testing.assert_close(plan.simulate(*args), want)
+
+
+def as_it_is(ring: Any, build: Any, parts: Any, i: int, function: Any, key: int) -> Any:
+    return function
+
+
+def test_keys_that_count_from_a_part_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FlexRing, "_counting_on", as_it_is)
+    plan, args = planned(4)
+    with pytest.raises(AssertionError):
+        matches(plan, args)
+
+
+def test_weights_of_another_base_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_parts, "natural", lambda build, logs, out: logs)
+    plan, args = planned(4)
+    with pytest.raises(AssertionError):
+        matches(plan, args)
+
+
+def test_a_captured_gradient_of_one_part_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_cpu(monkeypatch)
+    summed, seen = FlexRing._summed, list[Any]()
+
+    def once(ring: Any, build: Any, attention: Any) -> Any:
+        results = summed(ring, build, attention)
+        if seen:
+            results[3, 0] = build.call(aten.mul.Tensor, results[3, 0][0], 0), seen[0]
+        seen.append(results[3, 0][1])
+        return results
+
+    monkeypatch.setattr(FlexRing, "_summed", once)
+    plan, args = planned(4, grad=True)
+    with pytest.raises(AssertionError):
+        matches(plan, args)
+
+
+def test_the_largest_score_is_that_of_all_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch (2.13) has it on no CPU but op by op."""
+    name = "torch.nn.attention.flex_attention._apply_kernel_options"
+    apply = torch.nn.attention.flex_attention._apply_kernel_options
+    monkeypatch.setattr(name, lambda *args: apply(*args[:5]))
+
+    def most(q, k, v, documents, bias, block):
+        aux = AuxRequest(max_scores=True)
+        out, others = flex_attention(q, k, v, enable_gqa=True, return_aux=aux)
+        return out, others.max_scores
+
+    plan, args = planned(None, fn=most)
+    matches(plan, args)
+
+
+def test_a_part_of_a_block_is_refused() -> None:
+    def wide(q, k, v, documents, bias, block):
+        sizes = (None, None, ROWS, ROWS, "cpu", (4, block))
+        mask = create_block_mask(lambda b, h, i, j: i >= j, *sizes)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    with pytest.raises(ScheduleError, match="blocks of 32 keys, of which a part cuts"):
+        planned(32, 4, fn=wide, out_specs=[SPLIT])
