@@ -9,9 +9,10 @@ A generator gives its numbers in turn, so that ops which draw from it must stay 
 order the program has them in, each once. Messages between two stages are matched by
 their order, and stages that receive before they send may wait for each other, so that
 the messages of a graph stay in one order too, sent and received alike; the chunks of
-one stand together. Nothing else says so: no value goes from one of them to the next.
-``number`` notes the order; ``arrange`` puts all nodes behind what they read and behind
-those that come first; ``check`` raises ScheduleError if a verb has put them in another.
+one stand together. So do exchanges of rows in exact numbers, at which ranks meet.
+Nothing else says so: no value goes from one of them to the next. ``number`` notes the
+order; ``arrange`` puts all nodes behind what they read and behind those that come
+first; ``check`` raises ScheduleError if a verb has put them in another.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.passes import collective_nodes
 from fxpar.passes.graph_bodies import all_nodes, bodies_of
-from fxpar.passes.simulate.launches import PRODUCTS
+from fxpar.passes.simulate.launches import EXACT, PRODUCTS
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
-_SILENT = {*PRODUCTS, c10d.wait_tensor.default}
+_SILENT = {*PRODUCTS, *EXACT, c10d.wait_tensor.default}
 
 
 class CallableRegion:
@@ -67,8 +68,14 @@ def is_message(node: fx.Node) -> bool:
     return node.target in collective_nodes.MESSAGES
 
 
+def _sends_rows(node: fx.Node) -> bool:
+    """Whether ranks exchange as many rows as there are, which the host waits for."""
+    return node.target in EXACT
+
+
 def communicates(node: fx.Node) -> bool:
-    """Whether ranks meet in an op that is no step, and none of ``PRODUCTS``."""
+    """Whether ranks meet in an op that is no step, and neither one of ``PRODUCTS`` nor
+    of ``EXACT``."""
     return node.target not in _SILENT and op_facts_of(node.target).communicates
 
 
@@ -150,6 +157,7 @@ _KINDS: dict[str, tuple[Callable[[fx.Node], bool], str]] = {
         takes_from_generator,
         "would draw random numbers before or after others than it does",
     ),
+    "exchange": (_sends_rows, "would send rows before or after others than it does"),
     "message": (is_message, "would be a message before or after others than it is"),
 }
 

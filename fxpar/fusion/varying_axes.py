@@ -25,7 +25,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.graph_bodies import all_nodes, body_of
-from fxpar.passes.simulate.launches import PRODUCTS
+from fxpar.passes.simulate.launches import EXACT, PRODUCTS
 from fxpar.sharding import rank_ints
 from fxpar.sharding.spec import Spec
 
@@ -62,7 +62,7 @@ def _through(graph: fx.Graph, varies: Varies) -> None:
         elif node.target is _GATHERED:
             each[node] = _of_gathered(node, varies)
             varies[node] = _of_any(each[node])
-        elif node.target in PRODUCTS:
+        elif node.target in PRODUCTS or node.target in EXACT:
             varies[node] = read | set(custom_ops.group_axes(node.args[-1]))
         elif node.target in rank_ints.PLACES:
             varies[node] = frozenset(node.args[1])

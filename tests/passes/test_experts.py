@@ -6,6 +6,7 @@ Face those of its own loop over experts.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import fx
 
 import fxpar
-from fxpar.errors import OptionError, RoomError
+from fxpar.errors import FxparWarning, OptionError, RoomError, ScheduleError
+from fxpar.fusion import node_legality
 from fxpar.passes.builder import PART
 from fxpar.passes.experts import (
     exact_exchange,
@@ -455,6 +457,47 @@ def test_rows_are_sent_by_exact_numbers(program: Any, mesh: str) -> None:
     sent = [c for c in plan.collectives if c.kind == "all_to_all"]
     assert [c.bytes for c in sent].count(2 * held * WIDTH * 8) == 4
     assert {c.axes for c in sent} == {("ep",)}
+
+
+def test_rows_of_bfloat16_are_sent_as_often() -> None:
+    """ATen's backward reads rows transposed for the gradient of a weight."""
+
+    def program(x: Any, scores: Any, up: Any) -> Any:
+        ids, weights = chosen(scores)
+        key, order = torch.sort(ids)
+        ends = ends_of(key, up.shape[0])
+        rows = torch.nn.functional.grouped_mm(x[order // 2], up, offs=ends)
+        place = torch.argsort(order)
+        rows = (rows * weights[order][:, None])[place]
+        return rows.view(-1, 2, x.shape[1]).sum(1)
+
+    x, scores, *_ = arguments()
+    up = torch.randn(EXPERTS, WIDTH, WIDTH, requires_grad=True)
+    args = [t.detach().bfloat16().requires_grad_() for t in (x, scores, up)]
+    plan = exchanged(program, args, "ep=2", **EXACT)
+    made = ops(plan.result.local)  # type: ignore[union-attr]
+    assert made["fxpar.send_rows.default"] == made["fxpar.return_rows.default"] == 2
+
+
+def test_a_schedule_is_chosen_around_exact_numbers() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxparWarning)
+        plan = exchanged(mixture, arguments(), "dp=2,ep=2", schedule="auto", **EXACT)
+    compare(plan, arguments(), torch.nn.functional.silu)
+
+
+def test_exchanges_of_rows_keep_their_order() -> None:
+    graph = exchanged(mixture, arguments(), "ep=2", **EXACT).result.local  # type: ignore[union-attr]
+    counts = node_legality.number(graph)
+    node_legality.check(graph, "reorder", counts)
+    assert counts["exchange"] == 4
+    first, second = graph.find_nodes(
+        op="call_function", target=torch.ops.fxpar.send_rows.default
+    )
+    numbers = [node.meta["fxpar_order"] for node in (first, second)]
+    first.meta["fxpar_order"], second.meta["fxpar_order"] = reversed(numbers)
+    with pytest.raises(ScheduleError, match="would send rows before or after others"):
+        node_legality.check(graph, "reorder", counts)
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,ep=2", *slow("ep=4")])

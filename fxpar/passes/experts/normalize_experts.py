@@ -204,11 +204,13 @@ class _Mixture:
             return None
         if rows.dim == 0:
             return self.copies.of(plain)
-        transposes = plain.target is aten.permute.default
-        read: Any = plain.args[0] if transposes else self._transposed(plain)
-        return self._transposed(self.copies.of(read))
+        return self._transposed(self.copies.of(self._transposed(plain)))
 
     def _transposed(self, x: fx.Node) -> fx.Node:
+        """A matrix transposed; that of which it is the transpose."""
+        if x.target is aten.permute.default and x.args[1] == [1, 0]:
+            read: Any = x.args[0]
+            return read
         return self.build.call(aten.permute.default, x, [1, 0])
 
     def _in_place(self, rows: _SortedRows) -> fx.Node | None:
@@ -291,7 +293,7 @@ class _Mixture:
             return _SortedRows(0, per_group=call(mm, left, y, key, *options))
         if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
             return None
-        left = call(aten.permute.default, left, [1, 0])
+        left = self._transposed(left)
         return call(outer.default, left, right, key, count, *options)
 
     def _inverse_sort(self, node: fx.Node) -> _SortedRows | fx.Node | None:
