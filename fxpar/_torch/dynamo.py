@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,10 +42,43 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
         # Libraries add methods to loggers when they are imported.
         methods = {getattr(logging.Logger, name, None) for name in names} - {None}
         ignored = getattr(config, silent) | methods
-        with config.patch({"specialize_float": True, silent: ignored}):
+        settings = {"specialize_float": True, silent: ignored}
+        with config.patch(settings), _settings_unwritten():
             return compiled(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def _settings_unwritten() -> Iterator[None]:
+    """Inside, Dynamo notes no settings among its metrics if it cannot."""
+    from torch._dynamo import utils
+
+    if _settings_are_written():
+        yield
+        return
+    written = getattr(utils, _SETTINGS)
+    setattr(utils, _SETTINGS, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(utils, _SETTINGS, written)
+
+
+_SETTINGS = "_get_dynamo_config_for_logging"
+
+
+@functools.cache
+def _settings_are_written() -> bool:
+    """Whether Dynamo can write its settings as they are: 2.11 sorts the functions that
+    it is to ignore, fails, and says so at length."""
+    from torch._dynamo import utils
+
+    try:
+        getattr(utils, _SETTINGS, lambda: None)()
+    except TypeError:
+        return False
+    return True
 
 
 # Raises in what is compiled, with a message, where a tensor is False.

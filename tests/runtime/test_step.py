@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from torch._higher_order_ops import while_loop
 from torch.optim import lr_scheduler
 
 import fxpar
-from fxpar import compile_job
+from fxpar import _torch, compile_job
 from fxpar.errors import FxparWarning, OptionError, PlanError
 from tests.helpers.step_programs import (
     OPTIMIZERS,
@@ -591,3 +592,25 @@ def test_a_rate_that_cannot_be_an_input() -> None:
             Root, schedule=lambda o: lr_scheduler.StepLR(o, 2, 0.5), steps=4
         )
     assert programs == 2
+
+
+def test_settings_that_cannot_be_written_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch (2.11) sorts the functions that are to be ignored, when it has compiled."""
+    readers: list[str] = []
+
+    def written() -> str:
+        readers.append(sys._getframe(1).f_code.co_name)
+        return str(sorted({len, sum}))  # type: ignore[type-var]
+
+    monkeypatch.setattr(torch._dynamo.utils, "_get_dynamo_config_for_logging", written)
+    known = _torch.dynamo._settings_are_written
+    known.cache_clear()
+    try:
+        model = build()
+        step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(*batches(1)[0])
+    finally:
+        known.cache_clear()
+    assert readers == ["_settings_are_written"]
