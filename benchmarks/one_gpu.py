@@ -87,7 +87,7 @@ PARTS: dict[str, Part] = {
     "b8": Part("gpu_host:compiling", 30.0, checks=False),
     "b9": Part("gpu_steps:steps", 150.0, checks=False, env=LOCAL),
     "shares": Part("gpu_steps:shares", 60.0, checks=False, env=LOCAL),
-    "b2": Part("gpu_memory:all_reduces", 70.0, checks=False, env=WAITS),
+    "b2": Part("gpu_memory:all_reduces", 110.0, checks=False, env=WAITS),
     "ahead": Part("gpu_ahead:compile_all", 250.0, modes=("try",)),
     # To try the script itself; only when asked for.
     "hangs": Part("one_gpu:hangs", 15.0, 0.0, modes=()),
