@@ -605,7 +605,7 @@ def test_settings_that_cannot_be_written_are_left_out(
         return str(sorted({len, sum}))  # type: ignore[type-var]
 
     monkeypatch.setattr(torch._dynamo.utils, "_get_dynamo_config_for_logging", written)
-    known = _torch.dynamo._settings_are_written
+    known = _torch.one_graph._settings_are_written
     known.cache_clear()
     try:
         model = build()

@@ -229,7 +229,7 @@ def _meet_frame(
             _tell_home(value, watched.local)
     if error is None:
         return
-    why, where = _torch.dynamo.why_not_one_graph(error) or (
+    why, where = _torch.one_graph.why_not_one_graph(error) or (
         str(error).split("\n")[0],
         None,
     )

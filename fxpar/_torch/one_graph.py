@@ -1,0 +1,91 @@
+"""Dynamo: what is to be traced as one graph, and what keeps it from that."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """``torch.compile`` into one graph, apart from others of the same code: Dynamo
+    counts recompilations per code object. Python's floats are constants of the graph,
+    and guarded, since what they become otherwise is read back inside it. Calls of
+    loggers are left out of it, since they would break it."""
+    import logging
+    import types
+
+    from torch._dynamo import config
+
+    own = types.FunctionType(
+        fn.__code__.replace(),
+        fn.__globals__,
+        fn.__name__,
+        fn.__defaults__,
+        fn.__closure__,
+    )
+    compiled = torch.compile(own, backend=backend, fullgraph=True)
+
+    names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")
+    silent = "ignore_logging_functions"
+    if not hasattr(config, silent):
+        silent = "ignore_logger_methods"  # 2.11
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Libraries add methods to loggers when they are imported.
+        methods = {getattr(logging.Logger, name, None) for name in names} - {None}
+        ignored = getattr(config, silent) | methods
+        settings = {"specialize_float": True, silent: ignored}
+        with config.patch(settings), _settings_unwritten():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _settings_unwritten() -> Iterator[None]:
+    """Inside, Dynamo notes no settings among its metrics if it cannot."""
+    from torch._dynamo import utils
+
+    if _settings_are_written():
+        yield
+        return
+    written = getattr(utils, _SETTINGS)
+    setattr(utils, _SETTINGS, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(utils, _SETTINGS, written)
+
+
+_SETTINGS = "_get_dynamo_config_for_logging"
+
+
+@functools.cache
+def _settings_are_written() -> bool:
+    """Whether Dynamo can write its settings as they are: 2.11 sorts the functions that
+    it is to ignore, fails, and says so at length."""
+    from torch._dynamo import utils
+
+    try:
+        getattr(utils, _SETTINGS, lambda: None)()
+    except TypeError:
+        return False
+    return True
+
+
+def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
+    """Of an error of Dynamo: what it could not trace, and at which of the user's lines;
+    None of other errors."""
+    from torch._dynamo import exc
+
+    if not isinstance(error, (exc.Unsupported, exc.UserError)):
+        return None
+    stack = getattr(error, "real_stack", None)
+    where = None
+    if stack:
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}"
+    return str(error).splitlines()[0], where
