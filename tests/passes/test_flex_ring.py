@@ -3,11 +3,12 @@ also where kernels look at the blocks alone that lists name."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     create_block_mask,
@@ -15,7 +16,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import fxpar
-from fxpar.errors import ScheduleError
+from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion.verbs.flex_ring import FlexRing
 from fxpar.passes.attention import flex_parts
 from fxpar.planning import TracedPlan
@@ -198,6 +199,39 @@ def test_the_largest_score_is_that_of_all_parts(
 
     plan, args = planned(None, fn=most)
     matches(plan, args)
+
+
+class Layer(nn.Module):
+    """Attention and its projections, along the sequence."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.inner, self.outer = (
+            nn.Linear(2048, n * 2048, bias=False, **how) for n in (3, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [t.unflatten(-1, (16, 128)) for t in self.inner(x).chunk(3, -1)]
+        qkv = [fxpar.constrain(t.transpose(1, 2), *SPLIT) for t in heads]
+        out = flex_attention(*qkv).transpose(1, 2).flatten(2)
+        return self.outer(out).square().mean()
+
+
+def test_a_ring_is_chosen_for_a_long_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other lines are tried before, in windows that hold the functions of scores."""
+    on_cpu(monkeypatch)
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    how: Any = {"dtype": torch.bfloat16, "device": "meta"}
+    x = torch.randn(1, 32768, 2048, **how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxparWarning)
+        options = {"mesh": "cp=8", "mode": "propagate", "schedule": "auto"}
+        plan = fxpar.plan(Layer(**how), x, grad=True, **options)
+    ring = "overlap([all_gather, all_gather_1], {}, ring=1)".format
+    names = ("flex_attention", "flex_attention_backward")
+    assert str(plan.schedule).split("\n")[:2] == [ring(name) for name in names]
 
 
 def test_a_part_of_a_block_is_refused() -> None:
