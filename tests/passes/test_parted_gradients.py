@@ -144,6 +144,15 @@ def test_what_stays_one_call(sketch: Sketch, draw: Callable[[Sketch], None]) -> 
     assert [value is not None for value in call.meta["val"]] == was[0]
 
 
+def test_what_is_given_as_one_stays_one_call(sketch: Sketch) -> None:
+    """A part of a graph whose rest reads the gradient of the weight."""
+    dx, _ = gradients(sketch)
+    sketch.output(dx.args[0], waited(sketch, begun(sketch, rows(sketch, dx, 0))))
+    before = str(sketch.graph)
+    delay(sketch.graph)
+    assert str(sketch.graph) == before
+
+
 def test_parted_and_joined_is_as_it_was(sketch: Sketch) -> None:
     sketch.output(*gradients(sketch, [True, True, True]))
     (call,) = sketch.graph.find_nodes(op="call_function", target=BACKWARD)

@@ -9,6 +9,7 @@ Either way each is computed as it was: libraries have a kernel for each.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ def part_nearest(node: fx.Node, since: Sequence[fx.Node]) -> fx.Node | None:
     sources = _sources(node, since)
     for call in reversed(since):
         if call in sources and call.target is BACKWARD:
+            if any(user.target is not operator.getitem for user in call.users):
+                return None  # a part of a graph may give the tuple whole
             others = [user for user in call.users if user.args[1]]
             return part(call) if others and sources.isdisjoint(others) else None
     return None
