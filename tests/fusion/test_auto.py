@@ -1,7 +1,9 @@
-"""``auto`` against every schedule of a few lines, on blocks as experts split them."""
+"""``auto`` against every schedule of a few lines, on blocks as experts split them; and
+on whole models, where it is to be no warning."""
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from itertools import product
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.collective_window import shapes_of, window
@@ -16,6 +19,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
+from tests.helpers.models import NAMES, build_loss
 from tests.helpers.toy_blocks import BLOCKS
 
 # ``auto`` may take so much longer than the best of all.
@@ -170,3 +174,21 @@ def test_what_would_not_pay_is_left() -> None:
     assert "overlap" not in str(chosen.schedule)
     with pytest.raises(ScheduleError):
         toy.after("overlap(mm, all_reduce, ring=2)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "cp=4", "ep=4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_is_chosen_for_any_model(
+    name: str, mesh: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a graph holds: none that no verb knows of keeps all lines away."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    model, batch = build_loss(name)
+    how = {"mesh": mesh, "mode": "propagate", "schedule": "auto"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fxpar.plan(model, **batch, grad=True, **how)
+    assert not [str(x.message) for x in told if "no schedule" in str(x.message)]
