@@ -42,7 +42,7 @@ from fxpar.sharding.program import user_line
 from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
 
-FORMAT = "fxpar growths 1"
+FORMAT = "fxpar growths 2"
 
 # Arguments of the program with so many times the batch of one rank.
 Sized = Callable[[int], Sequence[Any]]
