@@ -84,7 +84,7 @@ LOOKUPS: Mapping[str, Callable[[fx.Node], Iterator[Lookup]]] = {
 
 # Ops that search a sorted row: the position of that among their arguments.
 SEARCHES: Mapping[str, int] = {"searchsorted": 0, "bucketize": 1}
-_COMPARISONS = frozenset("eq ne lt le gt ge".split())
+_COMPARISONS = _each("eq ne lt le gt ge", None)
 
 # Ops whose results are positions where their operands are.
 _KEEPS = _each(
@@ -98,30 +98,50 @@ _KEEPS = _each(
 
 
 # Those of them whose results count rows of the batch where all their operands do.
-_COUNTS_ON = frozenset(
+_COUNTS_ON = _each(
     "view reshape _unsafe_view expand unsqueeze squeeze permute t transpose slice flip "
-    "clone alias detach contiguous _to_copy convert_element_type add sub mul".split()
+    "clone alias detach contiguous _to_copy convert_element_type add sub mul",
+    None,
 )
 
 
 def fed_positions(once: fx.Graph, twice: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     """(a lookup along a dim that holds the batch, the placeholder of ``once`` that its
     positions were fed by); None if there is none."""
+    for node, values in _walk(once, twice):
+        place = _looked_up(node, name_of(node.target), values)
+        if place is not None:
+            return node, place
+    return None
+
+
+def compared_ids(once: fx.Graph, twice: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
+    """(a comparison of each row of the batch with each other one, the placeholder of
+    ``once`` that holds what is compared); None if there is none. Whether that are
+    classes, or documents that each rank counts by itself, is not known."""
+    for node, values in _walk(once, twice):
+        each_other = sum(values.grows[node]) > 1 and name_of(node.target) in (
+            "eq",
+            "ne",
+        )
+        origins = {values.fed.get(x) for x in tensor_nodes(node)} if each_other else ()
+        if len(origins) == 1 and (place := next(iter(origins))) is not None:
+            return node, place
+    return None
+
+
+def _walk(once: fx.Graph, twice: fx.Graph) -> Iterator[tuple[fx.Node, _Values]]:
+    """The calls of ``once``, in order, with what is known of the values before them."""
     values = _Values({}, {}, set(), {}, {})
     for a, b in zip(once.nodes, twice.nodes, strict=False):
         if a.op != b.op or a.op not in ("placeholder", "call_function"):
             continue
         values.grows[a] = _longer_dims(a, b)
-        if a.op == "placeholder":
-            if _counts(a) and any(values.grows[a]):
-                values.fed[a] = a
-            continue
-        name = name_of(a.target)
-        place = _looked_up(a, name, values)
-        if place is not None:
-            return a, place
-        values.note(a, name)
-    return None
+        if a.op == "call_function":
+            yield a, values
+            values.note(a, name_of(a.target))
+        elif _counts(a) and any(values.grows[a]):
+            values.fed[a] = a
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fxpar import _torch
 from fxpar.sharding.batch_growth import Growth, growths
-from fxpar.sharding.fed_positions import fed_positions
+from fxpar.sharding.fed_positions import compared_ids, fed_positions
 
 ROWS, WIDTH = 6, 4
 
@@ -327,3 +327,18 @@ def test_positions_that_are_fed_are_noticed(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_positions_are_none_in_the_batch(name: str) -> None:
     assert fed_positions(*graphs_of(OTHERS[name])) is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "noticed"),
+    [
+        (lambda x, y, w: (y[:, None] == y).double() @ x, True),
+        (lambda x, y, w: x * (y.view(1, -1) != y.view(-1, 1)).sum(1, True), True),
+        (lambda x, y, w: (y[:, None] == torch.arange(4)).double() @ w, False),
+        (lambda x, y, w: (x[:, :, None] == x[:, None]).sum(), False),
+        (lambda x, y, w: (x.argmax(1)[:, None] == x.argmax(1)).double() @ x, False),
+        (lambda x, y, w: x * (y[1:] == y[:-1]).sum(), False),
+    ],
+)
+def test_ids_that_are_compared_with_each_other(fn: Any, noticed: bool) -> None:
+    assert (compared_ids(*graphs_of(fn)) is not None) == noticed

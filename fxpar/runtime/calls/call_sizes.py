@@ -169,10 +169,10 @@ class Fed:
             for i, counts in ((one, first), (other, each))
         ]
         return _on_all_ranks(
-            f"inputs are no parts of one batch: on ranks in turn rows of {texts[0]}, of "
+            f"inputs are no parts of one batch: on ranks in turn {texts[0]} rows, "
             f"{texts[1]}",
-            "let all of them have rows in the same shares: choose rows of them at once, "
-            "in one function under torch.compiler.disable; or keep all, and mask",
+            "choose rows of all of them at once, in one function under "
+            "torch.compiler.disable; or keep all rows, and mask",
             self.where,
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.passes.graph_bodies import body_of
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import checksum
 from fxpar.sharding.program import user_line
@@ -24,7 +25,7 @@ _FIX = (
 )
 
 # Constants of up to so many numbers are written out.
-_SHOWN = 8
+_WRITTEN_OUT = 8
 
 
 def agree_on_numbers(tag: str, graph: fx.Graph, root: torch.nn.Module) -> None:
@@ -39,19 +40,22 @@ def agree_on_numbers(tag: str, graph: fx.Graph, root: torch.nn.Module) -> None:
 
 
 def numbers_text(graph: fx.Graph, root: torch.nn.Module) -> str:
-    """The nodes of a graph that hold numbers, and its constants, a line each."""
+    """The nodes of a graph and its bodies that hold numbers, and constants, a line
+    each."""
     lines = []
     for node in graph.nodes:
-        text = ""
+        text, body = "", body_of(node)
         if node.op == "call_function":
             arguments = list(map(_text, (*node.args, *node.kwargs.values())))
             name = getattr(node.target, "__name__", str(node.target))
             if any(x.strip("[., ]") for x in arguments):
                 text = f"{name}({', '.join(arguments)})"
+        elif body is not None:
+            text = numbers_text(body.graph, body)
         elif node.op == "get_attr":
             text = _constant(operator.attrgetter(str(node.target))(root))
         if text:
-            line = user_line(node)
+            line = user_line(node) if body is None else None
             lines.append(text + (f"  # {line}" if line else ""))
     return "\n".join(lines)
 
@@ -68,5 +72,5 @@ def _constant(value: Any) -> str:
     if type(value) is not torch.Tensor or value.is_meta:
         return ""
     with _torch.aot.as_compiled():
-        shown = f" {value.tolist()}" if value.numel() <= _SHOWN else ""
-        return f"constant of {int(checksum(value)):x}{shown}"
+        numbers = f" {value.tolist()}" if value.numel() <= _WRITTEN_OUT else ""
+        return f"constant of {int(checksum(value)):x}{numbers}"
