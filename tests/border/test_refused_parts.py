@@ -187,3 +187,29 @@ def test_what_may_be_no_part_of_the_batch_is_said(name: str) -> None:
     assert len(first) == (name in SAID)
     for text in SAID.get(name, ()):
         assert text in first[0]
+
+
+def nested(inputs: str) -> str:
+    torch._dynamo.reset()
+    linear = nn.Linear(5, 6)
+
+    def of_documents(rows: torch.Tensor) -> torch.Tensor:
+        return linear(rows).values().square().mean()
+
+    rows = torch.nested.nested_tensor(
+        [torch.randn(2, 5), torch.randn(3, 5)], layout=torch.jagged
+    )
+    options = OPTIONS | {"inputs": inputs}
+    try:
+        torch.compile(of_documents, backend="fxpar", options=options)(rows)
+    except FxparError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("inputs", ["local", "global"])
+def test_a_nested_tensor_is_no_input(inputs: str) -> None:
+    for told in shared_pool(2).run(nested, inputs):
+        assert "input rows is a nested tensor" in told
+        assert "linear(rows).values()" in told
+        assert "nested_tensor_from_jagged" in told

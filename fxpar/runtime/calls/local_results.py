@@ -249,8 +249,8 @@ def _positions(entry: NamedInput, lookup: fx.Node) -> PlanError:
         "or written: a rank's positions are those in its own part, and the program "
         "has the rows of all ranks",
         where=user_line(lookup),
-        fix="do it outside of what is compiled; or feed the global batch "
-        "(FXPAR_INPUTS=global)",
+        fix="do it outside of what is compiled; what is looked up in and is no part of "
+        "the batch, make a buffer; or feed the global batch (FXPAR_INPUTS=global)",
     )
 
 
