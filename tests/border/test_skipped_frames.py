@@ -483,8 +483,8 @@ def test_a_reset_forgets_the_steps_of_programs_that_are_gone() -> None:
     """Ranks that go on with another program do not compare gradients of the last."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], 0.5)
-    gradient_sketches.note(optimizer, {"weight": torch.ones(2)}, rates=False)
+    gradient_sketches.note(optimizer, {"weight": torch.ones(2)}, is_shared=False)
     assert gradient_sketches.word()
-    gradient_sketches.note(optimizer, {"weight": torch.ones(2)}, rates=False)
+    gradient_sketches.note(optimizer, {"weight": torch.ones(2)}, is_shared=False)
     call_variants.forget()
     assert not gradient_sketches.word()
