@@ -183,6 +183,7 @@ def _called(
     compiled_graph.forget_homes(lean)
     examples = [_fed(examples[i], i in numbers) for i in positions]
     named_inputs = name_inputs(lean.graph, examples)
+    compiled_graph.refuse_nested(lean, named_inputs, examples)
     local = compiled_graph.local_inputs(lean, named_inputs, examples, options)
 
     results = LocalResults()

@@ -40,6 +40,7 @@ from fxpar.runtime.calls.open_sizes import (
 )
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import settle
+from fxpar.runtime.ranks.program_numbers import agree_on_numbers
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.steps.binding import is_of_all
 from fxpar.runtime.steps.verify import feeds_of, verify
@@ -175,6 +176,7 @@ class JointPass:
             self.has_told = True
         elif self.job.size_match.kind != UNLIKE and not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
+            agree_on_numbers(f"numbers of {name}", self.result.local, gm)
         report(self.plan, options, ranks.rank, name, self.broken_at)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
         bound = pipeline.bound(

@@ -435,6 +435,11 @@ def watch_backward(outputs: Sequence[Any], failed: Callable[[Any], None]) -> boo
     return True
 
 
+def is_backward_of_graph(node: Any) -> bool:
+    """Whether a node of autograd is the backward of a compiled graph."""
+    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+
+
 def at_end_of_backward(fn: Callable[[], None]) -> None:
     """Call ``fn`` when the backward pass that is running ends, in its thread."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)

@@ -273,6 +273,69 @@ def test_uneven_rows_stay_local_and_a_warning_says_what_it_costs() -> None:
     assert "parts of the batch have 3, 5 samples" in first[0]
 
 
+class Chosen(nn.Module):
+    """A loss of the tokens that have a label, which code in no graph picks."""
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, 3)
+        self.at_once = at_once
+        self.double()
+
+    @torch.compiler.disable
+    def pick(self, keep: torch.Tensor, *rows: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(x[keep] for x in rows)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h, keep = torch.tanh(self.body(x)), y >= 0
+        if self.at_once:
+            h, y = self.pick(keep, h, y)
+        else:
+            (h,) = self.pick(keep, h)
+            (y,) = self.pick(keep, y + 0 * h.sum().long())
+        return F.cross_entropy(self.head(h), y)
+
+
+def labelled() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 8 tokens: of the first 4 two have a label, of the others all."""
+    x, y = batch(8, 0)
+    y[:2] = -1
+    return x.double(), y
+
+
+def chosen(*, at_once: bool = True) -> dict[str, torch.Tensor]:
+    """Loss and gradients, where each rank feeds half of the tokens."""
+    model, me = Chosen(at_once=at_once), dist.get_rank()
+    loss = compiled(model)(*(x.chunk(2)[me].clone() for x in labelled()))
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), **gradients}
+
+
+def test_rows_that_a_mask_picks_are_those_of_one_batch() -> None:
+    """Before the mask ranks have as many tokens, behind it not: what is computed of
+    both takes gradients of the one loss, that of all tokens with a label."""
+    model = Chosen()
+    loss = model(*labelled())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for got in shared_pool(2).run(chosen, timeout=60.0):
+        torch.testing.assert_close(got, {"loss": loss.detach(), **gradients})
+
+
+def chosen_in_turn() -> None:
+    chosen(at_once=False)
+
+
+def test_rows_in_other_shares_are_told() -> None:
+    for error in shared_pool(2).errors(chosen_in_turn, timeout=60.0):
+        assert isinstance(error, InputMismatchError), error
+        assert "no parts of one batch" in str(error)
+        assert "2, 4" in str(error) and "4, 4" in str(error)
+        assert "test_batch_sizes.py" in str(error)
+
+
 def slices(offset: int) -> int:
     """Plans made while a rank reads slices of one tensor."""
     model = Normed(True, True)

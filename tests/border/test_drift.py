@@ -3,6 +3,7 @@ steps, at every call and for every input."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar import _torch
-from fxpar.errors import InputMismatchError
+from fxpar.errors import InputMismatchError, RankMismatchError
 from fxpar.runtime.ranks import check_inputs
 from tests.helpers.spawn import shared_pool
 
@@ -81,6 +82,72 @@ def test_a_tensor_without_dims_is_global_in_local_mode_too() -> None:
         assert "input n differs between ranks" in str(error)
         assert "without dims is a global value" in str(error)
         assert "all_reduce it first" in str(error)
+
+
+# Programs that hold a number of Python, which Dynamo makes a constant of.
+OF_A_NUMBER: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "scaled": lambda x, n: x * n,
+    "power": lambda x, n: x**n,
+    "a part": lambda x, n: x[:, n : n + 2],
+    "a column": lambda x, n: x[:, n],
+    "listed columns": lambda x, n: x[:, [0, n]],
+    "constant tensor": lambda x, n: x * torch.tensor(n),
+    "filled": lambda x, n: x + torch.full((6,), n),
+}
+
+
+class Numbered(torch.nn.Module):
+    """An int that is an attribute: Dynamo traces again for each value."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight, self.n = torch.nn.Parameter(torch.ones(6)), 2
+        self.fn = OF_A_NUMBER[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fn(x * self.weight, self.n).sum()
+
+
+def own_number(name: str, how: str, numbers: tuple[tuple[int, int], ...]) -> None:
+    """At each step rank r has ``numbers[step][r]``."""
+    torch._dynamo.reset()
+    model = Numbered(name)
+    options = {"codegen": "eager", "mesh": "dp=2", "inputs": how}
+    run = torch.compile(model, backend="fxpar", options=options)
+    for step, each in enumerate(numbers):
+        model.n = each[dist.get_rank()]
+        try:
+            run(torch.ones(4, 6))
+        except RankMismatchError as error:
+            raise Apart(f"step {step}: {error}") from error
+
+
+LATER = ((2, 2), (3, 3), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "numbers"),
+    [
+        *((name, "global", ((2, 3),)) for name in OF_A_NUMBER),
+        ("scaled", "local", ((2, 3),)),
+        ("scaled", "global", LATER),
+    ],
+)
+def test_a_number_of_python_that_differs_between_ranks(
+    name: str, how: str, numbers: tuple[tuple[int, int], ...]
+) -> None:
+    """Sizes are alike, so that only the number tells the programs apart."""
+    args = (own_number, name, how, numbers)
+    for error in shared_pool(2).errors(*args, timeout=60.0):
+        assert isinstance(error, Apart), error
+        assert str(error).startswith(f"step {len(numbers) - 1}: ")
+        assert "disagree about numbers of Python" in str(error)
+        assert f"{name}" in str(error) and "test_drift.py" in str(error)
+
+
+def test_numbers_that_are_alike_may_change() -> None:
+    alike = ((2, 2), (3, 3), (2, 2))
+    assert shared_pool(2).run(own_number, "scaled", "local", alike) == [None, None]
 
 
 def first_call() -> list[str]:

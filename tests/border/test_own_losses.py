@@ -4,6 +4,7 @@ steps of optimizers that are compiled, whose state is no part of a batch."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -100,6 +101,34 @@ def test_a_learning_rate_of_a_rank_s_own_loss_is_an_error() -> None:
         assert "learning rate of group 0 of an optimizer differed" in error
         assert "give the scheduler what all ranks have alike" in error
     assert shared_pool(2).run(scheduled, True) == ["alike", "alike"]
+
+
+def skipped(mean: bool) -> str:
+    """What is said where a step is left out if the loss is no number: that of this
+    rank, or the mean."""
+    model, run = model_of(is_rank=True, shard=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = batch(is_rank=True)
+    try:
+        for i in range(4):
+            F.mse_loss(run(x), y).backward()
+            loss = torch.tensor(math.nan if i == dist.get_rank() == 1 else 0.0)
+            if mean:
+                dist.all_reduce(loss)
+            if not loss.isnan():
+                optimizer.step()
+            optimizer.zero_grad()
+    except GradientError as error:
+        return f"call {i}: {error}"
+    return "alike"
+
+
+@pytest.mark.multiprocess
+def test_a_step_that_a_rank_leaves_out_is_an_error() -> None:
+    for error in shared_pool(2).run(skipped, False):
+        assert error.startswith("call 2: a step of the optimizer was taken by rank 0")
+        assert "torch.distributed.all_reduce" in error
+    assert shared_pool(2).run(skipped, True) == ["alike", "alike"]
 
 
 OPTIMIZERS: dict[str, Any] = {

@@ -3,6 +3,8 @@ which arguments were taken so, and where it fails."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.errors import FxparError
+from fxpar.errors import FxparError, FxparWarning
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -132,3 +134,82 @@ def test_positions_in_a_rank_s_own_part(run: Any) -> None:
         assert "says which rows of the batch" in told
         assert "z * z[others]" in told
         assert "FXPAR_INPUTS=global" in told
+
+
+def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two documents, packed, and the document of each."""
+    draw = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 5, generator=draw), torch.tensor([0, 0, 1, 1])
+
+
+def of_documents(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    same = (ids[:, None] == ids).float()
+    return (same @ x / same.sum(1, True)).square().mean()
+
+
+def of_a_table(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (x @ table.T).logsumexp(1).mean()
+
+
+def of_a_batch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x, y)
+
+
+FEEDS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "documents": lambda rank: (of_documents, *tokens(rank)),
+    "a table": lambda rank: (of_a_table, tokens(rank)[0], torch.randn(3, 5)),
+    "the same batch": lambda rank: (of_a_batch, *tokens(0)),
+    "its own part": lambda rank: (of_a_batch, *tokens(rank)),
+    "the same labels": lambda rank: (of_a_batch, tokens(rank)[0], torch.ones(4).long()),
+}
+SAID = {
+    "documents": ("each row of ids is compared", "ids[:, None] == ids"),
+    "a table": ("table is taken for a part", "close over"),
+    "the same batch": ("x, y is taken for a part", "DistributedSampler"),
+}
+
+
+def warned(name: str) -> list[str]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    fn, *batch = FEEDS[name](torch.distributed.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        of_model(fn, *batch)
+    return [str(w.message) for w in caught if w.category is FxparWarning]
+
+
+@pytest.mark.parametrize("name", FEEDS)
+def test_what_may_be_no_part_of_the_batch_is_said(name: str) -> None:
+    """Numbers are those of the parts, joined, which may be meant: a word, no error."""
+    first, second = shared_pool(2).run(warned, name)
+    assert second == []
+    assert len(first) == (name in SAID)
+    for text in SAID.get(name, ()):
+        assert text in first[0]
+
+
+def nested(inputs: str) -> str:
+    torch._dynamo.reset()
+    linear = nn.Linear(5, 6)
+
+    def of_documents(rows: torch.Tensor) -> torch.Tensor:
+        return linear(rows).values().square().mean()
+
+    rows = torch.nested.nested_tensor(
+        [torch.randn(2, 5), torch.randn(3, 5)], layout=torch.jagged
+    )
+    options = OPTIONS | {"inputs": inputs}
+    try:
+        torch.compile(of_documents, backend="fxpar", options=options)(rows)
+    except FxparError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("inputs", ["local", "global"])
+def test_a_nested_tensor_is_no_input(inputs: str) -> None:
+    for told in shared_pool(2).run(nested, inputs):
+        assert "input rows is a nested tensor" in told
+        assert "linear(rows).values()" in told
+        assert "nested_tensor_from_jagged" in told

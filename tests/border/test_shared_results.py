@@ -131,6 +131,29 @@ def test_views_of_a_part_of_the_batch(name: str) -> None:
         torch.testing.assert_close(got[1], gradients)
 
 
+def input_views(parts: int) -> list[torch.Tensor]:
+    """Views of a batch itself; of this rank's part of it, one device's else."""
+    torch._dynamo.reset()
+    x = torch.arange(32).view(8, 4)
+
+    def fn(x: torch.Tensor) -> Results:
+        return x.flatten(), x.view(-1, 2), x[:, 1:], x[:, None], x.view(-1, 1, 4)
+
+    call: Any = fn
+    if parts > 1:
+        how = {"mesh": "dp=2", "codegen": "eager", "inputs": "local"}
+        call = torch.compile(fn, backend="fxpar", options=how)
+        x = x.chunk(parts)[torch.distributed.get_rank()].clone()
+    return list(call(x))
+
+
+@pytest.mark.multiprocess
+def test_views_of_what_is_fed_in_parts() -> None:
+    for rank, got in enumerate(shared_pool(2).run(input_views, 2)):
+        for y, whole in zip(got, input_views(1), strict=True):
+            torch.testing.assert_close(y, whole.chunk(2)[rank])
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_inductor() -> None:

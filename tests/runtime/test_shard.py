@@ -391,9 +391,17 @@ def casts() -> None:
     torch.testing.assert_close(model(ids()), made().double()(ids()))
 
 
+def cast_when_compiled() -> None:
+    model = sharded()
+    compiled(model)(ids()).sum().backward()
+    model.double()
+
+
 @multiprocess
 def test_casts() -> None:
     everywhere(casts)
+    words = "converted after a compiled call", "test_shard.py", "before its first call"
+    refused(cast_when_compiled, ShardError, *words)
 
 
 def copies() -> None:
@@ -737,7 +745,7 @@ def removed() -> None:
 
 @multiprocess
 def test_a_parameter_replaced_afterwards() -> None:
-    words = "'weight' of a Layer", "before fxpar.shard"
+    words = "'weight' of a Layer", "before fxpar.shard", "test_shard.py"
     refused(replaced, ShardError, *words)
     refused(replaced_by_data, ShardError, *words)
     everywhere(replaced_by_a_dtensor)

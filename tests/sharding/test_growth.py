@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fxpar import _torch
 from fxpar.sharding.batch_growth import Growth, growths
-from fxpar.sharding.fed_positions import fed_positions
+from fxpar.sharding.fed_positions import compared_ids, fed_positions
 
 ROWS, WIDTH = 6, 4
 
@@ -282,6 +282,18 @@ FED: dict[str, Callable[..., Any]] = {
     "scattered": lambda x, y, w: similar(x).scatter(1, y[:, None], 0.0),
     "embedding": lambda x, y, w: F.embedding(y, x),
     "bags": lambda x, y, w: F.embedding_bag(y, w, y.clamp(max=0)),
+    "segments": lambda x, y, w: torch.segment_reduce(x, "mean", offsets=y),
+    "lengths of segments": lambda x, y, w: torch.segment_reduce(
+        x, "mean", lengths=y.diff()
+    ),
+    "searched": lambda x, y, w: torch.searchsorted(y, torch.arange(len(x))),
+    "sorted into": lambda x, y, w: torch.bucketize(x[:, 0].long(), y),
+    "compared with rows": lambda x, y, w: torch.arange(len(x))[:, None] >= y,
+    "taken from rows": lambda x, y, w: torch.arange(len(x))[:, None] - y > 0,
+    "groups of rows": lambda x, y, w: F.one_hot(y, len(x)).T.double() @ x,
+    "repeated by differences": lambda x, y, w: x[1:].repeat_interleave(
+        y.diff(), 0, output_size=3 * len(x)
+    ),
 }
 # Where it counts in something else, or in all rows alike.
 OTHERS: dict[str, Callable[..., Any]] = {
@@ -293,6 +305,13 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "computed": lambda x, y, w: x[x[:, 0].argsort()],
     "an order of it": lambda x, y, w: x[y.argsort()],
     "counts": lambda x, y, w: torch.zeros(4).index_add(0, y, torch.ones(len(x))),
+    "lengths": lambda x, y, w: x.repeat_interleave(y, 0, output_size=3 * len(x)),
+    "searched in a table": lambda x, y, w: torch.searchsorted(w[0].cumsum(0), y),
+    "searched once sorted": lambda x, y, w: torch.bucketize(y, y.sort().values),
+    "compared with columns": lambda x, y, w: torch.arange(4) < y[:, None],
+    "compared with places in each": lambda x, y, w: torch.arange(len(x)) % 3 < y,
+    "compared with each other": lambda x, y, w: y[:, None] == y,
+    "neighbours that differ": lambda x, y, w: (y.diff() != 0).cumsum(0),
 }
 
 
@@ -308,3 +327,18 @@ def test_positions_that_are_fed_are_noticed(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_positions_are_none_in_the_batch(name: str) -> None:
     assert fed_positions(*graphs_of(OTHERS[name])) is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "noticed"),
+    [
+        (lambda x, y, w: (y[:, None] == y).double() @ x, True),
+        (lambda x, y, w: x * (y.view(1, -1) != y.view(-1, 1)).sum(1, True), True),
+        (lambda x, y, w: (y[:, None] == torch.arange(4)).double() @ w, False),
+        (lambda x, y, w: (x[:, :, None] == x[:, None]).sum(), False),
+        (lambda x, y, w: (x.argmax(1)[:, None] == x.argmax(1)).double() @ x, False),
+        (lambda x, y, w: x * (y[1:] == y[:-1]).sum(), False),
+    ],
+)
+def test_ids_that_are_compared_with_each_other(fn: Any, noticed: bool) -> None:
+    assert (compared_ids(*graphs_of(fn)) is not None) == noticed

@@ -150,6 +150,7 @@ def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
     if root:
         members["forward"] = _casting(members.get("forward") or cls.forward)
     members["register_parameter"] = _guarded(cls)
+    members["_apply"] = _converted(cls)
     members["__deepcopy__"] = _copied(cls)
     members["__reduce_ex__"] = _reduced(cls)
     for name in ("__module__", "__qualname__", "__doc__"):
@@ -350,12 +351,33 @@ def _guarded(cls: type) -> Callable[..., None]:
         if name in rests and param is not None and not isinstance(param, DTensor):
             raise ShardError(
                 f"parameter {name!r} of a {cls.__name__} is replaced after shard",
+                where=user_line(),
                 fix="replace it before fxpar.shard; or copy values in, with "
                 "load_state_dict",
             )
         cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
 
     return register_parameter
+
+
+def _converted(cls: type) -> Callable[..., nn.Module]:
+    """What ``to``, ``half`` and the like call of a module. torch swaps parameters that
+    are DTensors for others, but none that compiled code has a weak reference to."""
+
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        try:
+            return cls._apply(self, *args, **kwargs)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            if "swap" not in str(error):
+                raise
+            raise ShardError(
+                f"parameters of a {cls.__name__} that fxpar.shard split are converted "
+                "after a compiled call",
+                where=user_line(),
+                fix="convert the model before its first call, best before fxpar.shard",
+            ) from error
+
+    return _apply
 
 
 def _copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:

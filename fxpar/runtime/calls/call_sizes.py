@@ -147,17 +147,32 @@ class Fed:
             for n, i in enumerate(self.tensors)
             if i in self.local
         }
-        first = next(iter(rows.values()))
+        one, first = next(iter(rows.items()))
         for i, each in rows.items():
             shares = zip(first, each, strict=True)
             if any(a * sum(each) != b * sum(first) for a, b in shares):
-                raise self._mismatch(i, [(count,) for count in each])
+                raise self._other_shares(one, first, i, each)
 
     def _other_numbers(self, i: int, values: Sequence[Any]) -> InputMismatchError:
         text = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(values))
         return _on_all_ranks(
             f"number {self.inputs[i].name} differs between ranks: {text}",
             "give it one value on every rank",
+            self.where,
+        )
+
+    def _other_shares(
+        self, one: int, first: Sequence[int], other: int, each: Sequence[int]
+    ) -> InputMismatchError:
+        texts = [
+            f"{self.inputs[i].name} {', '.join(map(str, counts))}"
+            for i, counts in ((one, first), (other, each))
+        ]
+        return _on_all_ranks(
+            f"inputs are no parts of one batch: on ranks in turn {texts[0]} rows, "
+            f"{texts[1]}",
+            "choose rows of all of them at once, in one function under "
+            "torch.compiler.disable; or keep all rows, and mask",
             self.where,
         )
 

@@ -24,7 +24,11 @@ from fxpar.runtime.at_rest.sharded_modules import (
     to_global_unreduced,
     written_parameter,
 )
-from fxpar.runtime.caches.program_identity import SUMMAND_MARK, NamedInput
+from fxpar.runtime.caches.program_identity import (
+    SUMMAND_MARK,
+    NamedInput,
+    placeholders,
+)
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
 from fxpar.runtime.ranks import meeting, presence
@@ -245,6 +249,21 @@ def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
         return compare if models else call
 
     return compared
+
+
+def refuse_nested(
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
+) -> None:
+    """Raise PlanError if an input is a nested tensor: its rows have lengths that are no
+    sizes of the program."""
+    for node, name, x in zip(placeholders(gm), inputs, examples, strict=True):
+        if isinstance(x, torch.Tensor) and x.is_nested:
+            raise PlanError(
+                f"input {name.name} is a nested tensor, whose lengths are no sizes",
+                where=next(filter(None, map(user_line, node.users)), None),
+                fix="feed its values and where each begins, and make it inside, by "
+                "torch.nested.nested_tensor_from_jagged",
+            )
 
 
 def forget_homes(gm: fx.GraphModule) -> None:

@@ -36,13 +36,13 @@ from fxpar.runtime.calls.divide_summands import (
 )
 from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.batch_growth import growths
-from fxpar.sharding.fed_positions import fed_positions
+from fxpar.sharding.fed_positions import compared_ids, fed_positions
 from fxpar.sharding.growth_powers import FIXED, Growth, unknown
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
 
-FORMAT = "fxpar growths 1"
+FORMAT = "fxpar growths 2"
 
 # Arguments of the program with so many times the batch of one rank.
 Sized = Callable[[int], Sequence[Any]]
@@ -104,6 +104,8 @@ def scale_results(
     output.args = (type(output.args[0])(results),)
     gm.graph.lint()
     gm.recompile()
+    if growths.compared:
+        _warn_compared(*growths.compared)
     notes += [f"result {x.name} is of the whole batch: {_why(g)}" for x, g in unclear]
     if unclear:
         _warn_unclear(unclear, parts)
@@ -147,6 +149,18 @@ def _warn_nonlinear(x: fx.Node, grown: Growth, parts: int) -> None:
     warnings.warn(text, FxparWarning, stacklevel=2)
 
 
+def _warn_compared(name: str, line: str) -> None:
+    text = compose(
+        f"with FXPAR_INPUTS=local each row of {name} is compared with those of all "
+        "ranks, as one device does: ids that each rank counts in its own part "
+        "(documents, groups) are taken for one another",
+        where=line or None,
+        fix="count ids through all ranks (add the rank times their number); classes "
+        "are right as they are",
+    )
+    warnings.warn(text, FxparWarning, stacklevel=2)
+
+
 _FIX = "return sums and means over the batch, and compute with them outside the model"
 
 
@@ -160,7 +174,8 @@ def _is_floating(x: fx.Node) -> bool:
 
 class _Growths:
     """``last``: of each result, as it leaves. ``of``: of nodes on linear ways to the
-    results, when they are made."""
+    results, when they are made. ``compared``: an input whose rows are compared with one
+    another, and the user's line; () if there is none."""
 
     def __init__(
         self, gm: fx.GraphModule, names: Sequence[NamedInput], sized: Sized, parts: int
@@ -168,9 +183,9 @@ class _Growths:
         results = gm.graph.output_node().args[0]
         self.ways = linear_ways(results)
         key = _key(gm, names, sized(parts), parts)
-        growths = _found_before(key)
-        if growths is None:
-            traced = list[Sequence[Growth]]()
+        program = _found_before(key)
+        if program is None:
+            traced = list[_Known]()
 
             def trace() -> None:
                 traced.append(self._growths(gm, names, sized, parts))
@@ -178,31 +193,36 @@ class _Growths:
 
             if key:
                 first_does("traces how results grow with the batch", key, trace)
-                growths = _found_before(key)
-            if growths is None and not traced:
+                program = _found_before(key)
+            if program is None and not traced:
                 trace()
-            growths = growths or traced[0]
+            program = program or traced[0]
+        growths, self.compared = program
         count = len(results)
         self.last = growths[:count]
         self.of = dict(zip(self.ways, growths[count:], strict=False))
 
     def _growths(
         self, gm: fx.GraphModule, names: Sequence[NamedInput], sized: Sized, parts: int
-    ) -> Sequence[Growth]:
-        """Of the results, then of ``ways``."""
+    ) -> _Known:
+        """Of the results, then of ``ways``; and what is compared."""
         try:
             traced = [self._traced(gm, names, sized(n)) for n in (parts, 2 * parts)]
             inputs = [_of_input(names[i]) for i in traced[0].inputs]
             grown = growths(traced[0].graph, traced[1].graph, inputs)
             fed = fed_positions(traced[0].graph, traced[1].graph)
+            ids = compared_ids(traced[0].graph, traced[1].graph)
         except Exception as error:  # compiling it says what is wrong
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return [unknown(f"it cannot be traced: {why}")] * 10**6
+            return [unknown(f"it cannot be traced: {why}")] * 10**6, ()
         if fed is not None:
             lookup, place = fed
-            fed_by = traced[0].graph.find_nodes(op="placeholder").index(place)
-            raise _positions(names[traced[0].inputs[fed_by]], lookup)
-        return grown
+            raise _positions(names[traced[0].position(place)], lookup)
+        if ids is None:
+            return grown, ()
+        comparison, place = ids
+        name = names[traced[0].position(place)].name
+        return grown, (name, user_line(comparison) or "")
 
     def _traced(
         self, gm: fx.GraphModule, inputs: Sequence[NamedInput], args: Sequence[Any]
@@ -229,8 +249,8 @@ def _positions(entry: NamedInput, lookup: fx.Node) -> PlanError:
         "or written: a rank's positions are those in its own part, and the program "
         "has the rows of all ranks",
         where=user_line(lookup),
-        fix="do it outside of what is compiled; or feed the global batch "
-        "(FXPAR_INPUTS=global)",
+        fix="do it outside of what is compiled; what is looked up in and is no part of "
+        "the batch, make a buffer; or feed the global batch (FXPAR_INPUTS=global)",
     )
 
 
@@ -246,19 +266,27 @@ def _key(
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _found_before(key: str | None) -> Sequence[Growth] | None:
-    """The growths that an earlier start found."""
+# Growths, and the name of an input whose rows are compared, with the user's line.
+_Known = tuple[Sequence[Growth], Sequence[str]]
+
+
+def _found_before(key: str | None) -> _Known | None:
+    """What an earlier start found."""
     data = cache_files.read_record(_path(key), FORMAT, key) if key else None
     try:
-        return [Growth(*each) for each in data["growths"]] if data else None
+        if not data:
+            return None
+        return [Growth(*each) for each in data["growths"]], list(data["compared"])
     except (KeyError, TypeError):
         return None
 
 
-def _keep(key: str | None, growths: Sequence[Growth]) -> None:
+def _keep(key: str | None, facts: _Known) -> None:
+    growths, compared = facts
     if key and len(growths) < 10**6:
         rows = [[each.power, each.mixed, each.why] for each in growths]
-        cache_files.write_record(_path(key), FORMAT, key, {"growths": rows})
+        record = {"growths": rows, "compared": list(compared)}
+        cache_files.write_record(_path(key), FORMAT, key, record)
 
 
 def _path(key: str) -> Path:
@@ -277,6 +305,10 @@ class _Traced:
     graph: fx.Graph
     # For each placeholder the position of the argument.
     inputs: tuple[int, ...]
+
+    def position(self, placeholder: fx.Node) -> int:
+        """Of the argument that a placeholder stands for."""
+        return self.inputs[self.graph.find_nodes(op="placeholder").index(placeholder)]
 
 
 def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:

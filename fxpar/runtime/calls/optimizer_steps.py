@@ -114,7 +114,7 @@ def _check_gradients(trained: Trained, optimizer: Optimizer) -> None:
             reduce_gradients.require_equal(by_name)
         else:
             gradients = reduce_gradients.unreduced(by_name, unchecked)
-    gradient_sketches.note(optimizer, gradients, rates=checked.compared)
+    gradient_sketches.note(optimizer, gradients, is_shared=checked.compared)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -127,9 +127,11 @@ def _is_view(x: torch.Tensor, base: torch.Tensor) -> bool:
 def copy_other_views(gm: fx.GraphModule, local: Collection[int]) -> None:
     """Copy results of a Dynamo graph, in place, that lie in memory with what each rank
     holds a part of, and are no such part (a transpose, or one row, of rows that are
-    returned too). ``local``: positions of inputs that are fed in parts.
+    returned too), or an input in other rows (flattened). ``local``: positions of inputs
+    that are fed in parts.
 
-    AOTAutograd would make such a view of this rank's part; it leaves whole.
+    AOTAutograd would make such a view of this rank's part, an input's with the sizes of
+    the whole; what is no part leaves whole.
     """
     inputs = list(map(_value, gm.graph.find_nodes(op="placeholder")))
     batch = _symbols.names_in(inputs[i].shape[0] for i in local)
@@ -138,6 +140,7 @@ def copy_other_views(gm: fx.GraphModule, local: Collection[int]) -> None:
     values = {i: x for i, x in enumerate(map(_value, results)) if x is not None}
     sharing = Counter(map(_memory_of, values.values()))
     sharing.update({_memory_of(inputs[i]) for i in local})
+    rows = {_memory_of(inputs[i]): inputs[i].shape[0] for i in local}
     counting = {
         _memory_of(x)
         for x in (*values.values(), *(inputs[i] for i in local))
@@ -145,7 +148,9 @@ def copy_other_views(gm: fx.GraphModule, local: Collection[int]) -> None:
     }
     for i, x in values.items():
         memory = _memory_of(x)
-        if sharing[memory] == 1 or memory not in counting or _is_part(x, batch):
+        if sharing[memory] == 1 or memory not in counting:
+            continue
+        if _is_part(x, batch) and str(rows.get(memory, x.shape[0])) == str(x.shape[0]):
             continue
         with gm.graph.inserting_before(output):
             results[i] = gm.graph.call_method("clone", (results[i],))

@@ -6,7 +6,8 @@ batch are cut to this rank's rows. A count over the batch leaves as an equal sha
 the whole one, as a sum leaves as the mean over ranks; shares add up to it. Gradients
 cross as they do where parts are equal: a rank differentiates what it computed of its
 own rows, and counts by its samples; of other results the gradients that ranks give may
-differ, and their mean is taken.
+differ, and their mean is taken. What an earlier graph computed of parts in other shares
+(rows that a mask chose of them) takes gradients as that graph counts its ranks.
 """
 
 from __future__ import annotations
@@ -135,24 +136,41 @@ def gather_rows(x: torch.Tensor, parts: Parts) -> torch.Tensor:
 
 def _gathered(x: torch.Tensor, parts: Parts) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        return _AllRows.apply(x, parts)
+        return _AllRows.apply(x, parts, _weight_above(x, parts))
     whole = gather_rows(x.detach(), parts)
     return whole.requires_grad_(x.requires_grad)
 
 
+def _weight_above(x: torch.Tensor, parts: Parts) -> float:
+    """By how much a gradient of the whole counts as that of this rank's own loss, where
+    it goes: by the parts of the graph that computed ``x``, if one did, with code in no
+    graph between them perhaps."""
+    stack, seen = [x.grad_fn], set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(above := getattr(node, "parts", None), Parts):
+            return above.total / max(above.own, 1)
+        if _torch.aot.is_backward_of_graph(node):
+            return float(len(parts.counts))
+        stack += [above for above, _ in node.next_functions]
+    return parts.total / max(parts.own, 1)
+
+
 class _AllRows(torch.autograd.Function):
-    """Parts to the whole. Back comes the gradient of this rank's own mean."""
+    """Parts to the whole. Back comes the gradient of this rank's own loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: Parts) -> torch.Tensor:
-        ctx.parts = parts
+    def forward(ctx: Any, x: torch.Tensor, parts: Parts, weight: float) -> torch.Tensor:
+        ctx.own, ctx.weight = (parts.start, parts.own), weight
         return gather_rows(x, parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        parts, (gradient,) = ctx.parts, gradients
-        own = gradient.narrow(0, parts.start, parts.own)
-        return own * (parts.total / max(parts.own, 1)), None
+        (gradient,) = gradients
+        return gradient.narrow(0, *ctx.own) * ctx.weight, None, None
 
 
 class _Alike(torch.autograd.Function):

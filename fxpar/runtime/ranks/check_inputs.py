@@ -179,6 +179,7 @@ def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
         for i in wrong:
             broadcast(fed[i][2])
         _warn_replaced(fed, wrong)
+    _warn_alike(fed, hashes, mesh)
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -278,6 +279,37 @@ def _differing(hashes: torch.Tensor, i: int, kind: str, mesh: Mesh) -> list[int]
         for rank, model in enumerate(_models(kind, mesh))
         if values[rank] != values[model]
     ]
+
+
+def _warn_alike(fed: Sequence[Fed], hashes: torch.Tensor, mesh: Mesh) -> None:
+    """Warn, on rank 0, of parts of the batch that are one and the same on all ranks: a
+    batch that nobody split, or a table, which has rows of its own."""
+    parts = {i: x for i, (_, kind, x) in enumerate(fed) if kind == "batch"}
+    several = mesh.count(batch_axes(mesh)) > 1
+    if not several or not parts or dist.get_rank() != 0:
+        return
+    own = {i for i in parts if len(set(hashes[:, i].tolist())) > 1}
+    rows = {parts[i].shape[0] for i in own}
+    alike = [
+        i
+        for i, x in parts.items()
+        if i not in own and x.shape[0] not in rows and not _says_little(x)
+    ]
+    if not alike or any(hasattr(parts[i], LOCAL_MARK) for i in alike):
+        return
+    names = listed([fed[i][0] for i in alike])
+    what = f"with FXPAR_INPUTS=local {names} is taken for a part of the batch, and is "
+    what += "the same on every rank"
+    fix = "close over what is no part of the batch, or make it a buffer"
+    if not own:
+        fix = "give each rank its own part (DistributedSampler), or set "
+        fix += "FXPAR_INPUTS=global"
+    warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
+
+
+def _says_little(x: torch.Tensor) -> bool:
+    """Whether all elements are one number, as in a mask of ones."""
+    return x.numel() < 2 or not bool((x != x.reshape(-1)[0]).any())
 
 
 def _mismatch(

@@ -37,6 +37,11 @@ RATE_FIX = (
     "give the scheduler what all ranks have alike: the loss as the compiled function "
     "returns it, or its mean by torch.distributed.all_reduce"
 )
+_STEP = "a step of the optimizer"
+_STEP_FIX = (
+    "decide by what all ranks have alike whether to take it: a loss that "
+    "torch.distributed.all_reduce averaged"
+)
 
 
 @dataclass(frozen=True)
@@ -49,24 +54,27 @@ class _StepSketches:
     parameters: str
     # By name of the parameter: norm, and sum weighted by a wave; rates by group.
     sketches: dict[str, tuple[float, float]]
+    # Whether it trains what ranks share, so that all of them take the step.
+    is_shared: bool
 
 
 _steps: list[_StepSketches] = []  # since this rank's last call
 
 
 def note(
-    optimizer: Optimizer, gradients: Mapping[str, torch.Tensor], *, rates: bool
+    optimizer: Optimizer, gradients: Mapping[str, torch.Tensor], *, is_shared: bool
 ) -> None:
-    """Let the next call compare gradients, and the optimizer's learning rates if
-    ``rates``. ``gradients``: by names."""
+    """Let the next call compare gradients, and that of a ``is_shared`` optimizer all
+    ranks took the step, with its learning rates. ``gradients``: by names."""
     sketches = {name: _sketch(gradient) for name, gradient in gradients.items()}
-    if rates:
+    if is_shared:
         for i, group in enumerate(optimizer.param_groups):
             if isinstance(rate := group.get("lr"), float):
                 sketches[f"{_RATE}{i}"] = (abs(rate), rate)
-    if sketches:
+    if sketches or is_shared:
+        parameters = _parameters_of(optimizer)
         _steps.append(
-            _StepSketches(weakref.ref(optimizer), _parameters_of(optimizer), sketches)
+            _StepSketches(weakref.ref(optimizer), parameters, sketches, is_shared)
         )
 
 
@@ -82,7 +90,7 @@ def forget() -> None:
 
 
 def word() -> str:
-    """What this rank noted, once; not of optimizers that are gone."""
+    """What this rank noted, once; of optimizers that are gone only their steps."""
     if not _steps:
         return ""
     sketches: dict[str, tuple[float, float]] = {}
@@ -90,6 +98,8 @@ def word() -> str:
     for step in _steps:
         which = f"{_SEPARATOR}{step.parameters} {steps[step.parameters]}"
         steps[step.parameters] += 1
+        if step.is_shared:
+            sketches[_STEP + which] = (1.0, 1.0)
         if step.optimizer() is not None:
             sketches |= {name + which: x for name, x in step.sketches.items()}
     _steps.clear()
@@ -109,7 +119,7 @@ def _parameters_of(optimizer: Optimizer) -> str:
 
 def compare(words: Sequence[str]) -> None:
     """Raise GradientError, on all ranks, if gradients or learning rates that several
-    noted differ."""
+    noted differ, or if not all took a step of what they share."""
     sketches_of_ranks = [json.loads(text) if text else {} for text in words]
     names = dict.fromkeys(name for each in sketches_of_ranks for name in each)
     wrong = [
@@ -117,6 +127,14 @@ def compare(words: Sequence[str]) -> None:
         for name in names
         if _differ([x[name] for x in sketches_of_ranks if name in x])
     ]
+    for name in names:
+        took = [rank for rank, x in enumerate(sketches_of_ranks) if name in x]
+        if name.startswith(_STEP) and len(took) < len(words):
+            raise GradientError(
+                f"{_STEP} was taken by rank {took[0]} and not by all, so that their "
+                "parameters are no longer alike",
+                fix=_STEP_FIX,
+            )
     rates = [name for name in wrong if name.startswith(_RATE)]
     if rates:
         raise GradientError(
