@@ -24,7 +24,6 @@ from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import copy_node
-from fxpar.passes.graph_bodies import body_of
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -73,9 +72,7 @@ class Window:
             args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}")
             values = tensors_in(node.meta.get("val"))
             shapes = tuple((tuple(v.shape), v.stride(), v.dtype) for v in values)
-            body = body_of(node)
-            target = str(node.target) if body is None else str(body.graph)
-            target = "" if node.op == "placeholder" else target
+            target = "" if node.op == "placeholder" else str(node.target)
             varies = node.meta.get("fxpar_spec") if node.op == "placeholder" else None
             return target, str(args), shapes, varies, node.name == self.name
 
@@ -168,11 +165,7 @@ def cut_out(
     copies: dict[fx.Node, fx.Node] = {}
     for member in ordered:
         for read in member.all_input_nodes:
-            if read in members or read in copies:
-                continue
-            if body_of(read) is not None:
-                copies[read] = graph.node_copy(read)
-            else:
+            if read not in members and read not in copies:
                 copies[read] = _input_like(graph, read, len(copies), varies)
     for member in ordered:
         copies[member] = graph.node_copy(member, copies.__getitem__)
