@@ -10,6 +10,8 @@ shared arithmetic. ``try_stages`` has one mesh; never looks at graphs.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -167,7 +169,7 @@ def fastest_staged(
     tries = _open_tries(staged, request, glance, least)
     tries = _glanced(tries, staged, request, glance, least, bar, ends[0])
     if request.microbatches is None:
-        tries = _with_other_parts(tries, staged, glance, bar, ends[1])
+        tries = _with_other_parts(tries, staged, glance, least, bar, ends[1])
     tries = _searched(tries, staged, request, long, bar, ends[2])
     best, note = _best(tries), _listed(tries)
     if best is None or best.step.seconds >= bar:
@@ -249,7 +251,8 @@ def _glanced(
     for i, x in enumerate(out):
         most = staged.cut.rows if request.microbatches is None else x.parts
         here = _bar(out, bar)
-        if x.trial or least * _waiting(x.mesh, most) >= here:
+        waiting = _waiting(x.mesh, most, request.on(x.mesh).pipeline_order)
+        if x.trial or least * waiting >= here:
             out[i] = replace(x, loses=not x.trial)
             continue
         is_first = not any(y.choice for y in out)
@@ -263,37 +266,59 @@ def _with_other_parts(
     tries: Sequence[_MeshTry],
     staged: StagedProgram,
     options: SearchOptions,
+    least: float,
     bar: float,
     end: float,
 ) -> list[_MeshTry]:
     """Meshes with twice as many microbatches, as often as that pays: more of them wait
-    less, and hold less, so that stages may be more equal. Those that promise most come
-    first. The best, unless it has more than it began with, with half as many."""
+    less, and hold less, so that faster plans may fit and stages be more equal. Those
+    that have no more than they began with also with half as many, as often as that is
+    faster: a kernel takes less for a row where it has more. Those that promise most
+    come first. ``least``: seconds of the arithmetic on one device."""
     out = list(tries)
-    for i in sorted(range(len(out)), key=lambda i: _doubled(out[i])):
-        while _doubled(out[i]) < _bar(out, bar) * (1 - PAYS):
-            other = _with_parts(out[i], 2.0, staged, options, 1 - PAYS, end)
-            if other is out[i]:
-                break
-            out[i] = other
-    best = min(range(len(out)), key=lambda i: out[i].seconds, default=0)
-    while out and (choice := out[best].choice):
-        if choice.step.parts > out[best].parts or choice.step.parts <= 2:
-            break
-        other = _with_parts(out[best], 0.5, staged, options, 1.0, end)
-        if other is out[best]:
-            break
-        out[best] = other
+    fewer = functools.partial(_with_fewer, least=least)
+    for times, share, promise in ((2.0, 1 - PAYS, _doubled), (0.5, 1.0, fewer)):
+        for i in sorted(range(len(out)), key=lambda i: promise(out[i])):
+            while promise(out[i]) < _bar(out, bar) * share:
+                other = _with_parts(out[i], times, staged, options, share, end)
+                if other is out[i]:
+                    break
+                out[i] = other
     return out
 
 
 def _doubled(x: _MeshTry) -> float:
-    """Seconds of a step with twice as many microbatches, at best: each takes half as
-    long, on equal stages."""
+    """Seconds of a step with twice as many microbatches, at best, on equal stages: a
+    plan for them would do for two at a time now, but for memory, in twice its
+    seconds."""
     if x.choice is None:
         return math.inf
-    part = search_of(x.choice.decision).predicted / 2
-    return least_staged(part, x.mesh.axes[0][1], 2 * x.choice.step.parts)
+    search, step = search_of(x.choice.decision), x.choice.step
+    part, places = search.unlimited / 2, x.mesh.axes[0][1]
+    return least_staged(part, places, 2 * step.parts, step.schedule)
+
+
+def _with_fewer(x: _MeshTry, least: float) -> float:
+    """Seconds of a step with half as many microbatches, a quarter, and so on, at best,
+    on equal stages: none takes less than one with fewer rows does now, nor than its
+    arithmetic. ``least``: seconds of that of all of them on one device."""
+    if x.choice is None or not 2 < x.choice.step.parts <= x.parts:
+        return math.inf
+    search, step, places = (
+        search_of(x.choice.decision),
+        x.choice.step,
+        x.mesh.axes[0][1],
+    )
+    counts = itertools.takewhile(
+        lambda count: count > 1, (step.parts >> i for i in itertools.count(1))
+    )
+    arithmetic = least * places / x.mesh.size
+    return min(
+        least_staged(
+            max(search.predicted, arithmetic / count), places, count, step.schedule
+        )
+        for count in counts
+    )
 
 
 def _with_parts(
@@ -387,7 +412,8 @@ def _parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
     return next(fit, counts[-1] if counts else 0)
 
 
-def _waiting(mesh: Mesh, parts: int) -> float:
+def _waiting(mesh: Mesh, parts: int, schedule: str) -> float:
     """What arithmetic on one device is multiplied by, at least."""
     places = mesh.axes[0][1]
-    return least_staged(1.0, places, parts) * places / (parts * mesh.size)
+    least = least_staged(1.0, places, parts, schedule)
+    return least * places / (parts * mesh.size)

@@ -59,11 +59,14 @@ class PipelineSchedule:
     # The schedule of the same stages that has an order for any number of microbatches;
     # empty: this one has.
     of_any_number: str = ""
+    # Places wait for the first part on its way through all others, and for the last on
+    # its way back: of stages cut however, (p - 1) / p of what a part takes.
+    fills: bool = False
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = {
-    "gpipe": PipelineSchedule(pipelining.gpipe, 1),
-    "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1),
+    "gpipe": PipelineSchedule(pipelining.gpipe, 1, fills=True),
+    "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1, fills=True),
     "looped_bfs": PipelineSchedule(pipelining.looped_bfs, 2),
     "interleaved": PipelineSchedule(
         pipelining.interleaved, 2, of_any_number="looped_bfs"

@@ -187,7 +187,8 @@ def attempt(
     pipeline = request.pipeline
     assert pipeline is not None, "of a mesh with stages"
     places, bound = pipeline.places, 0.0
-    enough = bar / least_staged(1.0, places, parts)
+    schedule = request.order_of(parts)
+    enough = bar / least_staged(1.0, places, parts, schedule)
     request = replace(request, mode=replace(options, enough=enough), microbatches=parts)
     try:
         request = request.on(refine(staged.program, request, staged.heads))
@@ -196,7 +197,7 @@ def attempt(
         decision = decide_on(program, request, before, part)
         bound = search_of(decision).bound
         if bound >= enough:
-            least = least_staged(bound, places, parts)
+            least = least_staged(bound, places, parts, schedule)
             return StagedTrial(None, f"takes {ms(least)} at least", bound)
         step = priced(decision, request, options)
     except PlanError as error:

@@ -18,6 +18,7 @@ import fxpar
 from fxpar import _torch
 from fxpar.passes.order import outline_layers as outline_layers_module
 from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
+from fxpar.passes.stages import sums_of_parts
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
@@ -341,6 +342,63 @@ def test_a_reduction_that_must_start_there_cuts_a_layer(how: str) -> None:
     for body in (m for n, m in module.named_children() if n.startswith("layer")):
         assert "c10d" not in str(body.graph)
     assert _computed_before_reductions(module.graph) == before
+
+
+def of_parts(sums: bool, *, early: bool = False) -> Callable[..., Any]:
+    """Two parts of a batch in layers; of each layer the parts' values are summed, if
+    ``sums``, where the second makes its own; ``early``: what is summed is read there.
+    """
+    accumulate = torch.ops.fxpar.accumulate.default
+
+    def stack(x: Tensor, *ws: Tensor) -> Any:
+        totals: list[Tensor] = []
+        for part in range(2):
+            for i, w in enumerate(ws):
+                x = x * 0.5
+                h = x.view(8, 8)
+                value = (h.sin() * w).sum(0) + h.exp().sum(1)
+                if part == 0:
+                    totals.append(value)
+                elif sums:
+                    totals[i] = accumulate(totals[i], value)
+                else:
+                    totals.append(value)
+                h = (h - h.mean(1, keepdim=True)) / h.var(1, keepdim=True).sqrt()
+                h = h * torch.sigmoid(totals[i]) if early and part else h
+                x = (x.view(8, 8) + torch.sigmoid(h @ w.t()) * h.exp()).view(4, 16)
+        return (x.sum(), *totals)
+
+    return stack
+
+
+def test_sums_over_microbatches_are_added_behind_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many calls of as many bodies as without sums, and outside of them the sums
+    alone, each written over the last."""
+    plain, summed = (outlined(of_parts(sums), *feeds(5)) for sums in (False, True))
+    assert calls(summed) == calls(plain) == ["layer0"] * 10
+    sums = outside(summed, torch.ops.fxpar.accumulate.default)
+    of_both = [
+        sum(n.op == "call_function" for n in m.graph.nodes) for m in (plain, summed)
+    ]
+    assert sums == 5 and of_both == [of_both[0], of_both[0] + sums]
+    sums_of_parts.register_lowering()
+    code = code_of(summed.graph, monkeypatch, summed)
+    assert code.count("torch.ops.aten.add_.Tensor(") == 5
+    with mock.patch.object(outline_layers_module, "SUMS", set()):
+        cut = outlined(of_parts(True), *feeds(5))
+    assert len(calls(cut)) > 10
+
+
+def test_sums_that_are_read_in_a_layer_cut_it() -> None:
+    module = outlined(of_parts(True, early=True), *feeds(5))
+    made = [n for n in module.graph.nodes if n.target is INVOKE]
+    sums = module.graph.find_nodes(
+        op="call_function", target=torch.ops.fxpar.accumulate.default
+    )
+    assert len(sums) == 5 and len(set(calls(module))) > 1
+    assert all(any(user in made for user in node.users) for node in sums)
 
 
 def _computed_before_reductions(graph: fx.Graph) -> list[int]:

@@ -3,6 +3,7 @@ formulas in closed form, and chains are cut where that is best."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import random
@@ -18,6 +19,7 @@ from fxpar.sharding.pipeline_axis import split_off, with_stages
 from fxpar.sharding.pipeline_schedule import Action, bubble, picture, rows_of, timed
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.rest_over_stages import of_one_stage, split_over_stages
+from fxpar.sharding.search.price_stages import least_staged
 from fxpar.sharding.spec import Spec
 
 SIZES = [(2, 1), (2, 4), (4, 2), (4, 8), (4, 12), (8, 16), (16, 32)]
@@ -126,6 +128,23 @@ def test_actions_that_wait_for_each_other_are_refused() -> None:
     rows[0].reverse()
     with pytest.raises(PlanError, match="wait for each other"):
         timed(rows, alike)
+
+
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+def test_no_cut_beats_the_least_seconds_of_its_schedule(name: str) -> None:
+    """Stages cut at random; those that fill and empty alone wait for all others."""
+    rng, places, parts = random.Random(0), 4, 8
+    rows = rows_of(name, places, parts)
+    for _ in range(100):
+        count = len(schedules.stage_places(name, places))
+        forward = [rng.choice([0.0, 0.3, 1.0, 1.0]) for _ in range(count)]
+        backward = [2 * x for x in forward]
+        seconds = functools.partial(
+            schedules.seconds_of, forward=forward, backward=backward
+        )
+        slots = timed(rows, seconds)
+        end, part = max(slot.end for slot in slots), sum(forward) + sum(backward)
+        assert least_staged(part, places, parts, name) <= end * (1 + 1e-9)
 
 
 def test_sending_takes_time() -> None:

@@ -10,7 +10,8 @@ gives is memory of its own; where several views of it are read outside, they are
 there. Views of what it is given are made inside, where all calls are given alike ones.
 A reduction that starts inside a layer, as a bucket that is full in the middle of it,
 starts right behind the layer, and so does one of its result over another axis: in
-others that are alike none does.
+others that are alike none does. What a layer adds to sums over microbatches, in their
+memory, is added right behind it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fxpar.passes.alike_nodes import is_aligned, labels_of, with_reads
 from fxpar.passes.builder import PROVENANCE
 from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
+from fxpar.passes.stages.sums_of_parts import SUMS
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
 from fxpar.sharding.search.layers import rows_of_layers
@@ -131,7 +133,7 @@ def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
     """The ops that may be in bodies; and for each place before one of them, and behind
     the last, how far a body that begins before may reach: to there, where what stands
     there cuts, for it may not be in a body, and does more than show memory that is not
-    of one; as far as a reduction that starts there can be put off; or to the end."""
+    of one; as far as a reduction or a sum there can be put off; or to the end."""
     kinds: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
@@ -170,8 +172,11 @@ def _may_start_later(node: fx.Node) -> bool:
 
 
 def _may_come_later(node: fx.Node) -> bool:
-    """Whether a node starts such a reduction, or waits for one that others of them
-    alone read: of a gradient that is reduced axis by axis."""
+    """Whether a node starts such a reduction, waits for one that others of them alone
+    read (of a gradient that is reduced axis by axis), or adds to a sum over
+    microbatches."""
+    if node.target in SUMS:
+        return True
     if node.target is not WAIT:
         return _may_start_later(node)
     ends = (node.args[0], *node.users)
@@ -435,9 +440,9 @@ def _are_alike_views(column: Sequence[fx.Node]) -> bool:
 
 
 def _put_behind(segment: LayerSegment) -> list[fx.Node]:
-    """What stands in a segment and goes behind it: reductions, in order, and what they
-    are given of it. The rest, which shows memory that is there before, is put before
-    it."""
+    """What stands in a segment and goes behind it: reductions and sums, in order, and
+    what they are given of it. The rest, which shows memory that is there before, is put
+    before it."""
     inside, behind = set(segment.nodes), dict[fx.Node, None]()
     first, last = segment.nodes[0], segment.nodes[-1]
     node = first

@@ -152,10 +152,14 @@ def _updated_share(parts: PartProgram) -> float:
     return 1 / parts.places if is_split else 1.0
 
 
-def least_staged(part: float, places: int, parts: int) -> float:
+def least_staged(
+    part: float, places: int, parts: int, schedule: str = schedules.AUTO
+) -> float:
     """Seconds that no cut into stages beats, if one part of the whole program takes
-    ``part``: each stage the same, nothing sent (Alpa, arXiv 2201.12023, equation 2)."""
-    return part * (places + parts - 1) / places
+    ``part``: each stage the same, nothing sent, and no wait but for a pipeline that
+    fills and empties (Alpa, arXiv 2201.12023, equation 2)."""
+    waits = places - 1 if schedules.SCHEDULES[schedule].fills else 0
+    return part * (waits + parts) / places
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,13 @@ class SearchResult:
         return self.solution.cost + self.formulation.launches
 
     @property
+    def unlimited(self) -> float:
+        """Seconds of a step if memory had no limit, where that was looked for."""
+        cost = self.solution.unlimited
+        cost = self.solution.cost if cost is None else min(cost, self.solution.cost)
+        return cost + self.formulation.launches
+
+    @property
     def bound(self) -> float:
         """Seconds of a step that no plan on this mesh can beat."""
         return self.solution.bound + self.formulation.launches
@@ -254,7 +261,7 @@ def _fitting_alike(problem: Problem, seconds: float) -> Solution:
     solution = _alike(replace(problem, limit=None), seconds)
     if problem.limit is None or solution.peak <= problem.limit:
         return solution
-    return _alike(problem, seconds)
+    return replace(_alike(problem, seconds), unlimited=solution.cost)
 
 
 def _alike(problem: Problem, seconds: float) -> Solution:

@@ -110,6 +110,8 @@ class Solution:
     notes: tuple[SolverPhase, ...] = ()
     # (time, what a unit of memory is worth there), where the bound has some.
     prices: tuple[tuple[int, float], ...] = ()
+    # The cost of what was found without the limit, where that was looked for.
+    unlimited: float | None = None
 
 
 class Infeasible(FxparError, ValueError):

@@ -376,6 +376,40 @@ def test_as_many_microbatches_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dear is not None and dear.step.parts < 4
 
 
+def test_other_meshes_get_fewer_microbatches_too() -> None:
+    """Where weights are slow to read, eight stages begin with four times as many
+    microbatches as are good for them, and take twice as long as other meshes then; with
+    16 they take less than these with any number."""
+    on = replace(machine(), levels=(Level(0, 2e6, 0.0, 0.0),), beside=0.0)
+    choice, note = chosen_of(on, 8)
+    assert choice is not None and choice.step.parts == 16, note
+    assert choice.request.whole_mesh.axes[0] == ("pp", 8)
+
+
+def tried(of: SearchResult, mesh: str, step: StagedStep) -> choose_stages._MeshTry:
+    """A mesh with a plan in stages."""
+    decision = mock.Mock(search=of)
+    choice = try_stages.StagedChoice(mock.Mock(), decision, step)
+    trial = try_stages.StagedTrial(choice, "")
+    return choose_stages._MeshTry(Mesh.parse(mesh), step.parts, 0.0, trial)
+
+
+def test_more_microbatches_promise_what_memory_forbids_now() -> None:
+    """Where a limit makes a plan slow, one for half as many rows may fit."""
+    program, mesh = trained(), Mesh.parse("dp=4")
+    options = replace(SearchOptions(machine()), alike=True)
+    free = search(program, mesh, options, {})
+    less = replace(options, memory=0.97 * free.solution.peak)
+    tight = search(program, mesh, less, {})
+    assert tight.predicted > free.predicted
+    assert tight.unlimited == free.predicted
+    _, step = staged(2, 8)
+    promises = [
+        choose_stages._doubled(tried(x, "pp=2,dp=4", step)) for x in (free, tight)
+    ]
+    assert promises[0] == promises[1] == least_staged(free.predicted / 2, 2, 16)
+
+
 def test_the_note_says_how_many_meshes_were_tried() -> None:
     _, note = chosen_of(FREE, 8)
     # Of a stage's axes on links that are alike one order is enough.
