@@ -82,9 +82,7 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     name = "torch.nn.attention.flex_attention._validate_device"
     with mock.patch(name, lambda *_: None):
-        losses, grads = loop(
-            compiled, optimizer, [(x, masked())] * STEPS, model=model
-        )
+        losses, grads = loop(compiled, optimizer, [(x, masked())] * STEPS, model=model)
     if options is None:
         return losses, grads, []
     nodes = fxpar.plans()[-1].nodes

@@ -3,6 +3,7 @@ makes of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import fxpar
 from fxpar import _torch
 from fxpar.passes.order import outline_layers as outline_layers_module
 from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
+from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
@@ -265,9 +267,43 @@ def test_nothing_touches_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> N
         code = code_of(module.graph, monkeypatch, module)
     assert launches(code) == 12
     assert hazards(code) == []
-    early = code.replace("buf14 = torch", "layer0_args = [buf8]\nbuf14 = torch", 1)
+    early = re.sub(r"((buf\d+) = .*\.all_gather.*)", r"\1\nlayer0_args = [\2]", code)
     assert "is read before its wait" in hazards(early)[0]
     assert code.count("def layer0(args)") == 1
+
+
+def reduced(group: str) -> Callable[..., Any]:
+    """Layers in which a product is reduced beside another op, and waited for there."""
+
+    def fn(x: Tensor, *ws: Tensor) -> Any:
+        for w in ws:
+            product = c10d.all_reduce(x.view(8, 8) @ w, "sum", group)
+            beside = x.view(8, 8).sin().cos()
+            x = layer((c10d.wait_tensor(product) * beside).view(4, 16), w)
+        return (x.sum(),)
+
+    return fn
+
+
+def test_a_collective_that_ends_in_its_layer_is_in_the_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_group(2) as group:
+        module = traced(reduced(group), *feeds(5))
+        before = crossings(module.graph)
+        assert outline_layers(module.graph) == 4  # the first shows what is given
+        assert crossings(module.graph) == before and len(before) == 5
+        assert outside(module, c10d.all_reduce.default) == 1
+        code = code_of(module.graph, monkeypatch, module)
+    signatures, _, body = code.partition("def layer0(args):")
+    body = body.partition("\nasync_compile")[0]
+    assert launches(body) == 1
+    assert hazards(f"{signatures}def call(self, args):{body}") == []
+    late = re.sub(r".*\.wait_tensor.*", "", body)
+    assert (
+        "is read before its wait"
+        in hazards(f"{signatures}def call(self, args):{late}")[0]
+    )
 
 
 def of_buckets(

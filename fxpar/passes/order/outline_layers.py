@@ -1,23 +1,23 @@
 """scheduled -> scheduled: of layers that repeat, one is compiled.
 
 In: a forward or a backward as it goes to Inductor. Out: the same graph, changed in
-place: what of a layer lies between two collectives, and repeats, is a call of a body
-that all of its kind share, so that Inductor lowers and generates it once. Bodies are
-alike to the last constant, shape and stride. They hold ops that compute, and nothing
-else: collectives, writes, seeds and a rank's coordinates stay between the calls, so
-that what is under way, or written, is memory of the outer graph alone. What a body
-gives is memory of its own; where several views of it are read outside, they are made
-there. Views of what it is given are made inside, where all calls are given alike ones.
-A reduction that starts inside a layer, as a bucket that is full in the middle of it,
-starts right behind the layer, and so does one of its result over another axis: in
-others that are alike none does.
+place: what repeats of a layer is a call of a body that all of its kind share, so that
+Inductor lowers and generates it once. Bodies are alike to the last constant, shape and
+stride. They hold ops that compute, and collectives from start to wait: others, writes,
+seeds and a rank's coordinates stay between the calls, so that what is under way where a
+body begins or ends, or written, is memory of the outer graph alone. What a body gives
+is memory of its own; where several views of it are read outside, they are made there.
+Views of what it is given are made inside, where all calls are given alike ones. A
+reduction that starts inside a layer and does not end there, as a bucket that is full in
+the middle of it, starts right behind the layer, and so does what goes over another axis
+with its result: in others that are alike none does.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -40,6 +40,12 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 # Calls a body.
 INVOKE = _torch.inductor.invoke_subgraph()
+
+# Start what may be in bodies.
+REDUCTIONS = {c10d.all_reduce.default, c10d.reduce_scatter_tensor.default}
+STARTS = {*REDUCTIONS, c10d.all_gather_into_tensor.default}
+# Starts the gather of a result of the graph.
+GATHER = torch.ops.fxpar.all_gather_into_tensor.default
 
 # A body is called so often at least, and has so many ops.
 LEAST_CALLS, LEAST_OPS = 3, 5
@@ -92,22 +98,88 @@ def _takes_tensors(segment: LayerSegment) -> bool:
 
 def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
     """What of the graph's layers can be bodies."""
-    nodes, ends = _computing(graph)
-    labels = labels_of(nodes)
+    label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
+    pairs, parted = _repeated_pairs(graph, label_of), set[fx.Node]()
+    while True:
+        pairs = {start: pairs[start] for start in pairs if start not in parted}
+        nodes, ends = _computing(graph, {*pairs, *pairs.values()})
+        labels = np.array([label_of[node] for node in nodes], int)
+        patterns = _patterns(nodes, ends, labels)
+        place = {node: i for i, node in enumerate(nodes)}
+        places = [(place[start], place[wait]) for start, wait in pairs.items()]
+        parted = {
+            nodes[pair[0]]
+            for pair in places
+            if any(_parts(whole, *pair) for whole in patterns)
+        }
+        if not parted:
+            break
     outlined = np.zeros(len(nodes), bool)
+    for whole in patterns:
+        if whole.stop - whole.start >= LEAST_OPS and not outlined[whole].any():
+            for at in _matches(labels, ends, labels[whole], outlined):
+                if not any(_parts(at, *pair) for pair in places):
+                    yield _segment(nodes[at], labels[at])
+
+
+def _repeated_pairs(
+    graph: fx.Graph, label_of: Mapping[fx.Node, int]
+) -> dict[fx.Node, fx.Node]:
+    """Of collectives that start and end at the same place of all layers but one: the op
+    that starts them, and their wait."""
+    nodes, _ = _computing(graph, ())
+    inside, kinds = set(nodes), defaultdict[Any, dict[fx.Node, fx.Node]](dict)
+    counts = np.cumsum([node in inside for node in graph.nodes]).tolist()
+    place = dict(zip(graph.nodes, counts, strict=True))
+    pairs: dict[fx.Node, fx.Node] = {}
+    for begin, end, distance in _rows(nodes, np.array([label_of[n] for n in nodes])):
+        for start, wait in _pairs(graph):
+            first, length = place[start] - begin, place[wait] - place[start]
+            if first >= 0 and place[wait] <= end and length < distance:
+                kind = begin, first % distance, length, label_of[start]
+                kinds[kind][start] = wait
+                if len(kinds[kind]) >= (end - begin) // distance - 1:
+                    pairs |= kinds[kind]
+    return pairs
+
+
+def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Of collectives that may be in bodies: the op that starts one, and its wait."""
+    for start in graph.nodes:
+        if start.target in STARTS and _is_of_known_tensors(start):
+            wait, *others = start.users
+            if wait.target is WAIT and not others:
+                yield start, wait
+
+
+def _parts(whole: slice, *pair: int) -> bool:
+    """Whether one op of a pair is inside, the other is not."""
+    return len({whole.start <= i < whole.stop for i in pair}) > 1
+
+
+def _patterns(
+    nodes: Sequence[fx.Node], ends: np.ndarray, labels: np.ndarray
+) -> list[slice]:
+    """What of each layer may be one body."""
+    patterns: list[slice] = []
+    for begin, end, distance in _rows(nodes, labels):
+        first = _border(nodes, ends, begin, end, distance)
+        for layer in range(first, end - distance + 1, distance):
+            patterns += _runs(ends, layer, layer + distance)
+    return patterns
+
+
+def _rows(
+    nodes: Sequence[fx.Node], labels: np.ndarray
+) -> Iterator[tuple[int, int, int]]:
+    """[begin, end) of layers in a row, and the ops of each."""
     for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
         # Where they begin and end, what is around ops is not alike.
         while begin and labels[begin - 1] == labels[begin - 1 + distance]:
             begin -= 1
         while end < len(nodes) and labels[end] == labels[end - distance]:
             end += 1
-        begin = _border(nodes, ends, begin, end, distance)
-        for layer in range(begin, end - distance + 1, distance):
-            for first, last in _runs(ends, layer, layer + distance):
-                pattern = labels[first:last]
-                if last - first >= LEAST_OPS and not outlined[first:last].any():
-                    for at in _matches(labels, ends, pattern, outlined):
-                        yield _segment(nodes[at], labels[at])
+        yield begin, end, distance
 
 
 def _matches(
@@ -127,17 +199,21 @@ def _matches(
             yield at
 
 
-def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
-    """The ops that may be in bodies; and for each place before one of them, and behind
-    the last, how far a body that begins before may reach: to there, where what stands
-    there cuts, for it may not be in a body, and does more than show memory that is not
-    of one; as far as a reduction that starts there can be put off; or to the end."""
+def _computing(
+    graph: fx.Graph, communicating: Collection[fx.Node]
+) -> tuple[list[fx.Node], np.ndarray]:
+    """The ops that may be in bodies, those that communicate among them; and for each
+    place before one of them, and behind the last, how far a body that begins before may
+    reach: to there, where what stands there cuts, for it may not be in a body, and does
+    more than show memory that is not of one; as far as a reduction that starts there
+    can be put off; or to the end."""
     kinds: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
             kinds[node] = "shows"
         else:
-            kinds[node] = "computes" if _fits(node) else "cuts"
+            fits = node in communicating or _fits(node)
+            kinds[node] = "computes" if fits else "cuts"
     packs: set[fx.Node] = set()  # what a collective is given
     for node in reversed(graph.nodes):
         is_pack = node.target is aten.cat.default or _shows(node)
@@ -164,9 +240,10 @@ def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
 
 
 def _may_start_later(node: fx.Node) -> bool:
-    """Whether a node starts a reduction that no schedule put beside certain ops."""
-    reductions = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
-    return node.target in reductions and not is_chunk(node)
+    """Whether a node starts a reduction, or gathers a result of the graph, and no
+    schedule put it beside certain ops."""
+    starts = node.target in REDUCTIONS or node.target is GATHER
+    return starts and not is_chunk(node)
 
 
 def _may_come_later(node: fx.Node) -> bool:
@@ -187,12 +264,19 @@ def _fits(node: fx.Node) -> bool:
         return _fits(node.args[0])
     if takes_from_generator(node):
         return False
+    return _is_of_known_tensors(node) and _computes(node.target)
+
+
+def _is_of_known_tensors(node: fx.Node) -> bool:
+    """Whether a node reads and gives tensors, of sizes that are numbers, where bodies
+    are as fast."""
+    results = tensors_in(node.meta.get("val"))
     read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
     every = [*results, *(x for each in read for x in each)]
     if not {x.device.type for x in every} <= DEVICES:
         return False
     sizes = (n for x in every for n in (*x.shape, *x.stride()))
-    return all(read) and _computes(node.target) and all(type(n) is int for n in sizes)
+    return all(read) and all(type(n) is int for n in sizes)
 
 
 @cache
@@ -213,33 +297,34 @@ def _border(
     """Where layers begin, so that few values go from one to the next: the later by less
     than a layer, the fewer calls."""
     place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
-    # Of each place in the second layer: what is made before, and read there or behind,
-    # less than a layer on.
-    crossing = np.zeros(distance + 1, int)
+    # Of each place in the second layer: collectives that are under way there, and what
+    # is made before and read there or behind, less than a layer on.
+    under_way, crossing = np.zeros((2, distance + 1), int)
     for i in range(begin, min(begin + 2 * distance, end)):
         last = max((place[user] for user in nodes[i].users if user in place), default=i)
         low, high = max(i + 1, middle), min(last + 1, middle + distance)
         if low < high and last - i <= distance:
-            crossing[low - middle] += 1
-            crossing[high - middle] -= 1
-    live = np.cumsum(crossing).tolist()
+            for counts in (crossing, under_way)[: 1 + (nodes[i].target in STARTS)]:
+                counts[low - middle] += 1
+                counts[high - middle] -= 1
+    late, live = np.cumsum(under_way).tolist(), np.cumsum(crossing).tolist()
     ways = []
     for later in range(distance):
         calls = (end - begin - later) // distance
         if calls >= LEAST_CALLS:
             whole = ends[middle + later] > middle + later
-            ways.append((bool(whole), live[later], -calls, later))
+            ways.append((late[later], bool(whole), live[later], -calls, later))
     return begin + min(ways)[-1] if ways else begin
 
 
-def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Maximal [first, last) inside [begin, end) that may be one body."""
+def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[slice]:
+    """Maximal parts of [begin, end) that may be one body."""
     first = begin
     while first < end:
         last, reach = first + 1, end
         while last < end and (reach := min(reach, int(ends[last]))) > last:
             last += 1
-        yield first, last
+        yield slice(first, last)
         first = last
 
 
