@@ -295,6 +295,10 @@ def test_a_collective_that_ends_in_its_layer_is_in_the_body(
         assert crossings(module.graph) == before and len(before) == 5
         assert outside(module, c10d.all_reduce.default) == 1
         code = code_of(module.graph, monkeypatch, module)
+        uneven = traced(reduced(group), *feeds(5))
+        assert outline_layers(uneven.graph, even=False) >= 4
+        assert outside(uneven, c10d.all_reduce.default) == 5
+        assert crossings(uneven.graph) == before
     signatures, _, body = code.partition("def layer0(args):")
     body = body.partition("\nasync_compile")[0]
     assert launches(body) == 1
@@ -416,8 +420,8 @@ def trained(layout: str, disable: str) -> tuple[list[list[float]], list[int]]:
         model = fxpar.shard(model, mesh="dp=2")
     counts = []
 
-    def counted(graph: fx.Graph) -> int:
-        counts.append(outline_layers(graph))
+    def counted(graph: fx.Graph, **how: Any) -> int:
+        counts.append(outline_layers(graph, **how))
         return counts[-1]
 
     # Else a rank takes over what another compiled, and an earlier run of this test.

@@ -66,15 +66,18 @@ class LayerSegment:
     text: tuple[Any, ...]
 
 
-def outline_layers(graph: fx.Graph) -> int:
-    """Put calls of bodies in the place of layers that repeat; how many calls."""
+def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
+    """Put calls of bodies in the place of layers that repeat; how many calls. Unless
+    shards are ``even``, other layers may be alike on other ranks, which must start
+    collectives in the same order: then bodies have none, and what would start behind
+    them cannot pass those."""
     root, inputs = graph.owning_module, graph.find_nodes(op="placeholder")
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
         return 0  # sizes are open
     if root is None or not _torch.inductor.calls_bodies():
         return 0
     kinds: dict[Any, list[LayerSegment]] = defaultdict(list)
-    for segment in _segments(graph):
+    for segment in _segments(graph, even):
         kinds[segment.text].append(segment)
     calls: dict[str, list[fx.Node]] = {}
     for alike in kinds.values():
@@ -96,10 +99,11 @@ def _takes_tensors(segment: LayerSegment) -> bool:
     return tensors and bool(segment.results)
 
 
-def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
+def _segments(graph: fx.Graph, even: bool) -> Iterator[LayerSegment]:
     """What of the graph's layers can be bodies."""
     label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
-    pairs, parted = _repeated_pairs(graph, label_of), set[fx.Node]()
+    pairs = _repeated_pairs(graph, label_of) if even else {}
+    parted = set[fx.Node]()
     while True:
         pairs = {start: pairs[start] for start in pairs if start not in parted}
         nodes, ends = _computing(graph, {*pairs, *pairs.values()})
