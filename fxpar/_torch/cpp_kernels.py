@@ -170,8 +170,8 @@ def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
     flags = set(cpu_vec_isa.x86_isa_checker())
     kinds = cpu_vec_isa.supported_vec_isa_list
     here = [isa for isa in kinds if set(str(isa).split()) <= flags]
-    taken = [isa for isa in here if str(isa) == _INSTRUCTIONS.name]
-    best = taken or list(itertools.islice(filter(None, here), 1))
+    same = [isa for isa in here if str(isa) == _INSTRUCTIONS.name]
+    best = same or list(itertools.islice(filter(None, here), 1))
     _INSTRUCTIONS.name = str(best[0]) if best else ""
     return best
 

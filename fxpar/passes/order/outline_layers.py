@@ -103,20 +103,20 @@ def _segments(graph: fx.Graph, even: bool) -> Iterator[LayerSegment]:
     """What of the graph's layers can be bodies."""
     label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
     pairs = _repeated_pairs(graph, label_of) if even else {}
-    parted = set[fx.Node]()
+    crossing = set[fx.Node]()  # which start in a body, and end outside
     while True:
-        pairs = {start: pairs[start] for start in pairs if start not in parted}
+        pairs = {start: pairs[start] for start in pairs if start not in crossing}
         nodes, ends = _computing(graph, {*pairs, *pairs.values()})
         labels = np.array([label_of[node] for node in nodes], int)
         patterns = _patterns(nodes, ends, labels)
         place = {node: i for i, node in enumerate(nodes)}
         places = [(place[start], place[wait]) for start, wait in pairs.items()]
-        parted = {
+        crossing = {
             nodes[pair[0]]
             for pair in places
             if any(_parts(whole, *pair) for whole in patterns)
         }
-        if not parted:
+        if not crossing:
             break
     outlined = np.zeros(len(nodes), bool)
     for whole in patterns:
