@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar import _torch
-from fxpar.passes.order import outline_layers as outline_layers_module
-from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
+from fxpar.passes.order import layer_segments
+from fxpar.passes.order.layer_segments import LEAST_CALLS
+from fxpar.passes.order.outline_layers import INVOKE, outline_layers
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
@@ -360,7 +361,7 @@ def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
         sizes = [node.args[0].meta["val"].shape[0] for node in starts]
         code = code_of(module.graph, monkeypatch, module)
         never = mock.Mock(return_value=False)
-        with mock.patch.object(outline_layers_module, "_may_start_later", never):
+        with mock.patch.object(layer_segments, "_may_start_later", never):
             cut = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
     assert calls(module) == ["layer0"] * 7  # each from middle to middle
     assert len(calls(cut)) < 7
