@@ -23,6 +23,7 @@ from fxpar._torch.inductor import (
     _take_strides,
     decompositions,
 )
+from fxpar._torch.inductor_shortcuts import unread_texts
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.version import own_version
 
@@ -280,6 +281,7 @@ def compile_fx(
         calls_rewritten(),
         kernels_in_libraries(BEHIND_ALL),
         probes_remembered(),
+        unread_texts(),
     ):
         if inner is None and not any(map(_on_accelerator, examples)):
             probe_beside()

@@ -18,6 +18,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +118,7 @@ def probes_remembered() -> Iterator[None]:
 
     def remembered(self: Any, output_path: str) -> bool:
         worked = Path(f"{output_path}.{_machine()}.works")
-        if worked.exists():
+        if worked.exists() or str(self) == _INSTRUCTIONS.name:
             return True
         works = bool(probe(self, output_path))
         if works:
@@ -134,9 +135,33 @@ def probes_remembered() -> Iterator[None]:
         yield
 
 
+@dataclass
+class _Instructions:
+    """Vector instructions that kernels of this process are compiled for."""
+
+    # Empty until some were tried, or another rank said so.
+    name: str = ""
+
+
+_INSTRUCTIONS = _Instructions()
+
+
+def instructions() -> str:
+    """The vector instructions that were tried first and work; empty if none were."""
+    return _INSTRUCTIONS.name
+
+
+def take_instructions(name: str) -> None:
+    """Let kernels be compiled for the instructions that another rank found to work. A
+    rank that tries them itself, on a machine that is busy, may find otherwise: it would
+    then compile anew what the other has compiled."""
+    _INSTRUCTIONS.name = name or _INSTRUCTIONS.name
+
+
 def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
-    """The first kind of vector instructions that work here, by itself; ``every`` kind
-    where the user chooses one, or on machines other than x86."""
+    """The kind of vector instructions that was taken, if this machine has it, else the
+    first that works here, by itself; ``every`` kind where the user chooses one, or on
+    machines other than x86."""
     from torch._inductor import config, cpu_vec_isa
 
     chosen = config.cpp.simdlen is not None or os.getenv("ATEN_CPU_CAPABILITY")
@@ -144,8 +169,11 @@ def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
         return every()
     flags = set(cpu_vec_isa.x86_isa_checker())
     kinds = cpu_vec_isa.supported_vec_isa_list
-    here = (isa for isa in kinds if set(str(isa).split()) <= flags)
-    return list(itertools.islice(filter(None, here), 1))
+    here = [isa for isa in kinds if set(str(isa).split()) <= flags]
+    same = [isa for isa in here if str(isa) == _INSTRUCTIONS.name]
+    best = same or list(itertools.islice(filter(None, here), 1))
+    _INSTRUCTIONS.name = str(best[0]) if best else ""
+    return best
 
 
 def probe_beside() -> None:

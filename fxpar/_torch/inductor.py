@@ -108,7 +108,8 @@ def _in_order(
     from torch._inductor.compile_fx import compile_fx_inner
 
     _hold_operands(gm)
-    waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    waits = any("::wait_" in _name(n.target) for graph in graphs for n in graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
     with (
         config.patch(dict.fromkeys(names, False)),

@@ -1,7 +1,7 @@
 """Shortcuts of Inductor's codegen: what it computes anew of every op is known.
 
-In: the parts of Inductor that look at each op of a graph. Out: the same numbers and the
-same code from them, in less time. Never changes what Inductor decides.
+In: the parts of Inductor, and of AOTAutograd, that look at each op of a graph. Out: the
+same numbers and the same code from them, in less time. Never changes what they decide.
 """
 
 from __future__ import annotations
@@ -12,14 +12,37 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 
 from fxpar._torch import known_values
 
 
 @contextlib.contextmanager
 def shortcuts() -> Iterator[None]:
-    """Context of Inductor's codegen in which both are taken."""
-    with _plain_indices_stay(), _values_of_known_forms():
+    """Context of Inductor's codegen in which all are taken."""
+    with _plain_indices_stay(), _values_of_known_forms(), unread_texts():
+        yield
+
+
+@contextlib.contextmanager
+def unread_texts() -> Iterator[None]:
+    """Context in which graphs are not written down for traces (``TORCH_TRACE``) if none
+    is taken: torch (2.13) makes the texts at once, and only then asks whether it is.
+    Logs, which ask first, are as ever."""
+    from torch._logging._internal import trace_log
+
+    write = fx.GraphModule.print_readable
+
+    def print_readable(self: Any, *args: Any, **kwargs: Any) -> str:
+        # As what is written for traces alone asks for.
+        for_traces = kwargs.keys() & {"expanded_def", "fast_sympy_print"}
+        is_shown = kwargs.get("print_output", True)
+        return "" if for_traces and not is_shown else write(self, *args, **kwargs)
+
+    if trace_log.handlers:
+        yield
+        return
+    with mock.patch.object(fx.GraphModule, "print_readable", print_readable):
         yield
 
 

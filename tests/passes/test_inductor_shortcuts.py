@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from typing import Any
 from unittest import mock
@@ -64,6 +65,25 @@ def code(*, shortcuts: bool) -> str:
 
 def test_the_code_is_the_same() -> None:
     assert code(shortcuts=True) == code(shortcuts=False)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_texts_for_traces_are_made_if_one_is_taken(
+    is_traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._logging import _internal
+
+    handlers = [logging.NullHandler()] if is_traced else []
+    monkeypatch.setattr(_internal.trace_log, "handlers", handlers)
+    gm, _ = traced()
+    with inductor_shortcuts.unread_texts(), inductor_shortcuts.unread_texts():
+        for_trace = gm.print_readable(print_output=False, expanded_def=True)
+        for_log = gm.print_readable(print_output=False, include_stride=True)
+    assert bool(for_trace) == is_traced and "def forward" in for_log
+    asked = mock.Mock(return_value="")
+    with mock.patch.object(torch.fx.graph_module, "_print_readable", asked):
+        code(shortcuts=True)
+    assert asked.called == is_traced  # torch makes them, and makes them so
 
 
 @pytest.mark.parametrize("divided", [False, True])

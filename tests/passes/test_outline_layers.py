@@ -3,6 +3,7 @@ makes of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar import _torch
-from fxpar.passes.order import outline_layers as outline_layers_module
-from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
+from fxpar.passes.order import layer_segments
+from fxpar.passes.order.layer_segments import LEAST_CALLS
+from fxpar.passes.order.outline_layers import INVOKE, outline_layers
+from fxpar.passes.simulate.launches import crossings
 from fxpar.passes.stages import sums_of_parts
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
@@ -266,9 +269,47 @@ def test_nothing_touches_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> N
         code = code_of(module.graph, monkeypatch, module)
     assert launches(code) == 12
     assert hazards(code) == []
-    early = code.replace("buf14 = torch", "layer0_args = [buf8]\nbuf14 = torch", 1)
+    early = re.sub(r"((buf\d+) = .*\.all_gather.*)", r"\1\nlayer0_args = [\2]", code)
     assert "is read before its wait" in hazards(early)[0]
     assert code.count("def layer0(args)") == 1
+
+
+def reduced(group: str) -> Callable[..., Any]:
+    """Layers in which a product is reduced beside another op, and waited for there."""
+
+    def fn(x: Tensor, *ws: Tensor) -> Any:
+        for w in ws:
+            product = c10d.all_reduce(x.view(8, 8) @ w, "sum", group)
+            beside = x.view(8, 8).sin().cos()
+            x = layer((c10d.wait_tensor(product) * beside).view(4, 16), w)
+        return (x.sum(),)
+
+    return fn
+
+
+def test_a_collective_that_ends_in_its_layer_is_in_the_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_group(2) as group:
+        module = traced(reduced(group), *feeds(5))
+        before = crossings(module.graph)
+        assert outline_layers(module.graph) == 4  # the first shows what is given
+        assert crossings(module.graph) == before and len(before) == 5
+        assert outside(module, c10d.all_reduce.default) == 1
+        code = code_of(module.graph, monkeypatch, module)
+        uneven = traced(reduced(group), *feeds(5))
+        assert outline_layers(uneven.graph, even=False) >= 4
+        assert outside(uneven, c10d.all_reduce.default) == 5
+        assert crossings(uneven.graph) == before
+    signatures, _, body = code.partition("def layer0(args):")
+    body = body.partition("\nasync_compile")[0]
+    assert launches(body) == 1
+    assert hazards(f"{signatures}def call(self, args):{body}") == []
+    late = re.sub(r".*\.wait_tensor.*", "", body)
+    assert (
+        "is read before its wait"
+        in hazards(f"{signatures}def call(self, args):{late}")[0]
+    )
 
 
 def of_buckets(
@@ -321,7 +362,7 @@ def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
         sizes = [node.args[0].meta["val"].shape[0] for node in starts]
         code = code_of(module.graph, monkeypatch, module)
         never = mock.Mock(return_value=False)
-        with mock.patch.object(outline_layers_module, "_may_start_later", never):
+        with mock.patch.object(layer_segments, "_may_start_later", never):
             cut = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
     assert calls(module) == ["layer0"] * 7  # each from middle to middle
     assert len(calls(cut)) < 7
@@ -386,7 +427,7 @@ def test_sums_over_microbatches_are_added_behind_layers(
     sums_of_parts.register_lowering()
     code = code_of(summed.graph, monkeypatch, summed)
     assert code.count("torch.ops.aten.add_.Tensor(") == 5
-    with mock.patch.object(outline_layers_module, "SUMS", set()):
+    with mock.patch.object(layer_segments, "SUMS", set()):
         cut = outlined(of_parts(True), *feeds(5))
     assert len(calls(cut)) > 10
 
@@ -438,8 +479,8 @@ def trained(layout: str, disable: str) -> tuple[list[list[float]], list[int]]:
         model = fxpar.shard(model, mesh="dp=2")
     counts = []
 
-    def counted(graph: fx.Graph) -> int:
-        counts.append(outline_layers(graph))
+    def counted(graph: fx.Graph, **how: Any) -> int:
+        counts.append(outline_layers(graph, **how))
         return counts[-1]
 
     # Else a rank takes over what another compiled, and an earlier run of this test.

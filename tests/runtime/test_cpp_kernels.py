@@ -113,9 +113,17 @@ def test_no_instructions_are_tried_behind_the_best(
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: list(works))
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: ["every"])
+    monkeypatch.setattr(cpp_kernels, "_INSTRUCTIONS", cpp_kernels._Instructions())
     with probes_remembered(), probes_remembered():
-        assert cpu_vec_isa.valid_vec_isa_list() == ["second"]
+        for _ in range(2):
+            assert cpu_vec_isa.valid_vec_isa_list() == ["second"]
+            assert tried == ["first", "second"]
+        assert cpp_kernels.instructions() == "second"
+        cpp_kernels.take_instructions("third")  # as another rank found, which was busy
+        assert cpu_vec_isa.valid_vec_isa_list() == ["third"]
         assert tried == ["first", "second"]
+        cpp_kernels.take_instructions("unknown")  # to this machine
+        assert cpu_vec_isa.valid_vec_isa_list() == ["second"]
         with torch._inductor.config.patch({"cpp.simdlen": 256}):  # the user chooses
             assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
     assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
@@ -150,6 +158,7 @@ def test_instructions_are_tried_once(tmp_path, monkeypatch) -> None:
         return outcomes[path.rsplit("/")[-1]]
 
     monkeypatch.setattr(VecISA, "_probe_load", probe)
+    monkeypatch.setattr(cpp_kernels, "_INSTRUCTIONS", cpp_kernels._Instructions())
     isa = VecAVX2()
     for _ in range(2):  # two starts
         with probes_remembered(), probes_remembered():
@@ -159,5 +168,7 @@ def test_instructions_are_tried_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: "another machine")
     with probes_remembered():
         assert isa._probe_load(f"{tmp_path}/works")
+        cpp_kernels.take_instructions(str(isa))  # as another rank found
+        assert isa._probe_load(f"{tmp_path}/fails")
     assert len(tried) == 4
     assert VecISA._probe_load is probe

@@ -1,76 +1,57 @@
 """scheduled -> scheduled: of layers that repeat, one is compiled.
 
 In: a forward or a backward as it goes to Inductor. Out: the same graph, changed in
-place: what of a layer lies between two collectives, and repeats, is a call of a body
-that all of its kind share, so that Inductor lowers and generates it once. Bodies are
-alike to the last constant, shape and stride. They hold ops that compute, and nothing
-else: collectives, writes, seeds and a rank's coordinates stay between the calls, so
-that what is under way, or written, is memory of the outer graph alone. What a body
-gives is memory of its own; where several views of it are read outside, they are made
-there. Views of what it is given are made inside, where all calls are given alike ones.
-A reduction that starts inside a layer, as a bucket that is full in the middle of it,
-starts right behind the layer, and so does one of its result over another axis: in
-others that are alike none does. What a layer adds to sums over microbatches, in their
-memory, is added right behind it.
+place: what repeats of a layer is a call of a body that all of its kind share, so that
+Inductor lowers and generates it once. Bodies are alike to the last constant, shape and
+stride. They hold ops that compute, and collectives from start to wait: others, writes,
+seeds and a rank's coordinates stay between the calls, so that what is under way where a
+body begins or ends, or written, is memory of the outer graph alone. What a body gives
+is memory of its own; where several views of it are read outside, they are made there.
+Views of what it is given are made inside, where all calls are given alike ones. A
+reduction that starts inside a layer and does not end there, as a bucket that is full in
+the middle of it, starts right behind the layer, and so does what goes over another axis
+with its result: in others that are alike none does. What a layer adds to sums over
+microbatches, in their memory, is added right behind it.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.alike_nodes import is_aligned, labels_of, with_reads
+from fxpar.passes.alike_nodes import is_aligned, labels_of
 from fxpar.passes.builder import PROVENANCE
-from fxpar.passes.experts.first_rows import is_of_first_rows
-from fxpar.passes.order.sink_waits import WAIT, is_chunk
-from fxpar.passes.stages.sums_of_parts import SUMS
-from fxpar.sharding.cost.op import is_view, tensors_in
-from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
-from fxpar.sharding.search.layers import rows_of_layers
-
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+from fxpar.passes.order.layer_segments import (
+    LEAST_CALLS,
+    LayerSegment,
+    fits,
+    may_come_later,
+    operands_of,
+    segments,
+)
+from fxpar.sharding.cost.op import is_view
 
 # Calls a body.
 INVOKE = _torch.inductor.invoke_subgraph()
 
-# A body is called so often at least, and has so many ops.
-LEAST_CALLS, LEAST_OPS = 3, 5
 
-# Where steps of bodies were measured, and are as fast.
-DEVICES = {"cpu"}
-
-
-@dataclass(frozen=True)
-class LayerSegment:
-    """Ops that follow one another, as a function of what they read."""
-
-    # In order.
-    nodes: tuple[fx.Node, ...]
-    # Whose memory is read behind them, directly or through views.
-    results: tuple[fx.Node, ...]
-    # Equal for segments that compute the same function.
-    text: tuple[Any, ...]
-
-
-def outline_layers(graph: fx.Graph) -> int:
-    """Put calls of bodies in the place of layers that repeat; how many calls."""
+def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
+    """Put calls of bodies in the place of layers that repeat; how many calls.
+    ``even``: all shards are (see ``segments``)."""
     root, inputs = graph.owning_module, graph.find_nodes(op="placeholder")
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
         return 0  # sizes are open
     if root is None or not _torch.inductor.calls_bodies():
         return 0
     kinds: dict[Any, list[LayerSegment]] = defaultdict(list)
-    for segment in _segments(graph):
+    for segment in segments(graph, even=even):
         kinds[segment.text].append(segment)
     calls: dict[str, list[fx.Node]] = {}
     for alike in kinds.values():
@@ -86,231 +67,10 @@ def outline_layers(graph: fx.Graph) -> int:
 
 def _takes_tensors(segment: LayerSegment) -> bool:
     """Whether tensors, aligned and in no lists, go in and out."""
-    ends = (*_operands(segment.nodes), *segment.results)
+    ends = (*operands_of(segment.nodes), *segment.results)
     values = [node.meta.get("val") for node in ends]
     tensors = all(isinstance(x, torch.Tensor) and is_aligned(x) for x in values)
     return tensors and bool(segment.results)
-
-
-def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
-    """What of the graph's layers can be bodies."""
-    nodes, ends = _computing(graph)
-    labels = labels_of(nodes)
-    outlined = np.zeros(len(nodes), bool)
-    for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
-        # Where they begin and end, what is around ops is not alike.
-        while begin and labels[begin - 1] == labels[begin - 1 + distance]:
-            begin -= 1
-        while end < len(nodes) and labels[end] == labels[end - distance]:
-            end += 1
-        begin = _border(nodes, ends, begin, end, distance)
-        for layer in range(begin, end - distance + 1, distance):
-            for first, last in _runs(ends, layer, layer + distance):
-                pattern = labels[first:last]
-                if last - first >= LEAST_OPS and not outlined[first:last].any():
-                    for at in _matches(labels, ends, pattern, outlined):
-                        yield _segment(nodes[at], labels[at])
-
-
-def _matches(
-    labels: np.ndarray,
-    ends: np.ndarray,
-    pattern: np.ndarray,
-    outlined: np.ndarray,
-) -> Iterator[slice]:
-    """Where the labels have a pattern that may be one body, and nothing was taken yet.
-    ``ends``: see ``_computing``."""
-    for first in np.flatnonzero(labels == pattern[0]).tolist():
-        at = slice(first, first + len(pattern))
-        if outlined[at].any() or not np.array_equal(labels[at], pattern):
-            continue
-        if ends[first + 1 : at.stop].min(initial=at.stop) >= at.stop:
-            outlined[at] = True
-            yield at
-
-
-def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
-    """The ops that may be in bodies; and for each place before one of them, and behind
-    the last, how far a body that begins before may reach: to there, where what stands
-    there cuts, for it may not be in a body, and does more than show memory that is not
-    of one; as far as a reduction or a sum there can be put off; or to the end."""
-    kinds: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
-            kinds[node] = "shows"
-        else:
-            kinds[node] = "computes" if _fits(node) else "cuts"
-    packs: set[fx.Node] = set()  # what a collective is given
-    for node in reversed(graph.nodes):
-        is_pack = node.target is aten.cat.default or _shows(node)
-        is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
-        if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
-            kinds[node] = "cuts"
-            packs.add(node)
-    nodes = [node for node in graph.nodes if kinds[node] == "computes"]
-    counts = np.cumsum([kinds[node] == "computes" for node in graph.nodes]).tolist()
-    place = dict(zip(graph.nodes, counts, strict=True))  # ops of bodies up to a node
-    place.update((node, i) for i, node in enumerate(nodes))
-    ends = np.full(len(nodes) + 1, len(nodes))
-    put_off: dict[fx.Node, int] = {}
-    for node in reversed(graph.nodes):
-        if kinds[node] == "computes":
-            continue
-        put_off[node] = place[node]
-        if node in packs or kinds[node] == "shows" or _may_come_later(node):
-            readers = (max(place[u], put_off.get(u, 0)) for u in node.users)
-            put_off[node] = min(readers, default=place[node])
-        if kinds[node] == "cuts":
-            ends[place[node]] = min(ends[place[node]], put_off[node])
-    return nodes, ends
-
-
-def _may_start_later(node: fx.Node) -> bool:
-    """Whether a node starts a reduction that no schedule put beside certain ops."""
-    reductions = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
-    return node.target in reductions and not is_chunk(node)
-
-
-def _may_come_later(node: fx.Node) -> bool:
-    """Whether a node starts such a reduction, waits for one that others of them alone
-    read (of a gradient that is reduced axis by axis), or adds to a sum over
-    microbatches."""
-    if node.target in SUMS:
-        return True
-    if node.target is not WAIT:
-        return _may_start_later(node)
-    ends = (node.args[0], *node.users)
-    return bool(node.users) and all(map(_may_start_later, ends))
-
-
-def _fits(node: fx.Node) -> bool:
-    """Whether an op may be in a body: not if its rows are counted when it runs."""
-    results = tensors_in(node.meta.get("val"))
-    if node.op != "call_function" or not results or is_of_first_rows(node):
-        return False
-    if node.target is operator.getitem:
-        return _fits(node.args[0])
-    if takes_from_generator(node):
-        return False
-    read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
-    every = [*results, *(x for each in read for x in each)]
-    if not {x.device.type for x in every} <= DEVICES:
-        return False
-    sizes = (n for x in every for n in (*x.shape, *x.stride()))
-    return all(read) and _computes(node.target) and all(type(n) is int for n in sizes)
-
-
-@cache
-def _computes(target: Any) -> bool:
-    """Whether an op is a function of its operands alone, and its strides are too."""
-    if not isinstance(target, _torch.inductor.OpOverload):
-        return False
-    facts = op_facts_of(target)
-    if facts.chosen_strides or facts.mutates:
-        return False
-    # What is random and draws nothing has a seed that is an operand.
-    return facts.random or target.namespace in ("aten", "prims")
-
-
-def _border(
-    nodes: Sequence[fx.Node], ends: np.ndarray, begin: int, end: int, distance: int
-) -> int:
-    """Where layers begin, so that few values go from one to the next: the later by less
-    than a layer, the fewer calls."""
-    place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
-    # Of each place in the second layer: what is made before, and read there or behind,
-    # less than a layer on.
-    crossing = np.zeros(distance + 1, int)
-    for i in range(begin, min(begin + 2 * distance, end)):
-        last = max((place[user] for user in nodes[i].users if user in place), default=i)
-        low, high = max(i + 1, middle), min(last + 1, middle + distance)
-        if low < high and last - i <= distance:
-            crossing[low - middle] += 1
-            crossing[high - middle] -= 1
-    live = np.cumsum(crossing).tolist()
-    ways = []
-    for later in range(distance):
-        calls = (end - begin - later) // distance
-        if calls >= LEAST_CALLS:
-            whole = ends[middle + later] > middle + later
-            ways.append((bool(whole), live[later], -calls, later))
-    return begin + min(ways)[-1] if ways else begin
-
-
-def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Maximal [first, last) inside [begin, end) that may be one body."""
-    first = begin
-    while first < end:
-        last, reach = first + 1, end
-        while last < end and (reach := min(reach, int(ends[last]))) > last:
-            last += 1
-        yield first, last
-        first = last
-
-
-def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
-    inside = {node: i for i, node in enumerate(nodes)}
-    place = {node: -1 - i for i, node in enumerate(_operands(nodes))} | inside
-    lines = [
-        (label, tuple(map(place.__getitem__, _reads(node))))
-        for node, label in zip(nodes, labels.tolist(), strict=True)
-    ]
-    read_outside: dict[fx.Node, list[fx.Node]] = {}  # of memory: what shows it
-    for node in nodes:
-        if any(user not in inside for user in node.users):
-            read_outside.setdefault(_home(node), []).append(node)
-    results = tuple(
-        readers[0] if len(readers) == 1 and _shows_all(readers[0]) else home
-        for home, readers in sorted(
-            read_outside.items(), key=lambda item: inside.get(item[0], -1)
-        )
-        if home in inside
-    )
-    return LayerSegment(
-        tuple(nodes), results, (*lines, tuple(map(inside.get, results)))
-    )
-
-
-def _reads(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments of a call, in order, each as often as it is."""
-    reads: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), reads.append)
-    return reads
-
-
-def _operands(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What nodes read of others, by first use."""
-    inside = set(nodes)
-    reads = (read for node in nodes for read in _reads(node) if read not in inside)
-    return list(dict.fromkeys(reads))
-
-
-def _home(node: fx.Node) -> fx.Node:
-    """The op whose memory a chain of views shows."""
-    while _shows(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _shows_all(node: fx.Node) -> bool:
-    """Whether a node is a view of all of its memory, or no view."""
-    while _shows(node):
-        facts = op_facts_of(node.target)
-        if not (facts.reshapes or facts.keeps_order or facts.permutes):
-            return False
-        node = node.all_input_nodes[0]
-    return True
-
-
-def _shows(node: fx.Node) -> bool:
-    """Whether an op may give memory of its operand."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    if node.target is operator.getitem:
-        return _shows(node.args[0])
-    schema = _torch.objects.schema_of(node.target)
-    returns = schema.returns if schema is not None else ()
-    return is_view(node) or any(x.alias_info is not None for x in returns)
 
 
 def _free_name(root: torch.nn.Module) -> str:
@@ -321,7 +81,7 @@ def _free_name(root: torch.nn.Module) -> str:
 def _body(segment: LayerSegment) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(_operands(segment.nodes)):
+    for i, node in enumerate(operands_of(segment.nodes)):
         copies[node] = graph.placeholder(f"operand{i}")
         copies[node].meta["val"] = node.meta["val"]
     for node in segment.nodes:
@@ -338,7 +98,7 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
     inside = set(segment.nodes)
     first, last = segment.nodes[0], segment.nodes[-1]
     behind = _put_behind(segment)
-    operands = _operands(segment.nodes)
+    operands = operands_of(segment.nodes)
     origin = {key: first.meta[key] for key in PROVENANCE if key in first.meta}
     results: dict[fx.Node, fx.Node] = {}
     with graph.inserting_after(last):
@@ -432,7 +192,7 @@ def _views_given(
 
 def _are_alike_views(column: Sequence[fx.Node]) -> bool:
     """Whether nodes are alike views of whole tensors that a body may be given."""
-    if not all(_fits(node) and is_view(node) for node in column):
+    if not all(fits(node) and is_view(node) for node in column):
         return False
     bases = (node.all_input_nodes[0].meta.get("val") for node in column)
     are_aligned = all(isinstance(x, torch.Tensor) and is_aligned(x) for x in bases)
@@ -451,7 +211,7 @@ def _put_behind(segment: LayerSegment) -> list[fx.Node]:
         if between in inside:
             continue
         reads_late = any(r in inside or r in behind for r in between.all_input_nodes)
-        if reads_late or _may_come_later(between):
+        if reads_late or may_come_later(between):
             behind[between] = None
         else:
             first.prepend(between)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar._torch.fake import depends_on_data
 from fxpar.errors import PlanError
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
@@ -159,9 +160,12 @@ def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
     """The collectives of a graph in order, a line for each: what ranks that run it
     together must have alike, whatever else they compute. Unless shards are ``even``,
     sizes are alike only within a group, and are left out; so are those of exchanges."""
-    out = []
+    out: list[str] = []
     for node in graph.nodes:
         name = str(node.target)
+        if node.target is _torch.inductor.invoke_subgraph():
+            body: Any = getattr(graph.owning_module, str(node.args[1]))
+            out += crossings(body.graph, even=even)
         if node.target in WAITS or not ("c10d" in name or is_collective(node)):
             continue
         alike = even and not _sends_unlike(node)

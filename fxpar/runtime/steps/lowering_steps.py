@@ -259,7 +259,7 @@ def fuse_regions(state: PhaseState) -> None:
 def outline_repeated(state: PhaseState) -> None:
     """Layers that repeat as calls of one body, where Inductor is to compile it."""
     if state.inductor:
-        outline_layers(state.graph)
+        outline_layers(state.graph, even=state.even)
 
 
 def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> GroupFacts:

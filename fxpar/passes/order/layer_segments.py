@@ -1,0 +1,358 @@
+"""Which ops of layers that repeat may be one body, called by all that are alike.
+
+In: a forward or a backward as it goes to Inductor. Out: its ``segments``: ops that
+follow one another, and compute the same function wherever they have the same text: one
+for each layer where nothing in it must stay outside. Layers begin where no collective
+is under way, and few values go from one to the next. Never changes the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.alike_nodes import labels_of, with_reads
+from fxpar.passes.experts.first_rows import is_of_first_rows
+from fxpar.passes.order.sink_waits import WAIT, is_chunk
+from fxpar.passes.stages.sums_of_parts import SUMS
+from fxpar.sharding.cost.op import is_view, tensors_in
+from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
+from fxpar.sharding.search.layers import rows_of_layers
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+# Start what may be in bodies.
+REDUCTIONS = {c10d.all_reduce.default, c10d.reduce_scatter_tensor.default}
+STARTS = {*REDUCTIONS, c10d.all_gather_into_tensor.default}
+# Starts the gather of a result of the graph.
+GATHER = torch.ops.fxpar.all_gather_into_tensor.default
+
+# A body is called so often at least, and has so many ops.
+LEAST_CALLS, LEAST_OPS = 3, 5
+
+# Where steps of bodies were measured, and are as fast.
+DEVICES = {"cpu"}
+
+
+@dataclass(frozen=True)
+class LayerSegment:
+    """Ops that follow one another, as a function of what they read."""
+
+    # In order.
+    nodes: tuple[fx.Node, ...]
+    # Whose memory is read behind them, directly or through views.
+    results: tuple[fx.Node, ...]
+    # Equal for segments that compute the same function.
+    text: tuple[Any, ...]
+
+
+def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
+    """What of the graph's layers can be bodies. Unless shards are ``even``, others may
+    be alike on other ranks, which must start collectives in the same order: then bodies
+    have none, and what starts behind them passes no other."""
+    label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
+    pairs = _repeated_pairs(graph, label_of) if even else {}
+    crossing = set[fx.Node]()  # which start in a body, and end outside
+    while True:
+        pairs = {start: pairs[start] for start in pairs if start not in crossing}
+        nodes, ends = _computing(graph, {*pairs, *pairs.values()})
+        labels = np.array([label_of[node] for node in nodes], int)
+        patterns = _patterns(nodes, ends, labels)
+        place = {node: i for i, node in enumerate(nodes)}
+        places = [(place[start], place[wait]) for start, wait in pairs.items()]
+        crossing = {
+            nodes[pair[0]]
+            for pair in places
+            if any(_parts(whole, *pair) for whole in patterns)
+        }
+        if not crossing:
+            break
+    outlined = np.zeros(len(nodes), bool)
+    for whole in patterns:
+        if whole.stop - whole.start >= LEAST_OPS and not outlined[whole].any():
+            for at in _matches(labels, ends, labels[whole], outlined):
+                if not any(_parts(at, *pair) for pair in places):
+                    yield _segment(nodes[at], labels[at])
+
+
+def _repeated_pairs(
+    graph: fx.Graph, label_of: Mapping[fx.Node, int]
+) -> dict[fx.Node, fx.Node]:
+    """Of collectives that start and end at the same place of all layers but one: the op
+    that starts them, and their wait."""
+    nodes, _ = _computing(graph, ())
+    inside, kinds = set(nodes), defaultdict[Any, dict[fx.Node, fx.Node]](dict)
+    counts = np.cumsum([node in inside for node in graph.nodes]).tolist()
+    place = dict(zip(graph.nodes, counts, strict=True))
+    pairs: dict[fx.Node, fx.Node] = {}
+    for begin, end, distance in _rows(nodes, np.array([label_of[n] for n in nodes])):
+        for start, wait in _pairs(graph):
+            first, length = place[start] - begin, place[wait] - place[start]
+            if first >= 0 and place[wait] <= end and length < distance:
+                kind = begin, first % distance, length, label_of[start]
+                kinds[kind][start] = wait
+                if len(kinds[kind]) >= (end - begin) // distance - 1:
+                    pairs |= kinds[kind]
+    return pairs
+
+
+def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Of collectives that may be in bodies: the op that starts one, and its wait."""
+    for start in graph.nodes:
+        if start.target in STARTS and _is_of_known_tensors(start):
+            wait, *others = start.users
+            if wait.target is WAIT and not others:
+                yield start, wait
+
+
+def _parts(whole: slice, *pair: int) -> bool:
+    """Whether one op of a pair is inside, the other is not."""
+    return len({whole.start <= i < whole.stop for i in pair}) > 1
+
+
+def _patterns(
+    nodes: Sequence[fx.Node], ends: np.ndarray, labels: np.ndarray
+) -> list[slice]:
+    """What of each layer may be one body."""
+    patterns: list[slice] = []
+    for begin, end, distance in _rows(nodes, labels):
+        first = _border(nodes, ends, begin, end, distance)
+        for layer in range(first, end - distance + 1, distance):
+            patterns += _runs(ends, layer, layer + distance)
+    return patterns
+
+
+def _rows(
+    nodes: Sequence[fx.Node], labels: np.ndarray
+) -> Iterator[tuple[int, int, int]]:
+    """[begin, end) of layers in a row, and the ops of each."""
+    for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
+        # Where they begin and end, what is around ops is not alike.
+        while begin and labels[begin - 1] == labels[begin - 1 + distance]:
+            begin -= 1
+        while end < len(nodes) and labels[end] == labels[end - distance]:
+            end += 1
+        yield begin, end, distance
+
+
+def _matches(
+    labels: np.ndarray,
+    ends: np.ndarray,
+    pattern: np.ndarray,
+    outlined: np.ndarray,
+) -> Iterator[slice]:
+    """Where the labels have a pattern that may be one body, and nothing was taken yet.
+    ``ends``: see ``_computing``."""
+    for first in np.flatnonzero(labels == pattern[0]).tolist():
+        at = slice(first, first + len(pattern))
+        if outlined[at].any() or not np.array_equal(labels[at], pattern):
+            continue
+        if ends[first + 1 : at.stop].min(initial=at.stop) >= at.stop:
+            outlined[at] = True
+            yield at
+
+
+def _computing(
+    graph: fx.Graph, communicating: Collection[fx.Node]
+) -> tuple[list[fx.Node], np.ndarray]:
+    """The ops that may be in bodies, those that communicate among them; and for each
+    place before one of them, and behind the last, how far a body that begins before may
+    reach: to there, where what stands there cuts, for it may not be in a body, and does
+    more than show memory that is not of one; as far as a reduction that starts there
+    can be put off; or to the end."""
+    kinds: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
+            kinds[node] = "shows"
+        else:
+            is_inside = node in communicating or fits(node)
+            kinds[node] = "computes" if is_inside else "cuts"
+    packs: set[fx.Node] = set()  # what a collective is given
+    for node in reversed(graph.nodes):
+        is_pack = node.target is aten.cat.default or _shows(node)
+        is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
+        if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
+            kinds[node] = "cuts"
+            packs.add(node)
+    nodes = [node for node in graph.nodes if kinds[node] == "computes"]
+    counts = np.cumsum([kinds[node] == "computes" for node in graph.nodes]).tolist()
+    place = dict(zip(graph.nodes, counts, strict=True))  # ops of bodies up to a node
+    place.update((node, i) for i, node in enumerate(nodes))
+    ends = np.full(len(nodes) + 1, len(nodes))
+    put_off: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        if kinds[node] == "computes":
+            continue
+        put_off[node] = place[node]
+        if node in packs or kinds[node] == "shows" or may_come_later(node):
+            readers = (max(place[u], put_off.get(u, 0)) for u in node.users)
+            put_off[node] = min(readers, default=place[node])
+        if kinds[node] == "cuts":
+            ends[place[node]] = min(ends[place[node]], put_off[node])
+    return nodes, ends
+
+
+def _may_start_later(node: fx.Node) -> bool:
+    """Whether a node starts a reduction, or gathers a result of the graph, and no
+    schedule put it beside certain ops."""
+    starts = node.target in REDUCTIONS or node.target is GATHER
+    return starts and not is_chunk(node)
+
+
+def may_come_later(node: fx.Node) -> bool:
+    """Whether a node starts such a reduction, waits for one that others of them alone
+    read (of a gradient that is reduced axis by axis), or adds to a sum over
+    microbatches."""
+    if node.target in SUMS:
+        return True
+    if node.target is not WAIT:
+        return _may_start_later(node)
+    ends = (node.args[0], *node.users)
+    return bool(node.users) and all(map(_may_start_later, ends))
+
+
+def fits(node: fx.Node) -> bool:
+    """Whether an op may be in a body: not if its rows are counted when it runs."""
+    results = tensors_in(node.meta.get("val"))
+    if node.op != "call_function" or not results or is_of_first_rows(node):
+        return False
+    if node.target is operator.getitem:
+        return fits(node.args[0])
+    if takes_from_generator(node):
+        return False
+    return _is_of_known_tensors(node) and _computes(node.target)
+
+
+def _is_of_known_tensors(node: fx.Node) -> bool:
+    """Whether a node reads and gives tensors, of sizes that are numbers, where bodies
+    are as fast."""
+    results = tensors_in(node.meta.get("val"))
+    read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
+    every = [*results, *(x for each in read for x in each)]
+    if not {x.device.type for x in every} <= DEVICES:
+        return False
+    sizes = (n for x in every for n in (*x.shape, *x.stride()))
+    return all(read) and all(type(n) is int for n in sizes)
+
+
+@cache
+def _computes(target: Any) -> bool:
+    """Whether an op is a function of its operands alone, and its strides are too."""
+    if not isinstance(target, _torch.inductor.OpOverload):
+        return False
+    facts = op_facts_of(target)
+    if facts.chosen_strides or facts.mutates:
+        return False
+    # What is random and draws nothing has a seed that is an operand.
+    return facts.random or target.namespace in ("aten", "prims")
+
+
+def _border(
+    nodes: Sequence[fx.Node], ends: np.ndarray, begin: int, end: int, distance: int
+) -> int:
+    """Where layers begin, so that few values go from one to the next: the later by less
+    than a layer, the fewer calls."""
+    place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
+    # Of each place in the second layer: collectives that are under way there, and what
+    # is made before and read there or behind, less than a layer on.
+    under_way, crossing = np.zeros((2, distance + 1), int)
+    for i in range(begin, min(begin + 2 * distance, end)):
+        last = max((place[user] for user in nodes[i].users if user in place), default=i)
+        low, high = max(i + 1, middle), min(last + 1, middle + distance)
+        if low < high and last - i <= distance:
+            for counts in (crossing, under_way)[: 1 + (nodes[i].target in STARTS)]:
+                counts[low - middle] += 1
+                counts[high - middle] -= 1
+    late, live = np.cumsum(under_way).tolist(), np.cumsum(crossing).tolist()
+    ways = []
+    for later in range(distance):
+        calls = (end - begin - later) // distance
+        if calls >= LEAST_CALLS:
+            whole = ends[middle + later] > middle + later
+            ways.append((late[later], bool(whole), live[later], -calls, later))
+    return begin + min(ways)[-1] if ways else begin
+
+
+def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[slice]:
+    """Maximal parts of [begin, end) that may be one body."""
+    first = begin
+    while first < end:
+        last, reach = first + 1, end
+        while last < end and (reach := min(reach, int(ends[last]))) > last:
+            last += 1
+        yield slice(first, last)
+        first = last
+
+
+def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
+    inside = {node: i for i, node in enumerate(nodes)}
+    place = {node: -1 - i for i, node in enumerate(operands_of(nodes))} | inside
+    lines = [
+        (label, tuple(map(place.__getitem__, _reads(node))))
+        for node, label in zip(nodes, labels.tolist(), strict=True)
+    ]
+    read_outside: dict[fx.Node, list[fx.Node]] = {}  # of memory: what shows it
+    for node in nodes:
+        if any(user not in inside for user in node.users):
+            read_outside.setdefault(_home(node), []).append(node)
+    results = tuple(
+        readers[0] if len(readers) == 1 and _shows_all(readers[0]) else home
+        for home, readers in sorted(
+            read_outside.items(), key=lambda item: inside.get(item[0], -1)
+        )
+        if home in inside
+    )
+    return LayerSegment(
+        tuple(nodes), results, (*lines, tuple(map(inside.get, results)))
+    )
+
+
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments of a call, in order, each as often as it is."""
+    reads: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), reads.append)
+    return reads
+
+
+def operands_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What nodes read of others, by first use."""
+    inside = set(nodes)
+    reads = (read for node in nodes for read in _reads(node) if read not in inside)
+    return list(dict.fromkeys(reads))
+
+
+def _home(node: fx.Node) -> fx.Node:
+    """The op whose memory a chain of views shows."""
+    while _shows(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _shows_all(node: fx.Node) -> bool:
+    """Whether a node is a view of all of its memory, or no view."""
+    while _shows(node):
+        facts = op_facts_of(node.target)
+        if not (facts.reshapes or facts.keeps_order or facts.permutes):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def _shows(node: fx.Node) -> bool:
+    """Whether an op may give memory of its operand."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target is operator.getitem:
+        return _shows(node.args[0])
+    schema = _torch.objects.schema_of(node.target)
+    returns = schema.returns if schema is not None else ()
+    return is_view(node) or any(x.alias_info is not None for x in returns)
