@@ -110,7 +110,21 @@ def _backward(call: LocalCall, *args: Any) -> Any:
     )
     mask = _own_mask(call, mask, backward=True)
     options = _of_parts(call, options)
-    return call.same(*tensors, *functions, mask, scale, options, *args[12:])
+    node = call.same(*tensors, *functions, mask, scale, options, *args[12:])
+    *results, captured = node.meta["val"]
+    pairs = zip(args[12], call.node.meta["val"][-1], captured, strict=True)
+    gradients = tuple(_captured_gradient(call, *pair) for pair in pairs)
+    node.meta["val"] = (*results, gradients)
+    return node
+
+
+def _captured_gradient(call: LocalCall, captured: Any, whole: Any, local: Any) -> Any:
+    """The gradient of a captured tensor, where one device has one: a fake run gives it
+    of what requires gradients there alone."""
+    if whole is None or local is not None:
+        return local
+    with call.build.fake_mode:
+        return torch.empty_like(captured.meta["val"])
 
 
 def _own_mask(
