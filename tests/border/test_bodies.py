@@ -105,6 +105,7 @@ def test_every_program(name: str, codegen: str, plan: str) -> None:
     compared(name, name not in SINGLE, codegen, plan)
 
 
+@pytest.mark.slow
 def test_weights_of_keys_on_two_ranks() -> None:
     """Inductor (2.13) has no kernel on CPU that gives them."""
     shapes = (4, 4, 8), (8, 8)

@@ -193,6 +193,7 @@ BOTH: dict[str, Any] = {"mesh": "dp=2,tp=2", "plan": "search", "schedule": "auto
 FULL = "buckets(bytes=1048576)\nprefetch(ahead=4)"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_buckets() -> None:
     check("blocks", BOTH | {"mesh": "dp=2", "schedule": FULL}, ranks=2)

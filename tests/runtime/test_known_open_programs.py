@@ -114,6 +114,7 @@ def test_a_range_is_known_at_the_next_start(tmp_path: Path) -> None:
     assert [each["hits"] for each in warm] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_what_cannot_stay_open_is_known_too(tmp_path: Path) -> None:
     """The sizes are fixed at once, and each set of them is known."""

@@ -241,7 +241,7 @@ def calls_that_write(local: bool) -> list[tuple[str, list[str]]]:
 
 
 @multiprocess
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("local", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_parameter_that_an_eager_forward_writes(local: bool) -> None:
     """At the end of the model's forward; of a part's, when it is called again, or reads
     what it set the data of."""

@@ -112,7 +112,8 @@ def _backward(call: LocalCall, *args: Any) -> Any:
     options = _of_parts(call, options)
     node = call.same(*tensors, *functions, mask, scale, options, *args[12:])
     *results, captured = node.meta["val"]
-    pairs = zip(args[12], call.node.meta["val"][-1], captured, strict=True)
+    operands = args[12] if len(args) > 12 else ()
+    pairs = zip(operands, call.node.meta["val"][-1], captured, strict=True)
     gradients = tuple(_captured_gradient(call, *pair) for pair in pairs)
     node.meta["val"] = (*results, gradients)
     return node

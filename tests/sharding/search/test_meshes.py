@@ -237,7 +237,7 @@ def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) 
     assert launches > 0 and given[0] == 5.0 - launches
 
 
-@pytest.mark.parametrize("few", [0, 1000])
+@pytest.mark.parametrize("few", [0, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_problem_that_does_not_fit_is_solved_again_within_the_seconds(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
