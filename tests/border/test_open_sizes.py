@@ -267,7 +267,7 @@ def test_a_size_that_is_split_divides(codegen: str) -> None:
 @pytest.mark.parametrize(
     "name, mesh, codegen",
     [
-        ("decoder", "cp=2", "eager"),
+        pytest.param("decoder", "cp=2", "eager", marks=pytest.mark.slow),
         pytest.param("llama", "cp=2", "eager", marks=pytest.mark.slow),
         pytest.param("llama", "sp=2", "inductor", marks=pytest.mark.slow),
         pytest.param("llama", "dp=2,cp=2", "eager", marks=pytest.mark.slow),

@@ -21,8 +21,6 @@ QUICK = (
     ("turns", "pp=2", "shard"),
     ("two_models", "pp=2", "compile"),
     ("groups", "dp=2", "step"),
-    ("groups", "pp=2,dp=2", "local shard"),
-    ("variational", "dp=2,ep=2", "local shard"),
 )
 MESHES = (
     "dp=2",
