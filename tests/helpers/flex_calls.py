@@ -75,3 +75,19 @@ def by_lists(target: Any, *dtype: Any) -> Any:
         return by_queries[0], *by_keys[1:3], by_queries[3]
 
     return run
+
+
+def check_by_lists(
+    plan: TracedPlan, args: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan gives the numbers of one device where kernels look at lists alone."""
+    want = plan.reference(*args)
+    monkeypatch.setattr("fxpar.passes.simulate.lockstep.op_by_op", by_lists)
+    torch.testing.assert_close(plan.simulate(*args), want)
+
+
+def give_largest_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch (2.13) has them on no CPU but op by op."""
+    name = "torch.nn.attention.flex_attention._apply_kernel_options"
+    apply = torch.nn.attention.flex_attention._apply_kernel_options
+    monkeypatch.setattr(name, lambda *args: apply(*args[:5]))

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import (
 import fxpar
 from fxpar.passes.attention import flex_parts, merge_attention
 from fxpar.planning import TracedPlan
-from tests.helpers.flex_calls import by_lists, calls, on_cpu
+from tests.helpers.flex_calls import calls, check_by_lists, give_largest_scores, on_cpu
 
 slow = pytest.mark.slow
 
@@ -180,10 +180,7 @@ def test_weights_count_keys_whose_scores_are_the_least_number(
 
 
 def test_the_largest_score_is_that_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch (2.13) has it on no CPU but op by op."""
-    apply = torch.nn.attention.flex_attention._apply_kernel_options
-    name = "torch.nn.attention.flex_attention._apply_kernel_options"
-    monkeypatch.setattr(name, lambda *args: apply(*args[:5]))
+    give_largest_scores(monkeypatch)
 
     def most(q, k, v, documents, bias, block):
         aux = AuxRequest(max_scores=True)
@@ -237,9 +234,7 @@ def test_lists_name_blocks_of_a_rank(
     specs = [queries, *[(None, None, "k", None)] * 2, None, None]
     options = {"mesh": mesh, "in_specs": specs, "out_specs": None, "grad": True}
     plan, args = planned(4, **options)
-    want = plan.reference(*args)
-    monkeypatch.setattr("fxpar.passes.simulate.lockstep.op_by_op", by_lists)
-    torch.testing.assert_close(plan.simulate(*args), want)
+    check_by_lists(plan, args, monkeypatch)
 
 
 def test_lists_that_name_blocks_of_all_are_noticed(
@@ -247,7 +242,5 @@ def test_lists_that_name_blocks_of_all_are_noticed(
 ) -> None:
     monkeypatch.setattr(flex_parts, "own_blocks", lambda _, *lists: lists[:2])
     plan, args = planned(4)
-    want = plan.reference(*args)
-    monkeypatch.setattr("fxpar.passes.simulate.lockstep.op_by_op", by_lists)
     with pytest.raises((AssertionError, IndexError)):
-        torch.testing.assert_close(plan.simulate(*args), want)
+        check_by_lists(plan, args, monkeypatch)

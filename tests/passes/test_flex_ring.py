@@ -20,7 +20,7 @@ from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion.verbs.flex_ring import FlexRing
 from fxpar.passes.attention import flex_parts
 from fxpar.planning import TracedPlan
-from tests.helpers.flex_calls import by_lists, on_cpu
+from tests.helpers.flex_calls import check_by_lists, give_largest_scores, on_cpu
 
 slow = pytest.mark.slow
 
@@ -28,8 +28,6 @@ ROWS = 64
 SPLIT = (None, None, "cp", None)
 DOCUMENTS = torch.arange(ROWS) // 13  # they end within blocks
 aten = torch.ops.aten
-
-TARGET = "fxpar.passes.simulate.lockstep.op_by_op"
 
 
 def attend(
@@ -129,9 +127,7 @@ def test_lists_name_blocks_of_a_part(
 ) -> None:
     on_cpu(monkeypatch)
     plan, args = planned(4, ranks, grad=True)
-    want = plan.reference(*args)
-    monkeypatch.setattr(TARGET, by_lists)
-    torch.testing.assert_close(plan.simulate(*args), want)
+    check_by_lists(plan, args, monkeypatch)
 
 
 def test_lists_that_name_blocks_of_all_parts_are_noticed(
@@ -139,10 +135,8 @@ def test_lists_that_name_blocks_of_all_parts_are_noticed(
 ) -> None:
     monkeypatch.setattr(flex_parts, "own_blocks", lambda _, *lists: lists[:2])
     plan, args = planned(4)
-    want = plan.reference(*args)
-    monkeypatch.setattr(TARGET, by_lists)
     with pytest.raises((AssertionError, IndexError)):
-        torch.testing.assert_close(plan.simulate(*args), want)
+        check_by_lists(plan, args, monkeypatch)
 
 
 def as_it_is(ring: Any, build: Any, parts: Any, i: int, function: Any, key: int) -> Any:
@@ -187,10 +181,7 @@ def test_a_captured_gradient_of_one_part_is_noticed(
 def test_the_largest_score_is_that_of_all_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch (2.13) has it on no CPU but op by op."""
-    name = "torch.nn.attention.flex_attention._apply_kernel_options"
-    apply = torch.nn.attention.flex_attention._apply_kernel_options
-    monkeypatch.setattr(name, lambda *args: apply(*args[:5]))
+    give_largest_scores(monkeypatch)
 
     def most(q, k, v, documents, bias, block):
         aux = AuxRequest(max_scores=True)
@@ -242,3 +233,14 @@ def test_a_part_of_a_block_is_refused() -> None:
 
     with pytest.raises(ScheduleError, match="blocks of 32 keys, of which a part cuts"):
         planned(32, 4, fn=wide, out_specs=[SPLIT])
+
+
+def test_an_order_of_all_blocks_is_refused() -> None:
+    def ordered(q, k, v, documents, bias, block):
+        sizes = (None, None, ROWS, ROWS, "cpu", block)
+        mask = create_block_mask(lambda b, h, i, j: i >= j, *sizes)
+        mask.dq_write_order = mask.kv_indices
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    with pytest.raises(ScheduleError, match="writes in an order of all blocks"):
+        planned(4, 4, fn=ordered, out_specs=[None])
