@@ -12,8 +12,9 @@ its part of the batch; ``fxpar`` reads the same (inputs=local), parameters whole
 
 ``first``: seconds from before the model is made to the end of the first step, of the
 slowest rank. ``cpu``: CPU seconds of all ranks and of what they started in that time,
-which other jobs on the machine change little; ``job_cpu``: of the whole job, imports
-and helpers of the compiler included. ``second``: seconds of the second step.
+which other jobs on the machine change little; ``step_cpu``: of these, from the first
+call of the model on; ``job_cpu``: of the whole job, imports and helpers of the compiler
+included. ``second``: seconds of the second step.
 ``stages``, of a side that fxpar compiles: seconds of each stage on rank 0, which
 compiles, and, if there is one, on rank 1, which is handed what rank 0 made.
 """
@@ -83,12 +84,13 @@ def worker(args: argparse.Namespace) -> None:
     one_table = mock.patch.object(fxpar.joint_pass, "stage_table", str)
     with one_table:  # of forward and backward
         step = step_of(args.side[0], dist.get_world_size())
+        made = cpu_seconds() - cpu
         *_, loss = step(0)
     first, used = time.perf_counter() - begun, cpu_seconds() - cpu
     stages: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(stages, stage_times.table())
     _, second, again = step(1)
-    figures = torch.tensor([first, second, used], dtype=torch.float64)
+    figures = torch.tensor([first, second, used, used - made], dtype=torch.float64)
     slowest = figures.clone()
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(figures)
@@ -97,6 +99,7 @@ def worker(args: argparse.Namespace) -> None:
             "first": float(slowest[0]),
             "second": float(slowest[1]),
             "cpu": float(figures[2]),
+            "step_cpu": float(figures[3]),
             "losses": [float(loss), float(again)],
         }
         if args.side[0] != "ddp":
@@ -163,7 +166,7 @@ def show(case: dict[str, Any]) -> None:
     for side, states in case["runs"].items():
         for state, runs in states.items():
             parts = []
-            for what in ("first", "cpu", "job_cpu", "second"):
+            for what in ("first", "cpu", "step_cpu", "job_cpu", "second"):
                 median = statistics.median(each[what] for each in runs)
                 base = least.setdefault((state, what), median)
                 parts.append(f"{what} {median:7.2f} s ({median / base:4.2f})")

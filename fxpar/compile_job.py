@@ -25,7 +25,7 @@ from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.stages import sums_of_parts
-from fxpar.runtime.caches import known_programs
+from fxpar.runtime.caches import installation_keys, known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
@@ -107,8 +107,11 @@ def compile_graph(
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number = next_graph()
+    inductor = job.options.codegen == "inductor"
+    if inductor and job.ranks.rank == 0:
+        installation_keys.load()  # and leave them to the others, who come behind
     entry, leads = _look_up(job, gm, examples, number), False
-    if job.options.codegen == "inductor":
+    if inductor:
         _load_inductor()
     if entry is not None and known_programs.is_led(entry, examples):
         leads = job.ranks.rank == 0
@@ -202,6 +205,7 @@ def _load_inductor() -> None:
     the one that compiles for it."""
     with stage(TRACE):
         _torch.inductor.load()
+        installation_keys.load()
         random.register_lowering()
         own_shard.register_lowering()
         sums_of_parts.register_lowering()

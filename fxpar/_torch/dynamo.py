@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.inductor_shortcuts import unread_names
+
 # Raises in what is compiled, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
 
@@ -229,7 +231,8 @@ class _Overheard:
         if self._begins is not None and config.assume_static_by_default:
             self._begins(frame)
         try:
-            converted = self._convert(frame, *args, skip=skip + 1, **how)
+            with unread_names():
+                converted = self._convert(frame, *args, skip=skip + 1, **how)
         except Exception as error:
             self._on_frame(frame, error)
             raise

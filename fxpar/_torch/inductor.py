@@ -18,18 +18,12 @@ from fxpar._torch.version import own_version
 
 
 def load() -> None:
-    """Import what a graph is compiled with, which takes a second, and read what keys of
-    torch's caches say of its installation: another half, most of it Triton's library.
-    """
+    """Import what a graph is compiled with, which takes a second."""
     import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
-    from torch._inductor import codecache
     from torch._inductor.codegen.common import init_backend_registration
 
     init_backend_registration()
-    if not caches_disabled():
-        codecache.torch_key()
-        codecache.CacheBase.get_system()
 
 
 def inductor_seeds() -> Any:

@@ -1,7 +1,7 @@
-"""Shortcuts of Inductor's codegen: what it computes anew of every op is known.
+"""Shortcuts of tracing and codegen: what is computed anew of every op is known.
 
-In: the parts of Inductor, and of AOTAutograd, that look at each op of a graph. Out: the
-same numbers and the same code from them, in less time. Never changes what they decide.
+In: the parts of Dynamo, AOTAutograd and Inductor that look at each op of a graph. Out:
+the same numbers and code from them, in less time. Never changes what they decide.
 """
 
 from __future__ import annotations
@@ -43,6 +43,20 @@ def unread_texts() -> Iterator[None]:
         yield
         return
     with mock.patch.object(fx.GraphModule, "print_readable", print_readable):
+        yield
+
+
+@contextlib.contextmanager
+def unread_names() -> Iterator[None]:
+    """Context in which Dynamo does not look up in which function a line of the user's
+    stands: torch (2.13) parses whole files for a log of calls that few ask for."""
+    from torch._dynamo import symbolic_convert
+    from torch._logging._internal import log_state
+
+    if any(map(log_state.is_artifact_enabled, ("trace_call", "trace_source"))):
+        yield
+        return
+    with mock.patch.object(symbolic_convert, "get_funcname", lambda *_: None):
         yield
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fxpar._torch.inductor_shortcuts import unread_names
+
 
 def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """``torch.compile`` into one graph, apart from others of the same code: Dynamo
@@ -39,7 +41,7 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
         methods = {getattr(logging.Logger, name, None) for name in names} - {None}
         ignored = getattr(config, silent) | methods
         settings = {"specialize_float": True, silent: ignored}
-        with config.patch(settings), _settings_unwritten():
+        with config.patch(settings), _settings_unwritten(), unread_names():
             return compiled(*args, **kwargs)
 
     return call
