@@ -39,7 +39,14 @@ from fxpar.passes.simulate.simulate_step import (
 from fxpar.pipeline import parallelize
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import TracedCall
-from fxpar.sharding.cost.hardware_table import LIGHT, Hardware, Level, Peak, lookup
+from fxpar.sharding.cost.hardware_table import (
+    LIGHT,
+    Hardware,
+    Level,
+    Peak,
+    ProductDims,
+    lookup,
+)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import asdict_shallow
 from fxpar.sharding.plan_request import Request
@@ -141,34 +148,35 @@ def test_a_product_is_a_roofline():
 
 
 @pytest.mark.parametrize(
-    ("op", "shapes", "args", "flops", "least"),
+    ("op", "shapes", "args", "flops", "dims"),
     [
-        (aten.bmm, [(3, 8, 16), (3, 16, 4)], [], 2 * 3 * 8 * 16 * 4, 4),
-        (aten.addmm, [(4,), (8, 16), (16, 4)], [], 2 * 8 * 16 * 4, 4),
+        (aten.bmm, [(3, 8, 16), (3, 16, 4)], [], 2 * 3 * 8 * 16 * 4, (8, 4, 16)),
+        (aten.addmm, [(4,), (8, 16), (16, 4)], [], 2 * 8 * 16 * 4, (8, 4, 16)),
         (
             aten.convolution,
             [(2, 4, 8, 8), (6, 4, 3, 3)],
             [None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1],
             2 * 2 * 64 * 6 * 36,
-            6,
+            (2 * 64, 6, 36),
         ),
         (
             aten._scaled_dot_product_flash_attention_for_cpu,
             [(2, 3, 16, 4), (2, 3, 32, 4), (2, 3, 32, 4)],
             [],
             4 * 2 * 3 * 16 * 32 * 4,
-            4,
+            (16, 32, 4),
         ),
-        (ours.dot, [(2, 8, 16), (16, 4)], ["b s h, h o -> b s o"], 4 * 8 * 64, 4),
+        (ours.dot, [(2, 8, 16), (16, 4)], ["b s h, h o -> b s o"], 4 * 8 * 64, (16, 4, 16)),
     ],
     ids=["bmm", "addmm", "convolution", "attention", "dot"],
 )
-def test_contractions_have_flops_and_a_least_dim(op, shapes, args, flops, least):
+def test_contractions_have_flops_and_dims(op, shapes, args, flops, dims):
     s = Sketch()
     made = s(op, *[s.input(*shape) for shape in shapes], *args)
     s.graph.output((made,))
     (launch,) = launches_of(s.graph).launches
-    assert (launch.kind, launch.flops, launch.least) == ("contraction", flops, least)
+    assert (launch.kind, launch.flops) == ("contraction", flops)
+    assert launch.dims == ProductDims(*dims)
 
 
 def test_backwards_of_convolution_and_attention_have_flops():
@@ -185,9 +193,9 @@ def test_backwards_of_convolution_and_attention_have_flops():
     s.graph.output((conv, late))
     by = {x.nodes[0]: x for x in launches_of(s.graph).launches}
     assert by[conv].flops == 2 * (2 * 2 * 64 * 6 * 36)
-    assert by[conv].least == 6
+    assert by[conv].dims == ProductDims(2 * 64, 6, 36)
     assert by[late].flops == 10 * 2 * 3 * 16 * 32 * 4
-    assert by[late].least == 4
+    assert by[late].dims == ProductDims(16, 32, 4)
 
 
 @pytest.mark.parametrize(("masked", "pairs"), [(0.0, 16 * 17 // 2), (1.0, 16 * 16)])

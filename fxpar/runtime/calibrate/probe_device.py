@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
 from fxpar.passes.normalize import random
-from fxpar.runtime.calibrate.fit_curves import Point, fit_peak
+from fxpar.runtime.calibrate.fit_curves import ContractionPoint, fit_peak
 from fxpar.runtime.ranks import consensus, groups
-from fxpar.sharding.cost.hardware_table import Peak
+from fxpar.sharding.cost.hardware_table import Peak, ProductDims
 
 Shape = tuple[int, ...]
 
@@ -35,7 +35,8 @@ Shape = tuple[int, ...]
 class Suite:
     """What is measured."""
 
-    # M, k, n of matrix products, some with one small dim for ``Peak.half_dim``.
+    # M, k, n of matrix products, some with one small dim: m or n for
+    # ``Peak.half_dim``, k for ``half_contracted``.
     shapes: tuple[Shape, ...]
     # Of these products; "tf32" is float32 computed so.
     dtypes: tuple[str, ...]
@@ -63,7 +64,8 @@ def _cubes(*sizes: int) -> tuple[Shape, ...]:
 _SUITES = {
     "cpu": Suite(
         _cubes(32, 64, 128, 256, 512, 1024)
-        + ((512, 512, 16), (512, 16, 512), (16, 512, 512), (1024, 64, 1024)),
+        + ((512, 512, 16), (512, 16, 512), (16, 512, 512))
+        + ((1024, 1024, 64), (1024, 64, 1024), (64, 1024, 1024)),
         ("float32", "bfloat16", "float64"),
         ((4, 16, 16, 16, 3), (8, 3, 32, 64, 7), (8, 32, 32, 32, 3))
         + ((8, 32, 64, 32, 1), (8, 64, 64, 16, 3), (8, 128, 128, 16, 3)),
@@ -74,7 +76,8 @@ _SUITES = {
     ),
     "cuda": Suite(
         _cubes(256, 512, 1024, 2048, 4096, 8192)
-        + ((8192, 8192, 64), (8192, 128, 8192), (8192, 256, 8192)),
+        + ((8192, 8192, 64), (8192, 128, 8192), (8192, 256, 8192))
+        + ((4096, 1024, 4096), (1024, 4096, 4096)),
         ("float32", "tf32", "bfloat16", "float16", "float64"),
         ((32, 64, 64, 56, 3), (32, 64, 256, 56, 1), (32, 256, 256, 14, 3))
         + ((64, 512, 512, 14, 3), (64, 3, 64, 224, 7)),
@@ -311,7 +314,8 @@ def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
                 # Out of reach of caches, a thin product is bound by memory instead.
                 move_seconds = (x.nbytes + y.nbytes + product.nbytes) / bandwidth
                 if probe.device.type == "cpu" or move_seconds < 0.5 * seconds:
-                    points.append((2.0 * m * k * n, float(min(m, k, n)), seconds))
+                    dims = ProductDims(m, n, k)
+                    points.append((2.0 * m * k * n, dims, seconds))
         finally:
             torch.set_float32_matmul_precision(before)
         if len(points) > 3:
@@ -348,8 +352,10 @@ def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
         yield from _family(probe, dtype, "attention", _attended, suite.attended)
 
 
-# Operands, the op, flops forward and backward, smallest dim.
-_Case = tuple[list[torch.Tensor], Callable[..., torch.Tensor], float, float, float]
+# Operands, the op, flops forward and backward, dims.
+_Case = tuple[
+    list[torch.Tensor], Callable[..., torch.Tensor], float, float, ProductDims
+]
 
 
 def _family(
@@ -359,9 +365,9 @@ def _family(
     make: Callable[..., _Case],
     shapes: tuple[Shape, ...],
 ) -> Iterator[tuple[str, Peak]]:
-    points: dict[str, list[Point]] = {name: [], f"{name} backward": []}
+    points: dict[str, list[ContractionPoint]] = {name: [], f"{name} backward": []}
     for shape in shapes:
-        operands, op, flops, late_flops, least = make(probe.device, dtype, *shape)
+        operands, op, flops, late_flops, dims = make(probe.device, dtype, *shape)
         seconds = probe.median(_in_turn(op, *operands))
         leaves = [x.requires_grad_() for x in operands]
         result = op(*leaves)
@@ -375,8 +381,8 @@ def _family(
         back_seconds = probe.median(back)
         if seconds is None or back_seconds is None:
             break
-        points[name].append((flops, least, seconds))
-        points[f"{name} backward"].append((late_flops, least, back_seconds))
+        points[name].append((flops, dims, seconds))
+        points[f"{name} backward"].append((late_flops, dims, back_seconds))
     for key, measured in points.items():
         if len(measured) > 2:
             yield f"{str(dtype).removeprefix('torch.')} {key}", fit_peak(measured)
@@ -404,8 +410,8 @@ def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
     weight = torch.rand(after, before, window, window, device=device, dtype=dtype)
     points, inner = samples * side * side, before * window * window
     flops = 2.0 * points * after * inner
-    least = float(min(points, after, inner))
-    return [x, weight], partial(F.conv2d, padding="same"), flops, 2 * flops, least
+    dims = ProductDims(points, after, inner)
+    return [x, weight], partial(F.conv2d, padding="same"), flops, 2 * flops, dims
 
 
 def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
@@ -413,4 +419,4 @@ def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
     x = [torch.rand(*shape, device=device, dtype=dtype) for _ in range(3)]
     pairs = float(samples * heads * length * length * width)
     op = F.scaled_dot_product_attention
-    return x, op, 4 * pairs, 10 * pairs, float(min(length, width))
+    return x, op, 4 * pairs, 10 * pairs, ProductDims(length, length, width)

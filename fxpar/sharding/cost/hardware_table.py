@@ -17,16 +17,27 @@ from typing import Any
 
 from fxpar.config import nearest
 from fxpar.errors import DeviceError, OptionError
-from fxpar.sharding.cost.hardware import FORMAT, LIGHT, Hardware, Level, Measured, Peak
+from fxpar.sharding.cost.hardware import (
+    FORMAT,
+    LIGHT,
+    NO_DIMS,
+    Hardware,
+    Level,
+    Measured,
+    Peak,
+    ProductDims,
+)
 
 __all__ = [
     "BUILT_IN",
     "FORMAT",
     "LIGHT",
+    "NO_DIMS",
     "Hardware",
     "Level",
     "Measured",
     "Peak",
+    "ProductDims",
     "detect",
     "load",
     "lookup",
