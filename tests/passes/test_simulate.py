@@ -166,7 +166,13 @@ def test_a_product_is_a_roofline():
             4 * 2 * 3 * 16 * 32 * 4,
             (16, 32, 4),
         ),
-        (ours.dot, [(2, 8, 16), (16, 4)], ["b s h, h o -> b s o"], 4 * 8 * 64, (16, 4, 16)),
+        (
+            ours.dot,
+            [(2, 8, 16), (16, 4)],
+            ["b s h, h o -> b s o"],
+            4 * 8 * 64,
+            (16, 4, 16),
+        ),
     ],
     ids=["bmm", "addmm", "convolution", "attention", "dot"],
 )
@@ -177,6 +183,15 @@ def test_contractions_have_flops_and_dims(op, shapes, args, flops, dims):
     (launch,) = launches_of(s.graph).launches
     assert (launch.kind, launch.flops) == ("contraction", flops)
     assert launch.dims == ProductDims(*dims)
+
+
+def test_gradients_of_experts_contract_rows():
+    s = Sketch()
+    rows, ids = (s.input(64, 16), s.input(64, 4)), s.input(64, dtype=torch.int64)
+    made = s(ours.expert_outer, *rows, ids, 8, 1, 0.0)
+    s.graph.output((made,))
+    (launch,) = launches_of(s.graph).launches
+    assert (launch.flops, launch.dims) == (2 * 64 * 16 * 4, ProductDims(16, 4, 64))
 
 
 def test_backwards_of_convolution_and_attention_have_flops():
@@ -1084,6 +1099,20 @@ def test_kernels_of_light_ops_count_what_they_do():
     out = s.run(found, hardware=machine(launch=0.0, light=rates))
     assert out.compute_seconds == pytest.approx(8 + 16)
     assert {facts["work"] for facts in FACTS.values() if "work" in facts} < set(LIGHT)
+
+
+def test_pools_do_something_with_each_element_of_each_window():
+    """Forward and backward, of which one gives and the other reads what is smaller."""
+    windows = [3, 2], [2, 2], [1, 1], [1, 1], False
+    s = Sketch()
+    x, smaller = s.input(4, 8, 16, 16), 4 * 8 * 8 * 9
+    pooled = s(aten.max_pool2d_with_indices, x, *windows)
+    most, places = (s(operator.getitem, pooled, i) for i in range(2))
+    assert math.prod(most.meta["val"].shape) == smaller
+    back = s(aten.max_pool2d_with_indices_backward, most, x, *windows, places)
+    s.graph.output((most, back))
+    counts = [x.light["pool"] for x in launches_of(s.graph).launches]
+    assert sum(counts) == 2 * 6 * smaller
 
 
 @pytest.mark.parametrize("beside", [0.0, 0.25, 1.0])

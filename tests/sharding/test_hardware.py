@@ -73,7 +73,9 @@ def test_a_kernel_is_bound_by_launch_memory_or_arithmetic() -> None:
 CALIBRATED = dataclasses.replace(
     lookup("cpu"),
     name="calibrated",
-    peaks=tuple((dtype, Peak(1e11, 1.0, 1e5, 20.0, 15.0)) for dtype, _ in lookup("cpu").peaks),
+    peaks=tuple(
+        (dtype, Peak(1e11, 1.0, 1e5, 20.0, 15.0)) for dtype, _ in lookup("cpu").peaks
+    ),
 )
 
 

@@ -28,6 +28,8 @@ from fxpar.runtime.calibrate.fit_curves import ContractionPoint, fit_peak
 from fxpar.runtime.ranks import consensus, groups
 from fxpar.sharding.cost.hardware_table import Peak, ProductDims
 
+aten = torch.ops.aten
+
 Shape = tuple[int, ...]
 
 
@@ -67,8 +69,9 @@ _SUITES = {
         + ((512, 512, 16), (512, 16, 512), (16, 512, 512))
         + ((1024, 1024, 64), (1024, 64, 1024), (64, 1024, 1024)),
         ("float32", "bfloat16", "float64"),
-        ((4, 16, 16, 16, 3), (8, 3, 32, 64, 7), (8, 32, 32, 32, 3))
-        + ((8, 32, 64, 32, 1), (8, 64, 64, 16, 3), (8, 128, 128, 16, 3)),
+        ((4, 16, 16, 16, 3), (8, 32, 32, 32, 3), (8, 64, 64, 16, 3))
+        + ((8, 128, 128, 16, 3), (8, 32, 64, 32, 1), (8, 256, 64, 16, 1))
+        + ((2, 64, 64, 8, 3), (2, 256, 256, 4, 3)),
         ((2, 4, 64, 32), (4, 8, 128, 32), (4, 8, 128, 64), (2, 4, 512, 64)),
         ("float32",),
         _powers(17, 29),
@@ -286,6 +289,22 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
     elapsed = seconds(draw)
     if base is not None and elapsed is not None:
         yield "draw", _ELEMENTS / max(elapsed - base, 1e-10)
+    elapsed = seconds(_pooled)
+    if base is not None and elapsed is not None:
+        yield "pool", _POOLED / max(elapsed - base, 1e-10)
+
+
+# Elements of windows that ``_pooled`` pools, forward and backward.
+_POOLED = 2 * 9 * _ELEMENTS // 4
+
+
+def _pooled(x: torch.Tensor) -> torch.Tensor:
+    """A maximum over windows, with its place as in training, and its backward."""
+    windows = [3, 3], [2, 2], [1, 1], [1, 1], False
+    images = x.view(4, -1, 32, 32)
+    most, places = aten.max_pool2d_with_indices(images, *windows)
+    back = aten.max_pool2d_with_indices_backward(most, images, *windows, places)
+    return back.view(_ELEMENTS)
 
 
 def _chain(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

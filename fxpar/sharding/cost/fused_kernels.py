@@ -39,6 +39,7 @@ from fxpar.sharding.cost.op import (
     is_unordered,
     is_view,
     light_class,
+    light_operations,
     nbytes_of,
     tensors_in,
 )
@@ -339,7 +340,7 @@ class KernelReader:
             self.growing[kernel] = None
         launch = kernel.launch
         launch.nodes.append(node)
-        launch.light[light_class(node)] += domain.points
+        launch.light[light_class(node)] += light_operations(node, domain.points)
         kernel.domain = kernel.domain.joined(domain)
         if not kernel.closed:
             launch.order = self.at

@@ -20,8 +20,8 @@ from fxpar.sharding.mesh import Link, Mesh
 FORMAT = "fxpar hardware 1"
 
 # Classes of operations on single elements: a simple one, a division or root, functions
-# that take a polynomial, a random number.
-LIGHT = ("step", "root", "exp", "log", "sin", "tanh", "erf", "draw")
+# that take a polynomial, a random number, an element of a pool's window.
+LIGHT = ("step", "root", "exp", "log", "sin", "tanh", "erf", "draw", "pool")
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Peak:
     """How fast contractions of one dtype run: ``rate`` of their size.
 
     It saturates in ``flops`` and in each dim, as in Hockney's
-    r = r_inf n / (n + n_half). So beside its arithmetic a product takes a time to start,
-    one for each element of its operands, m k and k n of them (``half_dim``), and one
-    for each of its result, m n (``half_contracted``): a contraction that grows in any
-    dim never takes less time.
+    r = r_inf n / (n + n_half). So beside its arithmetic a product takes a time to
+    start, one for each element of its operands, m k and k n of them (``half_dim``), and
+    one for each of its result, m n (``half_contracted``): a contraction that grows in
+    any dim never takes less time.
     """
 
     # Flops/s of the data sheet.

@@ -269,6 +269,17 @@ def light_class(node: fx.Node) -> str:
     return op_facts_of(node.target).work
 
 
+def light_operations(node: fx.Node, points: int) -> int:
+    """How often a light op over so many points does it: a pool with each element of
+    each window, of which there are as many as elements of what it makes smaller."""
+    position = op_facts_of(node.target).window
+    if position is None:
+        return points
+    window: Any = node.args[position]
+    ends = node.args[0].meta["val"], tensors_in(node.meta["val"])[0]
+    return math.prod(window) * min(math.prod(hint_shape(x.shape)) for x in ends)
+
+
 def is_unordered(node: fx.Node) -> bool:
     """Whether its threads write in any order: nothing follows in the same kernel. Into
     a constant Inductor writes by comparing indices instead."""
