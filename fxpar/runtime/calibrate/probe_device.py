@@ -268,12 +268,14 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
     seed = torch.zeros((), dtype=torch.int64)
     random.register_lowering()
 
-    def draw(x: torch.Tensor) -> torch.Tensor:
+    def draw(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As dropout does: to store the mask takes as long as to draw."""
         local, whole = [4, 64, _ELEMENTS // 256], [8, 64, _ELEMENTS // 256]
         numbers = torch.ops.fxpar.random(local, seed, "rand", whole, [4, 0, 0])
-        return x * numbers.view(_ELEMENTS)
+        mask = numbers.view(_ELEMENTS) > 0.1
+        return mask, x * mask
 
-    def seconds(fn: Callable[[torch.Tensor], torch.Tensor]) -> float | None:
+    def seconds(fn: Callable[[torch.Tensor], Any]) -> float | None:
         return probe.median(partial(probe.compiled(fn, x), x))
 
     base, steps = seconds(torch.neg), 0.0
