@@ -20,7 +20,6 @@ from fxpar.errors import DeviceError, OptionError
 from fxpar.sharding.cost.hardware import (
     FORMAT,
     LIGHT,
-    NO_DIMS,
     Hardware,
     Level,
     Measured,
@@ -32,7 +31,6 @@ __all__ = [
     "BUILT_IN",
     "FORMAT",
     "LIGHT",
-    "NO_DIMS",
     "Hardware",
     "Level",
     "Measured",
