@@ -39,7 +39,14 @@ from fxpar.passes.simulate.simulate_step import (
 from fxpar.pipeline import parallelize
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import TracedCall
-from fxpar.sharding.cost.hardware_table import LIGHT, Hardware, Level, Peak, lookup
+from fxpar.sharding.cost.hardware_table import (
+    LIGHT,
+    Hardware,
+    Level,
+    Peak,
+    ProductDims,
+    lookup,
+)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import asdict_shallow
 from fxpar.sharding.plan_request import Request
@@ -141,34 +148,50 @@ def test_a_product_is_a_roofline():
 
 
 @pytest.mark.parametrize(
-    ("op", "shapes", "args", "flops", "least"),
+    ("op", "shapes", "args", "flops", "dims"),
     [
-        (aten.bmm, [(3, 8, 16), (3, 16, 4)], [], 2 * 3 * 8 * 16 * 4, 4),
-        (aten.addmm, [(4,), (8, 16), (16, 4)], [], 2 * 8 * 16 * 4, 4),
+        (aten.bmm, [(3, 8, 16), (3, 16, 4)], [], 2 * 3 * 8 * 16 * 4, (8, 4, 16)),
+        (aten.addmm, [(4,), (8, 16), (16, 4)], [], 2 * 8 * 16 * 4, (8, 4, 16)),
         (
             aten.convolution,
             [(2, 4, 8, 8), (6, 4, 3, 3)],
             [None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1],
             2 * 2 * 64 * 6 * 36,
-            6,
+            (2 * 64, 6, 36),
         ),
         (
             aten._scaled_dot_product_flash_attention_for_cpu,
             [(2, 3, 16, 4), (2, 3, 32, 4), (2, 3, 32, 4)],
             [],
             4 * 2 * 3 * 16 * 32 * 4,
-            4,
+            (16, 32, 4),
         ),
-        (ours.dot, [(2, 8, 16), (16, 4)], ["b s h, h o -> b s o"], 4 * 8 * 64, 4),
+        (
+            ours.dot,
+            [(2, 8, 16), (16, 4)],
+            ["b s h, h o -> b s o"],
+            4 * 8 * 64,
+            (16, 4, 16),
+        ),
     ],
     ids=["bmm", "addmm", "convolution", "attention", "dot"],
 )
-def test_contractions_have_flops_and_a_least_dim(op, shapes, args, flops, least):
+def test_contractions_have_flops_and_dims(op, shapes, args, flops, dims):
     s = Sketch()
     made = s(op, *[s.input(*shape) for shape in shapes], *args)
     s.graph.output((made,))
     (launch,) = launches_of(s.graph).launches
-    assert (launch.kind, launch.flops, launch.least) == ("contraction", flops, least)
+    assert (launch.kind, launch.flops) == ("contraction", flops)
+    assert launch.dims == ProductDims(*dims)
+
+
+def test_gradients_of_experts_contract_rows():
+    s = Sketch()
+    rows, ids = (s.input(64, 16), s.input(64, 4)), s.input(64, dtype=torch.int64)
+    made = s(ours.expert_outer, *rows, ids, 8, 1, 0.0)
+    s.graph.output((made,))
+    (launch,) = launches_of(s.graph).launches
+    assert (launch.flops, launch.dims) == (2 * 64 * 16 * 4, ProductDims(16, 4, 64))
 
 
 def test_backwards_of_convolution_and_attention_have_flops():
@@ -185,9 +208,9 @@ def test_backwards_of_convolution_and_attention_have_flops():
     s.graph.output((conv, late))
     by = {x.nodes[0]: x for x in launches_of(s.graph).launches}
     assert by[conv].flops == 2 * (2 * 2 * 64 * 6 * 36)
-    assert by[conv].least == 6
+    assert by[conv].dims == ProductDims(2 * 64, 6, 36)
     assert by[late].flops == 10 * 2 * 3 * 16 * 32 * 4
-    assert by[late].least == 4
+    assert by[late].dims == ProductDims(16, 32, 4)
 
 
 @pytest.mark.parametrize(("masked", "pairs"), [(0.0, 16 * 17 // 2), (1.0, 16 * 16)])
@@ -1076,6 +1099,20 @@ def test_kernels_of_light_ops_count_what_they_do():
     out = s.run(found, hardware=machine(launch=0.0, light=rates))
     assert out.compute_seconds == pytest.approx(8 + 16)
     assert {facts["work"] for facts in FACTS.values() if "work" in facts} < set(LIGHT)
+
+
+def test_pools_do_something_with_each_element_of_each_window():
+    """Forward and backward, of which one gives and the other reads what is smaller."""
+    windows = [3, 2], [2, 2], [1, 1], [1, 1], False
+    s = Sketch()
+    x, smaller = s.input(4, 8, 16, 16), 4 * 8 * 8 * 9
+    pooled = s(aten.max_pool2d_with_indices, x, *windows)
+    most, places = (s(operator.getitem, pooled, i) for i in range(2))
+    assert math.prod(most.meta["val"].shape) == smaller
+    back = s(aten.max_pool2d_with_indices_backward, most, x, *windows, places)
+    s.graph.output((most, back))
+    counts = [x.light["pool"] for x in launches_of(s.graph).launches]
+    assert sum(counts) == 2 * 6 * smaller
 
 
 @pytest.mark.parametrize("beside", [0.0, 0.25, 1.0])

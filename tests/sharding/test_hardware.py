@@ -20,12 +20,16 @@ from fxpar.sharding.cost.hardware_table import (
     Level,
     Measured,
     Peak,
+    ProductDims,
     lookup,
 )
 from fxpar.sharding.mesh import Link, Mesh
 from tests.helpers.machines import products_alone
 
-DOCS = Path(__file__).parents[2] / "docs" / "hardware.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "hardware.md"
+# Measured on a GPU before contracted dims were told from others.
+H100_FILE = ROOT / "benchmarks" / "results" / "hardware_h100.json"
 
 
 def link(name: str, mesh: str, axis: str) -> Link:
@@ -34,11 +38,25 @@ def link(name: str, mesh: str, axis: str) -> Link:
 
 def test_a_rate_saturates_at_the_peak_and_is_halved_where_it_says() -> None:
     peak = Peak(1e12, 0.5, half_flops=1e9, half_dim=64)
-    assert peak.rate(1e30, 1e30) == pytest.approx(5e11)
+    assert peak.rate(1e30, ProductDims(1e30, 1e30, 1e30)) == pytest.approx(5e11)
     assert peak.rate(1e9) == pytest.approx(2.5e11)
-    assert peak.rate(1e30, 64) == pytest.approx(2.5e11)
-    rates = peak.rate(np.logspace(3, 15, 50), 128.0)
+    for dims in (ProductDims(64), ProductDims(n=64), ProductDims(k=64)):
+        assert peak.rate(1e30, dims) == pytest.approx(2.5e11)
+    # Of the smallest alone, where the contracted dim is not told from the others.
+    assert peak.rate(1e30, ProductDims(64, 64, 64)) == pytest.approx(2.5e11)
+    rates = peak.rate(np.logspace(3, 15, 50), ProductDims(128.0, 128.0, 128.0))
     assert (np.diff(rates) > 0).all()
+
+
+def test_a_small_contracted_dim_may_cost_less_than_a_small_outer_one() -> None:
+    peak = Peak(1e12, half_dim=64, half_contracted=16)
+    assert peak.rate(1e30, ProductDims(64)) == pytest.approx(5e11)
+    assert peak.rate(1e30, ProductDims(n=64)) == pytest.approx(5e11)
+    assert peak.rate(1e30, ProductDims(k=16)) == pytest.approx(5e11)
+    # Each has its part: operands are as large, and the result.
+    assert peak.rate(1e30, ProductDims(64, 64, 16)) == pytest.approx(2.5e11)
+    free = dataclasses.replace(peak, half_contracted=0.0)
+    assert free.rate(1e30, ProductDims(k=1)) == pytest.approx(1e12)
 
 
 def test_a_kernel_is_bound_by_launch_memory_or_arithmetic() -> None:
@@ -46,20 +64,34 @@ def test_a_kernel_is_bound_by_launch_memory_or_arithmetic() -> None:
     assert h100.seconds(1) == pytest.approx(h100.launch, rel=1e-3)
     assert h100.seconds(1e12) == pytest.approx(1e12 / h100.bandwidth, rel=1e-3)
     # 8192^3 in bfloat16: 720 to 800 TFLOP/s on such a device, by its clock.
-    flops = 2.0 * 8192**3
-    seconds = h100.seconds(3 * 2 * 8192**2, flops, 8192, torch.bfloat16)
+    flops, dims = 2.0 * 8192**3, ProductDims(8192, 8192, 8192)
+    seconds = h100.seconds(3 * 2 * 8192**2, flops, dims, torch.bfloat16)
     assert flops / seconds == pytest.approx(770e12, rel=0.05)
-    assert h100.seconds(1e12, flops, 8192, "bfloat16") > 0.3
+    assert h100.seconds(1e12, flops, dims, "bfloat16") > 0.3
 
 
-@pytest.mark.parametrize("machine", BUILT_IN, ids=lambda machine: machine.name)
+CALIBRATED = dataclasses.replace(
+    lookup("cpu"),
+    name="calibrated",
+    peaks=tuple(
+        (dtype, Peak(1e11, 1.0, 1e5, 20.0, 15.0)) for dtype, _ in lookup("cpu").peaks
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "machine", [*BUILT_IN, CALIBRATED], ids=lambda machine: machine.name
+)
 def test_a_contraction_that_grows_never_takes_less_time(machine: Hardware) -> None:
     """In each of m, n, k and with every dtype, on every machine that is known."""
     sizes = (1, 2, 7, 8, 16, 31, 32, 64, 100, 128, 512, 1000, 4096, 8192)
     for dtype, width in (("float64", 8), ("float32", 4), ("bfloat16", 2)):
         taken = {
             (m, n, k): machine.seconds(
-                width * (m * k + k * n + m * n), 2.0 * m * n * k, min(m, n, k), dtype
+                width * (m * k + k * n + m * n),
+                2.0 * m * n * k,
+                ProductDims(m, n, k),
+                dtype,
             )
             for m, n, k in itertools.product(sizes, repeat=3)
         }
@@ -201,6 +233,23 @@ def test_files_round_trip(built_in: Hardware, tmp_path: Path) -> None:
         written.save(tmp_path / "it.json")
         read = lookup(str(tmp_path / "it.json"))
         assert read == written and hash(read) == hash(written)
+
+
+def test_files_that_do_not_tell_the_contracted_dim_mean_what_they_did(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "it.json"
+    cpu = dataclasses.replace(
+        lookup("cpu"), peaks=(("float32", Peak(1e11, 1.0, 1e5, 20.0, 10.0)),)
+    )
+    cpu.save(path)
+    data = json.loads(path.read_text())
+    del data["peaks"]["float32"]["half_contracted"]
+    path.write_text(json.dumps(data))
+    peak = lookup(str(path)).peak("float32")
+    for dims in itertools.permutations((20.0, 1e3, 1e3)):
+        assert peak.rate(1e30, ProductDims(*dims)) == pytest.approx(5e10)
+    assert lookup(str(H100_FILE)).peak("bfloat16").half_contracted is None
 
 
 def test_unknown_names_list_the_known_ones() -> None:

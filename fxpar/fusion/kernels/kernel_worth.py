@@ -34,7 +34,7 @@ from fxpar.fusion.kernels.region_program import dtype_of
 from fxpar.fusion.kernels.select_region import SelectedRegion, is_heavy
 from fxpar.passes.simulate.launches import launches_among
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware import Hardware, ProductDims
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -250,8 +250,8 @@ def profitable(
     link, peak = _link(hardware, ranks), hardware.peak(dtype).rate(math.inf)
     step, nbytes = _STEPS[kind], whole / ranks if kind == "gather" else whole
     collective = collectives.seconds(step, [ranks], [link], nbytes)
-    flops, smallest = 2.0 * m * (n + further) * k, min(m, n + further, k)
-    matmul = hardware.arithmetic(flops, smallest, dtype)
+    flops, dims = 2.0 * m * (n + further) * k, ProductDims(m, n + further, k)
+    matmul = hardware.arithmetic(flops, dims, dtype)
     serial = collective + matmul
     why = never(kind, m, n, k, ranks, dtype)
     if why:

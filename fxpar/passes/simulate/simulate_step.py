@@ -265,7 +265,7 @@ def _work(
             seconds = hardware.seconds(
                 launch.moved,
                 launch.flops + hardware.masked * launch.hidden_flops,
-                launch.least,
+                launch.dims,
                 launch.dtype,
                 tf32=tf32,
                 family=launch.family,

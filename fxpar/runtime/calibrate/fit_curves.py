@@ -14,26 +14,33 @@ from typing import Any
 import numpy as np
 
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.hardware_table import Measured, Peak
+from fxpar.sharding.cost.hardware_table import Measured, Peak, ProductDims
 from fxpar.sharding.mesh import Link
 
-# Of a contraction: flops, smallest dim; of a collective: ranks, bytes on each before.
-# And seconds.
+# Of a collective: ranks, bytes on each before, seconds.
 Point = tuple[float, float, float]
+# Of a contraction: flops, dims, seconds.
+ContractionPoint = tuple[float, ProductDims, float]
 
 _TIE = 0.01  # to where a fit starts, beside 1 for each point
 
 
-def fit_peak(points: Sequence[Point]) -> Peak:
-    """The curve nearest to (flops, smallest dim, seconds) of some contractions."""
-    flops, least, seconds = np.array(points).T
+def fit_peak(points: Sequence[ContractionPoint]) -> Peak:
+    """The curve nearest to the seconds of some contractions."""
+    rows = [(flops, dims.m, dims.n, dims.k, seconds) for flops, dims, seconds in points]
+    flops, m, n, k, seconds = np.array(rows).T
+    dims = ProductDims(m, n, k)
+
+    def peak_of(p: Sequence[float] | np.ndarray) -> Peak:
+        peak, half_flops, half_dim, half_contracted = p
+        return Peak(peak, 1.0, half_flops, half_dim, half_contracted)
 
     def model(p: np.ndarray) -> np.ndarray:
-        return flops / Peak(p[0], 1.0, p[1], p[2]).rate(flops, least)
+        return flops / peak_of(p).rate(flops, dims)
 
-    start = [float((flops / seconds).max()), float(flops.min()), float(least.min())]
-    peak, half_flops, half_dim = fit(model, start, seconds)
-    return Peak(peak, 1.0, half_flops, half_dim)
+    least_outer, least_contracted = float(min(m.min(), n.min())), float(k.min())
+    start = [float((flops / seconds).max()), float(flops.min())]
+    return peak_of(fit(model, [*start, least_outer, least_contracted], seconds))
 
 
 def fit_collective(kind: str, points: Sequence[Point]) -> Measured:

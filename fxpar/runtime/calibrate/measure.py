@@ -130,13 +130,22 @@ def spawn(ranks: int, arguments: Sequence[str], timeout: float) -> int:
                     child.wait(40)
 
 
+def _half_dims(peak: Peak) -> str:
+    if peak.half_contracted is None:
+        return f"a dim of {peak.half_dim:.2g}"
+    return (
+        f"an outer dim of {peak.half_dim:.2g}, "
+        f"or a contracted one of {peak.half_contracted:.2g}"
+    )
+
+
 def describe(hardware: Hardware) -> str:
     """The figures, a line each, in units one can read."""
     lines = [f"{hardware.name}: {hardware.about}"]
     for name, peak in hardware.peaks:
         lines.append(
             f"  {name}: {peak.flops * peak.efficiency / 1e9:.4g} GFLOP/s; half of it "
-            f"at {peak.half_flops:.2g} flop, or a dim of {peak.half_dim:.2g}"
+            f"at {peak.half_flops:.2g} flop, or {_half_dims(peak)}"
         )
     rates = [
         f"{rate / 1e9:.4g} GB/s up to {nbytes / 1e6:.3g} MB, "

@@ -24,9 +24,11 @@ from torch.nn import functional as F
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
 from fxpar.passes.normalize import random
-from fxpar.runtime.calibrate.fit_curves import Point, fit_peak
+from fxpar.runtime.calibrate.fit_curves import ContractionPoint, fit_peak
 from fxpar.runtime.ranks import consensus, groups
-from fxpar.sharding.cost.hardware_table import Peak
+from fxpar.sharding.cost.hardware_table import Peak, ProductDims
+
+aten = torch.ops.aten
 
 Shape = tuple[int, ...]
 
@@ -35,7 +37,8 @@ Shape = tuple[int, ...]
 class Suite:
     """What is measured."""
 
-    # M, k, n of matrix products, some with one small dim for ``Peak.half_dim``.
+    # M, k, n of matrix products, some with one small dim: m or n for
+    # ``Peak.half_dim``, k for ``half_contracted``.
     shapes: tuple[Shape, ...]
     # Of these products; "tf32" is float32 computed so.
     dtypes: tuple[str, ...]
@@ -63,10 +66,12 @@ def _cubes(*sizes: int) -> tuple[Shape, ...]:
 _SUITES = {
     "cpu": Suite(
         _cubes(32, 64, 128, 256, 512, 1024)
-        + ((512, 512, 16), (512, 16, 512), (16, 512, 512), (1024, 64, 1024)),
+        + ((512, 512, 16), (512, 16, 512), (16, 512, 512))
+        + ((1024, 1024, 64), (1024, 64, 1024), (64, 1024, 1024)),
         ("float32", "bfloat16", "float64"),
-        ((4, 16, 16, 16, 3), (8, 3, 32, 64, 7), (8, 32, 32, 32, 3))
-        + ((8, 32, 64, 32, 1), (8, 64, 64, 16, 3), (8, 128, 128, 16, 3)),
+        ((4, 16, 16, 16, 3), (8, 32, 32, 32, 3), (8, 64, 64, 16, 3))
+        + ((8, 128, 128, 16, 3), (8, 32, 64, 32, 1), (8, 256, 64, 16, 1))
+        + ((2, 64, 64, 8, 3), (2, 256, 256, 4, 3)),
         ((2, 4, 64, 32), (4, 8, 128, 32), (4, 8, 128, 64), (2, 4, 512, 64)),
         ("float32",),
         _powers(17, 29),
@@ -74,7 +79,8 @@ _SUITES = {
     ),
     "cuda": Suite(
         _cubes(256, 512, 1024, 2048, 4096, 8192)
-        + ((8192, 8192, 64), (8192, 128, 8192), (8192, 256, 8192)),
+        + ((8192, 8192, 64), (8192, 128, 8192), (8192, 256, 8192))
+        + ((4096, 1024, 4096), (1024, 4096, 4096)),
         ("float32", "tf32", "bfloat16", "float16", "float64"),
         ((32, 64, 64, 56, 3), (32, 64, 256, 56, 1), (32, 256, 256, 14, 3))
         + ((64, 512, 512, 14, 3), (64, 3, 64, 224, 7)),
@@ -262,12 +268,14 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
     seed = torch.zeros((), dtype=torch.int64)
     random.register_lowering()
 
-    def draw(x: torch.Tensor) -> torch.Tensor:
+    def draw(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As dropout does: to store the mask takes as long as to draw."""
         local, whole = [4, 64, _ELEMENTS // 256], [8, 64, _ELEMENTS // 256]
         numbers = torch.ops.fxpar.random(local, seed, "rand", whole, [4, 0, 0])
-        return x * numbers.view(_ELEMENTS)
+        mask = numbers.view(_ELEMENTS) > 0.1
+        return mask, x * mask
 
-    def seconds(fn: Callable[[torch.Tensor], torch.Tensor]) -> float | None:
+    def seconds(fn: Callable[[torch.Tensor], Any]) -> float | None:
         return probe.median(partial(probe.compiled(fn, x), x))
 
     base, steps = seconds(torch.neg), 0.0
@@ -283,6 +291,22 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
     elapsed = seconds(draw)
     if base is not None and elapsed is not None:
         yield "draw", _ELEMENTS / max(elapsed - base, 1e-10)
+    elapsed = seconds(_pooled)
+    if base is not None and elapsed is not None:
+        yield "pool", _POOLED / max(elapsed - base, 1e-10)
+
+
+# Elements of windows that ``_pooled`` pools, forward and backward.
+_POOLED = 2 * 9 * _ELEMENTS // 4
+
+
+def _pooled(x: torch.Tensor) -> torch.Tensor:
+    """A maximum over windows, with its place as in training, and its backward."""
+    windows = [3, 3], [2, 2], [1, 1], [1, 1], False
+    images = x.view(4, -1, 32, 32)
+    most, places = aten.max_pool2d_with_indices(images, *windows)
+    back = aten.max_pool2d_with_indices_backward(most, images, *windows, places)
+    return back.view(_ELEMENTS)
 
 
 def _chain(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -311,7 +335,8 @@ def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
                 # Out of reach of caches, a thin product is bound by memory instead.
                 move_seconds = (x.nbytes + y.nbytes + product.nbytes) / bandwidth
                 if probe.device.type == "cpu" or move_seconds < 0.5 * seconds:
-                    points.append((2.0 * m * k * n, float(min(m, k, n)), seconds))
+                    dims = ProductDims(m, n, k)
+                    points.append((2.0 * m * k * n, dims, seconds))
         finally:
             torch.set_float32_matmul_precision(before)
         if len(points) > 3:
@@ -348,8 +373,10 @@ def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
         yield from _family(probe, dtype, "attention", _attended, suite.attended)
 
 
-# Operands, the op, flops forward and backward, smallest dim.
-_Case = tuple[list[torch.Tensor], Callable[..., torch.Tensor], float, float, float]
+# Operands, the op, flops forward and backward, dims.
+_Case = tuple[
+    list[torch.Tensor], Callable[..., torch.Tensor], float, float, ProductDims
+]
 
 
 def _family(
@@ -359,9 +386,9 @@ def _family(
     make: Callable[..., _Case],
     shapes: tuple[Shape, ...],
 ) -> Iterator[tuple[str, Peak]]:
-    points: dict[str, list[Point]] = {name: [], f"{name} backward": []}
+    points: dict[str, list[ContractionPoint]] = {name: [], f"{name} backward": []}
     for shape in shapes:
-        operands, op, flops, late_flops, least = make(probe.device, dtype, *shape)
+        operands, op, flops, late_flops, dims = make(probe.device, dtype, *shape)
         seconds = probe.median(_in_turn(op, *operands))
         leaves = [x.requires_grad_() for x in operands]
         result = op(*leaves)
@@ -375,8 +402,8 @@ def _family(
         back_seconds = probe.median(back)
         if seconds is None or back_seconds is None:
             break
-        points[name].append((flops, least, seconds))
-        points[f"{name} backward"].append((late_flops, least, back_seconds))
+        points[name].append((flops, dims, seconds))
+        points[f"{name} backward"].append((late_flops, dims, back_seconds))
     for key, measured in points.items():
         if len(measured) > 2:
             yield f"{str(dtype).removeprefix('torch.')} {key}", fit_peak(measured)
@@ -404,8 +431,8 @@ def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
     weight = torch.rand(after, before, window, window, device=device, dtype=dtype)
     points, inner = samples * side * side, before * window * window
     flops = 2.0 * points * after * inner
-    least = float(min(points, after, inner))
-    return [x, weight], partial(F.conv2d, padding="same"), flops, 2 * flops, least
+    dims = ProductDims(points, after, inner)
+    return [x, weight], partial(F.conv2d, padding="same"), flops, 2 * flops, dims
 
 
 def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
@@ -413,4 +440,4 @@ def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
     x = [torch.rand(*shape, device=device, dtype=dtype) for _ in range(3)]
     pairs = float(samples * heads * length * length * width)
     op = F.scaled_dot_product_attention
-    return x, op, 4 * pairs, 10 * pairs, float(min(length, width))
+    return x, op, 4 * pairs, 10 * pairs, ProductDims(length, length, width)

@@ -27,8 +27,10 @@ import torch
 from torch import fx
 
 from fxpar._torch.symbols import hint_shape
+from fxpar.sharding.cost.hardware import NO_DIMS, ProductDims
 from fxpar.sharding.cost.op import (
     Domain,
+    dims_of,
     domain_of,
     family_of,
     flops_of,
@@ -36,8 +38,8 @@ from fxpar.sharding.cost.op import (
     is_light,
     is_unordered,
     is_view,
-    least_of,
     light_class,
+    light_operations,
     nbytes_of,
     tensors_in,
 )
@@ -80,8 +82,8 @@ class Launch:
     flops: float = 0.0
     # Flops of what the causal mask of an attention hides.
     hidden_flops: float = 0.0
-    # The smallest of m, n, k of a contraction; infinite where none counts.
-    least: float = math.inf
+    # Of a contraction.
+    dims: ProductDims = NO_DIMS
     # Of the first floating-point operand of a contraction.
     dtype: torch.dtype = torch.float32
     # Which peak a contraction has, as ``Hardware.peak`` knows it.
@@ -266,7 +268,7 @@ class KernelReader:
             values = (read.meta.get("val") for read in node.all_input_nodes)
             dtypes = [x.dtype for x in values if isinstance(x, torch.Tensor)]
             floating = (dtype for dtype in dtypes if dtype.is_floating_point)
-            launch.flops, launch.least = flops, least_of(node)
+            launch.flops, launch.dims = flops, dims_of(node)
             launch.hidden_flops = hidden_flops_of(node)
             launch.dtype = next(floating, torch.float32)
             launch.family = family_of(node.target)
@@ -338,7 +340,7 @@ class KernelReader:
             self.growing[kernel] = None
         launch = kernel.launch
         launch.nodes.append(node)
-        launch.light[light_class(node)] += domain.points
+        launch.light[light_class(node)] += light_operations(node, domain.points)
         kernel.domain = kernel.domain.joined(domain)
         if not kernel.closed:
             launch.order = self.at

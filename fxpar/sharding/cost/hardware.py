@@ -20,17 +20,36 @@ from fxpar.sharding.mesh import Link, Mesh
 FORMAT = "fxpar hardware 1"
 
 # Classes of operations on single elements: a simple one, a division or root, functions
-# that take a polynomial, a random number.
-LIGHT = ("step", "root", "exp", "log", "sin", "tanh", "erf", "draw")
+# that take a polynomial, a random number, an element of a pool's window.
+LIGHT = ("step", "root", "exp", "log", "sin", "tanh", "erf", "draw", "pool")
+
+
+@dataclass(frozen=True)
+class ProductDims:
+    """The dims of a product of matrices, m by k and k by n: numbers, or arrays of
+    several products. Infinite where none is known to count."""
+
+    # Rows of the result: an outer dim.
+    m: Any = math.inf
+    # Columns of the result: an outer dim.
+    n: Any = math.inf
+    # The contracted dim.
+    k: Any = math.inf
+
+
+# Those of what is no product.
+NO_DIMS = ProductDims()
 
 
 @dataclass(frozen=True)
 class Peak:
     """How fast contractions of one dtype run: ``rate`` of their size.
 
-    It saturates in ``flops`` and in the smallest dim, as in Hockney's
-    r = r_inf n / (n + n_half). Starting up takes as long whatever the tiles: so a
-    contraction that grows in any dim never takes less time.
+    It saturates in ``flops`` and in each dim, as in Hockney's
+    r = r_inf n / (n + n_half). So beside its arithmetic a product takes a time to
+    start, one for each element of its operands, m k and k n of them (``half_dim``), and
+    one for each of its result, m n (``half_contracted``): a contraction that grows in
+    any dim never takes less time.
     """
 
     # Flops/s of the data sheet.
@@ -39,13 +58,20 @@ class Peak:
     efficiency: float = 1.0
     # Flops of a contraction at which starting up takes half the time; 0: none.
     half_flops: float = 0.0
-    # The smallest of m, n, k at which half of a tile is idle; 0: none is.
+    # The m, or n, that halves the rate; 0: none does.
     half_dim: float = 0.0
+    # The k that halves the rate; 0: none does. None: not told from m and n, and
+    # ``half_dim`` is of the smallest of the three alone.
+    half_contracted: float | None = None
 
-    def rate(self, flops: Any, least: Any = math.inf) -> Any:
-        """Flops/s of a contraction of ``flops`` and smallest dim ``least``; numbers or
-        arrays."""
-        full = 1 / (1 + self.half_flops / flops + self.half_dim / least)
+    def rate(self, flops: Any, dims: ProductDims = NO_DIMS) -> Any:
+        """Flops/s of a contraction of ``flops``; numbers or arrays."""
+        if self.half_contracted is None:
+            idle = self.half_dim / min(dims.m, dims.n, dims.k)
+        else:
+            idle = self.half_dim * (1 / dims.m + 1 / dims.n)
+            idle = idle + self.half_contracted / dims.k
+        full = 1 / (1 + self.half_flops / flops + idle)
         return self.flops * self.efficiency * full
 
 
@@ -144,7 +170,7 @@ class Hardware:
         self,
         nbytes: float,
         flops: float = 0.0,
-        least: float = math.inf,
+        dims: ProductDims = NO_DIMS,
         dtype: Any = "float32",
         *,
         tf32: bool = False,
@@ -152,15 +178,15 @@ class Hardware:
     ) -> float:
         """Seconds of one kernel that moves ``nbytes``: a roofline, launch included.
 
-        A contraction has ``flops`` and a smallest dim of ``least``.
+        A contraction has ``flops`` and ``dims``.
         """
-        work = self.arithmetic(flops, least, dtype, tf32=tf32, family=family)
+        work = self.arithmetic(flops, dims, dtype, tf32=tf32, family=family)
         return self.launch + max(work, self.streaming(nbytes))
 
     def arithmetic(
         self,
         flops: float,
-        least: float = math.inf,
+        dims: ProductDims = NO_DIMS,
         dtype: Any = "float32",
         *,
         tf32: bool = False,
@@ -169,7 +195,7 @@ class Hardware:
         """Seconds a contraction multiplies and adds; 0 of what has no ``flops``."""
         if not flops:
             return 0.0
-        return flops / self.peak(dtype, tf32=tf32, family=family).rate(flops, least)
+        return flops / self.peak(dtype, tf32=tf32, family=family).rate(flops, dims)
 
     def fused(self, nbytes: float, counts: Mapping[str, float]) -> float:
         """Seconds of a kernel of light ops that moves ``nbytes`` and does so many

@@ -17,7 +17,15 @@ from typing import Any
 
 from fxpar.config import nearest
 from fxpar.errors import DeviceError, OptionError
-from fxpar.sharding.cost.hardware import FORMAT, LIGHT, Hardware, Level, Measured, Peak
+from fxpar.sharding.cost.hardware import (
+    FORMAT,
+    LIGHT,
+    Hardware,
+    Level,
+    Measured,
+    Peak,
+    ProductDims,
+)
 
 __all__ = [
     "BUILT_IN",
@@ -27,6 +35,7 @@ __all__ = [
     "Level",
     "Measured",
     "Peak",
+    "ProductDims",
     "detect",
     "load",
     "lookup",

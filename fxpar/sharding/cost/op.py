@@ -1,4 +1,4 @@
-"""The arithmetic of one op: flops, smallest dim, the points it runs over, whether it is
+"""The arithmetic of one op: flops, dims, the points it runs over, whether it is
 a view, whether it can be fused.
 
 In: a node with fake values (``meta["val"]``), of a graph in global shapes or in local
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
 from fxpar._torch.symbols import hint_shape
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.visible_pairs import hidden_share, seen_share
 from fxpar.sharding.rules.op_facts import op_facts_of
 
@@ -101,38 +101,45 @@ def family_of(target: Any) -> str:
     return f"{family} backward" if family and "backward" in _name(target) else family
 
 
-def least_of(node: fx.Node) -> float:
-    """The smallest of m, n and k of what ``flops_of`` counts."""
+def dims_of(node: fx.Node) -> ProductDims:
+    """Those of what ``flops_of`` counts: of one product of a batch of them, of an
+    attention that of queries and keys."""
     target = node.target
     if _name(target) == _DOT:
         left, right, result = _words(node)
-        return least_of_factors(left, right, result, _sizes(node))
+        return dims_of_factors(left, right, result, _sizes(node))
     first = op_facts_of(target).product
     if first is not None:
         a, b = (node.args[first + i].meta["val"].shape for i in range(2))
-        return float(min(a[-2], a[-1], b[-1]))
+        m, k = a[-2:]
+        if "outer" in _name(target):  # contracts the rows of both
+            m, k = k, m
+        return ProductDims(float(m), float(b[-1]), float(k))
     if _is_attention(target):
         query, key = _attended(node)
         rows = 0 if query.dim() == 3 else -2  # documents are packed along tokens
-        return float(min(query.shape[rows], query.shape[-1], key.shape[rows]))
+        m, n, k = query.shape[rows], key.shape[rows], query.shape[-1]
+        return ProductDims(float(m), float(n), float(k))
     if "conv" in _name(target):
-        return _least_of_convolution(node)
-    return math.inf  # an op of the user's, of which only flops are told
+        return _dims_of_convolution(node)
+    return NO_DIMS  # an op of the user's, of which only flops are told
 
 
-def least_of_factors(
+def dims_of_factors(
     left: Collection[str],
     right: Collection[str],
     result: Collection[str],
     size: Mapping[str, float],
-) -> float:
-    """The smallest of m, n and k of a product of two operands by named factors."""
-    a, b = set(left), set(right)
-    parts = a - b, b - a, (a & b).difference(result)
-    return float(min(math.prod(size[f] for f in part) for part in parts))
+) -> ProductDims:
+    """Those of a product of two operands by named factors. What both operands and the
+    result have counts products; a window, which one operand has alone, is summed."""
+    a, b, out = set(left), set(right), set(result)
+    parts = (a & out) - b, (b & out) - a, (a | b) - out
+    m, n, k = (float(math.prod(size[f] for f in part)) for part in parts)
+    return ProductDims(m, n, k)
 
 
-def _least_of_convolution(node: fx.Node) -> float:
+def _dims_of_convolution(node: fx.Node) -> ProductDims:
     """Of the product it is: points by channels out, by channels in and window."""
     backward = node.target is aten.convolution_backward.default
     result = node.args[0].meta["val"] if backward else node.meta["val"]
@@ -141,7 +148,8 @@ def _least_of_convolution(node: fx.Node) -> float:
     groups: Any = node.args[-2] if backward else node.args[-1]
     if isinstance(groups, fx.Node):  # not the same on all ranks
         groups = groups.meta["val"]
-    return float(min(points, weight[0] // groups, math.prod(weight[1:])))
+    m, n, k = points, weight[0] // groups, math.prod(weight[1:])
+    return ProductDims(float(m), float(n), float(k))
 
 
 def _words(node: fx.Node) -> list[list[str]]:
@@ -261,6 +269,17 @@ def light_class(node: fx.Node) -> str:
     return op_facts_of(node.target).work
 
 
+def light_operations(node: fx.Node, points: int) -> int:
+    """How often a light op over so many points does it: a pool with each element of
+    each window, of which there are as many as elements of what it makes smaller."""
+    position = op_facts_of(node.target).window
+    if position is None:
+        return points
+    window: Any = node.args[position]
+    ends = node.args[0].meta["val"], tensors_in(node.meta["val"])[0]
+    return math.prod(window) * min(math.prod(hint_shape(x.shape)) for x in ends)
+
+
 def is_unordered(node: fx.Node) -> bool:
     """Whether its threads write in any order: nothing follows in the same kernel. Into
     a constant Inductor writes by comparing indices instead."""
@@ -290,7 +309,7 @@ def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
     floating = (x.dtype for x in operands if x.dtype.is_floating_point)
     dtype, family = next(floating, results[0].dtype), family_of(node.target)
     flops += on.masked * hidden_flops_of(node)
-    work = on.arithmetic(flops * share, least_of(node), dtype, family=family)
+    work = on.arithmetic(flops * share, dims_of(node), dtype, family=family)
     return max(work, on.streaming(nbytes))
 
 

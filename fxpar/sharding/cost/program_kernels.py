@@ -32,13 +32,13 @@ from fxpar.sharding.cost.fused_kernels import (
     Launch,
     TensorView,
 )
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.op import (
+    dims_of_factors,
     family_of,
     flops_of,
     hidden_flops_of,
     is_light,
-    least_of_factors,
     query_position,
 )
 from fxpar.sharding.cost.recompute import phases
@@ -101,9 +101,9 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
     flops, hidden_flops = work.flops / parts, on.masked * work.hidden_flops / parts
 
     def kernel(flops: float) -> float:
-        least = _least(op, shards)
+        dims = _dims(op, shards)
         flops += hidden_flops
-        arithmetic = on.arithmetic(flops, least, work.dtype, family=work.family)
+        arithmetic = on.arithmetic(flops, dims, work.dtype, family=work.family)
         return max(arithmetic, nbytes / on.bandwidth)
 
     duration = kernel(flops * _unevenness(op, shards))
@@ -180,14 +180,14 @@ def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
     return 1.0 if parts == [1, 1] else unevenness(op.node, *parts)
 
 
-def _least(op: Op, shards: Mapping[str, float]) -> float:
-    """The smallest of m, n, k of a contraction of two operands, on one rank."""
+def _dims(op: Op, shards: Mapping[str, float]) -> ProductDims:
+    """Those of a contraction of two operands, on one rank."""
     rule = op.rule
     if len(rule.operands) != 2 or len(rule.results) != 1:
-        return math.inf
+        return NO_DIMS
     left, right, result = ({f for dim in t for f in dim} for t in rule.tensors)
     size = {f: n / shards.get(f, 1) for f, n in rule.size.items()}
-    return least_of_factors(left, right, result, size)
+    return dims_of_factors(left, right, result, size)
 
 
 def flops_of_op(op: Op) -> float:

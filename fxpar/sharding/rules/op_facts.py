@@ -81,6 +81,9 @@ class OpFacts:
     communicates: bool = False
     # What it does with each point, a class of ``hardware.LIGHT``.
     work: str = "step"
+    # Of a pool and of its backward, which argument is the window; ``work`` is done with
+    # each element of each window.
+    window: int | None = None
     # Of a product of matrices, which argument is its first factor.
     product: int | None = None
     # The factors of the product, as in a rule; "" if it does more than multiply and
@@ -229,6 +232,19 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("random randint", work="draw"),
     _each("random randint", "fxpar", work="draw"),
     _each("inductor_random", "prims", work="draw"),
+    _each(
+        "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d "
+        "avg_pool3d",
+        work="pool",
+        window=1,
+    ),
+    _each("_low_memory_max_pool_with_offsets", "prims", work="pool", window=1),
+    _each(
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
+        "avg_pool2d_backward avg_pool3d_backward",
+        work="pool",
+        window=2,
+    ),
     # Products.
     _each("mm bmm _scaled_mm", product=0),
     _each("expert_mm expert_outer grouped_mm grouped_outer", "fxpar", product=0),

@@ -19,8 +19,15 @@ from torch import nn
 
 import fxpar
 from fxpar.passes.simulate.launches import facts_of
-from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, lookup
-from fxpar.sharding.cost.op import flops_of
+from fxpar.sharding.cost.hardware_table import (
+    Hardware,
+    Level,
+    Measured,
+    Peak,
+    ProductDims,
+    lookup,
+)
+from fxpar.sharding.cost.op import dims_of, dims_of_factors, flops_of
 from fxpar.sharding.cost.program_kernels import flops_of_op, kernels_of, seconds
 from fxpar.sharding.decide import searched
 from fxpar.sharding.mesh import Mesh
@@ -352,16 +359,26 @@ def test_what_adds_at_indices_multiplies_nothing() -> None:
     assert {f for f in flops.values() if f} == {2.0 * 4 * 6 * 8 * 4}
 
 
-def test_a_convolution_has_the_peak_that_a_simulation_gives_it() -> None:
+def test_a_convolution_takes_what_a_simulation_says() -> None:
+    """By a peak of its own; its window is contracted with the channels."""
     x, weight = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     plan = fxpar.plan(F.conv2d, x, weight, mesh="x=2", mode="replicate")
     program = plan.result.decision.program
     (op,) = program.ops
     (work,) = kernels_of(program).works
     hardware = lookup("h100")
-    peaks = (*hardware.peaks, ("float32 convolution", Peak(1e6)))
+    peak = Peak(1e6, half_dim=2.0, half_contracted=5.0)
+    peaks = (*hardware.peaks, ("float32 convolution", peak))
     taken = seconds(
         op, work, Strategy(), plan.mesh, replace(hardware, peaks=peaks, launch=0.0)
     )
     (convolution,) = (n for n in plan.result.local.nodes if flops_of(n))
-    assert taken == pytest.approx(flops_of(convolution) / 1e6)
+    flops, dims = flops_of(convolution), dims_of(convolution)
+    assert dims == ProductDims(2 * 6 * 6, 4, 3 * 9)
+    assert taken == pytest.approx(flops / peak.rate(flops, dims))
+
+
+def test_what_counts_products_is_no_dim_of_them() -> None:
+    size = {"b": 7, "m": 2, "k": 3, "n": 5}
+    assert dims_of_factors("bmk", "bkn", "bmn", size) == ProductDims(2, 5, 3)
+    assert dims_of_factors("bmk", "bmn", "kn", size) == ProductDims(3, 5, 14)
