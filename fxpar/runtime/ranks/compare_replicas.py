@@ -27,9 +27,13 @@ from fxpar.runtime.ranks import check_inputs, meeting
 from fxpar.runtime.ranks.gradient_sketches import ALLOWED, sketch
 from fxpar.sharding.mesh import Mesh
 
-FIX = (
+_WRITE_FIX = (
     "write to it alike on every rank (load the checkpoint on all of them), or send "
     "what one rank wrote to all by torch.distributed.broadcast before the next call"
+)
+_UPDATE_FIX = (
+    "change gradients, learning rates and parameters alike on every rank: draw noise "
+    "from one seed, decide by what all ranks have alike"
 )
 _BUFFER_FIX = (
     "write to it alike on every rank, or average it over them (dist.all_reduce)"
@@ -165,7 +169,9 @@ class Replicas:
             check_inputs.take_from_rank_0(fed, fix=_BUFFER_FIX)
             wrong = [i for i in wrong if i not in buffers]
         if wrong:
-            raise _unlike([self.held[i] for i in wrong], unlike[wrong[0]], alone)
+            raise _unlike(
+                [self.held[i] for i in wrong], unlike[wrong[0]], alone=bool(alone)
+            )
 
     def _far_apart(
         self, unlike: Mapping[int, int], values: Sequence[torch.Tensor]
@@ -257,17 +263,21 @@ def _is_dense(x: torch.Tensor) -> bool:
     return True
 
 
-def _unlike(
-    wrong: Sequence[_Held], rank: int, alone: Sequence[int]
-) -> InputMismatchError:
-    """The error, which every rank raises."""
-    first = wrong[0]
+def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> InputMismatchError:
+    """The error, which every rank raises. ``alone``: whether ranks count other writes
+    to the tensors."""
+    kinds = sorted({held.kind for held in wrong}, reverse=True)
+    what = " and ".join(kinds if len(wrong) == 1 else [f"{kind}s" for kind in kinds])
     names = check_inputs.listed(held.name for held in wrong)
-    why = "one of them wrote to it by itself" if alone else "through .data, it seems"
+    why = "one of them wrote to it by itself"
+    if not alone:
+        why = "one of them changed a gradient or an optimizer by itself, or wrote "
+        why += "through .data"
     error = InputMismatchError(
-        f"{first.kind} {names} is no longer alike on all ranks: rank {rank} does not "
-        f"hold what rank {first.models[rank]} holds; {why} since an earlier call",
-        fix=FIX,
+        f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer alike on all "
+        f"ranks: rank {rank} does not hold what rank {wrong[0].models[rank]} holds; "
+        f"{why} since an earlier call",
+        fix=_WRITE_FIX if alone else _UPDATE_FIX,
     )
     error.told = True
     return error
