@@ -241,13 +241,13 @@ def looks() -> int:
     )
     options = {"codegen": "eager", "mesh": "dp=2"}
     run = torch.compile(model, backend="fxpar", options=options)
-    look = compare_replicas.Replicas._look
+    look = compare_replicas.Replicas.look
 
     def counted(*args) -> None:
         seen.append(1)
         look(*args)
 
-    compare_replicas.Replicas._look = counted
+    compare_replicas.Replicas.look = counted
     try:
         for _ in range(40):
             run(torch.ones(4, 8).double()).square().mean().backward()
@@ -257,7 +257,7 @@ def looks() -> int:
                 if dist.get_rank():
                     p.data.copy_(p), p.detach().mul_(1.0)
     finally:
-        compare_replicas.Replicas._look = look
+        compare_replicas.Replicas.look = look
     return len(seen)
 
 
@@ -274,13 +274,13 @@ DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 def test_sums_of_some_come_to_every_element(size: int, dtype: torch.dtype) -> None:
     x = torch.arange(size).remainder(5).to(dtype)
     turns = range(size // 512 + 2)
-    before = [int(compare_replicas._sum_of_some(x, turn)) for turn in turns]
+    before = [int(compare_replicas._sign(x, turn)) for turn in turns]
     for at in {0, size // 2, size - 1} if size else ():
         other = x.clone()
         other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
-        after = [int(compare_replicas._sum_of_some(other, turn)) for turn in turns]
+        after = [int(compare_replicas._sign(other, turn)) for turn in turns]
         assert after != before
-    assert int(compare_replicas._sum_of_some(x.clone() * 1, 0)) == before[0]
+    assert int(compare_replicas._sign(x.clone() * 1, 0)) == before[0]
 
 
 def models_at_rest() -> tuple[object, ...]:

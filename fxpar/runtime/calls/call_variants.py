@@ -38,7 +38,12 @@ from fxpar.runtime.calls.compile_variants import (
     is_tensor,
 )
 from fxpar.runtime.calls.open_sizes import OPENED_MARK, open_sizes
-from fxpar.runtime.ranks import consensus, gradient_sketches, presence
+from fxpar.runtime.ranks import (
+    compare_tangents,
+    consensus,
+    gradient_sketches,
+    presence,
+)
 from fxpar.runtime.ranks.check_inputs import Checks, Drift
 from fxpar.runtime.ranks.compare_replicas import Replicas
 from fxpar.runtime.ranks.groups import Ranks
@@ -66,6 +71,7 @@ def forget() -> None:
     _VARIANTS.clear()
     _OPEN.clear()
     gradient_sketches.forget()
+    compare_tangents.forget()
 
 
 class Calls:
@@ -142,19 +148,21 @@ class Calls:
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
         state = self.replicas.word(args)
-        word = f"{head}\t{sums}\t{state}\t{gradient_sketches.word()}"
+        tangents = compare_tangents.word()
+        word = f"{head}\t{sums}\t{state}\t{tangents}\t{gradient_sketches.word()}"
         words = meet(word, self.what)
-        heads, all_sums, states, sketches = zip(
+        heads, all_sums, states, all_tangents, sketches = zip(
             *(word.split("\t") for word in words), strict=True
         )
         if len(set(sketches)) > 1:
             gradient_sketches.compare(sketches)
+        beside = (all_sums, states, all_tangents)
         run = self.ready.get(heads)
         if run is None:
             with stage(CHECKS):
-                run = self._variant_for(heads, all_sums, states, args)
+                run = self._variant_for(heads, beside, args)
         else:
-            self._compare(all_sums, states, args)
+            self._compare(beside, args, held=True)
         return self._with_own_sizes(run(*args), args) if self.left else run(*args)
 
     def _with_own_sizes(self, results: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -187,13 +195,20 @@ class Calls:
         return Replicas(held, examples, self.ranks.mesh, local=bool(self.local))
 
     def _compare(
-        self, sums: Sequence[str], states: Sequence[str], args: Sequence[Any]
+        self, beside: tuple[Sequence[str], ...], args: Sequence[Any], *, held: bool
     ) -> None:
-        """Compare what ranks feed, and hold. Raises InputMismatchError on all."""
+        """Compare what ranks feed, what they hold if that is asked for, and gradients
+        since the last call. Raises InputMismatchError or GradientError on all."""
+        sums, states, tangents = beside
         if self.drift is not None:
             self.drift.compare(sums)
-        if states:
+        if held:
             self.replicas.compare(states, args)
+        error = compare_tangents.compare(tangents)
+        if error is not None:
+            if held:
+                self.replicas.look(args)  # whether it comes of these
+            raise error
 
     def _head(self, sizes: Sizes) -> str:
         """The word of a call on these sizes, without sums: which program, the variant
@@ -208,18 +223,18 @@ class Calls:
     def _variant_for(
         self,
         heads: tuple[str, ...],
-        sums: Sequence[str],
-        states: Sequence[str],
+        beside: tuple[Sequence[str], ...],
         args: Sequence[Any],
     ) -> Callable[..., Any]:
-        """The variant to run, the same on every rank, for what all have written."""
+        """The variant to run, the same on every rank, for what all have written: heads,
+        and beside these sums of what they feed, hold and were given back."""
         entries = [json.loads(head) for head in heads]
         if len({entry[0] for entry in entries}) > 1:
             self._refuse_others(entries)
         key = tuple(sizes_of(entry) for entry in entries)
         agreement = self.fed.agreement(key)
         any_fresh = any(entry[2] for entry in entries)
-        self._compare(sums, () if any_fresh else states, args)
+        self._compare(beside, args, held=not any_fresh)
         number, *further = {entry[1] for entry in entries}
         if not further and number in self.variants.ranges and agreement.kind == SAME:
             self.variants.keys.setdefault(key, number)

@@ -240,8 +240,13 @@ def broadcast(x: torch.Tensor) -> None:
 
 def gather_numbers(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of numbers of one dtype: [rank, i], the same on every rank, on the CPU."""
-    first, device = numbers[0].device, transport(torch.device("cpu"))
-    mine = torch.stack([x.to(first) for x in numbers]).to(device)
+    first, device = numbers[0].device, torch.device("cpu")
+    return gather_rows(torch.stack([x.to(first) for x in numbers]).to(device))
+
+
+def gather_rows(mine: torch.Tensor) -> torch.Tensor:
+    """[rank, i], the same on every rank, on the CPU, of as many numbers on each."""
+    mine = mine.to(transport(mine.device))
     parts = [torch.empty_like(mine) for _ in range(_world_size())]
     dist.all_gather(parts, mine)
     return torch.stack(parts).cpu()

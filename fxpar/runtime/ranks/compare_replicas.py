@@ -23,8 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.ranks import check_inputs, meeting
+from fxpar.runtime.ranks import check_inputs
+from fxpar.runtime.ranks.element_samples import sample, sum_of_bits
 from fxpar.runtime.ranks.gradient_sketches import ALLOWED, sketch
+from fxpar.runtime.ranks.looks import EVERY, Looks
+from fxpar.runtime.ranks.meeting import call_number
 from fxpar.sharding.mesh import Mesh
 
 _WRITE_FIX = (
@@ -38,15 +41,6 @@ _UPDATE_FIX = (
 _BUFFER_FIX = (
     "write to it alike on every rank, or average it over them (dist.all_reduce)"
 )
-
-# Elements of a tensor whose sum is compared at a call, in so many runs over it.
-_ELEMENTS, _RUNS = 1024, 16
-
-# On a device, whose sums take several launches, one is made at every so manieth call.
-_EVERY = 8
-
-# Calls that pass at most between two comparisons in full that show no error.
-_LONGEST_PAUSE = 64
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Replicas:
         # Writes to each tensor so far, at this call, and when all ranks were alike.
         self._now: tuple[int, ...] = ()
         self._alike: tuple[int, ...] = ()
-        self._looks = self._pause_ends = 0
+        self._looks = Looks()
         self._sum: tuple[int, Callable[[], int]] | None = None  # made beside a call
 
     def word(self, args: Sequence[Any]) -> str:
@@ -108,18 +102,14 @@ class Replicas:
         if len(set(words)) == 1 or not self._suspicious(words):
             self._alike = self._now
             return
-        if _call_number() < self._pause_ends:
-            return
-        self._look(args)
-        self._looks += 1
-        pause = min(2**self._looks, _LONGEST_PAUSE)
-        self._pause_ends = _call_number() + pause
-        self._alike = self._now
+        if not self._looks.pause():
+            self.look(args)
+            self._alike = self._now
 
     def settle(self, args: Sequence[Any]) -> None:
         """All ranks were just made alike."""
         self._alike = _torch.objects.versions_of([args[x.place] for x in self.held])
-        self._looks = self._pause_ends = 0
+        self._looks = Looks()
 
     def _suspicious(self, words: Sequence[str]) -> bool:
         """Whether ranks count other writes, or one has other values."""
@@ -134,19 +124,22 @@ class Replicas:
     def _next_sum(self, tensors: Sequence[torch.Tensor]) -> str:
         """A tensor's number and the sum of some of its elements; on a device those of
         an earlier call."""
-        number = _call_number()
+        number = call_number()
         turn, n = divmod(number, len(tensors))
         if tensors[n].device.type == "cpu":
-            return f"{n} {int(_sum_of_some(tensors[n], turn)):x}"
-        if number % _EVERY:
+            return f"{n} {int(_sign(tensors[n], turn)):x}"
+        if number % EVERY:
             return " "
         before = self._sum
-        turn, n = divmod(number // _EVERY, len(tensors))
-        self._sum = n, check_inputs.on_its_way(_sum_of_some(tensors[n], turn))
+        turn, n = divmod(number // EVERY, len(tensors))
+        self._sum = n, check_inputs.on_its_way(_sign(tensors[n], turn))
         return " " if before is None else f"{before[0]} {before[1]():x}"
 
-    def _look(self, args: Sequence[Any]) -> None:
-        """Compare all in full. Every rank comes here at the same call."""
+    def look(self, args: Sequence[Any]) -> None:
+        """Compare all in full, as ``compare`` does where ranks tell other things. Every
+        rank comes here at the same call."""
+        if not self.held:
+            return
         values = [_values(args[x.place]) for x in self.held]
         writes = map(torch.tensor, _written_since(self._now, self._alike))
         sums = [check_inputs.checksum(x) for x in values]
@@ -202,12 +195,6 @@ def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]
     return tuple(map(operator.sub, now, before or now))
 
 
-def _call_number() -> int:
-    """Of the call, alike on all ranks."""
-    channel = meeting.current()
-    return 0 if channel is None else channel.calls
-
-
 def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     """For each rank the first that has the same part of a tensor; None if no two
     ranks have."""
@@ -226,41 +213,15 @@ def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     return tuple(models[rank] for rank in range(mesh.size))
 
 
+def _sign(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """The sum of the bits of some elements, other ones at each turn."""
+    return sum_of_bits(sample(_values(x), turn))
+
+
 def _values(x: torch.Tensor) -> torch.Tensor:
     """What this rank holds."""
     with torch.no_grad():
         return x.to_local() if isinstance(x, DTensor) else x.detach()
-
-
-def _sum_of_some(x: torch.Tensor, turn: int) -> torch.Tensor:
-    """The sum of the bits of some elements of a tensor, other ones at each turn."""
-    x = _values(x)
-    if x.is_conj() or x.is_neg() or not _is_dense(x):
-        return torch.zeros((), dtype=torch.int64, device=x.device)
-    x = torch.view_as_real(x) if x.is_complex() else x
-    count = x.numel()
-    x = x.view(_WORDS[x.element_size()])
-    if count <= _ELEMENTS:
-        some = x
-    else:
-        run, apart = _ELEMENTS // _RUNS, count // _RUNS
-        last = count - (_RUNS - 1) * apart - run
-        begin = min(turn % (-(-last // run) + 1) * run, last)
-        some = x.as_strided((_RUNS, run), (apart, 1), x.storage_offset() + begin)
-    return some.sum(dtype=torch.int64)
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Whether the elements, in any order, fill a piece of memory once."""
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> InputMismatchError:
