@@ -45,6 +45,7 @@ from fxpar.runtime.stage_times import TRACE, stage
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import TracedStep
 from fxpar.sharding.pipeline_axis import pipeline_axis
+from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 
@@ -160,7 +161,15 @@ def compile_graph(
         step.ranks,
         broken_at,
         step.sizes,
+        _made_at(gm),
     )
+
+
+def _made_at(gm: fx.GraphModule) -> str | None:
+    """The user's line of the last result of a Dynamo graph."""
+    results = gm.graph.output_node().args[0]
+    lines = (user_line(x) for x in reversed(results) if isinstance(x, fx.Node))
+    return next(filter(None, lines), None)
 
 
 def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:

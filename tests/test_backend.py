@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import torch
 from torch import fx, nn
@@ -74,6 +75,20 @@ def test_one_rank_compiles_without_a_trace_of_hints() -> None:
     before = len(fxpar.plans())
     torch.testing.assert_close(torch.compile(hinted, backend="fxpar")(x), hinted(x))
     assert len(fxpar.plans()) == before
+
+
+def test_what_is_compiled_is_saved_whole_and_loaded() -> None:
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "mesh": "dp=1,tp=1"}
+    compiled = torch.compile(nn.Linear(8, 4), backend="fxpar", options=options)
+    x, file = torch.randn(2, 8), io.BytesIO()
+    want = compiled(x)
+    torch.save(compiled, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    torch.testing.assert_close(loaded(x), want)
+    hooks = (x.dynamo_ctx.enter_exit_hooks for x in (compiled, loaded))
+    assert len(set(map(len, hooks))) == 1  # it is watched
 
 
 def test_a_deep_copy_is_watched_as_one_of_its_own() -> None:

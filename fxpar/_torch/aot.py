@@ -416,9 +416,14 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def watch_backward(outputs: Sequence[Any], failed: Callable[[Any], None]) -> bool:
-    """Call ``failed(error)`` where the backward of a compiled graph, which gave these
-    outputs, raises a RuntimeError. Whether it has one that is watched."""
+def watch_backward(
+    outputs: Sequence[Any],
+    begins: Callable[[Sequence[Any]], None],
+    failed: Callable[[Any], None],
+) -> bool:
+    """Call ``begins(gradients)`` before each backward of a compiled graph, which gave
+    these outputs, and ``failed(error)`` where it raises a RuntimeError. Whether it has
+    one that is watched."""
     nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
     functions = (getattr(node, "_forward_cls", None) for node in nodes)
     function = next((x for x in functions if hasattr(x, "_aot_id")), None)
@@ -427,6 +432,8 @@ def watch_backward(outputs: Sequence[Any], failed: Callable[[Any], None]) -> boo
     plain = function.backward
 
     def backward(ctx: Any, *gradients: Any) -> Any:
+        boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+        begins(gradients[0] if boxed else gradients)
         try:
             return plain(ctx, *gradients)
         except RuntimeError as error:

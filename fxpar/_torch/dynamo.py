@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import weakref
@@ -171,7 +170,7 @@ def on_compile(
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
     its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
     of the batch and of a sequence, are different symbols. A deep copy of what is
-    compiled is watched as one of its own.
+    compiled, and what is loaded from a file, is watched as one of its own.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import (
@@ -207,6 +206,10 @@ def on_compile(
     OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
 
+def _itself(x: Any) -> Any:
+    return x
+
+
 class _Overheard:
     """Dynamo's conversion of frames, with what ``begins`` and ``met`` hear of each."""
 
@@ -221,9 +224,10 @@ class _Overheard:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__getattribute__("_convert"), name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The conversion alone, since its copy is watched anew."""
-        return copy.deepcopy(self._convert, memo)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and saved is the conversion alone: what is made of it is watched
+        anew."""
+        return _itself, (self._convert,)
 
     def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
         from torch._dynamo import config

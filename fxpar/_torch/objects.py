@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ def is_mutable(target: Any) -> bool:
 def version_of(x: torch.Tensor) -> int:
     """How often a tensor was written to in place."""
     return x._version
+
+
+def versions_of(xs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """``version_of`` each tensor; 0 of those that count no writes."""
+    try:
+        return tuple([x._version for x in xs])
+    except RuntimeError:
+        return tuple(0 if x.is_inference() else x._version for x in xs)
 
 
 def memory_of(x: torch.Tensor) -> int:

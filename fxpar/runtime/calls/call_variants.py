@@ -38,8 +38,14 @@ from fxpar.runtime.calls.compile_variants import (
     is_tensor,
 )
 from fxpar.runtime.calls.open_sizes import OPENED_MARK, open_sizes
-from fxpar.runtime.ranks import consensus, gradient_sketches, presence
+from fxpar.runtime.ranks import (
+    compare_tangents,
+    consensus,
+    gradient_sketches,
+    presence,
+)
 from fxpar.runtime.ranks.check_inputs import Checks, Drift
+from fxpar.runtime.ranks.compare_replicas import Replicas
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import ALONE, current, meet
 from fxpar.runtime.stage_times import CHECKS, stage
@@ -65,6 +71,7 @@ def forget() -> None:
     _VARIANTS.clear()
     _OPEN.clear()
     gradient_sketches.forget()
+    compare_tangents.forget()
 
 
 class Calls:
@@ -128,6 +135,7 @@ class Calls:
             each = {i: value_of(x) for i, x in results if isinstance(x, fx.Node)}
             self.left = {i: x for i, x in each.items() if _torch.symbols.is_number(x)}
         self.drift = self._drift(examples)
+        self.replicas = self._replicas(examples)
         self.fresh = True  # what it is fed was not compared in full
         self.heads: dict[Sizes, str] = {}
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
@@ -139,18 +147,22 @@ class Calls:
         sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
-        words = meet(f"{head}\t{sums}\t{gradient_sketches.word()}", self.what)
-        heads, all_sums, sketches = zip(
+        state = self.replicas.word(args)
+        tangents = compare_tangents.word()
+        word = f"{head}\t{sums}\t{state}\t{tangents}\t{gradient_sketches.word()}"
+        words = meet(word, self.what)
+        heads, all_sums, states, all_tangents, sketches = zip(
             *(word.split("\t") for word in words), strict=True
         )
         if len(set(sketches)) > 1:
             gradient_sketches.compare(sketches)
+        beside = (all_sums, states, all_tangents)
         run = self.ready.get(heads)
         if run is None:
             with stage(CHECKS):
-                run = self._variant_for(heads, all_sums, args)
-        elif self.drift is not None:
-            self.drift.compare(all_sums)
+                run = self._variant_for(heads, beside, args)
+        else:
+            self._compare(beside, args, held=True)
         return self._with_own_sizes(run(*args), args) if self.left else run(*args)
 
     def _with_own_sizes(self, results: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -173,6 +185,31 @@ class Calls:
         }
         return Drift(fed, self.ranks.mesh)
 
+    def _replicas(self, examples: Sequence[Any]) -> Replicas:
+        held = {
+            i: (entry.name, entry.kind)
+            for i, entry in enumerate(self.inputs)
+            if entry.kind in ("parameter", "buffer")
+            and isinstance(examples[i], torch.Tensor)
+        }
+        return Replicas(held, examples, self.ranks.mesh, local=bool(self.local))
+
+    def _compare(
+        self, beside: tuple[Sequence[str], ...], args: Sequence[Any], *, held: bool
+    ) -> None:
+        """Compare what ranks feed, what they hold if that is asked for, and gradients
+        since the last call. Raises InputMismatchError or GradientError on all."""
+        sums, states, tangents = beside
+        if self.drift is not None:
+            self.drift.compare(sums)
+        if held:
+            self.replicas.compare(states, args)
+        error = compare_tangents.compare(tangents)
+        if error is not None:
+            if held:
+                self.replicas.look(args)  # whether it comes of these
+            raise error
+
     def _head(self, sizes: Sizes) -> str:
         """The word of a call on these sizes, without sums: which program, the variant
         to run if others have the sizes they had last, whether all must be compared."""
@@ -184,17 +221,20 @@ class Calls:
         return self.heads[sizes]
 
     def _variant_for(
-        self, heads: tuple[str, ...], sums: Sequence[str], args: Sequence[Any]
+        self,
+        heads: tuple[str, ...],
+        beside: tuple[Sequence[str], ...],
+        args: Sequence[Any],
     ) -> Callable[..., Any]:
-        """The variant to run, the same on every rank, for what all have written."""
+        """The variant to run, the same on every rank, for what all have written: heads,
+        and beside these sums of what they feed, hold and were given back."""
         entries = [json.loads(head) for head in heads]
         if len({entry[0] for entry in entries}) > 1:
             self._refuse_others(entries)
         key = tuple(sizes_of(entry) for entry in entries)
         agreement = self.fed.agreement(key)
-        if self.drift is not None:
-            self.drift.compare(sums)
         any_fresh = any(entry[2] for entry in entries)
+        self._compare(beside, args, held=not any_fresh)
         number, *further = {entry[1] for entry in entries}
         if not further and number in self.variants.ranges and agreement.kind == SAME:
             self.variants.keys.setdefault(key, number)
@@ -206,6 +246,7 @@ class Calls:
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
             Checks(self.inputs, self.local, self.ranks).run(args)
+            self.replicas.settle(args)
         number = agreed or self._new(key, agreement, args)
         own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
         self.variants.last[own_sizes] = number

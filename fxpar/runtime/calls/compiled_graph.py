@@ -31,7 +31,7 @@ from fxpar.runtime.caches.program_identity import (
 )
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
-from fxpar.runtime.ranks import meeting, presence
+from fxpar.runtime.ranks import compare_tangents, meeting, presence
 from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
@@ -126,7 +126,8 @@ def raiser(error: FxparError) -> Callable[..., Any]:
 class Compiled:
     """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
     its results, by position. ``broken_at``: the user's line of the graph break it ends
-    in; ``sizes``: those it holds for, where it leaves some open."""
+    in; ``sizes``: those it holds for, where it leaves some open; ``made_at``: the
+    user's line of its last result."""
 
     def __init__(
         self,
@@ -138,7 +139,9 @@ class Compiled:
         ranks: Ranks,
         broken_at: str | None,
         sizes: SizeRange | None = None,
+        made_at: str | None = None,
     ) -> None:
+        self.made_at = made_at
         self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
         self.results, self.options, self.ranks = results, options, ranks
@@ -155,8 +158,14 @@ class Compiled:
             name_lost_ranks(error)
             raise
         if not self._watches and torch.is_grad_enabled():
-            self._watches = _torch.aot.watch_backward(outputs, name_lost_ranks)
+            self._watches = _torch.aot.watch_backward(
+                outputs, self._backward_begins, name_lost_ranks
+            )
         return outputs if self._plain else self._dressed(outputs)
+
+    def _backward_begins(self, gradients: Sequence[Any]) -> None:
+        if self._plain and self.ranks.mesh.size > 1:
+            compare_tangents.note(self.made_at, gradients)
 
     def _begun(self, args: Sequence[Any]) -> Any:
         """Its first call."""

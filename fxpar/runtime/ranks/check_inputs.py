@@ -91,7 +91,7 @@ class Drift:
                 continue
             before = self._sums[n]
             words.append("" if before is None else f"{before():x}")
-            self._sums[n] = _on_its_way(checksum(x))
+            self._sums[n] = on_its_way(checksum(x))
         return " ".join(words)
 
     def compare(self, words: Sequence[str]) -> None:
@@ -107,7 +107,7 @@ class Drift:
                     raise _told_apart([name], kind, rank, model, self.mesh, dims)
 
 
-def _on_its_way(total: torch.Tensor) -> Callable[[], int]:
+def on_its_way(total: torch.Tensor) -> Callable[[], int]:
     """The value of a number on a device, copied while the program goes on."""
     host = torch.empty((), dtype=total.dtype, device="cpu", pin_memory=True)
     host.copy_(total, non_blocking=True)
@@ -168,7 +168,7 @@ def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
         "some ranks: DataLoader(drop_last=True)",
         error=InputMismatchError,
     )
-    hashes = _gather([checksum(x) for *_, x in fed])
+    hashes = gather_numbers([checksum(x) for *_, x in fed])
     wrong = [
         i for i, (_, kind, _) in enumerate(fed) if _differing(hashes, i, kind, mesh)
     ]
@@ -176,9 +176,8 @@ def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
     if inputs:
         raise _mismatch(fed, inputs, hashes, mesh)
     if wrong:
-        for i in wrong:
-            broadcast(fed[i][2])
-        _warn_replaced(fed, wrong)
+        fix = "call torch.manual_seed before the model is made, or load one checkpoint"
+        take_from_rank_0([fed[i] for i in wrong], fix=fix)
     _warn_alike(fed, hashes, mesh)
 
 
@@ -239,10 +238,15 @@ def broadcast(x: torch.Tensor) -> None:
             x.copy_(message)
 
 
-def _gather(hashes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[rank, i], the same on every rank, on the CPU."""
-    first, device = hashes[0].device, transport(torch.device("cpu"))
-    mine = torch.stack([h.to(first) for h in hashes]).to(device)
+def gather_numbers(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of numbers of one dtype: [rank, i], the same on every rank, on the CPU."""
+    first, device = numbers[0].device, torch.device("cpu")
+    return gather_rows(torch.stack([x.to(first) for x in numbers]).to(device))
+
+
+def gather_rows(mine: torch.Tensor) -> torch.Tensor:
+    """[rank, i], the same on every rank, on the CPU, of as many numbers on each."""
+    mine = mine.to(transport(mine.device))
     parts = [torch.empty_like(mine) for _ in range(_world_size())]
     dist.all_gather(parts, mine)
     return torch.stack(parts).cpu()
@@ -361,12 +365,15 @@ def _told_apart(
     return error
 
 
-def _warn_replaced(fed: Sequence[Fed], wrong: Sequence[int]) -> None:
-    kinds = sorted({f"{fed[i][1]}s" for i in wrong}, reverse=True)
+def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
+    """Fill parameters and buffers that differ with those of rank 0, and say so."""
+    for *_, x in fed:
+        broadcast(x)
+    kinds = sorted({f"{kind}s" for _, kind, _ in fed}, reverse=True)
     _warn(
         f"{' and '.join(kinds)} differ between ranks, taken from rank 0: "
-        f"{listed(fed[i][0] for i in wrong)}",
-        "call torch.manual_seed before the model is made, or load one checkpoint",
+        f"{listed(name for name, *_ in fed)}",
+        fix,
     )
 
 

@@ -66,7 +66,7 @@ def note(
 ) -> None:
     """Let the next call compare gradients, and that of a ``is_shared`` optimizer all
     ranks took the step, with its learning rates. ``gradients``: by names."""
-    sketches = {name: _sketch(gradient) for name, gradient in gradients.items()}
+    sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
     if is_shared:
         for i, group in enumerate(optimizer.param_groups):
             if isinstance(rate := group.get("lr"), float):
@@ -78,8 +78,10 @@ def note(
         )
 
 
-def _sketch(gradient: torch.Tensor) -> tuple[float, float]:
-    flat = gradient.detach().to_dense().flatten().to(torch.float64)
+def sketch(x: torch.Tensor) -> tuple[float, float]:
+    """The norm of a tensor and its sum weighted by a wave, which tell it from others
+    but for rounding."""
+    flat = x.detach().to_dense().flatten().to(torch.float64)
     waves = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).sin()
     return flat.norm().item(), flat.dot(waves).item()
 

@@ -86,6 +86,12 @@ def current() -> Channel | None:
     return channel
 
 
+def call_number() -> int:
+    """Of the last call of a compiled graph, alike on all ranks."""
+    channel = current()
+    return 0 if channel is None else channel.calls
+
+
 def _open(group: Any) -> Channel:
     store, rank, size = _torch.distributed.default_store(), group.rank(), group.size()
     # A store may outlive a process group; its next life starts new keys.

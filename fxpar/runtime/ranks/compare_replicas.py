@@ -1,0 +1,244 @@
+"""Parameters and buffers that ranks hold alike, compared at every call of a graph.
+
+In full they are compared at the first call (``check_inputs``). Later one rank may write
+to them by itself: it alone loads a checkpoint, or takes averaged weights. So the word
+of each call (``meeting``) says two things more: how often each tensor was written in
+place since all were alike, and a sum of some elements of one tensor, another
+at each call, for writes that torch does not count (to ``.data``). Where these
+differ, ranks compare the tensors in full, then and there. Ranks may count unlike where
+what they hold is alike (one loads, then sends it to all), and replicas may drift apart
+by rounding: neither is an error, and after each such look the next one waits longer.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.errors import InputMismatchError
+from fxpar.runtime.ranks import check_inputs
+from fxpar.runtime.ranks.element_samples import sample, sum_of_bits
+from fxpar.runtime.ranks.gradient_sketches import ALLOWED, sketch
+from fxpar.runtime.ranks.looks import EVERY, Looks
+from fxpar.runtime.ranks.meeting import call_number
+from fxpar.sharding.mesh import Mesh
+
+_WRITE_FIX = (
+    "write to it alike on every rank (load the checkpoint on all of them), or send "
+    "what one rank wrote to all by torch.distributed.broadcast before the next call"
+)
+_UPDATE_FIX = (
+    "change gradients, learning rates and parameters alike on every rank: draw noise "
+    "from one seed, decide by what all ranks have alike"
+)
+_BUFFER_FIX = (
+    "write to it alike on every rank, or average it over them (dist.all_reduce)"
+)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter or a buffer among the inputs of a graph."""
+
+    # Position among the arguments.
+    place: int
+    # As the user knows it.
+    name: str
+    # "parameter" or "buffer".
+    kind: str
+    # For each rank the rank whose values it must equal.
+    models: tuple[int, ...]
+
+
+class Replicas:
+    """The parameters and buffers of one graph. Each rank gives ``word`` at every call,
+    then ``compare`` what all gave; after a comparison of all inputs in full it calls
+    ``settle``. ``held``: their names and kinds, by position."""
+
+    def __init__(
+        self,
+        held: Mapping[int, tuple[str, str]],
+        examples: Sequence[Any],
+        mesh: Mesh,
+        *,
+        local: bool,
+    ) -> None:
+        """``local``: whether ranks feed parts of a batch, so that buffers may be
+        written by code in no graph, each rank its own."""
+        self.held = [
+            _Held(i, *names, models)
+            for i, names in held.items()
+            if (models := _models(examples[i], mesh)) is not None
+        ]
+        self.local = local
+        # Writes to each tensor so far, at this call, and when all ranks were alike.
+        self._now: tuple[int, ...] = ()
+        self._alike: tuple[int, ...] = ()
+        self._looks = Looks()
+        self._sum: tuple[int, Callable[[], int]] | None = None  # made beside a call
+
+    def word(self, args: Sequence[Any]) -> str:
+        """What to compare at this call."""
+        if not self.held:
+            return ""
+        tensors = [args[x.place] for x in self.held]
+        self._now = _torch.objects.versions_of(tensors)
+        writes = ""
+        if self._now != self._alike:
+            writes = f"{hash(_written_since(self._now, self._alike)):x}"
+        return f"{writes} {self._next_sum(tensors)}"
+
+    def compare(self, words: Sequence[str], args: Sequence[Any]) -> None:
+        """Raise InputMismatchError, on all ranks, if one holds other values than it
+        should; of buffers that code in no graph wrote to take rank 0's, as
+        DistributedDataParallel does."""
+        if len(set(words)) == 1 or not self._suspicious(words):
+            self._alike = self._now
+            return
+        if not self._looks.pause():
+            self.look(args)
+            self._alike = self._now
+
+    def settle(self, args: Sequence[Any]) -> None:
+        """All ranks were just made alike."""
+        self._alike = _torch.objects.versions_of([args[x.place] for x in self.held])
+        self._looks = Looks()
+
+    def _suspicious(self, words: Sequence[str]) -> bool:
+        """Whether ranks count other writes, or one has other values."""
+        writes, places, sums = zip(*(word.split(" ") for word in words), strict=True)
+        if len(set(writes)) > 1 or len(set(places)) > 1:
+            return True
+        if not places[0]:
+            return False
+        models = self.held[int(places[0])].models
+        return any(sums[rank] != sums[model] for rank, model in enumerate(models))
+
+    def _next_sum(self, tensors: Sequence[torch.Tensor]) -> str:
+        """A tensor's number and the sum of some of its elements; on a device those of
+        an earlier call."""
+        number = call_number()
+        turn, n = divmod(number, len(tensors))
+        if tensors[n].device.type == "cpu":
+            return f"{n} {int(_sign(tensors[n], turn)):x}"
+        if number % EVERY:
+            return " "
+        before = self._sum
+        turn, n = divmod(number // EVERY, len(tensors))
+        self._sum = n, check_inputs.on_its_way(_sign(tensors[n], turn))
+        return " " if before is None else f"{before[0]} {before[1]():x}"
+
+    def look(self, args: Sequence[Any]) -> None:
+        """Compare all in full, as ``compare`` does where ranks tell other things. Every
+        rank comes here at the same call."""
+        if not self.held:
+            return
+        values = [_values(args[x.place]) for x in self.held]
+        writes = map(torch.tensor, _written_since(self._now, self._alike))
+        sums = [check_inputs.checksum(x) for x in values]
+        gathered = check_inputs.gather_numbers([*sums, *writes]).tolist()
+        n = len(values)
+        unlike: dict[int, int] = {}  # the first rank that differs, by tensor
+        for i, held in enumerate(self.held):
+            for rank, model in enumerate(held.models):
+                if gathered[rank][i] != gathered[model][i]:
+                    unlike.setdefault(i, rank)
+        alone = [
+            i
+            for i, rank in unlike.items()
+            if gathered[rank][n + i] != gathered[self.held[i].models[rank]][n + i]
+        ]
+        wrong = alone or (list(unlike) if self._far_apart(unlike, values) else [])
+        buffers = [i for i in wrong if self.local and self.held[i].kind == "buffer"]
+        if buffers:
+            fed = [(self.held[i].name, "buffer", values[i]) for i in buffers]
+            check_inputs.take_from_rank_0(fed, fix=_BUFFER_FIX)
+            wrong = [i for i in wrong if i not in buffers]
+        if wrong:
+            raise _unlike(
+                [self.held[i] for i in wrong], unlike[wrong[0]], alone=bool(alone)
+            )
+
+    def _far_apart(
+        self, unlike: Mapping[int, int], values: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether tensors that differ do so by more than rounding, all together."""
+        floats = [i for i in unlike if values[i].is_floating_point()]
+        if len(floats) < len(unlike):
+            return True
+        if not floats:
+            return False
+        numbers = [part for i in floats for part in sketch(values[i])]
+        gathered = check_inputs.gather_numbers(
+            [torch.tensor(x, dtype=torch.float64) for x in numbers]
+        ).tolist()
+        apart = size = 0.0
+        for n, i in enumerate(floats):
+            rank, model = unlike[i], self.held[i].models[unlike[i]]
+            (norm, wave), (other_norm, other_wave) = (
+                gathered[r][2 * n : 2 * n + 2] for r in (rank, model)
+            )
+            apart += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
+            size += max(norm, other_norm) ** 2
+        return math.sqrt(apart) > ALLOWED * math.sqrt(size)
+
+
+def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+    """Of each tensor, how often it was written since."""
+    return tuple(map(operator.sub, now, before or now))
+
+
+def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
+    """For each rank the first that has the same part of a tensor; None if no two
+    ranks have."""
+    if mesh.size == 1 or x.device.type == "meta":
+        return None
+    if not isinstance(x, DTensor):
+        return (0,) * mesh.size
+    grid = x.device_mesh.mesh
+    if grid.numel() != mesh.size:
+        return None
+    same = [dim for dim, placed in enumerate(x.placements) if placed.is_replicate()]
+    if not same:
+        return None
+    first = grid.amin(same, keepdim=True).expand_as(grid).flatten().tolist()
+    models = dict(zip(grid.flatten().tolist(), first, strict=True))
+    return tuple(models[rank] for rank in range(mesh.size))
+
+
+def _sign(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """The sum of the bits of some elements, other ones at each turn."""
+    return sum_of_bits(sample(_values(x), turn))
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds."""
+    with torch.no_grad():
+        return x.to_local() if isinstance(x, DTensor) else x.detach()
+
+
+def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> InputMismatchError:
+    """The error, which every rank raises. ``alone``: whether ranks count other writes
+    to the tensors."""
+    kinds = sorted({held.kind for held in wrong}, reverse=True)
+    what = " and ".join(kinds if len(wrong) == 1 else [f"{kind}s" for kind in kinds])
+    names = check_inputs.listed(held.name for held in wrong)
+    why = "one of them wrote to it by itself"
+    if not alone:
+        why = "one of them changed a gradient or an optimizer by itself, or wrote "
+        why += "through .data"
+    error = InputMismatchError(
+        f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer alike on all "
+        f"ranks: rank {rank} does not hold what rank {wrong[0].models[rank]} holds; "
+        f"{why} since an earlier call",
+        fix=_WRITE_FIX if alone else _UPDATE_FIX,
+    )
+    error.told = True
+    return error

@@ -1,0 +1,50 @@
+"""Some elements of a tensor that stand for all, so cheap that every call has them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+# Elements at most, in so many runs over the tensor.
+_ELEMENTS, _RUNS = 1024, 16
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """Some elements as a view, other ones at each turn, so that turns come to all; none
+    of a tensor that is not dense in memory."""
+    for dim, stride in enumerate(x.stride()):
+        x = x if stride else x.narrow(dim, 0, min(x.shape[dim], 1))  # was expanded
+    if x.is_conj() or x.is_neg() or not _is_dense(x):
+        return x.new_empty(0)
+    count = x.numel()
+    if count <= _ELEMENTS:
+        return x
+    run, apart = _ELEMENTS // _RUNS, count // _RUNS
+    last = count - (_RUNS - 1) * apart - run
+    begin = min(turn % (-(-last // run) + 1) * run, last)
+    return x.as_strided((_RUNS, run), (apart, 1), x.storage_offset() + begin)
+
+
+def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """The sum of elements read as whole numbers, each weighted by its place."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    bits = x.view(_WORDS[x.element_size()]).reshape(-1)
+    return (bits * _weights(x.device)[: len(bits)]).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 4 * _ELEMENTS, 2, device=device)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements, in any order, fill a piece of memory once."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

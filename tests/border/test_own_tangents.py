@@ -1,0 +1,108 @@
+"""Losses outside of graphs that are a rank's own, in global mode: an error on all ranks
+at the next call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxpar.errors import GradientError
+from fxpar.runtime.ranks import check_inputs, compare_tangents
+from tests.helpers.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Apart(Exception):
+    """Where ranks were told."""
+
+
+def own_labels(y: torch.Tensor, step: int) -> torch.Tensor:
+    return (y - dist.get_rank()).square().mean()
+
+
+def own_noise(y: torch.Tensor, step: int) -> torch.Tensor:
+    return (y + 0.1 * torch.randn_like(y)).square().mean()
+
+
+def own_part(y: torch.Tensor, step: int) -> torch.Tensor:
+    return y.tensor_split(2)[dist.get_rank()].square().mean()
+
+
+def own_scale(y: torch.Tensor, step: int) -> torch.Tensor:
+    return y.sum() * (1 + dist.get_rank())
+
+
+def later(y: torch.Tensor, step: int) -> torch.Tensor:
+    return own_labels(y, step) if step > 3 else y.square().mean()
+
+
+def alike(y: torch.Tensor, step: int) -> torch.Tensor:
+    return (y.transpose(0, 1).exp().sum() - y.expand(3, *y.shape).sum()).log()
+
+
+def rounded(y: torch.Tensor, step: int) -> torch.Tensor:
+    return (y * (1 + 1e-7 * dist.get_rank())).square().mean()
+
+
+Loss = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def train(loss: Loss, inputs: str, steps: int = 8) -> int:
+    """How often ranks looked at what their sums said may differ."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 300)).double()
+    options = {"codegen": "eager", "mesh": "dp=2", "inputs": inputs}
+    run = torch.compile(model, backend="fxpar", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    torch.manual_seed(dist.get_rank())
+    looks, gather = [], check_inputs.gather_rows
+
+    def counted(mine: torch.Tensor) -> torch.Tensor:
+        looks.append(1)
+        return gather(mine)
+
+    compare_tangents.check_inputs.gather_rows = counted
+    try:
+        for step in range(steps):
+            x = torch.full((8, 8), 0.1 + step).double()
+            try:
+                y = run(x)
+            except GradientError as error:
+                raise Apart(f"step {step}: {error}") from error
+            loss(y, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        compare_tangents.check_inputs.gather_rows = gather
+    return len(looks)
+
+
+@pytest.mark.parametrize(
+    ("loss", "step"),
+    [(own_labels, 1), (own_noise, 1), (own_part, 1), (own_scale, 1), (later, 5)],
+)
+def test_all_ranks_are_told_at_the_next_call(loss: Loss, step: int) -> None:
+    errors = shared_pool(2).errors(train, loss, "global", timeout=60.0)
+    assert [type(error) for error in errors] == [Apart, Apart], errors
+    assert str(errors[0]) == str(errors[1])
+    assert str(errors[0]).startswith(f"step {step}: gradients of results")
+    assert "another loss of them on rank 1 than on rank 0" in str(errors[0])
+    assert "FXPAR_INPUTS=local" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "inputs"), [(alike, "global"), (own_labels, "local"), (own_part, "local")]
+)
+def test_what_may_differ_is_no_error(loss: Loss, inputs: str) -> None:
+    shared_pool(2).run(train, loss, inputs, timeout=60.0)
+
+
+def test_rounding_is_looked_at_ever_more_seldom() -> None:
+    first, second = shared_pool(2).run(train, rounded, "global", 40, timeout=60.0)
+    assert first == second and 1 < first < 12

@@ -1,0 +1,304 @@
+"""Parameters and buffers that one rank alone changes between calls: an error on all
+ranks at the next call, or within as many calls as there are tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+import fxpar
+from fxpar.errors import InputMismatchError
+from fxpar.runtime.ranks import compare_replicas
+from fxpar.sharding.mesh import Mesh
+from tests.helpers.spawn import ranks_of, shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Apart(Exception):
+    """Where ranks were told."""
+
+
+# Each parameter lies whole along one axis at least.
+HINTS = {"3.weight": (None, "tp"), "3.bias": (None,)}
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)
+    return nn.Sequential(*layers).double()
+
+
+def local_parts(model: nn.Module) -> list[torch.Tensor]:
+    return [
+        p.to_local().detach() if isinstance(p, DTensor) else p.data
+        for p in model.parameters()
+    ]
+
+
+def loaded(model: nn.Module) -> None:
+    state = {name: x * 1.0001 for name, x in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def written_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("3.bias").mul_(1.5)
+
+
+def written_through_data(model: nn.Module) -> None:
+    for p in local_parts(model):
+        p.mul_(1.5)
+
+
+def one_written_through_data(model: nn.Module) -> None:
+    local_parts(model)[0].mul_(1.5)
+
+
+def swapped(model: nn.Module) -> None:
+    p = model.get_parameter("0.weight")
+    p.data = p.data * 1.5
+
+
+def initialized(model: nn.Module) -> None:
+    nn.init.zeros_(model.get_parameter("3.weight"))
+
+
+def buffer(model: nn.Module) -> None:
+    model.get_buffer("1.running_mean").add_(1.0)
+
+
+def counter(model: nn.Module) -> None:
+    model.get_buffer("1.num_batches_tracked").add_(1)
+
+
+def trained_alone(model: nn.Module) -> None:
+    """Statistics of a norm that is in training move."""
+    with fxpar.alone(), torch.no_grad():
+        torch.compile(model, backend="fxpar")(torch.ones(4, 8).double())
+
+
+def updated_apart(model: nn.Module) -> None:
+    """Gradients get noise of a rank's own."""
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient + 0.1 * torch.randn_like(gradient))
+
+
+def rounded(model: nn.Module) -> None:
+    """As replicas may drift apart."""
+    for p in local_parts(model):
+        p.mul_(1 + 1e-9)
+
+
+def put_back(model: nn.Module) -> None:
+    kept = copy.deepcopy(model.state_dict())
+    written_in_place(model)
+    model.load_state_dict(kept)
+
+
+def train(
+    write: Callable[[nn.Module], None],
+    ranks: tuple[int, ...],
+    mesh: str,
+    mode: str,
+    inputs: str,
+    then_sent: bool,
+) -> float:
+    """Steps on every rank; before the fourth some ranks write."""
+    torch._dynamo.reset()
+    model = made()
+    if mode == "shard":
+        model = fxpar.shard(model, mesh=mesh, hints=HINTS)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    options = {"codegen": "eager", "mesh": mesh, "inputs": inputs}
+    if mode == "step":
+        step = fxpar.train_step(
+            model, lambda m, x: m(x).square().mean(), optimizer, options=options
+        )
+    else:
+        run = torch.compile(model, backend="fxpar", options=options)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = run(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+    loss = torch.zeros(())
+    generator = torch.Generator().manual_seed(1)
+    for n in range(12):
+        x = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+        if n == 3:
+            if dist.get_rank() in ranks:
+                write(model)
+            if then_sent:
+                for part in (*local_parts(model), *model.buffers()):
+                    dist.broadcast(part, src=0)
+        try:
+            loss = step(x)
+        except InputMismatchError as error:
+            raise Apart(f"step {n}: {error}") from error
+    return loss.item()
+
+
+AT_ONCE = {
+    loaded: "0.weight",
+    written_in_place: "3.bias",
+    initialized: "3.weight",
+    buffer: "1.running_mean",
+    counter: "1.num_batches_tracked",
+    trained_alone: "1.num_batches_tracked",
+}
+
+
+@pytest.mark.parametrize("write", AT_ONCE, ids=lambda fn: fn.__name__)
+def test_all_ranks_are_told_at_the_next_call(write) -> None:
+    args = (train, write, (0,), "dp=2", "compile", "global", False)
+    errors = shared_pool(2).errors(*args, timeout=60.0)
+    assert [type(error) for error in errors] == [Apart, Apart], errors
+    assert str(errors[0]) == str(errors[1])
+    assert str(errors[0]).startswith("step 3: ")
+    assert AT_ONCE[write] in str(errors[0])
+    assert "rank 1 does not hold what rank 0 holds; one of them wrote" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("write", "mesh", "mode", "inputs"),
+    [
+        (written_in_place, "tp=2", "compile", "global"),
+        (written_in_place, "dp=2", "compile", "local"),
+        (written_in_place, "pp=2", "compile", "global"),
+        (written_in_place, "dp=2", "step", "global"),
+        (written_through_data, "dp=2", "compile", "global"),
+        (written_in_place, "dp=2,tp=2", "shard", "local"),
+        (written_through_data, "dp=2,tp=2", "shard", "global"),
+    ],
+)
+def test_on_any_mesh(write, mesh: str, mode: str, inputs: str) -> None:
+    args = (train, write, (1,), mesh, mode, inputs, False)
+    for error in ranks_of(mesh).errors(*args, timeout=90.0):
+        assert isinstance(error, Apart), error
+        # Where torch counts no writes, buffers have their turn too.
+        last = 4 if write is written_through_data else 3
+        assert str(error)[:6] in ("step 3", f"step {last}")
+
+
+@pytest.mark.parametrize("write", [one_written_through_data, swapped])
+def test_what_torch_does_not_count_is_found_in_turn(write) -> None:
+    args = (train, write, (1,), "dp=2", "compile", "global", False)
+    for error in shared_pool(2).errors(*args, timeout=60.0):
+        assert isinstance(error, Apart), error
+        assert "parameter 0.weight is no longer alike" in str(error)
+
+
+def test_updates_of_a_rank_s_own_are_found() -> None:
+    args = (train, updated_apart, (1,), "dp=2", "compile", "global", False)
+    for error in shared_pool(2).errors(*args, timeout=60.0):
+        assert isinstance(error, Apart), error
+        assert "are no longer alike on all ranks" in str(error)
+        assert "draw noise from one seed" in str(error)
+
+
+@pytest.mark.parametrize("write", [buffer, counter], ids=lambda fn: fn.__name__)
+def test_buffers_of_rank_0_are_taken_where_ranks_feed_parts(write) -> None:
+    args = (train, write, (1,), "dp=2", "compile", "local", False)
+    same = (train, write, (), "dp=2", "compile", "local", False)
+    assert shared_pool(2).run(*args) == shared_pool(2).run(*same)
+
+
+@pytest.mark.parametrize(
+    ("write", "ranks", "then_sent"),
+    [
+        (loaded, (0, 1), False),
+        (swapped, (0, 1), False),
+        (written_through_data, (0, 1), False),
+        (loaded, (0,), True),
+        (put_back, (0,), False),
+        (rounded, (1,), False),
+    ],
+)
+def test_what_leaves_ranks_alike_is_no_error(write, ranks, then_sent) -> None:
+    args = (train, write, ranks, "dp=2", "compile", "global", then_sent)
+    results = shared_pool(2).run(*args, timeout=60.0)
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+def looks() -> int:
+    """How often ranks compare in full where each writes some parameters and sends
+    them."""
+    torch._dynamo.reset()
+    model, seen = made(), []
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, lr=1e-2, overlap_with_ddp=False
+    )
+    options = {"codegen": "eager", "mesh": "dp=2"}
+    run = torch.compile(model, backend="fxpar", options=options)
+    look = compare_replicas.Replicas.look
+
+    def counted(*args) -> None:
+        seen.append(1)
+        look(*args)
+
+    compare_replicas.Replicas.look = counted
+    try:
+        for _ in range(40):
+            run(torch.ones(4, 8).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for p in model.parameters():  # as an optimizer that shares its work
+                if dist.get_rank():
+                    p.data.copy_(p), p.detach().mul_(1.0)
+    finally:
+        compare_replicas.Replicas.look = look
+    return len(seen)
+
+
+def test_where_ranks_always_write_unlike_the_looks_become_rare() -> None:
+    first, second = shared_pool(2).run(looks, timeout=60.0)
+    assert first == second and 1 <= first <= 6
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 900, 5000, 100_003])
+def test_sums_of_some_come_to_every_element(size: int, dtype: torch.dtype) -> None:
+    x = torch.arange(size).remainder(5).to(dtype)
+    turns = range(size // 512 + 2)
+    before = [int(compare_replicas._sign(x, turn)) for turn in turns]
+    for at in {0, size // 2, size - 1} if size else ():
+        other = x.clone()
+        other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
+        after = [int(compare_replicas._sign(other, turn)) for turn in turns]
+        assert after != before
+    assert int(compare_replicas._sign(x.clone() * 1, 0)) == before[0]
+
+
+def models_at_rest() -> tuple[object, ...]:
+    torch._dynamo.reset()
+    mesh = Mesh.parse("dp=2,tp=2")
+    model = fxpar.shard(made(), mesh="dp=2,tp=2", hints=HINTS)
+    split = fxpar.shard(made(), mesh="dp=2,tp=2")
+    names = "0.weight", "3.weight", "3.bias"
+    parameters = [model.get_parameter(name) for name in names]
+    parameters += [split.get_parameter("0.weight"), torch.ones(3)]
+    return tuple(compare_replicas._models(p, mesh) for p in parameters)
+
+
+def test_ranks_that_hold_one_shard_are_compared() -> None:
+    assert shared_pool(4).run(models_at_rest)[2] == (
+        (0, 0, 2, 2),
+        (0, 1, 0, 1),
+        (0, 0, 0, 0),
+        None,
+        (0, 0, 0, 0),
+    )
