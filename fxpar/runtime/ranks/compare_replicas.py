@@ -3,8 +3,8 @@
 In full they are compared at the first call (``check_inputs``). Later one rank may write
 to them by itself: it alone loads a checkpoint, or takes averaged weights. So the word
 of each call (``meeting``) says two things more: how often each tensor was written in
-place since all were alike, and a sum of some elements of one tensor, another
-at each call, for writes that torch does not count (to ``.data``). Where these
+place since all were alike, and at many calls a sum of some elements of one tensor,
+another each time, for writes that torch does not count (to ``.data``). Where these
 differ, ranks compare the tensors in full, then and there. Ranks may count unlike where
 what they hold is alike (one loads, then sends it to all), and replicas may drift apart
 by rounding: neither is an error, and after each such look the next one waits longer.
@@ -26,7 +26,7 @@ from fxpar.errors import InputMismatchError
 from fxpar.runtime.ranks import check_inputs
 from fxpar.runtime.ranks.element_samples import sample, sum_of_bits
 from fxpar.runtime.ranks.gradient_sketches import ALLOWED, sketch
-from fxpar.runtime.ranks.looks import EVERY, Looks
+from fxpar.runtime.ranks.looks import Looks, turn_at
 from fxpar.runtime.ranks.meeting import call_number
 from fxpar.sharding.mesh import Mesh
 
@@ -124,14 +124,13 @@ class Replicas:
     def _next_sum(self, tensors: Sequence[torch.Tensor]) -> str:
         """A tensor's number and the sum of some of its elements; on a device those of
         an earlier call."""
-        number = call_number()
-        turn, n = divmod(number, len(tensors))
+        turn = turn_at(call_number(), on_cpu=tensors[0].device.type == "cpu")
+        if turn is None:
+            return " "
+        turn, n = divmod(turn, len(tensors))
         if tensors[n].device.type == "cpu":
             return f"{n} {int(_sign(tensors[n], turn)):x}"
-        if number % EVERY:
-            return " "
         before = self._sum
-        turn, n = divmod(number // EVERY, len(tensors))
         self._sum = n, check_inputs.on_its_way(_sign(tensors[n], turn))
         return " " if before is None else f"{before[0]} {before[1]():x}"
 

@@ -22,7 +22,7 @@ from fxpar.errors import GradientError
 from fxpar.runtime.ranks import check_inputs
 from fxpar.runtime.ranks.element_samples import sample, sum_of_bits
 from fxpar.runtime.ranks.gradient_sketches import ALLOWED
-from fxpar.runtime.ranks.looks import EVERY, Looks
+from fxpar.runtime.ranks.looks import Looks, turn_at
 from fxpar.runtime.ranks.meeting import call_number
 from fxpar.runtime.ranks.presence import is_alone
 
@@ -76,9 +76,10 @@ def note(made_at: str | None, gradients: Sequence[Any]) -> None:
         if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
             continue
         on_cpu = x.device.type == "cpu"
-        if len(_memory.tangents) == _MOST or not on_cpu and now % EVERY:
+        turn = turn_at(now, on_cpu=on_cpu)
+        if turn is None or len(_memory.tangents) == _MOST:
             continue
-        elements, told_at = sample(x.detach(), now).clone(), now
+        elements, told_at = sample(x.detach(), turn).clone(), now
         total = sum_of_bits(elements)
         read: Callable[[], int] = partial(int, total)
         if not on_cpu:

@@ -6,11 +6,21 @@ from dataclasses import dataclass
 
 from fxpar.runtime.ranks.meeting import call_number
 
-# On a device, whose signs take several launches, one is made at every so manieth call.
-EVERY = 8
+# Calls between two of which elements are summed, which costs some tens of microseconds
+# (or several launches): by no whole number, so that of graphs that are called in turn
+# each has its part. The first calls all have sums on the CPU.
+_APART, _FIRST = (11 + 5**0.5) / 2, 32
 
 # Calls that pass at most between two looks that show no error.
 _LONGEST_PAUSE = 64
+
+
+def turn_at(number: int, *, on_cpu: bool) -> int | None:
+    """How many calls before one had sums; None if it has none."""
+    if on_cpu and number < _FIRST:
+        return number
+    turn = int(number / _APART)
+    return turn + _FIRST if turn > int((number - 1) / _APART) else None
 
 
 @dataclass
