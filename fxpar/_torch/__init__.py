@@ -15,10 +15,12 @@ from fxpar._torch import (
     inductor_lowerings,
     known_values,
     loops,
+    node_copies,
     objects,
     one_graph,
     pipelining,
     symbols,
+    traced_once,
     version,
 )
 
@@ -34,9 +36,11 @@ __all__ = [
     "inductor_lowerings",
     "known_values",
     "loops",
+    "node_copies",
     "objects",
     "one_graph",
     "pipelining",
     "symbols",
+    "traced_once",
     "version",
 ]

@@ -1,0 +1,293 @@
+"""Layers that repeat are traced once: the joint graph is that of tracing each of them,
+where a layer does more than give new tensors too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpar import _torch
+from fxpar.passes.repeated_segments import repeated_segments
+from tests.helpers import models
+
+Tensor = torch.Tensor
+
+LAYERS = 4
+
+
+class Captured(Exception):
+    """A graph was traced, and is not to be compiled."""
+
+
+def traced(
+    fn: Callable[..., Any], *args: Any, once: bool, **kwargs: Any
+) -> tuple[fx.Graph, list[Any]]:
+    """The joint graph of a call, and the kinds of segments in it."""
+    graphs: list[fx.Graph] = []
+    kinds: list[Any] = []
+
+    def joint_pass(gm: fx.GraphModule) -> None:
+        graphs.append(gm.graph)
+        raise Captured
+
+    def find(gm: fx.GraphModule) -> list[Any]:
+        kinds.extend(repeated_segments(gm))
+        return kinds
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        _torch.aot.compile_fx(
+            gm, examples, joint_pass=joint_pass, repeated=find if once else None
+        )
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Captured"):
+        torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+    return graphs[0], kinds
+
+
+def rows(graph: fx.Graph) -> list[Any]:
+    """All that is said of each node, by place in the graph."""
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    memories: dict[int, int] = {}
+    numbers: dict[Any, int] = {}
+    regions: dict[Any, int] = {}
+
+    def memory(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            number = x.untyped_storage()._cdata
+            return memories.setdefault(number, len(memories)), repr(x)
+        return [memory(i) for i in x] if isinstance(x, (list, tuple)) else repr(x)
+
+    said = []
+    for node in graph.nodes:
+        meta = {name: x for name, x in node.meta.items() if name != "from_node"}
+        number, region = meta.pop("seq_nr", None), meta.pop("ac_graph_id", None)
+        said.append(
+            {
+                "op": (node.op, str(node.target), node.name),
+                "args": str(
+                    fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{at[n]}")
+                ),
+                "val": memory(meta.pop("val", None)),
+                "number": numbers.setdefault(number, len(numbers)),
+                "region": regions.setdefault(region, len(regions)),
+                **{name: repr(x) for name, x in meta.items()},
+            }
+        )
+    return said
+
+
+def check(
+    fn: Callable[..., Any], *args: Any, copied: int | None = None, **kwargs: Any
+) -> list[Any]:
+    """Trace both ways and compare; the kinds that were not refused, of which ``copied``
+    segments are copies."""
+    plain, _ = traced(fn, *args, once=False, **kwargs)
+    once, kinds = traced(fn, *args, once=True, **kwargs)
+    first, second = rows(plain), rows(once)
+    for a, b in zip(first, second, strict=True):
+        assert a == b
+    kept = [kind for kind in kinds if not kind.refused]
+    if copied is not None:
+        assert sum(len(kind.segments) - 1 for kind in kept) == copied
+    return kept
+
+
+# The first layer of each half of t5 makes what the others add to their scores.
+MODELS = {
+    **dict.fromkeys(("llama", "gpt2", "bert", "vit", "mixtral", "t5"), LAYERS - 1),
+    "t5": LAYERS - 2,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    model, batch = models.build(f"{name}/{LAYERS}")
+    check(model, **batch, copied=MODELS[name])
+
+
+def test_a_model_without_gradients() -> None:
+    model, batch = models.build(f"llama/{LAYERS}")
+    with torch.no_grad():
+        check(model.eval(), **batch, copied=LAYERS - 1)
+
+
+def test_dropout_and_checkpoints() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=32, n_layer=LAYERS, n_head=4, vocab_size=64, use_cache=False
+    )
+    model = GPT2LMHeadModel(config)
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    check(model, input_ids=ids, labels=ids, copied=LAYERS - 1)
+    model, batch = models.build(f"llama/{LAYERS}")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, **batch, copied=LAYERS - 1)
+
+
+WIDTH = 8
+
+# What a layer adds to its operand: of the operand, a weight and its number.
+Part = Callable[[Tensor, Tensor, int], Any]
+
+
+def stack(part: Part, end: Callable[[Tensor], Tensor] = torch.Tensor.sum) -> Any:
+    """Layers of a part and of ops enough to be found, and a loss of the last."""
+
+    def run(x: Tensor, *weights: Tensor) -> Tensor:
+        for i, w in enumerate(weights):
+            h = (x @ w).tanh()
+            for _ in range(6):
+                h = h * 0.5 + h.sigmoid()
+            x = x + part(h, w, i)
+        return end(x)
+
+    return run
+
+
+def feeds(layers: int = LAYERS) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(layers + 1)]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 3 + x.detach() * 0
+
+
+def ruled(h: Tensor, w: Tensor, i: int) -> Tensor:
+    with torch.no_grad():
+        scale = h.abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = h @ w
+    return y.float() / scale + h.detach()
+
+
+def drawn(h: Tensor, w: Tensor, i: int) -> Tensor:
+    return nn.functional.dropout(h, 0.3) + torch.rand_like(h) * w
+
+
+def written(h: Tensor, w: Tensor, i: int) -> Tensor:
+    h = h.clone()
+    h[:, 0] = 0
+    return h.mul_(2)
+
+
+def kept_only(h: Tensor, w: Tensor, i: int) -> Tensor:
+    policy = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    ops = partial(policy, [torch.ops.aten.mm.default])
+    fn = lambda h, w: (h @ w).exp().sin()  # noqa: E731
+    return checkpoint(fn, h, w, use_reentrant=False, context_fn=ops)
+
+
+COPIED: dict[str, Part] = {
+    "custom function": lambda h, w, i: Doubled.apply(h),
+    "modes inside": ruled,
+    "random": drawn,
+    "writes to its own": written,
+    "checkpoint": lambda h, w, i: checkpoint(torch.sin, h, use_reentrant=False),
+    "selective checkpoint": kept_only,
+    "constant": lambda h, w, i: h * torch.tensor([0.5] * WIDTH),
+    "several results": lambda h, w, i: torch.stack(h.split(4, 1)[::-1]).view(8, 8),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_layers_that_are_copied(name: str) -> None:
+    check(stack(COPIED[name]), *feeds(), copied=LAYERS - 1)
+
+
+@pytest.mark.parametrize("name", ["sum", "transposed", "twice"])
+def test_gradients_that_differ_by_layer(name: str) -> None:
+    """That of the last layer has strides of its own; another backward is traced."""
+    ends = {
+        "sum": torch.Tensor.sum,
+        "transposed": lambda x: (x.t().contiguous() ** 2).sum(),
+        "twice": lambda x: (x.exp() * x).sum(),
+    }
+    for part in (COPIED["random"], COPIED["checkpoint"]):
+        check(stack(part, ends[name]), *feeds(), copied=LAYERS - 1)
+
+
+def test_weights_that_layers_share_and_values_of_earlier_layers() -> None:
+    def run(x: Tensor, shared: Tensor, *weights: Tensor) -> Tensor:
+        first, seen = x.sin(), []
+        for w in weights:
+            h = (x @ w + first).tanh() @ shared
+            for _ in range(6):
+                h = h * 0.5 + h.sigmoid()
+            x = x + h @ shared + first
+            seen.append(x)
+        return sum(x.exp().sum() for x in seen)
+
+    check(run, *feeds(6), copied=4)
+
+
+def test_frozen_layers_are_another_kind() -> None:
+    tensors = feeds(2 * LAYERS)
+    for w in tensors[: LAYERS + 1]:
+        w.requires_grad_(False)
+    check(stack(COPIED["random"]), *tensors, copied=2 * (LAYERS - 1) - 1)
+
+
+def counting(buffer: Tensor) -> Part:
+    def part(h: Tensor, w: Tensor, i: int) -> Tensor:
+        buffer.add_(1)
+        return h * buffer
+
+    return part
+
+
+def unlike(h: Tensor, w: Tensor, i: int) -> Tensor:
+    return h * (i + 0.5)
+
+
+def of_another_graph(h: Tensor, w: Tensor, i: int) -> Tensor:
+    return torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+
+
+def hooked(h: Tensor, w: Tensor, i: int) -> Tensor:
+    h.register_hook(lambda gradient: gradient * 2)
+    return h
+
+
+def views(x: Tensor, *weights: Tensor) -> Tensor:
+    """Layers whose results are views, one of which is written to."""
+    seen = []
+    for w in weights:
+        h = (x @ w).tanh()
+        for _ in range(8):
+            h = h * 0.5 + h.sigmoid()
+        x = h.view(WIDTH, WIDTH).t()
+        seen.append(h)
+    seen[1].mul_(2)
+    return x.sum() + sum(h.sum() for h in seen)
+
+
+REFUSED: dict[str, Any] = {
+    "writes to a buffer": stack(counting(torch.zeros(WIDTH))),
+    "writes to its weight": stack(lambda h, w, i: h + w.detach().mul_(2)),
+    "another constant": stack(unlike),
+    "runs a graph": stack(of_another_graph),
+    "a hook": stack(hooked),
+    "views": views,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_are_traced_each(name: str) -> None:
+    check(REFUSED[name], *feeds(), copied=0)
