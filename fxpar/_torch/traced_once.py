@@ -81,6 +81,12 @@ def _interpreter() -> Any:
                 for i, nodes in enumerate(kind.segments):
                     self.segments[nodes[0]] = _Segment(traced, i)
 
+        def run(self, *args: Any, **how: Any) -> Any:
+            outs = super().run(*args, **how)
+            # Autograd's number of the last node of the forward.
+            self.last_number = nodes_of.last_number()
+            return outs
+
         def run_node(self, n: fx.Node) -> Any:
             segment = self.segments.get(n)
             if segment is None:
@@ -233,7 +239,7 @@ class _Segment:
             first = traced.forward
             assert first is not None
             self.copies = dict(zip(traced.operands, given, strict=True))
-            self._copy(first.nodes, self.copies, first, tracer)
+            self._copy(first.nodes, self.copies, first, self.before, tracer)
             nodes_of.skip_numbers(first.end - first.begin)
         copies = self.copies
         return [nodes_of.value_of(copies[node], tracer) for node in traced.results]
@@ -298,7 +304,8 @@ class _Segment:
         for node, mine in zip(backward.tangents, given, strict=True):
             if node is not None:
                 copies[node] = mine
-        self._copy(backward.nodes, copies, forward, tracer)
+        last = traced.interpreter.last_number
+        self._copy(backward.nodes, copies, forward, last, tracer)
         gradients = [x and copies.get(x, x) for x in backward.gradients]
         return [nodes_of.value_of(x, tracer) for x in gradients]
 
@@ -332,21 +339,24 @@ class _Segment:
         for x, leaf in zip(operands, forward.leaves, strict=True):
             x.requires_grad_(leaf.requires_grad)
         with torch.enable_grad():
-            return self._traced_forward(operands, tracer)
+            again = self._traced_forward(operands, tracer)
+        nodes_of.skip_numbers(1)  # the last is that of other nodes
+        return again
 
     def _copy(
         self,
         traced_nodes: Sequence[TracedNode],
         copies: dict[fx.Node, fx.Node],
         forward: _Forward,
+        other: int,
         tracer: Any,
     ) -> None:
         """Add copies of nodes, which read what ``copies`` has in the place of what they
-        read; it has theirs then. ``forward``: by which autograd numbered them."""
+        read; it has theirs then. Numbers that autograd gave nodes of ``forward`` are
+        those of this segment; for others there is ``other``."""
         memories = Memories(copies)
         own = {i: nodes_of.new_region() for i in _regions(traced_nodes, self.regions)}
         self.regions |= own
-        last = nodes_of.last_number()
         with nodes_of.untraced():
             for traced in traced_nodes:
                 meta = traced.copy(tracer.graph, copies).meta
@@ -356,12 +366,8 @@ class _Segment:
                     meta["ac_graph_id"] = self.regions[meta["ac_graph_id"]]
                 if "seq_nr" in meta:
                     number = meta["seq_nr"] - forward.begin
-                    if 0 < number <= forward.end - forward.begin:
-                        meta["seq_nr"] = self.begin + number
-                    elif meta.get("partitioner_tag") == "is_backward":
-                        meta["seq_nr"] = last
-                    else:
-                        meta["seq_nr"] = self.before
+                    is_own = 0 < number <= forward.end - forward.begin
+                    meta["seq_nr"] = self.begin + number if is_own else other
                 for name, values in self.metadata.items():
                     if name in meta:
                         meta[name] = values.get(repr(meta[name]), meta[name])

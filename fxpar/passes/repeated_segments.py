@@ -158,7 +158,7 @@ def _body(body: fx.GraphModule) -> Any:
         + (() if node.op == "placeholder" else _key(node))
         for node in nodes
     ]
-    return tuple(keys), tuple((name, id(x)) for name, x in sorted(body.meta.items()))
+    return tuple(keys), tuple((name, repr(x)) for name, x in sorted(body.meta.items()))
 
 
 def _size(node: fx.Node) -> int:
