@@ -48,6 +48,10 @@ class TracedNode:
         return copy
 
 
+def last_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
 def traced_since(last: fx.Node, graph: fx.Graph) -> list[TracedNode]:
     """The nodes behind ``last``, in order."""
     traced = []
@@ -62,7 +66,7 @@ def traced_since(last: fx.Node, graph: fx.Graph) -> list[TracedNode]:
 def taken_out(graph: fx.Graph) -> Iterator[None]:
     """Nodes that are added inside leave the graph at the end, and their names are free
     again."""
-    last, names = next(reversed(graph.nodes)), graph._graph_namespace
+    last, names = last_node(graph), graph._graph_namespace
     before = names._used_names.copy(), names._base_count.copy()
     yield
     for traced in reversed(traced_since(last, graph)):

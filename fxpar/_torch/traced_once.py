@@ -271,7 +271,7 @@ class _Segment:
                 functional(nodes_of.fake_of(x)).requires_grad_(x.requires_grad)
                 for x in operands
             ]
-        begin, last = nodes_of.last_number(), next(reversed(tracer.graph.nodes))
+        begin, last = nodes_of.last_number(), nodes_of.last_node(tracer.graph)
         outer = {node: env.get(node) for node, _ in reads}
         shared = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at is None}
         with torch.set_grad_enabled(traced.ambient.grad):
@@ -318,7 +318,7 @@ class _Segment:
         with nodes_of.taken_out(tracer.graph):
             if traced.backwards:  # autograd goes back through a forward once
                 forward = self._traced_forward_again(forward, tracer)
-            last = next(reversed(tracer.graph.nodes))
+            last = nodes_of.last_node(tracer.graph)
             pairs = zip(forward.outs, tangents, strict=True)
             used = [(x, t) for x, t in pairs if t is not None and x.requires_grad]
             wanted = [i for i, x in enumerate(forward.leaves) if x.requires_grad]

@@ -138,10 +138,9 @@ def _key(node: fx.Node) -> Any:
 
 
 def _target(node: fx.Node) -> Any:
-    """The op; of an attribute what it is. Another for each node that may do more than
-    compute."""
+    """The op; of an attribute what it is. A call that runs graphs is like no other."""
     name = higher_order_name(node.target)
-    if (name and name not in _INLINED) or "hook" in str(node.target):
+    if name and name not in _INLINED:
         return node
     if node.op != "get_attr":
         return node.op, node.target

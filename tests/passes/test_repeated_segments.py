@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -348,4 +349,6 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_layers_that_are_traced_each(name: str) -> None:
+    if name == "a hook" and not find_spec("torch._higher_order_ops.register_hook"):
+        pytest.skip("a hook is a function of autograd there")
     check(REFUSED[name], *feeds(), copied=0)
