@@ -18,11 +18,15 @@ class TracedNode:
 
     # What others read; it may have been erased since.
     node: fx.Node
-    # As in a node; nodes among the arguments are those that were traced.
+    # As in a node.
     op: str
+    # As in a node.
     target: Any
+    # As in a node, of the nodes that were traced.
     args: Any
+    # As ``args``, by name.
     kwargs: Any
+    # As in a node, but where it comes from.
     meta: dict[str, Any]
 
     @staticmethod
@@ -78,14 +82,14 @@ def taken_out(graph: fx.Graph) -> Iterator[None]:
 class Memories:
     """Fake tensors like others; those that share memory are like those that do."""
 
-    def __init__(self, given: Mapping[fx.Node, fx.Node]) -> None:
-        """``given``: nodes with values, and those whose memory stands for theirs."""
+    def __init__(self, stand_ins: Mapping[fx.Node, fx.Node]) -> None:
+        """``stand_ins``: of nodes with values those whose memory is in their place."""
         self._storages: dict[int, Any] = {}
-        for node, other in given.items():
+        for node, other in stand_ins.items():
             pairs = zip(_tensors(node), _tensors(other), strict=False)
             for x, y in pairs:
                 self._storages.setdefault(memory_of(x), y.untyped_storage())
-        self._read = list(given)  # numbers of memory are not given anew meanwhile
+        self._nodes = list(stand_ins)  # their memory lives, and keeps its number
 
     def like(self, value: Any) -> Any:
         """A value of a node, as another node has it."""

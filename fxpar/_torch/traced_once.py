@@ -34,7 +34,9 @@ class SegmentKind:
     operands: list[list[tuple[fx.Node, int | None]]]
     # Positions of nodes whose values are read outside, in one segment at least.
     results: list[int]
-    # Whether every one has to be traced, as was found out when the first was.
+    # Whether the first was seen to run, before anything is traced.
+    is_checked: bool = False
+    # Whether every one has to be traced, as was found out then.
     refused: bool = False
 
 
@@ -110,12 +112,15 @@ def _interpreter() -> Any:
 class _Forward:
     """A segment that was traced, with what autograd knows of it."""
 
+    # All that were traced, in order.
     nodes: list[TracedNode]
-    # Values of what it is given, and of what it gives.
+    # Values that stand for its operands, from which autograd knows it.
     leaves: list[Any]
+    # Its results.
     outs: list[Any]
-    # Autograd's numbers of the last nodes before it and in it.
+    # Autograd's number of the last node before it.
     begin: int
+    # Autograd's number of the last node in it.
     end: int
 
 
@@ -125,9 +130,11 @@ class _Backward:
 
     # The forward that it reads from.
     forward: _Forward
+    # All that were traced, in order.
     nodes: list[TracedNode]
-    # Of the gradients that it is given, and of those it gives, one for each operand.
+    # Nodes of the gradients of the results.
     tangents: list[fx.Node | None]
+    # Nodes of the gradients of the operands.
     gradients: list[fx.Node | None]
 
 
@@ -135,20 +142,25 @@ class _Backward:
 class _TracedKind:
     """What was traced of a kind, in one run of the graph."""
 
+    # The segments.
     kind: SegmentKind
+    # What runs the graph.
     interpreter: Any
     # What the meaning of ops depended on when the first ran.
     ambient: Any = None
-    # Which of its operands share memory.
+    # Which of its operands share memory: of each the first of them.
     sharing: list[int] = field(default_factory=list)
-    # Of each result a fake tensor like it, and whether it has a gradient.
+    # Of each result a fake tensor like it.
     likes: list[Any] = field(default_factory=list)
+    # Whether each result has a gradient.
     differentiable: list[bool] = field(default_factory=list)
-    # Nodes of the operands and results of the first.
+    # Nodes of the operands of the first.
     operands: list[fx.Node] = field(default_factory=list)
+    # Nodes of the results of the first.
     results: list[fx.Node] = field(default_factory=list)
+    # The first, once it is traced.
     forward: _Forward | None = None
-    # By what is known of the gradients that are given.
+    # By what is known of the gradients of results.
     backwards: dict[Any, _Backward] = field(default_factory=dict)
 
 
@@ -193,6 +205,8 @@ class _Segment:
         if kind.refused or not all(map(nodes_of.is_functional, values)):
             return False
         tracer = nodes_of.tracer()
+        if tracer and not kind.is_checked:
+            return False
         if tracer and None in [nodes_of.node_of(x, tracer) for x in values]:
             return False
         fakes = [nodes_of.fake_of(x) for x in values]
@@ -219,6 +233,7 @@ class _Segment:
         traced, kind, before = self.traced, self.kind, state()
         self._run_nodes()
         outs = [traced.interpreter.env[self.nodes[i]] for i in kind.results]
+        kind.is_checked = True
         kind.refused = state() != before or not _are_apart(outs, values)
         if not kind.refused:
             traced.differentiable = [x.requires_grad for x in outs]
@@ -231,28 +246,28 @@ class _Segment:
             memories = Memories({})
             with nodes_of.untraced() as functional:
                 return [functional(memories.like(x)) for x in traced.likes]
-        given = [nodes_of.node_of(x, tracer) for x in operands]
+        nodes = [nodes_of.node_of(x, tracer) for x in operands]
         self.begin = nodes_of.last_number()
         if self.index == 0:
-            self._trace_first(operands, given, tracer)
+            self._trace_first(operands, nodes, tracer)
         else:
             first = traced.forward
             assert first is not None
-            self.copies = dict(zip(traced.operands, given, strict=True))
+            self.copies = dict(zip(traced.operands, nodes, strict=True))
             self._copy(first.nodes, self.copies, first, self.before, tracer)
             nodes_of.skip_numbers(first.end - first.begin)
         copies = self.copies
         return [nodes_of.value_of(copies[node], tracer) for node in traced.results]
 
     def _trace_first(
-        self, operands: Sequence[Any], given: Sequence[Any], tracer: Any
+        self, operands: Sequence[Any], nodes: Sequence[Any], tracer: Any
     ) -> None:
         traced = self.traced
         forward = traced.forward = self._traced_forward(operands, tracer)
-        traced.operands = list(given)
+        traced.operands = list(nodes)
         traced.results = [nodes_of.node_of(x, tracer) for x in forward.outs]
         traced.differentiable = [x.requires_grad for x in forward.outs]
-        self.copies = {node: node for node in given}
+        self.copies = {node: node for node in nodes}
         self.copies |= {x.node: x.node for x in forward.nodes}
         self.regions = {i: i for i in _regions(forward.nodes)}
         self.kind.refused = not nodes_of.can_be_copied(forward.nodes)
@@ -291,17 +306,17 @@ class _Segment:
     def backward(self, tangents: Sequence[Any]) -> list[Any]:
         """The gradients of the operands."""
         tracer, traced = nodes_of.tracer(), self.traced
-        given = [x if x is None else nodes_of.node_of(x, tracer) for x in tangents]
-        key = tuple(map(_strides_of, tangents)), tuple(map(given.index, given))
+        nodes = [x if x is None else nodes_of.node_of(x, tracer) for x in tangents]
+        key = tuple(map(_strides_of, tangents)), tuple(map(nodes.index, nodes))
         if key not in traced.backwards:
-            traced.backwards[key] = self._traced_backward(tangents, given, tracer)
+            traced.backwards[key] = self._traced_backward(tangents, nodes, tracer)
         backward = traced.backwards[key]
         forward, first = backward.forward, traced.forward
         assert first is not None
         copies = dict(self.copies)
         for x, y in zip(forward.nodes, first.nodes, strict=True):
             copies[x.node] = copies[y.node]
-        for node, mine in zip(backward.tangents, given, strict=True):
+        for node, mine in zip(backward.tangents, nodes, strict=True):
             if node is not None:
                 copies[node] = mine
         last = traced.interpreter.last_number
@@ -310,7 +325,7 @@ class _Segment:
         return [nodes_of.value_of(x, tracer) for x in gradients]
 
     def _traced_backward(
-        self, tangents: Sequence[Any], given: list[fx.Node | None], tracer: Any
+        self, tangents: Sequence[Any], tangent_nodes: list[fx.Node | None], tracer: Any
     ) -> _Backward:
         """Trace the backward of the first segment; its nodes leave the graph again."""
         traced, forward = self.traced, self.traced.forward
@@ -321,18 +336,18 @@ class _Segment:
             last = nodes_of.last_node(tracer.graph)
             pairs = zip(forward.outs, tangents, strict=True)
             used = [(x, t) for x, t in pairs if t is not None and x.requires_grad]
-            wanted = [i for i, x in enumerate(forward.leaves) if x.requires_grad]
+            places = [i for i, x in enumerate(forward.leaves) if x.requires_grad]
             results = torch.autograd.grad(
                 [x for x, _ in used],
-                [forward.leaves[i] for i in wanted],
+                [forward.leaves[i] for i in places],
                 [t for _, t in used],
                 allow_unused=True,
             )
             gradients: list[fx.Node | None] = [None] * len(forward.leaves)
-            for i, x in zip(wanted, results, strict=True):
+            for i, x in zip(places, results, strict=True):
                 gradients[i] = None if x is None else nodes_of.node_of(x, tracer)
             nodes = nodes_of.traced_since(last, tracer.graph)
-        return _Backward(forward, nodes, given, gradients)
+        return _Backward(forward, nodes, tangent_nodes, gradients)
 
     def _traced_forward_again(self, forward: _Forward, tracer: Any) -> _Forward:
         operands = [nodes_of.value_of(x, tracer) for x in self.traced.operands]
@@ -377,8 +392,11 @@ class _Segment:
 class _Ambient:
     """What the meaning of ops depends on beside their operands."""
 
+    # Whether autograd records.
     grad: bool
+    # Whether it never will.
     inference: bool
+    # Of each kind of device whether it casts, and to what.
     autocast: tuple[Any, ...]
 
 
