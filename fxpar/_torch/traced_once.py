@@ -445,15 +445,15 @@ def _keep_lines(outs: Sequence[Any]) -> None:
     """Give what is traced of a backward the user's lines of the forward."""
     from torch._functorch._aot_autograd import logging_utils
 
-    made = [x.grad_fn for x in outs if x.grad_fn is not None]
-    logging_utils.setup_stacktrace_preservation_hooks(made)
+    ends = [x.grad_fn for x in outs if x.grad_fn is not None]
+    logging_utils.setup_stacktrace_preservation_hooks(ends)
 
 
 def _strides_of(x: Any) -> Any:
     return None if x is None else (x.dtype, tuple(x.shape), x.stride())
 
 
-def _regions(nodes: Sequence[TracedNode], known: Any = ()) -> Iterator[int]:
-    """Numbers of checkpointed regions in nodes, in order, but those that are known."""
+def _regions(nodes: Sequence[TracedNode], but: Any = ()) -> Iterator[int]:
+    """Numbers of checkpointed regions in nodes, in order, but these."""
     numbers = (x.meta["ac_graph_id"] for x in nodes if "ac_graph_id" in x.meta)
-    return (i for i in dict.fromkeys(numbers) if i not in known)
+    return (i for i in dict.fromkeys(numbers) if i not in but)
