@@ -24,6 +24,7 @@ from fxpar.joint_pass import JointPass
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.passes.old_objects import old_objects_kept
+from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.stages import sums_of_parts
 from fxpar.runtime.caches import installation_keys, known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram
@@ -144,6 +145,7 @@ def compile_graph(
                 cached=entry is not None,
                 local_border=bool(job.local) or job.options.outputs == "dtensor",
                 symbolic=job.open is not None,
+                repeated=None if job.writes else repeated_segments,
             )
         step.report_known_plan()
         if job.open is not None:

@@ -16,10 +16,12 @@ from fxpar._torch import (
     installation,
     known_values,
     loops,
+    node_copies,
     objects,
     one_graph,
     pipelining,
     symbols,
+    traced_once,
     version,
 )
 
@@ -36,9 +38,11 @@ __all__ = [
     "installation",
     "known_values",
     "loops",
+    "node_copies",
     "objects",
     "one_graph",
     "pipelining",
     "symbols",
+    "traced_once",
     "version",
 ]

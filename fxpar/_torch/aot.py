@@ -25,6 +25,7 @@ from fxpar._torch.inductor import (
 )
 from fxpar._torch.inductor_shortcuts import unread_texts
 from fxpar._torch.loops import calls_rewritten
+from fxpar._torch.traced_once import FindKinds, traced_once
 from fxpar._torch.version import own_version
 
 
@@ -213,6 +214,7 @@ def compile_fx(
     cached: bool = False,
     local_border: bool = False,
     symbolic: bool = False,
+    repeated: FindKinds | None = None,
 ) -> Callable[..., Any]:
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
 
@@ -279,6 +281,7 @@ def compile_fx(
         _views_recomputed(),
         _objects_behind_generators(),
         calls_rewritten(),
+        traced_once(repeated),
         kernels_in_libraries(BEHIND_ALL),
         probes_remembered(),
         unread_texts(),

@@ -9,7 +9,7 @@ modules do not count. Ties guide the search; they never constrain its answer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,17 +37,30 @@ def repeated(program: Program, backward: set[int]) -> list[int]:
 def rows_of_layers(colors: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """[begin, end) of what repeats in a row of ops, equal numbers for ops that are
     alike, and at which distance."""
-    covered = np.zeros(len(colors), bool)
-    for distance in _distances(colors):
+    return apart(rows_at_all_distances(colors), len(colors))
+
+
+def rows_at_all_distances(
+    colors: np.ndarray, finer: np.ndarray | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """As ``rows_of_layers``, an op perhaps in several rows. ``finer``: colors of which
+    fewer are equal, to find distances by."""
+    for distance in _distances(colors if finer is None else finer):
         same = colors[distance:] == colors[:-distance]
         for begin, end in _runs(same):
-            if end - begin < distance:
-                continue
-            block = slice(begin, end + distance)
-            if covered[block].any():
-                continue  # part of layers that repeat at another distance
-            covered[block] = True
-            yield begin, end + distance, distance
+            if end - begin >= distance:
+                yield begin, end + distance, distance
+
+
+def apart(
+    rows: Iterable[tuple[int, int, int]], count: int
+) -> Iterator[tuple[int, int, int]]:
+    """Rows among ``count`` ops, but those with an op of an earlier one."""
+    covered = np.zeros(count, bool)
+    for begin, end, distance in rows:
+        if not covered[begin:end].any():
+            covered[begin:end] = True
+            yield begin, end, distance
 
 
 def _colors(program: Program, backward: set[int]) -> np.ndarray:

@@ -1,0 +1,274 @@
+"""Copies of traced nodes, on memory of their own, and the tensors they stand for."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class TracedNode:
+    """A node as it was traced."""
+
+    # What others read; it may have been erased since.
+    node: fx.Node
+    # As in a node.
+    op: str
+    # As in a node.
+    target: Any
+    # As in a node, of the nodes that were traced.
+    args: Any
+    # As ``args``, by name.
+    kwargs: Any
+    # As in a node, but where it comes from.
+    meta: dict[str, Any]
+
+    @staticmethod
+    def of(node: fx.Node) -> TracedNode:
+        meta = dict(node.meta)
+        meta.pop("from_node", None)
+        return TracedNode(node, node.op, node.target, node.args, node.kwargs, meta)
+
+    def copy(self, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Add a copy of it, which ``copies`` then has in its place; as it has others in
+        the place of what it reads. Without a value."""
+
+        def mapped(node: fx.Node) -> fx.Node:
+            return copies.get(node, node)
+
+        args, kwargs = fx.node.map_arg((self.args, self.kwargs), mapped)
+        name = None
+        if isinstance(self.target, torch._ops.OpOverload):
+            name = graph._target_to_str(self.target.overloadpacket.__name__)
+        copy = graph.create_node(self.op, self.target, args, kwargs, name)
+        copies[self.node] = copy
+        copy.meta = dict(self.meta)
+        return copy
+
+
+def last_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def traced_since(last: fx.Node, graph: fx.Graph) -> list[TracedNode]:
+    """The nodes behind ``last``, in order."""
+    traced = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        traced.append(TracedNode.of(node))
+    return traced[::-1]
+
+
+@contextlib.contextmanager
+def taken_out(graph: fx.Graph) -> Iterator[None]:
+    """Nodes that are added inside leave the graph at the end, and their names are free
+    again."""
+    last, names = last_node(graph), graph._graph_namespace
+    before = names._used_names.copy(), names._base_count.copy()
+    yield
+    for traced in reversed(traced_since(last, graph)):
+        graph.erase_node(traced.node)
+        names._obj_to_name.pop(traced.node, None)
+    names._used_names, names._base_count = before
+
+
+class Memories:
+    """Fake tensors like others; those that share memory are like those that do."""
+
+    def __init__(self, stand_ins: Mapping[fx.Node, fx.Node]) -> None:
+        """``stand_ins``: of nodes with values those whose memory is in their place."""
+        self._storages: dict[int, Any] = {}
+        for node, other in stand_ins.items():
+            pairs = zip(_tensors(node), _tensors(other), strict=False)
+            for x, y in pairs:
+                self._storages.setdefault(memory_of(x), y.untyped_storage())
+        self._nodes = list(stand_ins)  # their memory lives, and keeps its number
+
+    def like(self, value: Any) -> Any:
+        """A value of a node, as another node has it."""
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            number = memory_of(value)
+            if number not in self._storages:
+                fresh = torch.UntypedStorage(storage.nbytes(), device="meta")
+                self._storages[number] = fresh
+            return _fake_on(self._storages[number], value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.like(x) for x in value)
+        return value
+
+
+def alias_of(x: Any) -> Any:
+    """A fake tensor of the same memory."""
+    return _fake_on(x.untyped_storage(), x)
+
+
+def memory_of(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _fake_on(storage: Any, x: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    meta = torch.empty(0, dtype=x.dtype, device="meta")
+    meta.set_(storage, x.storage_offset(), x.shape, x.stride())
+    return FakeTensor(x.fake_mode, meta, x.device)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def can_be_copied(nodes: Sequence[TracedNode]) -> bool:
+    """Whether values are plain tensors, of fixed sizes, and no graphs are called."""
+    for traced in nodes:
+        value = traced.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if not all(map(is_plain, values)):
+            return False
+        if isinstance(traced.target, torch._ops.HigherOrderOperator):
+            return False
+    return True
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a value is nothing but sizes and strides, or no tensor."""
+    if isinstance(x, torch.Tensor):
+        return x.layout is torch.strided and not x.is_complex() and not x.is_quantized
+    return x is None or isinstance(x, (int, float, bool))
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[Any]:
+    """Inside, what is done to tensors is not traced; it is given what makes a fake
+    tensor one that functionalization knows."""
+    from torch._subclasses.functional_tensor import PythonFunctionalizeAPI
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = functional_mode()
+    with _disable_current_modes():
+        yield PythonFunctionalizeAPI(mode).wrap_tensors
+
+
+def functional_mode() -> Any:
+    """What makes ops functional; None where nothing does."""
+    from torch.utils._python_dispatch import _detect_infra_mode
+
+    return _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def tracer() -> Any:
+    """What makes nodes of ops; None where nothing does."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+def is_functional(x: Any) -> bool:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return type(x) is FunctionalTensor
+
+
+def fake_of(x: Any) -> Any:
+    """The fake tensor that stands for a functional one now."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FunctionalTensor.from_functional(x)
+
+
+def writes_to(x: Any) -> Any:
+    """Changes where a functional tensor, or what shares its memory, is written to."""
+    counters = (
+        torch._functionalize_mutation_counter,
+        torch._functionalize_storage_changed_counter,
+    )
+    return [count(x.elem) for count in counters], x.shape, x.stride(), x.requires_grad
+
+
+def node_of(x: Any, tracer: Any) -> fx.Node | None:
+    """The node that a functional tensor stands for; None for a constant."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    slot = get_proxy_slot(fake_of(x), tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def value_of(node: fx.Node | None, tracer: Any) -> Any:
+    """A functional tensor that stands for a node."""
+    from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
+
+    if node is None:
+        return None
+    with untraced() as functional:
+        fake = alias_of(node.meta["val"])
+        set_proxy_slot(fake, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
+        return functional(fake)
+
+
+def last_number() -> int:
+    """Of the nodes that autograd numbered so far."""
+    from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+
+    return int(_get_sequence_nr()) - 1
+
+
+def skip_numbers(count: int) -> None:
+    """Let autograd number its next node as if it had numbered so many more."""
+    with untraced(), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        x = torch.empty(0).requires_grad_()
+        for _ in range(count):
+            x.view_as(x)
+
+
+def new_region() -> int:
+    """A number for a checkpointed region."""
+    from torch._higher_order_ops import wrap
+
+    return next(wrap.uid)
+
+
+# Metadata of a node that comes from the user's code.
+_USERS = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+def users_metadata(
+    first: Sequence[fx.Node], mine: Sequence[fx.Node]
+) -> dict[str, dict[str, Any]] | None:
+    """What metadata of nodes is at those in their place: by its name, and its text
+    there. None if it is not the same for all that have one text."""
+    renamed: dict[str, dict[str, Any]] = {name: {} for name in _USERS}
+    for a, b in _pairs(first, mine):
+        for name, values in renamed.items():
+            if name in a.meta:
+                text, value = repr(a.meta[name]), b.meta.get(name)
+                if repr(values.setdefault(text, value)) != repr(value):
+                    return None
+    return renamed
+
+
+def _pairs(
+    first: Sequence[fx.Node], mine: Sequence[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Nodes in the same places, those of bodies included."""
+    for a, b in zip(first, mine, strict=True):
+        yield a, b
+        if a.op == "get_attr":
+            body_a, body_b = attribute(a), attribute(b)
+            if isinstance(body_a, fx.GraphModule):
+                yield from _pairs(list(body_a.graph.nodes), list(body_b.graph.nodes))
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a ``get_attr`` gives."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)

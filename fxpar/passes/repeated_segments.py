@@ -1,0 +1,178 @@
+"""Which segments of a graph of Dynamo repeat: layers that are alike, node for node.
+
+In: a graph as Dynamo traced it. Out: kinds of segments, each with its nodes, with what
+they read from outside and what is read of them; AOTAutograd traces one of a kind
+(``_torch.traced_once``). Alike are equal ops on equal constants, dtypes, sizes,
+strides and needs of gradients, that read in the same places. Never changes a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxpar._torch.aot import higher_order_name
+from fxpar._torch.node_copies import attribute
+from fxpar._torch.traced_once import SegmentKind
+from fxpar.passes.alike_nodes import with_reads
+from fxpar.sharding.cost.op import tensors_in
+from fxpar.sharding.search.layers import apart, rows_at_all_distances
+
+# Nodes that need not be traced, at least: a segment is some work too.
+LEAST_SAVED = 10
+
+# Ops that run graphs and are traced as what these do.
+_INLINED = (
+    "higher_order::tag_activation_checkpoint",
+    "higher_order::autograd_function_apply",
+)
+
+Operands = list[tuple[fx.Node, int | None]]
+
+
+def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
+    """Kinds of segments that repeat; none where sizes are open."""
+    ends = ("placeholder", "output")
+    nodes = [node for node in gm.graph.nodes if node.op not in ends]
+    if any(map(_is_open, gm.graph.nodes)):
+        return []
+    numbers: dict[Any, int] = {}
+    keys = map(_key, nodes)
+    colors = np.array([numbers.setdefault(key, len(numbers)) for key in keys], int)
+    sizes = np.array(list(map(_size, nodes)))
+
+    def saved(row: tuple[int, int, int]) -> int:
+        begin, end, distance = row
+        return int(sizes[begin : end - distance].sum())
+
+    finer = with_reads(nodes, colors)
+    candidates = rows_at_all_distances(colors, finer)
+    rows = [row for row in candidates if saved(row) >= LEAST_SAVED]
+    rows.sort(key=lambda row: (-saved(row), row[2]))
+    kinds: list[SegmentKind] = []
+    for begin, end, distance in apart(rows, len(nodes)):
+        begin += _narrowest(nodes, begin, end, distance)
+        starts = range(begin, end - distance + 1, distance)
+        kinds += _kinds([nodes[i : i + distance] for i in starts])
+    return kinds
+
+
+def _kinds(segments: Sequence[list[fx.Node]]) -> Iterator[SegmentKind]:
+    """Those among segments of equal ops that read in the same places."""
+    by_wiring: dict[Any, list[tuple[list[fx.Node], Operands]]] = {}
+    for nodes in segments:
+        wiring, operands = _wiring(nodes)
+        if all(isinstance(_value(node), torch.Tensor) for node, _ in operands):
+            by_wiring.setdefault(wiring, []).append((nodes, operands))
+    for alike in by_wiring.values():
+        results = sorted({i for nodes, _ in alike for i in _read_outside(nodes)})
+        values = [_value(alike[0][0][i]) for i in results]
+        are_tensors = all(isinstance(x, torch.Tensor) for x in values)
+        if len(alike) > 1 and values and are_tensors:
+            operands_of_each = [operands for _, operands in alike]
+            yield SegmentKind([x for x, _ in alike], operands_of_each, results)
+
+
+def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
+    inside = set(nodes)
+    return [i for i, node in enumerate(nodes) if not inside.issuperset(node.users)]
+
+
+def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
+    """What each node reads, equal for segments that read in the same places; and what
+    that is outside. Of that, a value that others read too comes once for each reader,
+    the last first, as its gradients do: they are added up in this order."""
+    at = {node: i for i, node in enumerate(nodes)}
+    operands: dict[tuple[fx.Node, int | None], int] = {}
+    wiring: list[tuple[int, int | None, int | None]] = []
+    for i, node in reversed(list(enumerate(nodes))):
+        for read in node.all_input_nodes:
+            if read in at:
+                wiring.append((i, at[read], None))
+                continue
+            own = i if not all(user in at for user in read.users) else None
+            place = operands.setdefault((read, own), len(operands))
+            wiring.append((i, None, place))
+    return tuple(wiring), list(operands)
+
+
+def _narrowest(nodes: Sequence[fx.Node], begin: int, end: int, distance: int) -> int:
+    """How far behind its begin to cut a row of layers, for the fewest values to cross,
+    and no layer to be lost."""
+    position = {node: i for i, node in enumerate(nodes)}
+    middle = begin + (end - begin) // distance // 2 * distance
+
+    def crossing(offset: int) -> int:
+        cut = middle + offset
+        before = nodes[max(begin, cut - distance) : cut]
+        readers = ((position.get(user, cut) for user in node.users) for node in before)
+        return sum(max(each, default=0) >= cut for each in readers)
+
+    def key(offset: int) -> tuple[int, bool, int]:
+        return crossing(offset), offset > (end - begin) % distance, offset
+
+    return min(range(distance), key=key)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether a value is a size that is open, or has one."""
+    value = _value(node)
+    return isinstance(value, torch.SymInt) or any(
+        isinstance(size, torch.SymInt) for x in tensors_in(value) for size in x.shape
+    )
+
+
+def _key(node: fx.Node) -> Any:
+    """Equal for nodes that are alike, what they read left out."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
+    reads = tuple(_facts(_value(read)) for read in node.all_input_nodes)
+    return _target(node), repr(args), repr(kwargs), _facts(_value(node)), reads
+
+
+def _target(node: fx.Node) -> Any:
+    """The op; of an attribute what it is. A call that runs graphs is like no other."""
+    name = higher_order_name(node.target)
+    if name and name not in _INLINED:
+        return node
+    if node.op != "get_attr":
+        return node.op, node.target
+    held = attribute(node)
+    return _body(held) if isinstance(held, fx.GraphModule) else id(held)
+
+
+def _body(body: fx.GraphModule) -> Any:
+    """Equal for graphs that are alike, of what metadata says of them too."""
+    nodes = list(body.graph.nodes)
+    at = {node: i for i, node in enumerate(nodes)}
+    keys = [
+        (*(at[read] for read in node.all_input_nodes), node.op)
+        + (() if node.op == "placeholder" else _key(node))
+        for node in nodes
+    ]
+    return tuple(keys), tuple((name, repr(x)) for name, x in sorted(body.meta.items()))
+
+
+def _size(node: fx.Node) -> int:
+    """How many nodes it is, with those of a body."""
+    held = attribute(node) if node.op == "get_attr" else None
+    if isinstance(held, fx.GraphModule):
+        return sum(map(_size, held.graph.nodes))
+    return 1
+
+
+def _facts(value: Any) -> Any:
+    """What of a value a trace may depend on."""
+    if isinstance(value, torch.Tensor):
+        where = tuple(value.shape), value.stride(), value.storage_offset()
+        return value.dtype, *where, str(value.device), value.requires_grad, type(value)
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_facts, value)
+    return type(value)
