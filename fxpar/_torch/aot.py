@@ -39,13 +39,19 @@ def higher_order_name(target: Any) -> str:
 
 
 def export_joint(
-    stack: Any, module: torch.nn.Module, args: Any, *, grad: bool
+    stack: Any,
+    module: torch.nn.Module,
+    args: Any,
+    *,
+    grad: bool,
+    repeated: FindKinds | None = None,
 ) -> fx.GraphModule:
     """The joint (``grad``) or inference graph of a module on fake arguments, after
-    Inductor's decompositions; placeholders and output carry ``meta["desc"]``."""
+    Inductor's decompositions; placeholders and output carry ``meta["desc"]``.
+    ``repeated``: as of ``compile_fx``."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with torch.set_grad_enabled(grad), calls_rewritten():
+    with torch.set_grad_enabled(grad), calls_rewritten(), traced_once(repeated):
         joint = aot_export_joint_with_descriptors(
             stack, module, args, decompositions=decompositions()
         )
@@ -53,7 +59,10 @@ def export_joint(
 
 
 def export_forward(
-    module: torch.nn.Module, fakes: Sequence[torch.Tensor], mode: Any
+    module: torch.nn.Module,
+    fakes: Sequence[torch.Tensor],
+    mode: Any,
+    repeated: FindKinds | None = None,
 ) -> fx.GraphModule:
     """As ``export_joint``, without gradients, while a graph is being compiled or not:
     what Dynamo traces with is left alone."""
@@ -62,7 +71,7 @@ def export_forward(
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(None))
         stack.enter_context(mode)
-        return export_joint(stack, module, tuple(fakes), grad=False)
+        return export_joint(stack, module, tuple(fakes), grad=False, repeated=repeated)
 
 
 def untraceable(error: BaseException) -> str | None:

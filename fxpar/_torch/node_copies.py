@@ -141,9 +141,11 @@ def can_be_copied(nodes: Sequence[TracedNode]) -> bool:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a value is nothing but sizes and strides, or no tensor."""
+    """Whether a value is nothing but sizes and strides that are known, or no tensor."""
     if isinstance(x, torch.Tensor):
-        return x.layout is torch.strided and not x.is_complex() and not x.is_quantized
+        if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
+            return False
+        return all(type(n) is int for n in (*x.shape, *x.stride(), x.storage_offset()))
     return x is None or isinstance(x, (int, float, bool))
 
 

@@ -29,9 +29,11 @@ class SegmentKind:
 
     # The nodes of each, in order.
     segments: list[list[fx.Node]]
-    # What each reads of what is computed outside: a node, and the position in the
-    # segment of the one that reads it, or None for all others.
+    # What tensors each reads of what is computed outside: a node, and the position in
+    # the segment of the one that reads it, or None for all others.
     operands: list[list[tuple[fx.Node, int | None]]]
+    # What numbers each reads of what is computed outside, in this order.
+    numbers: list[list[fx.Node]]
     # Positions of nodes whose values are read outside, in one segment at least.
     results: list[int]
     # Whether the first was seen to run, before anything is traced.
@@ -148,6 +150,8 @@ class _TracedKind:
     interpreter: Any
     # What the meaning of ops depended on when the first ran.
     ambient: Any = None
+    # The numbers that the first read.
+    numbers: Sequence[Any] = ()
     # Which of its operands share memory: of each the first of them.
     sharing: list[int] = field(default_factory=list)
     # Of each result a fake tensor like it.
@@ -212,12 +216,18 @@ class _Segment:
         fakes = [nodes_of.fake_of(x) for x in values]
         if not all(map(nodes_of.is_plain, fakes)):
             return False
+        numbers = [traced.interpreter.env[node] for node in kind.numbers[self.index]]
+        if not all(type(x) is int for x in numbers):
+            return False
         memories = list(map(nodes_of.memory_of, fakes))
         sharing = [memories.index(memory) for memory in memories]
         if self.index == 0:
             traced.ambient, traced.sharing = _ambient(), sharing
+            traced.numbers = numbers
             return True
         if traced.ambient != _ambient() or traced.sharing != sharing:
+            return False
+        if traced.numbers != numbers:
             return False
         metadata = nodes_of.users_metadata(kind.segments[0], self.nodes)
         self.metadata = metadata or {}

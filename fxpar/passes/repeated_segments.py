@@ -19,7 +19,6 @@ from fxpar._torch.aot import higher_order_name
 from fxpar._torch.node_copies import attribute
 from fxpar._torch.traced_once import SegmentKind
 from fxpar.passes.alike_nodes import with_reads
-from fxpar.sharding.cost.op import tensors_in
 from fxpar.sharding.search.layers import apart, rows_at_all_distances
 
 # Nodes that need not be traced, at least: a segment is some work too.
@@ -35,11 +34,10 @@ Operands = list[tuple[fx.Node, int | None]]
 
 
 def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
-    """Kinds of segments that repeat; none where sizes are open."""
+    """Kinds of segments that repeat. Sizes that Dynamo left open are numbers that a
+    segment reads."""
     ends = ("placeholder", "output")
     nodes = [node for node in gm.graph.nodes if node.op not in ends]
-    if any(map(_is_open, gm.graph.nodes)):
-        return []
     numbers: dict[Any, int] = {}
     keys = map(_key, nodes)
     colors = np.array([numbers.setdefault(key, len(numbers)) for key in keys], int)
@@ -66,15 +64,18 @@ def _kinds(segments: Sequence[list[fx.Node]]) -> Iterator[SegmentKind]:
     by_wiring: dict[Any, list[tuple[list[fx.Node], Operands]]] = {}
     for nodes in segments:
         wiring, operands = _wiring(nodes)
-        if all(isinstance(_value(node), torch.Tensor) for node, _ in operands):
+        if all(_is_tensor(node) or _is_number(node) for node, _ in operands):
             by_wiring.setdefault(wiring, []).append((nodes, operands))
     for alike in by_wiring.values():
+        first, _ = alike[0]
         results = sorted({i for nodes, _ in alike for i in _read_outside(nodes)})
-        values = [_value(alike[0][0][i]) for i in results]
-        are_tensors = all(isinstance(x, torch.Tensor) for x in values)
-        if len(alike) > 1 and values and are_tensors:
-            operands_of_each = [operands for _, operands in alike]
-            yield SegmentKind([x for x, _ in alike], operands_of_each, results)
+        if len(alike) > 1 and results and all(_is_tensor(first[i]) for i in results):
+            yield SegmentKind(
+                [nodes for nodes, _ in alike],
+                [[x for x in reads if _is_tensor(x[0])] for _, reads in alike],
+                [[node for node, _ in reads if _is_number(node)] for _, reads in alike],
+                results,
+            )
 
 
 def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
@@ -122,12 +123,12 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def _is_open(node: fx.Node) -> bool:
-    """Whether a value is a size that is open, or has one."""
-    value = _value(node)
-    return isinstance(value, torch.SymInt) or any(
-        isinstance(size, torch.SymInt) for x in tensors_in(value) for size in x.shape
-    )
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(_value(node), torch.Tensor)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(_value(node), (int, torch.SymInt))
 
 
 def _key(node: fx.Node) -> Any:
@@ -171,7 +172,8 @@ def _size(node: fx.Node) -> int:
 def _facts(value: Any) -> Any:
     """What of a value a trace may depend on."""
     if isinstance(value, torch.Tensor):
-        where = tuple(value.shape), value.stride(), value.storage_offset()
+        numbers = *value.shape, *value.stride(), value.storage_offset()
+        where = [n if type(n) is int else str(n) for n in numbers]
         return value.dtype, *where, str(value.device), value.requires_grad, type(value)
     if isinstance(value, (list, tuple)):
         return type(value), *map(_facts, value)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from fxpar import _torch
 from fxpar.passes.repeated_segments import repeated_segments
+from fxpar.runtime.calls.compiled_graph import hint_of
 from tests.helpers import models
 
 Tensor = torch.Tensor
@@ -33,9 +34,10 @@ class Captured(Exception):
 
 
 def traced(
-    fn: Callable[..., Any], *args: Any, once: bool, **kwargs: Any
+    fn: Callable[..., Any], *args: Any, once: bool, is_open: bool = False, **kwargs: Any
 ) -> tuple[fx.Graph, list[Any]]:
-    """The joint graph of a call, and the kinds of segments in it."""
+    """The joint graph of a call, and the kinds of segments in it. ``is_open``: Dynamo
+    leaves sizes open; AOTAutograd is given those of the call."""
     graphs: list[fx.Graph] = []
     kinds: list[Any] = []
 
@@ -48,13 +50,14 @@ def traced(
         return kinds
 
     def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        examples = list(map(hint_of, examples))
         _torch.aot.compile_fx(
             gm, examples, joint_pass=joint_pass, repeated=find if once else None
         )
 
     torch._dynamo.reset()
     with pytest.raises(Exception, match="Captured"):
-        torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+        torch.compile(fn, backend=backend, dynamic=is_open)(*args, **kwargs)
     return graphs[0], kinds
 
 
@@ -127,12 +130,12 @@ def structure(graph: fx.Graph) -> Any:
 def check(
     fn: Callable[..., Any],
     *args: Any,
-    copied: int,
+    copied: int | None,
     ordered: bool = True,
     **kwargs: Any,
 ) -> None:
     """Trace both ways and compare, node by node if they come in the same order;
-    ``copied`` segments are copies."""
+    ``copied`` segments are copies, if it is given."""
     plain, _ = traced(fn, *args, once=False, **kwargs)
     once, kinds = traced(fn, *args, once=True, **kwargs)
     assert structure(plain) == structure(once)
@@ -140,7 +143,7 @@ def check(
         for a, b in zip(rows(plain), rows(once), strict=True):
             assert a == b
     kept = [kind for kind in kinds if not kind.refused]
-    assert sum(len(kind.segments) - 1 for kind in kept) == copied
+    assert copied is None or sum(len(kind.segments) - 1 for kind in kept) == copied
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "mixtral"])
@@ -290,6 +293,26 @@ def test_frozen_layers_are_another_kind() -> None:
     for w in tensors[: LAYERS + 1]:
         w.requires_grad_(False)
     check(stack(COPIED["random"]), *tensors, copied=2 * (LAYERS - 1) - 1)
+
+
+def folded(h: Tensor, w: Tensor, i: int) -> Tensor:
+    return h.view(2 * h.shape[0], -1).exp().view(h.shape) * h.shape[1]
+
+
+def test_sizes_that_dynamo_left_open_are_numbers() -> None:
+    check(stack(folded), *feeds(), copied=LAYERS - 2, is_open=True)
+    check(stack(COPIED["checkpoint"]), *feeds(), copied=LAYERS - 1, is_open=True)
+
+
+def test_a_layer_that_reads_another_number_is_traced() -> None:
+    def run(x: Tensor, *tensors: Tensor) -> Tensor:
+        half = len(tensors) // 2
+        for w, other in zip(tensors[:half], tensors[half:], strict=True):
+            x = x + chain(x @ w) * other.shape[0]
+        return x.sum()
+
+    others = [torch.zeros(n) for n in (3, 4, 3, 5)]
+    check(run, *feeds(4), *others, copied=None, is_open=True)
 
 
 def counting(buffer: Tensor) -> Part:

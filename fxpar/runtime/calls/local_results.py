@@ -24,6 +24,7 @@ from torch import fx
 from fxpar import _torch, cache_files
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes.graph_bodies import show_bodies
+from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.compile_once import first_does
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
@@ -325,7 +326,7 @@ def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
             node.replace_all_uses_with(x)
             gm.graph.erase_node(node)
     gm.recompile()
-    traced = _torch.aot.export_forward(gm, tensors, mode)
+    traced = _torch.aot.export_forward(gm, tensors, mode, repeated_segments)
     show_bodies(traced.graph, traced)
     output = traced.graph.output_node()
     values: list[Any] = [None] * len(gm.graph.output_node().args[0])
