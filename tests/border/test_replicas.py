@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.ranks import compare_replicas
+from fxpar.runtime.ranks import compare_replicas, looks
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import ranks_of, shared_pool
 
@@ -112,6 +112,7 @@ def train(
     then_sent: bool,
 ) -> float:
     """Steps on every rank; before the fourth some ranks write."""
+    looks._FIRST = 10**9  # as ranks do at a program's first calls
     torch._dynamo.reset()
     model = made()
     if mode == "shard":
@@ -231,7 +232,7 @@ def test_what_leaves_ranks_alike_is_no_error(write, ranks, then_sent) -> None:
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
-def looks() -> int:
+def looked() -> int:
     """How often ranks compare in full where each writes some parameters and sends
     them."""
     torch._dynamo.reset()
@@ -262,8 +263,24 @@ def looks() -> int:
 
 
 def test_where_ranks_always_write_unlike_the_looks_become_rare() -> None:
-    first, second = shared_pool(2).run(looks, timeout=60.0)
+    first, second = shared_pool(2).run(looked, timeout=60.0)
     assert first == second and 1 <= first <= 6
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("graphs", [1, 2, 3, 4, 7, 8])
+def test_sums_come_to_every_tensor_of_graphs_called_in_turn(
+    graphs: int, on_cpu: bool
+) -> None:
+    assert looks._FIRST == 32
+    for graph in range(graphs):
+        calls = range(graph, 3000, graphs)
+        turns = [looks.turn_at(number, on_cpu=on_cpu) for number in calls]
+        summed = [turn for turn in turns if turn is not None]
+        assert {turn % 12 for turn in summed} == set(range(12))
+        assert len(turns) // 8 < len(summed) <= len(turns) // 5 + 32
+    first = [looks.turn_at(number, on_cpu=on_cpu) for number in range(32)]
+    assert (None in first) != on_cpu
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]

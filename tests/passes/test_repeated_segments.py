@@ -146,12 +146,18 @@ def check(
     assert copied is None or sum(len(kind.segments) - 1 for kind in kept) == copied
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "mixtral"])
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "vit", "mixtral")
+]
+
+
+@pytest.mark.parametrize("name", ["llama", *SLOW])
 def test_models(name: str) -> None:
     model, batch = models.build(f"{name}/{LAYERS}")
     check(model, **batch, copied=LAYERS - 1)
 
 
+@pytest.mark.slow
 def test_a_model_whose_first_layer_is_another() -> None:
     """It makes what the others add to their scores."""
     model, batch = models.build(f"t5/{LAYERS}")

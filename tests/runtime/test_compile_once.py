@@ -20,6 +20,7 @@ from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.passes.order.outline_layers import INVOKE
+from fxpar.runtime.caches import installation_keys
 from fxpar.runtime.caches.compile_once import compile_once, first_does
 from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.ranks import consensus, meeting, presence
@@ -233,7 +234,7 @@ def test_keys_need_no_reading_behind_the_wait(monkeypatch: pytest.MonkeyPatch) -
     from torch._inductor import codecache
 
     codecache.CacheBase.get_system.cache_clear()
-    _torch.inductor.load()
+    installation_keys.load()
 
     def late(*_: Any) -> None:
         raise AssertionError("is read late")
