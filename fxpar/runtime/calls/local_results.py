@@ -237,7 +237,9 @@ class _Growths:
         for node in self.ways:
             twin = twins[node]
             with probe.graph.inserting_after(twin):
-                outputs.append(probe.graph.call_method("clone", (twin,)))
+                clone = probe.graph.call_method("clone", (twin,))
+            clone.meta = dict(twin.meta)
+            outputs.append(clone)
         output.args = (tuple(outputs),)
         probe.recompile()
         forward = globally(probe, inputs, args)
