@@ -237,6 +237,7 @@ def compile_fx(
     under it before is taken from AOTAutograd's cache; nothing is called then. One that
     was not is left there, and so its backward is compiled with its forward.
     ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
+    ``repeated``: finds layers that repeat, one of which is traced for all.
     ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """

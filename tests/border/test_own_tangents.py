@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpar.errors import GradientError
-from fxpar.runtime.ranks import check_inputs, compare_tangents, looks
+from fxpar.runtime.ranks import check_inputs, compare_tangents, element_samples
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -54,7 +54,7 @@ Loss = Callable[[torch.Tensor, int], torch.Tensor]
 
 def train(loss: Loss, inputs: str, steps: int = 8) -> int:
     """How often ranks looked at what their sums said may differ."""
-    looks._FIRST = 10**9  # as ranks do at a program's first calls
+    element_samples._FIRST = 10**9  # as ranks do at a program's first calls
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 300)).double()

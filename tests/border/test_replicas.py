@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.ranks import compare_replicas, looks
+from fxpar.runtime.ranks import compare_replicas, element_samples
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import ranks_of, shared_pool
 
@@ -112,7 +112,7 @@ def train(
     then_sent: bool,
 ) -> float:
     """Steps on every rank; before the fourth some ranks write."""
-    looks._FIRST = 10**9  # as ranks do at a program's first calls
+    element_samples._FIRST = 10**9  # as ranks do at a program's first calls
     torch._dynamo.reset()
     model = made()
     if mode == "shard":
@@ -272,14 +272,14 @@ def test_where_ranks_always_write_unlike_the_looks_become_rare() -> None:
 def test_sums_come_to_every_tensor_of_graphs_called_in_turn(
     graphs: int, on_cpu: bool
 ) -> None:
-    assert looks._FIRST == 32
+    assert element_samples._FIRST == 32
     for graph in range(graphs):
         calls = range(graph, 3000, graphs)
-        turns = [looks.turn_at(number, on_cpu=on_cpu) for number in calls]
+        turns = [element_samples.sample_turn(number, on_cpu=on_cpu) for number in calls]
         summed = [turn for turn in turns if turn is not None]
         assert {turn % 12 for turn in summed} == set(range(12))
         assert len(turns) // 8 < len(summed) <= len(turns) // 5 + 32
-    first = [looks.turn_at(number, on_cpu=on_cpu) for number in range(32)]
+    first = [element_samples.sample_turn(number, on_cpu=on_cpu) for number in range(32)]
     assert (None in first) != on_cpu
 
 
@@ -291,13 +291,13 @@ DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 def test_sums_of_some_come_to_every_element(size: int, dtype: torch.dtype) -> None:
     x = torch.arange(size).remainder(5).to(dtype)
     turns = range(size // 512 + 2)
-    before = [int(compare_replicas._sign(x, turn)) for turn in turns]
+    before = [int(compare_replicas._sample_sum(x, turn)) for turn in turns]
     for at in {0, size // 2, size - 1} if size else ():
         other = x.clone()
         other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
-        after = [int(compare_replicas._sign(other, turn)) for turn in turns]
+        after = [int(compare_replicas._sample_sum(other, turn)) for turn in turns]
         assert after != before
-    assert int(compare_replicas._sign(x.clone() * 1, 0)) == before[0]
+    assert int(compare_replicas._sample_sum(x.clone() * 1, 0)) == before[0]
 
 
 def models_at_rest() -> tuple[object, ...]:

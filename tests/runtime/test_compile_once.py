@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import fx
 
 import fxpar
-from fxpar import _torch, cache_files
+from fxpar import _torch, cache_files, compile_job
 from fxpar.errors import RankMismatchError
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.passes.order.outline_layers import INVOKE
-from fxpar.runtime.caches import installation_keys
 from fxpar.runtime.caches.compile_once import compile_once, first_does
 from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.ranks import consensus, meeting, presence
@@ -234,7 +233,7 @@ def test_keys_need_no_reading_behind_the_wait(monkeypatch: pytest.MonkeyPatch) -
     from torch._inductor import codecache
 
     codecache.CacheBase.get_system.cache_clear()
-    installation_keys.load()
+    compile_job._load_inductor()
 
     def late(*_: Any) -> None:
         raise AssertionError("is read late")

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import InputMismatchError
 from fxpar.runtime.ranks import check_inputs
-from fxpar.runtime.ranks.element_samples import sample, sum_of_bits
+from fxpar.runtime.ranks.comparison_backoff import Backoff
+from fxpar.runtime.ranks.element_samples import sample, sample_turn, sum_of_bits
 from fxpar.runtime.ranks.gradient_sketches import ALLOWED, sketch
-from fxpar.runtime.ranks.looks import Looks, turn_at
 from fxpar.runtime.ranks.meeting import call_number
 from fxpar.sharding.mesh import Mesh
 
@@ -81,7 +81,7 @@ class Replicas:
         # Writes to each tensor so far, at this call, and when all ranks were alike.
         self._now: tuple[int, ...] = ()
         self._alike: tuple[int, ...] = ()
-        self._looks = Looks()
+        self._backoff = Backoff()
         self._sum: tuple[int, Callable[[], int]] | None = None  # made beside a call
 
     def word(self, args: Sequence[Any]) -> str:
@@ -102,14 +102,14 @@ class Replicas:
         if len(set(words)) == 1 or not self._suspicious(words):
             self._alike = self._now
             return
-        if not self._looks.pause():
+        if not self._backoff.pauses():
             self.look(args)
             self._alike = self._now
 
     def settle(self, args: Sequence[Any]) -> None:
         """All ranks were just made alike."""
         self._alike = _torch.objects.versions_of([args[x.place] for x in self.held])
-        self._looks = Looks()
+        self._backoff = Backoff()
 
     def _suspicious(self, words: Sequence[str]) -> bool:
         """Whether ranks count other writes, or one has other values."""
@@ -124,14 +124,14 @@ class Replicas:
     def _next_sum(self, tensors: Sequence[torch.Tensor]) -> str:
         """A tensor's number and the sum of some of its elements; on a device those of
         an earlier call."""
-        turn = turn_at(call_number(), on_cpu=tensors[0].device.type == "cpu")
+        turn = sample_turn(call_number(), on_cpu=tensors[0].device.type == "cpu")
         if turn is None:
             return " "
         turn, n = divmod(turn, len(tensors))
         if tensors[n].device.type == "cpu":
-            return f"{n} {int(_sign(tensors[n], turn)):x}"
+            return f"{n} {int(_sample_sum(tensors[n], turn)):x}"
         before = self._sum
-        self._sum = n, check_inputs.on_its_way(_sign(tensors[n], turn))
+        self._sum = n, check_inputs.on_its_way(_sample_sum(tensors[n], turn))
         return " " if before is None else f"{before[0]} {before[1]():x}"
 
     def look(self, args: Sequence[Any]) -> None:
@@ -212,7 +212,7 @@ def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     return tuple(models[rank] for rank in range(mesh.size))
 
 
-def _sign(x: torch.Tensor, turn: int) -> torch.Tensor:
+def _sample_sum(x: torch.Tensor, turn: int) -> torch.Tensor:
     """The sum of the bits of some elements, other ones at each turn."""
     return sum_of_bits(sample(_values(x), turn))
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from fxpar.errors import GradientError
 from fxpar.runtime.ranks import check_inputs
-from fxpar.runtime.ranks.element_samples import sample, sum_of_bits
+from fxpar.runtime.ranks.comparison_backoff import Backoff
+from fxpar.runtime.ranks.element_samples import sample, sample_turn, sum_of_bits
 from fxpar.runtime.ranks.gradient_sketches import ALLOWED
-from fxpar.runtime.ranks.looks import Looks, turn_at
 from fxpar.runtime.ranks.meeting import call_number
 from fxpar.runtime.ranks.presence import is_alone
 
@@ -53,7 +53,7 @@ class _Memory:
     # Those that the word of this call has.
     in_word: list[_Tangent] = field(default_factory=list)
     # At elements that may differ.
-    looks: Looks = field(default_factory=Looks)
+    backoff: Backoff = field(default_factory=Backoff)
 
 
 _memory = _Memory()
@@ -63,7 +63,7 @@ def forget() -> None:
     """Keep nothing of what came so far: it belongs to programs that are gone."""
     _memory.tangents.clear()
     _memory.in_word.clear()
-    _memory.looks = Looks()
+    _memory.backoff = Backoff()
 
 
 def note(made_at: str | None, gradients: Sequence[Any]) -> None:
@@ -76,7 +76,7 @@ def note(made_at: str | None, gradients: Sequence[Any]) -> None:
         if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
             continue
         on_cpu = x.device.type == "cpu"
-        turn = turn_at(now, on_cpu=on_cpu)
+        turn = sample_turn(now, on_cpu=on_cpu)
         if turn is None or len(_memory.tangents) == _MOST:
             continue
         elements, told_at = sample(x.detach(), turn).clone(), now
@@ -107,7 +107,7 @@ def compare(words: Sequence[str]) -> GradientError | None:
     others to find."""
     tangents, _memory.in_word = _memory.in_word, []
     counts = {word.split(" ")[0] for word in words}
-    if len(set(words)) == 1 or len(counts) > 1 or _memory.looks.pause():
+    if len(set(words)) == 1 or len(counts) > 1 or _memory.backoff.pauses():
         return None
     mine = torch.cat([_reals(x.elements).cpu().double() for x in tangents])
     every, begin = check_inputs.gather_rows(mine), 0

@@ -1,4 +1,4 @@
-"""Some elements of a tensor that stand for all, so cheap that every call has them."""
+"""Some elements of a tensor that stand for all, and which calls compare them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ import torch
 _ELEMENTS, _RUNS = 1024, 16
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Calls between two of which elements are summed, which costs some tens of microseconds
+# (or several launches): by no whole number, so that of graphs that are called in turn
+# each has its part. The first calls all have sums on the CPU.
+_APART, _FIRST = (11 + 5**0.5) / 2, 32
+
+
+def sample_turn(number: int, *, on_cpu: bool) -> int | None:
+    """How many calls before the one of this number had sums; None if it has none."""
+    if on_cpu and number < _FIRST:
+        return number
+    turn = int(number / _APART)
+    return turn + _FIRST if turn > int((number - 1) / _APART) else None
 
 
 def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
