@@ -65,7 +65,7 @@ def fxpar(
     instead of inside Dynamo's wrapping of backend errors.
     """
     try:
-        traced, gm = gm, _torch.dynamo.without_regions(gm)
+        traced, gm = gm, _torch.flat_regions.without_regions(gm)
         job_options, ranks = _joined(gm, options)
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
@@ -82,6 +82,7 @@ def fxpar(
 
 fxpar.reset = forget  # type: ignore[attr-defined]
 _torch.dynamo.on_compile(fxpar, outside_graphs.watch)
+_torch.layer_regions.serve(fxpar)
 
 
 def train_step(
@@ -127,7 +128,7 @@ def train_step(
                     with refusing_parts(gm, names, examples, job.local):
                         return step.stage(gm, examples, names, finish)
 
-                gm = _torch.dynamo.without_regions(gm)
+                gm = _torch.flat_regions.without_regions(gm)
                 job_options, ranks = _joined(gm, options)
                 gm = _without_kernels(gm, examples, ranks)
                 return _called(gm, examples, job_options, ranks, stage, step)

@@ -4,6 +4,7 @@ Each name is imported where it is used first, since importing fxpar must stay li
 """
 
 from fxpar._torch import (
+    alike_layers,
     aot,
     cpp_kernels,
     cuda,
@@ -11,10 +12,12 @@ from fxpar._torch import (
     dtensor,
     dynamo,
     fake,
+    flat_regions,
     inductor,
     inductor_lowerings,
     installation,
     known_values,
+    layer_regions,
     loops,
     node_copies,
     objects,
@@ -26,6 +29,7 @@ from fxpar._torch import (
 )
 
 __all__ = [
+    "alike_layers",
     "aot",
     "cpp_kernels",
     "cuda",
@@ -33,10 +37,12 @@ __all__ = [
     "dtensor",
     "dynamo",
     "fake",
+    "flat_regions",
     "inductor",
     "inductor_lowerings",
     "installation",
     "known_values",
+    "layer_regions",
     "loops",
     "node_copies",
     "objects",

@@ -40,25 +40,6 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph in which ``torch.compiler.nested_compile_region`` has no regions:
-    a copy with the ops of a region in the place of each of its calls; ``gm`` itself if
-    it calls none. Torch 2.11 cannot do that: such calls are ops without a rule there.
-    """
-    region = getattr(torch.ops.higher_order, "invoke_subgraph", None)
-    if not gm.graph.find_nodes(op="call_function", target=region):
-        return gm
-    try:
-        from torch._higher_order_ops.passes import inline_invoke_subgraph as inline
-    except ImportError:
-        return gm
-    flat = copy_graph(gm)
-    flat.meta = dict(gm.meta)
-    inline.inline_invoke_subgraph(flat)
-    flat.recompile()
-    return flat
-
-
 def trace_again(reason: str) -> None:
     """Make Dynamo, which is calling the backend, analyse the frame once more."""
     from torch._dynamo import exc

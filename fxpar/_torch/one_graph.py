@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxpar._torch.inductor_shortcuts import unread_names
+from fxpar._torch.layer_regions import serve
 
 
 def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
@@ -29,6 +30,7 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
         fn.__defaults__,
         fn.__closure__,
     )
+    serve(backend)
     compiled = torch.compile(own, backend=backend, fullgraph=True)
 
     names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar._torch.dynamo import without_regions
+from fxpar._torch.flat_regions import without_regions
 from fxpar.errors import FxparWarning
 from fxpar.runtime.calls.compiled_graph import plans
 from tests.helpers.spawn import shared_pool

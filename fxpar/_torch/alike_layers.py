@@ -1,0 +1,185 @@
+"""Whether a layer is as one that Dynamo traced as a region.
+
+In: the layer that was traced, with the guards that Dynamo set on it, and another one.
+Out: whether the region is right for that, and the guards on it: those that hold for the
+one that was traced, at the other's place. Guards say what was read; what they do not
+say is compared: the modules of a layer, hooks, which of its tensors are one, the modes
+of torch. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+# Attributes of a module by which a call of it is more than its class's forward.
+_OWN_CALLS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "forward",
+)
+
+# Dynamo's names of guards: on a tensor, and on two sources that give one object.
+_TENSOR, _SAME = "TENSOR_MATCH", "DUPLICATE_INPUT"
+
+
+@dataclass(frozen=True)
+class LayerGuard:
+    """A guard on a layer that was traced."""
+
+    # Dynamo's.
+    guard: Any
+    # What Dynamo knows to compare; None where that says nothing of a value.
+    check: Any
+    # What it takes of the traced layer's value.
+    expected: Any
+
+
+def has_own_calls(layer: nn.Module) -> bool:
+    """Whether hooks, or functions of an object, are called in a layer."""
+    from torch.nn.modules import module
+
+    everywhere = (getattr(module, f"_global{name}", None) for name in _OWN_CALLS)
+    return any(everywhere) or any(
+        vars(each).get(name) for each in layer.modules() for name in _OWN_CALLS
+    )
+
+
+def kind_of(layer: nn.Module) -> Any:
+    """What has to be the same for a region to be used again, and no guard says: the
+    modules of a layer, which of its tensors are one, and the modes of torch."""
+    order: dict[int, int] = {}
+    tensors = (layer.named_parameters, layer.named_buffers)
+    sdp = torch.backends.cuda
+    return (
+        [(name, type(m)) for name, m in layer.named_modules(remove_duplicate=False)],
+        [
+            (name, type(x), order.setdefault(id(x), len(order)))
+            for named in tensors
+            for name, x in named(remove_duplicate=False)
+        ],
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(),
+        [
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+        ],
+        (sdp.flash_sdp_enabled(), sdp.math_sdp_enabled()),
+        (sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled()),
+    )
+
+
+def reads_tensors(tx: Any, entry: Any, source: Any) -> bool:
+    """Whether a region reads nothing of its layer but tensors of fixed sizes: numbers
+    that Dynamo leaves open are those of one layer, and no guard says which."""
+    from torch._dynamo.source import is_from_source
+    from torch._dynamo.variables.invoke_subgraph import LiftedCapturedSource
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    inputs = entry.subgraph_input_mapping
+    captured = (x.source for x in inputs if isinstance(x, LiftedCapturedSource))
+    read = map(tx.output.resolve_source_value, captured)
+    if not all(isinstance(x, torch.Tensor) for x in read):
+        return False
+    shapes = tx.output.shape_env
+    own = {
+        symbol
+        for symbol, sources in shapes.var_to_sources.items()
+        if any(is_from_source(each, source) for each in sources)
+    }
+    values = (node.meta.get("example_value") for node in entry.body_gmod.graph.nodes)
+    sized = (x for x in values if isinstance(x, (torch.Tensor, torch.SymInt)))
+    used = set(shapes.replacements).union(
+        *(guard.expr.free_symbols for guard in shapes.guards),
+        *map(free_symbols, sized),
+    )
+    return own.isdisjoint(used)
+
+
+def guards_on(tx: Any, source: Any) -> tuple[LayerGuard, ...] | None:
+    """The guards on what a source gives, and on what is in it; None if Dynamo cannot
+    say of one whether it holds for something else."""
+    from torch._dynamo import guards
+    from torch._dynamo.source import is_from_source
+
+    each = []
+    for guard in tx.output.guards:
+        if not is_from_source(guard.originating_source, source):
+            continue
+        check: Any = guards.GUARD_VALUE_DISPATCH.get(guard.create_fn_name())
+        expected = None
+        if check is guards.SKIP_GUARD:
+            check = None
+        elif not isinstance(check, guards.GuardCheckSpec):
+            return None
+        else:
+            value = tx.output.resolve_source_value(guard.originating_source)
+            expected = check.get_metadata_fn(guard, value)
+        each.append(LayerGuard(guard, check, expected))
+    return tuple(each)
+
+
+def moved_guards(
+    tx: Any, guards: Sequence[LayerGuard], instead: Mapping[Any, Any]
+) -> list[Any] | None:
+    """The guards on the layer that was traced, as those on the one that is called; None
+    if one does not hold for it. ``instead``: Dynamo's sources of what the calls were
+    given -> those in their place. Tensors become inputs of the graph, which Dynamo
+    guards itself."""
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    moved, values = _MovedSources(instead), _values(tx)
+    here, tensors = [], []
+    for each in guards:
+        source, name = moved[each.guard.originating_source], each.guard.create_fn_name()
+        create = each.guard.create_fn
+        try:
+            value = source.get_value(*values)
+            if name == _SAME:
+                other = moved[create.keywords["source_b"]]
+                create = functools.partial(create.func, source_b=other)
+                holds = value is other.get_value(*values)
+            else:
+                holds = each.check is None or each.check.eval_fn(value, each.expected)
+        except (LookupError, AttributeError, TypeError):
+            return None
+        if not holds:
+            return None
+        if name == _TENSOR:
+            tensors.append((source, value))
+        else:
+            here.append(source.make_guard(create))
+    for source, value in tensors:
+        VariableBuilder(tx, source)(value)
+    return here
+
+
+def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
+    """What sources are read from, and what was read."""
+    root = tx.output.root_tx
+    return {"G": root.f_globals, "L": root.f_locals}, {}, {}
+
+
+class _MovedSources(dict[Any, Any]):
+    """Dynamo's sources -> those that begin at another layer."""
+
+    def __missing__(self, source: Any) -> Any:
+        from torch._guards import ChainedSource, Source
+
+        moved = source
+        if isinstance(source, ChainedSource):
+            parts = {f.name: getattr(source, f.name) for f in fields(source)}
+            parts = {n: self[p] for n, p in parts.items() if isinstance(p, Source)}
+            moved = replace(source, **parts)
+        self[source] = moved
+        return moved

@@ -1,0 +1,316 @@
+"""Dynamo: of layers that repeat one is traced, and the others call what it became.
+
+In: a frame that Dynamo traces for a backend, with calls of the modules of a list
+(``nn.ModuleList``, ``nn.Sequential``). Out: a graph in which layers that are alike call
+one region; ``flat_regions`` makes of it the graph that tracing each layer gives.
+Dynamo knows how to use a region again (``torch.compiler.nested_compile_region``): the
+operands of a call must be alike. What it leaves to the user, whether the layers are,
+``alike_layers`` says. Layers that are no region, or of many kinds, are traced each. So
+they are on torch 2.11, which cannot use a region again.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpar._torch.alike_layers import (
+    LayerGuard,
+    guards_on,
+    has_own_calls,
+    kind_of,
+    moved_guards,
+    reads_tensors,
+)
+from fxpar._torch.dynamo import trace_again
+from fxpar._torch.flat_regions import LINES, RENAMED, RenamedModules
+
+# Layers of one class in a list are regions if there are so many.
+_LEAST = 3
+
+# Of a class, layers of so many kinds are traced; of more, each layer is.
+_KINDS = 3
+
+_served: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+# Classes whose layers are traced each, by what Dynamo is compiling: it begins anew when
+# one is found.
+_refused: weakref.WeakKeyDictionary[Any, set[type]] = weakref.WeakKeyDictionary()
+
+
+def serve(backend: Callable[..., Any]) -> None:
+    """Let frames that Dynamo traces for ``backend`` have regions for their layers."""
+    _served.add(backend)
+    _teach_dynamo()
+
+
+@functools.cache
+def _teach_dynamo() -> None:
+    """Make Dynamo ask here when it calls a module, and when it would use a region."""
+    try:
+        from torch._dynamo.variables import invoke_subgraph as regions
+    except ImportError:
+        return
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    dynamo: Any = regions
+    plain, fits = UnspecializedNNModuleVariable.call_function, regions.is_reusable
+    flattened = regions.build_input_fingerprint
+
+    @functools.wraps(plain)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        trace = _trace_of(tx)
+        if type(self) is UnspecializedNNModuleVariable and trace.takes(tx, self):
+            return trace.call(tx, self, args, kwargs)
+        return plain(self, tx, args, kwargs)
+
+    @functools.wraps(fits)
+    def is_reusable(tx: Any, condition: Any, operands: Any, entry: Any) -> bool:
+        alike = fits(tx, condition, operands, entry)
+        return alike and _trace_of(tx).fits(tx, operands, entry)
+
+    @functools.wraps(flattened)
+    def build_input_fingerprint(tx: Any, args: Any, kwargs: Any) -> Any:
+        of_layer = _trace_of(tx).called is not None
+        return _operands(args, kwargs) if of_layer else flattened(tx, args, kwargs)
+
+    UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
+    dynamo.is_reusable = is_reusable
+    dynamo.build_input_fingerprint = build_input_fingerprint
+
+
+@dataclass(frozen=True)
+class _TracedLayer:
+    """A layer that was traced as a region."""
+
+    # Dynamo's record of it, by which it is used again.
+    entry: Any
+    # What else must be the same.
+    kind: Any
+    # All on the layer.
+    guards: Sequence[LayerGuard]
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A body that regions call: Dynamo has one for those of the same ops."""
+
+    # The layer that became it, a variable of Dynamo.
+    layer: Any
+    # Its call in the graph.
+    call: fx.Node
+
+    def renamed(self, layer: Any, call: fx.Node) -> RenamedModules:
+        """What its modules are called where another layer is."""
+        traced = self.layer.value.named_modules(remove_duplicate=False)
+        ours = layer.value.named_modules(remove_duplicate=False)
+        keys = {
+            str(id(a)): str(id(b)) for (_, a), (_, b) in zip(traced, ours, strict=True)
+        }
+        return RenamedModules(
+            keys,
+            (_path(self.layer), _path(layer)),
+            (self.call.meta.get(LINES, ""), call.meta.get(LINES, "")),
+        )
+
+
+def _trace_of(tx: Any) -> _Trace:
+    """What is known of the layers of a trace."""
+    if not hasattr(tx.output, "fxpar_layers"):
+        tx.output.fxpar_layers = _Trace(_is_served(tx))
+        tx.output.add_cleanup_hook(tx.output.fxpar_layers.forget)
+    trace: _Trace = tx.output.fxpar_layers
+    return trace
+
+
+def _is_served(tx: Any) -> bool:
+    from torch._dynamo.eval_frame import innermost_backend
+
+    innermost: Any = innermost_backend(tx.output.compiler_fn)
+    backend = getattr(innermost, "compiler_fn", innermost)
+    return not tx.output.export and any(backend is each for each in _served)
+
+
+def _compilation() -> Any:
+    """What stands for all that Dynamo does for one frame."""
+    from torch._guards import CompileContext
+
+    return CompileContext.get()
+
+
+class _Trace:
+    """The layers of one trace. ``called``: the layer whose call is under way; ``used``:
+    the region that was found for it."""
+
+    def __init__(self, is_served: bool) -> None:
+        self.is_served = is_served
+        self.regions: dict[int, _TracedLayer] = {}  # by id of the entry
+        self.bodies: dict[str, _Body] = {}  # by name
+        self.called: Any = None
+        self.used: _TracedLayer | None = None
+
+    def forget(self) -> None:
+        """Hold nothing of the trace, which is at its end."""
+        self.regions.clear()
+        self.bodies.clear()
+
+    def takes(self, tx: Any, layer: Any) -> bool:
+        """Whether the call of a module shall be one of a region."""
+        return (
+            self.is_served
+            and self.called is None
+            and tx.output.current_tracer.parent is None
+            and type(layer.value) not in _refused.get(_compilation(), ())
+            and _repeats(tx, layer)
+            and not has_own_calls(layer.value)
+        )
+
+    def call(self, tx: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+        """The results of a layer, of a region that was traced or is traced for it."""
+        from torch._dynamo import exc
+        from torch._dynamo.variables.higher_order_ops import (
+            TorchHigherOrderOperatorVariable,
+        )
+
+        region = torch.ops.higher_order.invoke_subgraph
+        self.called, self.used = layer, None
+        try:
+            of_layer = _call_of_layer()(type(layer.value).forward)
+            variable = TorchHigherOrderOperatorVariable.make(region)
+            results = variable.call_function(tx, [of_layer, layer, *args], kwargs)
+            is_region = self.used is not None or self._traced(tx, layer)
+        except exc.RestartAnalysis:
+            raise
+        except Exception:  # whatever it is, it comes again without regions
+            is_region = False
+        finally:
+            self.called = None
+        if not is_region:
+            _refused.setdefault(_compilation(), set()).add(type(layer.value))
+            trace_again("a layer is no region")
+        nodes = reversed(tx.output.current_tracer.graph.nodes)
+        call = next(node for node in nodes if node.target is region)
+        first = self.bodies.setdefault(call.args[1], _Body(layer, call))
+        call.meta[RENAMED] = first.renamed(layer, call)
+        return results
+
+    def _traced(self, tx: Any, layer: Any) -> bool:
+        """Remember the region that a layer became; whether it is one to use again, and
+        its class has not too many."""
+        from torch._guards import InvokeSubgraphCache
+
+        caches = tx.output.tracing_context.hop_dispatch_set_cache
+        cache = caches.get_cache(torch.ops.higher_order.invoke_subgraph)
+        if not isinstance(cache, InvokeSubgraphCache):
+            return False
+        entries = cache.subgraph_reuse_cache.get(type(layer.value).forward.__code__, [])
+        guards = guards_on(tx, layer.source)
+        new = [entry for _, entry in entries if id(entry) not in self.regions]
+        if len(new) != 1 or len(entries) > _KINDS or guards is None:
+            return False
+        if not reads_tensors(tx, new[0], layer.source):
+            return False
+        traced = _TracedLayer(new[0], kind_of(layer.value), guards)
+        others = list(self.regions.values())
+        self.regions[id(new[0])] = traced
+        # Dynamo has one body for the same ops, whatever they give in other modes.
+        return all(
+            other.kind == traced.kind
+            for other in others
+            if other.entry.body_name == traced.entry.body_name
+        )
+
+    def fits(self, tx: Any, operands: Any, entry: Any) -> bool:
+        """Whether a region, whose operands fit, is one for the layer that is called."""
+        region = self.regions.get(id(entry))
+        if region is None:  # the user's
+            return True
+        if region.kind != kind_of(self.called.value):
+            return False
+        from torch._dynamo.guards import install_guard
+        from torch._dynamo.variables.invoke_subgraph import build_source_replacement
+
+        instead = build_source_replacement(entry.arg_sources, operands.arg_sources)
+        guards = moved_guards(tx, region.guards, instead) if instead else []
+        if guards is None:
+            return False
+        install_guard(*guards)
+        self.used = region
+        return True
+
+
+@functools.cache
+def _call_of_layer() -> Any:
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    class CallOfLayer(UserFunctionVariable):
+        """Calls its first operand, a module, as Dynamo does without regions."""
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            layer, *operands = args
+            return layer.call_function(tx, operands, kwargs)
+
+    return CallOfLayer
+
+
+def _operands(args: Any, kwargs: Any) -> Any:
+    """What a layer is called with, for Dynamo to compare: its own way traces how torch
+    flattens Python's containers, at each call."""
+    from torch._dynamo.variables import ConstDictVariable, ListVariable, TupleVariable
+    from torch._dynamo.variables.invoke_subgraph import InputFingerprint, classify_vt
+
+    leaves: list[Any] = []
+    unknown = False
+
+    def structure(variable: Any) -> Any:
+        nonlocal unknown
+        variable, inside = variable.realize(), None
+        tag = classify_vt(variable)
+        if tag is not None:
+            leaves.append((tag, variable))
+        elif type(variable) in (ListVariable, TupleVariable):
+            inside = [structure(item) for item in variable.items]
+        elif type(variable) is ConstDictVariable:
+            inside = [(k.vt, structure(v)) for k, v in variable.items.items()]
+            inside = [(k.as_python_constant(), v) for k, v in inside]
+        else:
+            unknown = True
+        return type(variable), inside
+
+    spec: Any = [structure(each) for each in args]
+    spec = spec, {name: structure(each) for name, each in kwargs.items()}
+    sources = [getattr(variable, "source", None) for _, variable in leaves]
+    return InputFingerprint(leaves, sources, unknown, spec)
+
+
+def _repeats(tx: Any, layer: Any) -> bool:
+    """Whether a module of the user's own is one of several in a list of modules."""
+    from torch._dynamo.source import NNModuleSource
+
+    kind, source = type(layer.value), layer.source
+    if kind.__module__.startswith("torch.nn."):
+        return False
+    while isinstance(source, NNModuleSource):
+        source = source.base
+    if not hasattr(source, "index") or not hasattr(source, "base"):
+        return False
+    siblings = tx.output.resolve_source_value(source.base)
+    if isinstance(siblings, Mapping):
+        siblings = siblings.values()
+    if isinstance(siblings, nn.Module):
+        siblings = siblings.children()
+    return sum(type(each) is kind for each in siblings) >= _LEAST
+
+
+def _path(layer: Any) -> str:
+    """The path of a module, as Dynamo says it in the metadata of nodes."""
+    name = layer.get_nn_module_stack_source().name
+    within = r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]"
+    return re.sub(within, r".\2", name)
