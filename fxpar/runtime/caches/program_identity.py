@@ -240,11 +240,15 @@ def content(
                 f"{sizes if name.kind != 'input' else len(sizes)} "
                 f"{getattr(x, 'placements', '')}"
             )
-    modes = (
+    modes = (  # for each of which Dynamo traces again
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
         *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
     )
     return "\n".join([*lines, str(modes)])
 
