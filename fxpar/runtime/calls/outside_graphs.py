@@ -198,6 +198,7 @@ def _tell_home(module: nn.Module, local: bool) -> None:
     home = module.__dict__.get(HOME)
     if home is not None:
         home.local = local
+        optimizer_steps.check_steps(_trained)
 
 
 def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
