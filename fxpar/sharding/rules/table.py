@@ -150,12 +150,6 @@ def text(*tensors: Sequence[str], results: Sequence[Sequence[str]]) -> str:
     return f"{operands} -> {', '.join(' '.join(t) for t in results)}"
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise RuleError unless the row's own assumption holds."""
-    if not condition:
-        raise RuleError(message)
-
-
 Word = str | tuple[str, ...]
 
 
