@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar.errors import RuleError
 from fxpar.sharding.factors import (
     LINEAR,
     MONOTONE,
