@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from fxpar import _torch
+from fxpar.passes.graph_bodies import attribute_at
 from fxpar.sharding.program import user_line
 
 _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
@@ -209,7 +210,7 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
             f"{places[node]} = {call}"
             + (f"  # {line.rsplit('/', 1)[-1]}" if line else "")
         )
-        body = node.op == "get_attr" and _attribute(gm, str(node.target))
+        body = node.op == "get_attr" and attribute_at(gm, str(node.target))
         if isinstance(body, fx.GraphModule):
             lines += [f"  {each}" for each in program_text(body, ()).splitlines()]
     lines.append(f"gradients {'on' if torch.is_grad_enabled() else 'off'}")
@@ -223,7 +224,7 @@ def content(
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            attribute = _attribute(gm, str(node.target))
+            attribute = attribute_at(gm, str(node.target))
             if isinstance(attribute, fx.GraphModule):
                 lines.append(content(attribute, [], []))
             else:
@@ -262,7 +263,7 @@ def fixed_content(
         if node.op == "call_module":
             return None
         if node.op == "get_attr":
-            attribute = _attribute(gm, str(node.target))
+            attribute = attribute_at(gm, str(node.target))
             if not isinstance(attribute, fx.GraphModule) or not fixed_content(
                 attribute, [], []
             ):
@@ -318,10 +319,3 @@ def _flat(x: Any) -> list[Any]:
     if isinstance(x, (tuple, list)):
         return [each for part in x for each in _flat(part)]
     return [x]
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
