@@ -51,6 +51,27 @@ def test_a_program_takes_inputs_that_lie_in_any_way(inputs: str) -> None:
         assert max(apart) < 1e-12
 
 
+def of_models() -> list[float]:
+    """By how much results of models differ whose weights lie each in another way."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    wide, x = torch.randn(16, 16).double(), torch.randn(8, 8).double()
+    kept, out = [], []
+    for weight in (wide[:8, :8].contiguous(), wide[:8, ::2], wide[::2, :8]):
+        model = nn.Linear(8, 8).double()
+        model.weight = nn.Parameter(weight)
+        run = torch.compile(model, backend="fxpar", options={"mesh": "dp=2"})
+        kept.append(run)  # what is compiled for it stays, too
+        out.append(float((run(x) - model(x)).abs().max()))
+    return out
+
+
+@pytest.mark.multiprocess
+def test_models_whose_weights_lie_otherwise_are_other_programs() -> None:
+    for apart in shared_pool(2).run(of_models):
+        assert max(apart) < 1e-12
+
+
 def written() -> list[tuple[bool, bool]]:
     """Whether what a program wrote is there, and nothing else was written."""
     torch._dynamo.reset()

@@ -235,10 +235,15 @@ def content(
             strides = _torch.symbols.hint_shape(x.stride())
             order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
             flat = [d for d in range(x.dim()) if not strides[d]]
-            sizes = [n if isinstance(n, int) else "?" for n in x.shape]
+            sizes, steps = (
+                [n if isinstance(n, int) else "?" for n in each]
+                for each in (x.shape, x.stride())
+            )
+            is_fed = name.kind == "input"  # what lies otherwise is copied at a call
             lines.append(
-                f"{x.dtype} {x.device} {x.requires_grad} {order} {flat} "
-                f"{sizes if name.kind != 'input' else len(sizes)} "
+                f"{x.dtype} {x.device} {x.requires_grad} "
+                f"{(order, flat) if is_fed else steps} "
+                f"{len(sizes) if is_fed else sizes} "
                 f"{getattr(x, 'placements', '')}"
             )
     modes = (  # for each of which Dynamo traces again
