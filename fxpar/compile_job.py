@@ -166,6 +166,7 @@ def compile_graph(
         broken_at,
         step.sizes,
         _made_at(gm),
+        step.written(),
     )
 
 

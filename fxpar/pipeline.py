@@ -285,18 +285,22 @@ def _result(state: JointState) -> Result:
 def with_schedule(
     result: Result, schedule: str, fake_mode: Any, request: Request
 ) -> Result:
-    """What ``parallelize`` gave, with another schedule; ``request`` had ``tune``.
+    """What ``parallelize`` gave, with another schedule and all else that was chosen;
+    ``request`` had ``tune``.
 
     Raises ScheduleError.
     """
     assert result.unscheduled is not None
-    quiet = replace(request, schedule=schedule or "none", debug=0, dump=None)
+    plan = result.plan
+    chosen = replace(request, bodies=plan.bodies, experts_over=plan.experts or None)
+    quiet = replace(chosen, schedule=schedule or "none", debug=0, dump=None)
     state = JointState(
         graph=result.unscheduled,
         request=quiet,
         fake_mode=fake_mode,
         normalized=result.normalized,
         decision=result.decision,
+        notes=plan.notes,
     )
     names = [step.name for step in JOINT]
     run_steps(JOINT[names.index("schedule") :], state)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.distributed import default_group
+from fxpar._torch.distributed import default_group, own_rank
 from fxpar._torch.fake import fake_mode_of
 from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
@@ -320,7 +320,7 @@ def plan(
     auto = read_auto(mesh)
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
-    leads = options.progress and not _rank()
+    leads = options.progress and not own_rank()
     with status_line.status_of("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
     input_specs = specs_of(in_specs, call.count, "in_specs", "tensor arguments")
@@ -390,11 +390,6 @@ def _refuse_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
                 if row.metadata["env"]
                 else "give it to torch.compile in options=",
             )
-
-
-def _rank() -> int:
-    group = default_group()
-    return 0 if group is None else int(group.rank())
 
 
 def _mesh_of_ranks(auto: Auto) -> Mesh:

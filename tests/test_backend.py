@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -106,3 +108,48 @@ def test_a_deep_copy_is_watched_as_one_of_its_own() -> None:
     assert not torch.equal(compiled(x), twin(x))
     hooks, copied = (x.dynamo_ctx.enter_exit_hooks for x in (compiled, twin))
     assert len(hooks) == len(copied) and not set(hooks) <= set(copied)
+
+
+@pytest.fixture
+def modes_restored() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.set_float32_matmul_precision("high"),
+    ],
+    ids=["dtype", "deterministic", "precision"],
+)
+def test_modes_that_change_a_program_compile_it_again(
+    change, modes_restored, monkeypatch
+) -> None:
+    """Dynamo gives the same text for a graph under any of them."""
+
+    def tenths(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ x, torch.full((3,), 0.1)
+
+    compiled_graphs = []
+    run = compile_job.run_op_by_op
+
+    def count(gm, examples):
+        compiled_graphs.append(gm)
+        return run(gm, examples)
+
+    monkeypatch.setattr(compile_job, "run_op_by_op", count)
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "mesh": "dp=1"}
+    compiled = torch.compile(tenths, backend="fxpar", options=options)
+    x = torch.ones(2, 2)
+    before = compiled(x)
+    change()
+    after = compiled(x)
+    assert len(compiled_graphs) == 2
+    assert [y.dtype for y in after] == [y.dtype for y in tenths(x)]
+    assert [y.dtype for y in before] == [torch.float32, torch.float32]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +33,24 @@ def versions_of(xs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple([x._version for x in xs])
     except RuntimeError:
         return tuple(0 if x.is_inference() else x._version for x in xs)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorVersion:
+    """A tensor as it is now, to be compared later."""
+
+    # Not its id, which another may have once it is gone.
+    tensor: weakref.ref[torch.Tensor]
+    # How often it was written to in place.
+    writes: int
+
+    @staticmethod
+    def of(x: torch.Tensor) -> TensorVersion:
+        return TensorVersion(weakref.ref(x), version_of(x))
+
+    def stands(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` is that tensor, and was not written since."""
+        return self.tensor() is x and self.writes == version_of(x)
 
 
 def memory_of(x: torch.Tensor) -> int:

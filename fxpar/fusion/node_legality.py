@@ -233,7 +233,7 @@ def arrange(graph: fx.Graph) -> None:
     if stuck is not None:
         what = f"{stuck.name} would wait for itself: random draws and messages keep"
         raise ScheduleError(f"{what} their order", where=user_line(stuck), fix=_FIX)
-    _put(graph, order)
+    _put(order)
 
 
 def _chained(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -257,7 +257,7 @@ def _kinds(node: fx.Node) -> Iterator[str]:
             yield kind
 
 
-def _put(graph: fx.Graph, order: list[fx.Node]) -> None:
+def _put(order: list[fx.Node]) -> None:
     before: fx.Node | None = None
     for node in order:
         if before is not None and before.next is not node:

@@ -168,8 +168,8 @@ def lift(
 
 def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:
     """In mesh order, in which the members of every group stand."""
-    name: Any = node.kwargs.get("group_name", node.args[-1])
-    if name not in groups and not str(name).startswith(custom_ops.GROUP_PREFIX):
+    name = custom_ops.group_of_call(node)
+    if name not in groups and not name.startswith(custom_ops.GROUP_PREFIX):
         raise ScheduleError(
             f"{node.name} communicates in group {name!r}, whose axes are unknown",
             fix='pass groups={name: axes}, or trace with a group named "fxpar:tp"',

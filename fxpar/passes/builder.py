@@ -78,6 +78,11 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def is_zeros(node: fx.Node) -> bool:
+    """Whether a node is a tensor made of zeros alone."""
+    return node.target is torch.ops.aten.full.default and node.args[1] == 0
+
+
 def copy_of(graph: fx.Graph) -> fx.Graph:
     """A copy whose nodes have metadata of their own."""
     copied_graph = fx.Graph()

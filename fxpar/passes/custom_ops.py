@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ShardError
@@ -27,6 +28,11 @@ GROUP_PREFIX = "fxpar:"
 def group_name(mesh: Mesh, axes: Sequence[str]) -> str:
     """Symbolic group of ``axes`` (or parts of axes); members stand in mesh order."""
     return GROUP_PREFIX + "+".join(mesh.ordered(axes))
+
+
+def group_of_call(node: fx.Node) -> str:
+    """The name of the process group of a functional collective."""
+    return str(node.kwargs.get("group_name", node.args[-1]))
 
 
 def group_axes(name: str) -> tuple[str, ...]:

@@ -43,13 +43,14 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 def show_bodies(graph: fx.Graph, root: torch.nn.Module | None) -> None:
     """Give nodes that stand for bodies of ``root`` these as values, in place."""
     for node in graph.find_nodes(op="get_attr"):
-        body = _attribute(root, str(node.target)) if root is not None else None
+        body = attribute_at(root, str(node.target)) if root is not None else None
         if isinstance(body, fx.GraphModule):
             node.meta["val"] = body
             show_bodies(body.graph, body)
 
 
-def _attribute(root: Any, path: str) -> Any:
+def attribute_at(root: Any, path: str) -> Any:
+    """What a module has at a path of names; None if it has nothing there."""
     for name in path.split("."):
         root = getattr(root, name, None)
     return root
@@ -94,7 +95,7 @@ def module_of(root: torch.nn.Module | None, graph: fx.Graph) -> fx.GraphModule:
     for node in graph.find_nodes(op="get_attr"):
         body = body_of(node)
         path = str(node.target)
-        attributes[path] = _attribute(root, path) if body is None else body
+        attributes[path] = attribute_at(root, path) if body is None else body
     return fx.GraphModule(attributes, graph)
 
 

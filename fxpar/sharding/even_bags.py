@@ -25,8 +25,8 @@ def bag_length(node: fx.Node) -> int | None:
         return None
     indices, offsets = node.args[at - 1], node.args[at]
     (count,), (bags,) = indices.meta["val"].shape, offsets.meta["val"].shape
-    told = isinstance(count, int) and isinstance(bags, int)
-    if not told or bags < 2 or not count or count % bags:
+    are_known = isinstance(count, int) and isinstance(bags, int)
+    if not are_known or bags < 2 or not count or count % bags:
         return None
     length = count // bags
     with _torch.aot.as_compiled():

@@ -103,6 +103,47 @@ def test_a_learning_rate_of_a_rank_s_own_loss_is_an_error() -> None:
     assert shared_pool(2).run(scheduled, True) == ["alike", "alike"]
 
 
+def trained_in_parts(entry: str, mean: bool) -> str:
+    """What is said of a rate that is a rank's own, where ranks hold parts."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    options = {"mesh": "dp=2", "codegen": "eager"}
+    model = fxpar.shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), mesh="dp=2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    if entry == "train_step":
+        step = fxpar.train_step(model, loss_of, optimizer, options=options)
+    else:
+        run = torch.compile(model, backend="fxpar", options=options)
+
+        def step(x: torch.Tensor) -> None:
+            loss_of(run, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    try:
+        for i in range(3):
+            step(torch.ones(4, 8))
+            if i == 0:
+                by_rank = 0.01 if mean else 0.01 * (1 + dist.get_rank())
+                optimizer.param_groups[0]["lr"] = by_rank
+    except GradientError as error:
+        return str(error)
+    return "alike"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("entry", ["compile", "train_step"])
+def test_rates_of_parameters_in_parts_are_compared(entry: str) -> None:
+    """No two ranks hold what they could compare later."""
+    for error in shared_pool(2).run(trained_in_parts, entry, False):
+        assert "learning rate of group 0 of an optimizer differed" in error
+    assert shared_pool(2).run(trained_in_parts, entry, True) == ["alike", "alike"]
+
+
 def skipped(mean: bool) -> str:
     """What is said where a step is left out if the loss is no number: that of this
     rank, or the mean."""

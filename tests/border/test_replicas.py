@@ -181,6 +181,8 @@ def test_all_ranks_are_told_at_the_next_call(write) -> None:
         (written_through_data, "dp=2", "compile", "global"),
         (written_in_place, "dp=2,tp=2", "shard", "local"),
         (written_through_data, "dp=2,tp=2", "shard", "global"),
+        (initialized, "tp=2", "shard", "global"),
+        (initialized, "tp=2", "shard", "local"),
     ],
 )
 def test_on_any_mesh(write, mesh: str, mode: str, inputs: str) -> None:

@@ -4,6 +4,7 @@ those of rank 0: ranks have unlike ones, and are told."""
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 from fxpar.errors import FxparWarning
+from fxpar.runtime.ranks import reduce_gradients
 from tests.helpers.spawn import shared_pool
 
 OPTIONS = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
@@ -32,6 +34,22 @@ class Kept(nn.Module):
         return x * 2
 
 
+class Replaced(nn.Module):
+    """A mean of what it saw, another tensor at each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6))
+
+    @torch.compiler.disable
+    def update(self, x: torch.Tensor) -> None:
+        self.seen = self.seen.lerp(x.mean(0).detach(), 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.update(x)
+        return x * 2
+
+
 def said(name: str) -> tuple[list[str], bool]:
     """Warnings of buffers, and whether ranks have them alike."""
     torch._dynamo.reset()
@@ -40,6 +58,8 @@ def said(name: str) -> tuple[list[str], bool]:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     if name.startswith("kept"):
         model = nn.Sequential(nn.Linear(6, 6), Kept(outside=name == "kept outside"))
+    if name == "replaced":
+        model = nn.Sequential(nn.Linear(6, 6), Replaced())
     call = torch.compile(model, backend="fxpar", options=OPTIONS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -59,7 +79,12 @@ def said(name: str) -> tuple[list[str], bool]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "buffer"),
-    [("update_bn", "1.running_mean"), ("kept outside", ""), ("kept", "")],
+    [
+        ("update_bn", "1.running_mean"),
+        ("kept outside", ""),
+        ("kept", ""),
+        ("replaced", "1.seen"),
+    ],
 )
 def test_ranks_are_told_of_unlike_buffers(name: str, buffer: str) -> None:
     (texts, alike), (others, _) = shared_pool(2).run(said, name)
@@ -67,3 +92,13 @@ def test_ranks_are_told_of_unlike_buffers(name: str, buffer: str) -> None:
     assert not others  # rank 0 says it
     assert len(texts) == (buffer != "")
     assert all(buffer in text and "without a gradient" in text for text in texts)
+
+
+def test_a_tensor_at_the_address_of_the_one_before_is_another() -> None:
+    module = Replaced()
+    buffer = reduce_gradients._Buffer(weakref.ref(module), "seen", 1)
+    buffer.agree()
+    assert not buffer.changed()
+    address, module.seen = id(module.seen), None
+    module.seen = next(x for _ in range(64) if id(x := torch.ones(6)) == address)
+    assert buffer.changed()

@@ -117,7 +117,7 @@ def test_ranks_without_a_score(fn: Any, rank: int | None) -> None:
 
 def test_infinity_less_infinity_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = hidden(0), inputs()[1].clamp(4, 11)
-    monkeypatch.setattr(softmax_pairs, "_finite", lambda build, most: most)
+    monkeypatch.setattr(softmax_pairs, "finite_or_zero", lambda build, most: most)
     plan = planned(loss, *args)
     with pytest.raises(AssertionError):
         matches(plan, *args)

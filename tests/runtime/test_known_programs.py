@@ -47,7 +47,7 @@ def text(
     **options: Any,
 ) -> Any:
     gm = fx.symbolic_trace(relu)
-    args = torch.ones(rows, 8), torch.ones(8, width)
+    args = [torch.ones(shape, dtype=torch.float32) for shape in ((rows, 8), (8, width))]
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
         node.meta["example_value"] = x
     named = [NamedInput("a", "input"), NamedInput("b", "parameter")]
@@ -70,6 +70,11 @@ def test_the_key_has_all_that_a_program_depends_on(
         ),
     }
     assert same not in others and len(others) == 9 and None not in others
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert text() != same
+    finally:
+        torch.set_default_dtype(torch.float32)
     monkeypatch.setattr(_torch.version, "own_version", lambda: "another")
     assert text() != same
 

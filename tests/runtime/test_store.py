@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar import _torch, cache_files, choose_plan
+from fxpar import _torch, cache_files, choose_plan, pipeline
 from fxpar.explain.dump import graph_text
 from fxpar.passes.boundaries import read_signature
 from fxpar.pipeline import Result
@@ -295,6 +295,26 @@ def test_a_schedule_is_chosen_once(
         assert len(chosen) == 1
     tuned = planned(change=lambda r: replace(asks("auto")(r), tune=True))
     assert len(chosen) == 2 and tuned.unscheduled is not None
+
+
+def test_another_schedule_changes_nothing_else_of_a_plan() -> None:
+    """What was chosen before it, as bodies of regions, is the plan's own."""
+    asked: list[Request] = []
+
+    def change(request: Request) -> Request:
+        tune: dict[str, Any] = {"tune": True, "hardware": machine()}
+        asked.append(replace(request, cached=False, schedule="none", **tune))
+        return asked[-1]
+
+    result = planned(change=change)
+    changed: dict[str, Any] = {"bodies": (1,), "experts": ("dp",)}
+    plan = replace(result.plan, **changed, notes=("of the choice",))
+    node = next(iter(result.local.nodes))
+    mode = _torch.fake.fake_mode_of([node.meta["val"]])
+    before = replace(result, plan=plan)
+    again = pipeline.with_schedule(before, "", mode, asked[-1])
+    assert again.plan.bodies == (1,) and again.plan.experts == ("dp",)
+    assert "of the choice" in again.plan.notes
 
 
 def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:

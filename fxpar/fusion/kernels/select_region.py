@@ -362,7 +362,7 @@ class _Growth:
             node = node.prev
 
     def _absorb(self, node: fx.Node) -> None:
-        stages = {self._read_at(node, u) for u in node.users}
+        stages = {self._read_at(u) for u in node.users}
         if node in self.banned or len(stages) != 1 or is_heavy(node):
             return
         if region_of(node) != self.schedule_region:
@@ -384,8 +384,8 @@ class _Growth:
                 return
         self.members[node] = stage
 
-    def _read_at(self, node: fx.Node, user: fx.Node) -> int:
-        """How many collectives are done when ``user`` reads ``node``."""
+    def _read_at(self, user: fx.Node) -> int:
+        """How many collectives are done when ``user`` reads a member."""
         return 0 if user is self.collective else self.members[user]
 
     def trimmed(self) -> list[fx.Node]:

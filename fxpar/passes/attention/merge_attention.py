@@ -28,7 +28,7 @@ _GRAIN = 16
 
 def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
     """An output over keys of this log-sum-exp as a summand of that over all keys."""
-    return _scaled(build, out, _weight(build, lse, _finite_or_zero(build, total)))
+    return _scaled(build, out, _weight(build, lse, finite_or_zero(build, total)))
 
 
 def gathered(build: Builder, lse: fx.Node, axes: Axes) -> fx.Node:
@@ -41,7 +41,7 @@ def gathered(build: Builder, lse: fx.Node, axes: Axes) -> fx.Node:
 def log_of_sum(build: Builder, lse_of_ranks: fx.Node) -> fx.Node:
     """Log-sum-exp over the first dim. Inductor takes no ``logsumexp`` here: it is made
     of others when a program is traced."""
-    shift = _finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
+    shift = finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
     weights = build.call(aten.sum.dim_IntList, _weight(build, lse_of_ranks, shift), [0])
     return build.call(aten.add.Tensor, build.call(aten.log.default, weights), shift)
 
@@ -66,7 +66,7 @@ def of_ranks(
 ) -> tuple[fx.Node, fx.Node]:
     """A rank's summand of the output over all keys, under a mask, and their
     log-sum-exp; ``lse_of_ranks``: that of all ranks, [ranks, batch, heads, queries]."""
-    shift = _finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
+    shift = finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
     weights = _weight(build, lse_of_ranks, shift)
     weights = build.call(aten.sum.dim_IntList, weights, [0])
     running = RunningAttention(
@@ -90,7 +90,7 @@ class RunningAttention:
     def add(self, build: Builder, out: fx.Node, lse: fx.Node) -> RunningAttention:
         """With one part more, of as many keys."""
         shift = build.call(aten.maximum.default, self.shift, lse)
-        finite = _finite_or_zero(build, shift)
+        finite = finite_or_zero(build, shift)
         before, weight = (_weight(build, x, finite) for x in (self.shift, lse))
         weights = before
         if self.weights is not None:
@@ -105,7 +105,7 @@ class RunningAttention:
         assert self.weights is not None, "of several parts"
         sees_keys = build.call(aten.ne.Scalar, self.weights, 0)
         weights = build.where(sees_keys, self.weights, 1)
-        shift = _finite_or_zero(build, self.shift)
+        shift = finite_or_zero(build, self.shift)
         total = build.call(
             aten.add.Tensor, shift, build.call(aten.log.default, weights)
         )
@@ -134,8 +134,8 @@ def aligned(build: Builder, mask: fx.Node) -> fx.Node:
     return build.call(aten.slice.Tensor, padded, len(shape) - 1, 0, shape[-1])
 
 
-def _finite_or_zero(build: Builder, lse: fx.Node) -> fx.Node:
-    """0 for ``-inf``: no number is infinitely less than that."""
+def finite_or_zero(build: Builder, lse: fx.Node) -> fx.Node:
+    """0 for ``-inf``, of what has no score: no number is infinitely less than that."""
     return build.where(build.call(aten.ne.Scalar, lse, -math.inf), lse, 0)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.builder import Builder, is_zeros, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.experts.expert_axes import SORTS, products_by
 from fxpar.passes.experts.group_rows import (
@@ -227,7 +227,7 @@ class _Mixture:
             return None
         all_rows = shape_of(x)[0] == self.rows
         if index in self.inverse:
-            fills = all_rows and (not accumulate or _is_zero(x))
+            fills = all_rows and (not accumulate or is_zeros(x))
             if not fills or values in self.values or shape_of(values) != shape_of(x):
                 return None
             if self.copies.sends:
@@ -265,7 +265,7 @@ class _Mixture:
             by_token = [shape[0], divisor, *shape[1:]]
             summands = call(aten.reshape.default, summands, by_token)
             summands = call(aten.sum.dim_IntList, summands, [1])
-        return summands if _is_zero(x) else call(aten.add.Tensor, x, summands)
+        return summands if is_zeros(x) else call(aten.add.Tensor, x, summands)
 
     def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, y, _, grad = _arguments(node, 4)
@@ -431,11 +431,6 @@ _READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
 def _arguments(node: fx.Node, count: int) -> Any:
     """So many arguments of a call; None for those that are left out."""
     return [*node.args[:count], *[None] * (count - len(node.args))]
-
-
-def _is_zero(node: fx.Node) -> bool:
-    """Whether a value is zero everywhere."""
-    return node.target is aten.full.default and node.args[1] == 0
 
 
 def _counts_up(node: fx.Node, rows: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.builder import Builder, is_zeros, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.rules.op_facts import op_facts_of
 
@@ -154,7 +154,7 @@ def _turn(x: Any) -> tuple[int, fx.Node] | None:
     if len(x.args) < 6 or len(shape_of(x)) != 2:
         return None
     zeros, values, dim, start, end, step = x.args
-    is_zero = zeros.target is aten.full.default and zeros.args[1] == 0
+    is_zero = is_zeros(zeros)
     n = shape_of(x)[1]
     fits = dim in (1, -1) and end >= n and step == 2 and n % 2 == 0
     return (start, values) if is_zero and fits and start in (0, 1) else None

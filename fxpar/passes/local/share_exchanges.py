@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, is_zeros
 from fxpar.sharding import row_moves, shared_rows
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
@@ -143,7 +143,7 @@ def _rows_put(node: fx.Node) -> fx.Node | None:
     if join.target is not aten.cat.default:
         return None
     zeros, *rows = join.args[0]
-    is_zero = zeros.target is aten.full.default and zeros.args[1] == 0
+    is_zero = is_zeros(zeros)
     return rows[0] if is_zero and len(rows) == 1 else None
 
 

@@ -11,7 +11,6 @@ change a softmax for which the all-reduces are predicted to be faster.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import fx
 
 from fxpar.passes import collective_nodes
+from fxpar.passes.attention.merge_attention import finite_or_zero
 from fxpar.passes.builder import Builder
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.op import nbytes_of
@@ -185,7 +185,7 @@ def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
         for node in sorted(label_nodes):
             largest.prepend(node)
     with build.before(largest):
-        finite = _finite(build, maximum)
+        finite = finite_or_zero(build, maximum)
         exponentials = build.call(aten.sub.Tensor, softmax.scores, finite)
         exponentials = build.call(aten.exp.default, exponentials)
         own = [maximum, build.call(aten.sum.dim_IntList, exponentials, dims, *keep)]
@@ -203,7 +203,7 @@ def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
     shift = new_largest if shift is largest else shift
     with build.before(total):
         flat = build.call(aten.reshape.default, shift, [1, -1])
-        weights = build.call(aten.sub.Tensor, _finite(build, numbers[0]), flat)
+        weights = build.call(aten.sub.Tensor, finite_or_zero(build, numbers[0]), flat)
         weights = build.call(aten.exp.default, weights)
         sums = build.call(aten.mul.Tensor, numbers[1], weights)
         sums = build.call(aten.sum.dim_IntList, sums, [0])
@@ -234,8 +234,3 @@ def _gathered(
         values.append(build.call(aten.slice.Tensor, message, 1, start, end))
         start = end
     return values
-
-
-def _finite(build: Builder, maximum: fx.Node) -> fx.Node:
-    """0 where a rank has no score that is a number: its sum is 0 then."""
-    return build.where(build.call(aten.ne.Scalar, maximum, -math.inf), maximum, 0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.builder import Builder, is_zeros, shape_of
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
     for node in scatters:
         zeros, dim, places, grad = node.args
         ndim, shape = max(1, len(shape_of(node))), shape_of(node)
-        if not _are_places(places, dim % ndim) or not _is_zero(zeros):
+        if not _are_places(places, dim % ndim) or not is_zeros(zeros):
             continue
         if shape_of(grad) != shape or shape_of(places) != shape:
             continue
@@ -70,10 +70,6 @@ def _are_places(node: fx.Node, dim: int) -> bool:
     choice: Any = node.args[0]
     ndim = max(1, len(shape_of(node)))
     return choice.target in _CHOICES and choice.args[1] % ndim == dim
-
-
-def _is_zero(node: fx.Node) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
 
 
 def _turns(node: Any, dim: int) -> bool:

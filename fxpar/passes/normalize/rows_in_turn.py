@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.builder import Builder, is_zeros, shape_of
 from fxpar.passes.normalize.normalize_shifts import can_be_read_for
 from fxpar.passes.normalize.row_places import argument, padded_dim
 from fxpar.sharding.rules.slicing import is_summed
@@ -221,6 +221,6 @@ def _before_zeros(node: fx.Node, turns: _Turns) -> fx.Node | None:
         return None
     zeros, source = node.args[:2]
     start, step = argument(node, 3, None) or 0, argument(node, 5, 1)
-    is_zero = zeros.target is aten.full.default and zeros.args[1] == 0
+    is_zero = is_zeros(zeros)
     is_dim = argument(node, 2, 0) % len(shape_of(node)) == turns.dim
     return source if is_zero and is_dim and (start, step) == (0, 1) else None

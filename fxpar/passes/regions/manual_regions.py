@@ -18,6 +18,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import MeshError, RegionError
 from fxpar.passes.builder import Builder
+from fxpar.passes.custom_ops import group_of_call
 from fxpar.passes.graph_bodies import body_of
 from fxpar.passes.regions.check_regions import check_regions, count_alike
 from fxpar.passes.regions.region_bodies import keep_bodies
@@ -160,7 +161,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
     for node in list(build.graph.nodes):
         if getattr(node.target, "namespace", "") != "_c10d_functional":
             continue
-        group = str(node.kwargs.get("group_name", node.args[-1]))
+        group = group_of_call(node)
         axes = mesh.ordered(group.split("+")) if _are_axes(group, mesh) else ()
         if not axes or node.target not in _KINDS:
             continue  # ``check`` says of it what is wrong

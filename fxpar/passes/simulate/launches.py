@@ -24,7 +24,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.fake import depends_on_data
 from fxpar.errors import PlanError
-from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
+from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes, group_of_call
 from fxpar.passes.experts import exact_ops
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
@@ -65,10 +65,10 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     reader = _LocalReader(fused)
     backward = backward_of(graph)
     for i, node in enumerate(graph.nodes):
-        if is_collective(node) and not _group_of(node).startswith(GROUP_PREFIX):
+        if is_collective(node) and not group_of_call(node).startswith(GROUP_PREFIX):
             raise PlanError(
-                f"{node.name} runs on group {_group_of(node)!r}, which names no mesh "
-                "axes",
+                f"{node.name} runs on group {group_of_call(node)!r}, which names no "
+                "mesh axes",
                 fix="simulate the local graph, before it is bound to process groups",
             )
         reader.step(node, float(i), node in backward)
@@ -87,11 +87,6 @@ def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Laun
         reader.step(node, float(i), False)
     reader.returned(results)
     return reader.launches()
-
-
-def _group_of(node: fx.Node) -> str:
-    """The process group of a collective."""
-    return str(node.kwargs.get("group_name", node.args[-1]))
 
 
 def _sends_unlike(node: fx.Node) -> bool:
@@ -138,7 +133,7 @@ class _LocalReader(KernelReader):
         return source
 
     def _collective(self, node: fx.Node) -> list[TensorView | None]:
-        group = _group_of(node)
+        group = group_of_call(node)
         launch = self.alone_launch(node, KINDS[node.target])
         launch.axes = (group,)
         if group.startswith(GROUP_PREFIX):
@@ -215,20 +210,16 @@ def _is_ours(node: fx.Node) -> bool:
     """Whether it is a collective along axes of the mesh."""
     communicates = node.target in PRODUCTS or node.target in MESSAGES
     communicates = communicates or is_collective(node)
-    return communicates and _group(node).startswith(GROUP_PREFIX)
-
-
-def _group(node: fx.Node) -> str:
-    return str(node.kwargs.get("group_name", node.args[-1]))
+    return communicates and group_of_call(node).startswith(GROUP_PREFIX)
 
 
 def _collective(node: fx.Node) -> Collective:
+    axes, source = group_axes(group_of_call(node)), _source(node)
     if node.target is ours.move_rows.default:
         kind, nbytes = message_of(node)
-        return Collective(kind, group_axes(_group(node)), round(nbytes), _source(node))
-    ops = KINDS | PRODUCTS | MESSAGES
-    kind = ops[node.target]
-    return Collective(kind, group_axes(_group(node)), _size(node), _source(node))
+        return Collective(kind, axes, round(nbytes), source)
+    kind = (KINDS | PRODUCTS | MESSAGES)[node.target]
+    return Collective(kind, axes, _size(node), source)
 
 
 def _size(node: fx.Node) -> int:

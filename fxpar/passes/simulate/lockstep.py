@@ -18,7 +18,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
-from fxpar.passes.graph_bodies import body_of, bound_body, module_of
+from fxpar.passes.graph_bodies import attribute_at, body_of, bound_body, module_of
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.op_by_op import op_by_op
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
@@ -167,7 +167,7 @@ def _run_steps(
         elif node.op == "get_attr":
             body = body_of(node)
             env[node] = (
-                [_attribute(module, node.target)] * count
+                [attribute_at(module, node.target)] * count
                 if body is None
                 else [bound_body(body, r) for r in ranks]
             )
@@ -210,7 +210,7 @@ def _run_steps(
         elif node.target in PRODUCTS:
             env[node] = _products(node, env, groups(node.args[-1]), count)
         elif node.target in COLLECTIVES:
-            name = node.kwargs.get("group_name", node.args[-1])
+            name = custom_ops.group_of_call(node)
             env[node] = _collective(node, env, groups(name), count)
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
             raise PlanError(f"cannot simulate {node.target} ({node.name})")
@@ -232,10 +232,6 @@ def _last_uses(nodes: Any) -> dict[fx.Node, list[fx.Node]]:
     for node, reader in last.items():
         out.setdefault(reader, []).append(node)
     return out
-
-
-def _attribute(module: Any, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), module)
 
 
 def _value_on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:

@@ -128,7 +128,7 @@ def assign_stages(
             node.meta[STAGE] = viewed_value(node.args[0]).meta[STAGE]
     _assign_backward(graph, kinds, count)
     begin_names = [_origin(chain[i]) for i in (0, *begins)]
-    return _stages(graph, program, priced, places, kinds, begin_names)
+    return _stages(graph, priced, places, kinds, begin_names)
 
 
 def _places_of(
@@ -294,7 +294,6 @@ def _stages_with_value(
 
 def _stages(
     graph: fx.Graph,
-    program: Program,
     priced: StageCosts,
     places: Sequence[int],
     kinds: Kinds,
@@ -312,7 +311,7 @@ def _stages(
         seconds[home.stage][home.phase] += priced.seconds(node) / speeds[home.stage]
         for weight in _weights_of(node, kinds):
             read[home.stage][weight] = kinds.weights[weight]
-        reading_stages = {at.stage for at in map(home_of, _readers(node, kinds)) if at}
+        reading_stages = {at.stage for at in map(home_of, _readers(node)) if at}
         reading_stages.discard(home.stage)
         reading_stages.discard(ALL.stage)
         sent[home.stage] += bytes_of(node) * len(reading_stages) // priced.microbatches
@@ -332,7 +331,7 @@ def _stages(
     )
 
 
-def _readers(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
+def _readers(node: fx.Node) -> list[fx.Node]:
     """What reads a node, through views."""
     out, stack = list[fx.Node](), [node]
     while stack:

@@ -29,6 +29,7 @@ from fxpar.runtime.at_rest.sharded_modules import HOME, Home
 from fxpar.runtime.at_rest.swap_parameters import swap_parameters
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
+from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.groups import Ranks, join, settle
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.hints import (
@@ -197,8 +198,7 @@ def _refuse(model: nn.Module) -> None:
             )
     ours = {id(p) for p in model.parameters()}
     for optimizer in _optimizers():
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in ours for p in parameters):
+        if any(id(p) in ours for p in parameters(optimizer)):
             raise ShardError(
                 f"a {type(optimizer).__name__} holds parameters of the model that "
                 f"fxpar.shard would replace",

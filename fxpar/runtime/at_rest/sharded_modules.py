@@ -28,6 +28,7 @@ from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.passes.custom_ops import unreduced
 from fxpar.runtime.ranks import reduce_gradients as reduce
+from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.spec import Spec
 
@@ -107,6 +108,11 @@ class EagerRead:
 
 
 _memory = _torch.objects.memory_of
+
+
+def holds_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has parameters of which each rank holds a part."""
+    return any(hasattr(p, HOME) for p in parameters(optimizer))
 
 
 def home_of(number: int) -> Home | None:

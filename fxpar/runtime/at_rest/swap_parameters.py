@@ -25,7 +25,7 @@ from fxpar.runtime.at_rest.dtensor_ops import (
     set_parts,
 )
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
-from fxpar.runtime.at_rest.sharded_modules import Home, ParameterAtRest, adopt
+from fxpar.runtime.at_rest.sharded_modules import HOME, Home, ParameterAtRest, adopt
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -50,6 +50,7 @@ def swap_parameters(
             lies = layout[id(p)]
             if id(p) not in parts:
                 parts[id(p)] = _resting(p, lies.spec, ranks)
+                setattr(parts[id(p)], HOME, home)
             _torch.objects.own_parameters(module)[key] = parts[id(p)]
             rests[key] = ParameterAtRest(tuple(p.shape), str(lies.spec), lies.hint)
         if rests or module is model:

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from fxpar import _torch
+from fxpar.passes.graph_bodies import attribute_at
 from fxpar.sharding.program import user_line
 
 _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
@@ -209,7 +210,7 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
             f"{places[node]} = {call}"
             + (f"  # {line.rsplit('/', 1)[-1]}" if line else "")
         )
-        body = node.op == "get_attr" and _attribute(gm, str(node.target))
+        body = node.op == "get_attr" and attribute_at(gm, str(node.target))
         if isinstance(body, fx.GraphModule):
             lines += [f"  {each}" for each in program_text(body, ()).splitlines()]
     lines.append(f"gradients {'on' if torch.is_grad_enabled() else 'off'}")
@@ -223,7 +224,7 @@ def content(
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            attribute = _attribute(gm, str(node.target))
+            attribute = attribute_at(gm, str(node.target))
             if isinstance(attribute, fx.GraphModule):
                 lines.append(content(attribute, [], []))
             else:
@@ -234,17 +235,26 @@ def content(
             strides = _torch.symbols.hint_shape(x.stride())
             order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
             flat = [d for d in range(x.dim()) if not strides[d]]
-            sizes = [n if isinstance(n, int) else "?" for n in x.shape]
+            sizes, steps = (
+                [n if isinstance(n, int) else "?" for n in each]
+                for each in (x.shape, x.stride())
+            )
+            is_fed = name.kind == "input"  # what lies otherwise is copied at a call
             lines.append(
-                f"{x.dtype} {x.device} {x.requires_grad} {order} {flat} "
-                f"{sizes if name.kind != 'input' else len(sizes)} "
+                f"{x.dtype} {x.device} {x.requires_grad} "
+                f"{(order, flat) if is_fed else steps} "
+                f"{len(sizes) if is_fed else sizes} "
                 f"{getattr(x, 'placements', '')}"
             )
-    modes = (
+    modes = (  # for each of which Dynamo traces again
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
         *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
     )
     return "\n".join([*lines, str(modes)])
 
@@ -258,7 +268,7 @@ def fixed_content(
         if node.op == "call_module":
             return None
         if node.op == "get_attr":
-            attribute = _attribute(gm, str(node.target))
+            attribute = attribute_at(gm, str(node.target))
             if not isinstance(attribute, fx.GraphModule) or not fixed_content(
                 attribute, [], []
             ):
@@ -314,10 +324,3 @@ def _flat(x: Any) -> list[Any]:
     if isinstance(x, (tuple, list)):
         return [each for part in x for each in _flat(part)]
     return [x]
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value

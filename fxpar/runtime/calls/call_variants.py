@@ -202,6 +202,7 @@ class Calls:
         sums, states, tangents = beside
         if self.drift is not None:
             self.drift.compare(sums)
+        self.replicas.compare_parts(states, args)
         if held:
             self.replicas.compare(states, args)
         error = compare_tangents.compare(tangents)

@@ -17,10 +17,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
 from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
+from fxpar.runtime.calls.call_layouts import (
+    Strides,
+    contiguous_strides,
+    for_any_strides,
+)
 from fxpar.runtime.calls.call_sizes import SAME, UNEVEN, Fed, SizeAgreement, Sizes
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -219,7 +225,14 @@ class VariantCompiler:
         notes = (f"sizes are fixed: {refused}",) if refused else ()
         run = self.compile(agreement, gm, self._global(args, rows), notes=notes)
         self._note_rows(run)
-        return run
+        strides = self._strides(args)
+        for i in strides.keys() & self.local:  # as ``_global`` makes them
+            strides[i] = contiguous_strides(args[i].shape)
+        return for_any_strides(run, strides, getattr(run, "written", ()))
+
+    def _strides(self, args: Sequence[Any]) -> dict[int, Strides]:
+        """How inputs lie whose sizes may differ between calls, by position."""
+        return {i: args[i].stride() for i in self.fed.tensors if is_strided(args[i])}
 
     def _note_rows(self, run: Callable[..., Any]) -> None:
         """Which results hold the batch, as a compiled graph has them."""
@@ -272,6 +285,10 @@ class VariantCompiler:
         values, gm = self._global(args, rows), _torch.dynamo.copy_graph(self.gm)
         numbers = {i: values[i] for i in self.fed.sources if values[i] != args[i]}
         run = self.compile(agreement, gm, values)
+        strides = self._strides(args)
+        for i in strides.keys() & self.local:  # they come gathered
+            del strides[i]
+        run = for_any_strides(run, strides, getattr(run, "written", ()))
         batch_results = self.variants.rows
         parts = next(iter(fed.values()))
         self._say_whole(parts)
@@ -311,6 +328,12 @@ class VariantCompiler:
         for i, (source, dim) in self.fed.sources.items():
             values[i] = values[source].shape[dim]
         return values
+
+
+def is_strided(x: Any) -> bool:
+    """Whether a value is a tensor that lies by strides, and no rank's part."""
+    strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
+    return strided and not isinstance(x, DTensor)
 
 
 def is_tensor(node: Any) -> bool:

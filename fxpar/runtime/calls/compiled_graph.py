@@ -127,7 +127,8 @@ class Compiled:
     """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
     its results, by position. ``broken_at``: the user's line of the graph break it ends
     in; ``sizes``: those it holds for, where it leaves some open; ``made_at``: the
-    user's line of its last result."""
+    user's line of its last result; ``written``: positions of the arguments that it
+    writes to."""
 
     def __init__(
         self,
@@ -140,8 +141,9 @@ class Compiled:
         broken_at: str | None,
         sizes: SizeRange | None = None,
         made_at: str | None = None,
+        written: Collection[int] = (),
     ) -> None:
-        self.made_at = made_at
+        self.made_at, self.written = made_at, written
         self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
         self.results, self.options, self.ranks = results, options, ranks

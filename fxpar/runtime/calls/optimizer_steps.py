@@ -1,9 +1,10 @@
-"""Steps of optimizers in local mode: what ranks must have alike before they take one.
+"""Steps of optimizers: what ranks must have alike before they take one.
 
-Each rank takes its step by itself. So gradients are compared when a parameter first
-has one, those of code that was not compiled too; learning rates at every step; and a
-closure of an optimizer that needs one (LBFGS, which searches along a line) returns the
-mean of the ranks' losses, as gradients are the mean of theirs.
+Each rank takes its step by itself. So in local mode gradients are compared when a
+parameter first has one, those of code that was not compiled too; learning rates at
+every step; and a closure of an optimizer that needs one (LBFGS, which searches along a
+line) returns the mean of the ranks' losses, as gradients are the mean of theirs. Of
+parameters in parts, which no two ranks hold alike, rates are compared in any mode.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fxpar import _torch
+from fxpar.runtime.at_rest.sharded_modules import holds_parts
 from fxpar.runtime.ranks import gradient_sketches, reduce_gradients
+from fxpar.runtime.ranks.gradient_sketches import parameters
 
 Trained = Callable[[], Mapping[int, str]]
 
@@ -29,6 +32,8 @@ Trained = Callable[[], Mapping[int, str]]
 class _CheckedParameters:
     """What was checked of an optimizer."""
 
+    # Whether each rank holds a part of some that it trains.
+    in_parts: bool
     # Ids of those that had a gradient.
     parameters: set[int] = field(default_factory=set)
     # Whether ranks compared them before its first step; so it trains shared ones.
@@ -87,7 +92,7 @@ def _closure(
             return loss
         _check_gradients(trained, optimizer)
         names = trained()
-        shares = any(id(p) in names for p in _parameters(optimizer))
+        shares = any(id(p) in names for p in parameters(optimizer))
         if not shares or not _reads_loss(type(optimizer)):
             return loss
         return reduce_gradients.mean_loss(loss)
@@ -96,40 +101,40 @@ def _closure(
 
 
 def _check_gradients(trained: Trained, optimizer: Optimizer) -> None:
-    parameters = _parameters(optimizer)
-    checked = _checked.setdefault(optimizer, _CheckedParameters())
+    trained_here = parameters(optimizer)
+    checked = _checked.get(optimizer)
+    if checked is None:
+        checked = _checked[optimizer] = _CheckedParameters(holds_parts(optimizer))
     unchecked = {
         id(p)
-        for p in parameters
+        for p in trained_here
         if p.grad is not None and id(p) not in checked.parameters
     }
     gradients: dict[str, torch.Tensor] = {}
     if unchecked:
-        if not (names := trained()):
+        names = trained()
+        if not names and not checked.in_parts:
             return
         checked.parameters |= unchecked
-        by_name = _by_name(optimizer, parameters, names)
+        by_name = _by_name(optimizer, trained_here, names)
         if not checked.compared and not unchecked.isdisjoint(names):
             checked.compared = True
             reduce_gradients.require_equal(by_name)
-        else:
+        elif names:
             gradients = reduce_gradients.unreduced(by_name, unchecked)
-    gradient_sketches.note(optimizer, gradients, is_shared=checked.compared)
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    is_shared = checked.compared or checked.in_parts
+    gradient_sketches.note(optimizer, gradients, is_shared=is_shared)
 
 
 def _by_name(
     optimizer: Optimizer,
-    parameters: Sequence[torch.Tensor],
+    trained_here: Sequence[torch.Tensor],
     names: Mapping[int, str],
 ) -> dict[str, torch.Tensor]:
     """Parameters of an optimizer by name; not those in shards."""
     kind = type(optimizer).__name__
     return {
         names.get(id(p)) or f"number {i} of the {kind}": p
-        for i, p in enumerate(parameters)
+        for i, p in enumerate(trained_here)
         if not isinstance(p, DTensor)
     }

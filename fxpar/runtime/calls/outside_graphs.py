@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpar import _torch
+from fxpar._torch.objects import TensorVersion
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime.at_rest.sharded_modules import HOME
@@ -112,8 +113,8 @@ class _Call:
     watched: _CompiledCallable
     handled: BaseException | None  # by code around the call
     breaks_before: int  # that Dynamo had met
-    # How often each buffer had been written, by its name, where that is looked at.
-    written_before: dict[str, int]
+    # Each buffer as it was, by its name, where that is looked at.
+    buffers_before: dict[str, TensorVersion]
     # Of each graph that ran in it, whether the whole call was in it.
     ran: list[bool] = field(default_factory=list)
 
@@ -156,8 +157,8 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         if watched.settings is None:
             _read(watched)
         breaks = _torch.dynamo.graph_breaks_so_far()
-        written = _written(watched)
-        _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks, written))
+        buffers = _buffers(watched)
+        _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks, buffers))
         return _leave
 
     begins = functools.partial(_open_batch, watched)
@@ -197,6 +198,7 @@ def _tell_home(module: nn.Module, local: bool) -> None:
     home = module.__dict__.get(HOME)
     if home is not None:
         home.local = local
+        optimizer_steps.check_steps(_trained)
 
 
 def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
@@ -225,7 +227,7 @@ def _meet_frame(
     """Dynamo met a frame; an error means that it skips it."""
     for value in frame.f_locals.values():
         if isinstance(value, nn.Module):
-            watched.by_id.setdefault(id(value), weakref.ref(value))
+            watched.by_id[id(value)] = weakref.ref(value)
             _tell_home(value, watched.local)
     if error is None:
         return
@@ -284,18 +286,18 @@ def _leave() -> None:
     _say_buffers(call)
 
 
-def _written(watched: _CompiledCallable) -> dict[str, int]:
-    """How often buffers were written that no backward makes those of rank 0, as there
+def _buffers(watched: _CompiledCallable) -> dict[str, TensorVersion]:
+    """Buffers, as they are, that no backward makes those of rank 0, as there
     is none; for the first call, and where code is known that no graph contains."""
     if not watched.local or torch.is_grad_enabled() or watched.are_buffers_said:
         return {}
     if watched.whole and not watched.outside:
         return {}
-    return written_buffers.writes_by_name(watched.modules(), watched.graph_inputs)
+    return written_buffers.versions_by_name(watched.modules(), watched.graph_inputs)
 
 
 def _say_buffers(call: _Call) -> None:
-    watched, before = call.watched, call.written_before
+    watched, before = call.watched, call.buffers_before
     if not before or not reduce_gradients.takes_part():
         return
     names = written_buffers.written_since(

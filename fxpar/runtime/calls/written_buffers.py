@@ -10,32 +10,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpar import _torch
+from fxpar._torch.objects import TensorVersion
 from fxpar.errors import FxparWarning, compose
 
 
-def writes_by_name(
+def versions_by_name(
     roots: Mapping[str, nn.Module], graph_inputs: Collection[int]
-) -> dict[str, int]:
-    """How often each buffer was written. ``graph_inputs``: ids of those that graphs
-    take, and so write alike on all ranks."""
-    return {
-        f"{prefix}.{name}" if prefix else name: _torch.objects.version_of(x)
-        for prefix, owner in _modules_in(roots)
-        for name, x in owner.named_buffers(recurse=False)
-        if x.is_floating_point() and id(x) not in graph_inputs and not x.is_inference()
-    }
+) -> dict[str, TensorVersion]:
+    """Buffers as they are, to be compared later. ``graph_inputs``: ids of those that
+    graphs take, and so write alike on all ranks."""
+    buffers = _buffers_in(roots, graph_inputs)
+    return {name: TensorVersion.of(x) for name, x in buffers}
 
 
 def written_since(
-    before: Mapping[str, int],
+    before: Mapping[str, TensorVersion],
     roots: Mapping[str, nn.Module],
     graph_inputs: Collection[int],
 ) -> list[str]:
-    """Names of buffers that may have been written since they were counted."""
+    """Names of buffers that may have been written or replaced since."""
     norms = {  # which (2.13) write unseen by versions
         name
         for name, owner in _modules_in(roots)
@@ -43,8 +40,9 @@ def written_since(
     }
     return [
         name
-        for name, count in writes_by_name(roots, graph_inputs).items()
-        if count != before.get(name, count) or name.rpartition(".")[0] in norms
+        for name, x in _buffers_in(roots, graph_inputs)
+        if (name in before and not before[name].stands(x))
+        or name.rpartition(".")[0] in norms
     ]
 
 
@@ -60,6 +58,16 @@ def say_written(names: list[str]) -> None:
         "batch there",
     )
     warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+def _buffers_in(
+    roots: Mapping[str, nn.Module], graph_inputs: Collection[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, owner in _modules_in(roots):
+        for name, x in owner.named_buffers(recurse=False):
+            counts = x.is_floating_point() and not x.is_inference()
+            if counts and id(x) not in graph_inputs:
+                yield f"{prefix}.{name}" if prefix else name, x
 
 
 def _modules_in(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,9 @@ place since all were alike, and at many calls a sum of some elements of one tens
 another each time, for writes that torch does not count (to ``.data``). Where these
 differ, ranks compare the tensors in full, then and there. Ranks may count unlike where
 what they hold is alike (one loads, then sends it to all), and replicas may drift apart
-by rounding: neither is an error, and after each such look the next one waits longer.
+by rounding: neither is an error, and after each such look the next one waits longer. Of
+parameters in parts, which no two ranks hold alike, the counts of all writes are
+compared alone, at every call: one that only some ranks wrote to is an error.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ from fxpar.sharding.mesh import Mesh
 _WRITE_FIX = (
     "write to it alike on every rank (load the checkpoint on all of them), or send "
     "what one rank wrote to all by torch.distributed.broadcast before the next call"
+)
+_PARTS_FIX = (
+    "write to it alike on every rank, each its part: load the checkpoint on all of them"
 )
 _UPDATE_FIX = (
     "change gradients, learning rates and parameters alike on every rank: draw noise "
@@ -77,6 +82,10 @@ class Replicas:
             for i, names in held.items()
             if (models := _models(examples[i], mesh)) is not None
         ]
+        # Names of those of which every rank holds a part, by position.
+        self.parts = {
+            i: name for i, (name, _) in held.items() if _is_in_parts(examples[i], mesh)
+        }
         self.local = local
         # Writes to each tensor so far, at this call, and when all ranks were alike.
         self._now: tuple[int, ...] = ()
@@ -86,14 +95,38 @@ class Replicas:
 
     def word(self, args: Sequence[Any]) -> str:
         """What to compare at this call."""
-        if not self.held:
+        if not self.held and not self.parts:
             return ""
         tensors = [args[x.place] for x in self.held]
         self._now = _torch.objects.versions_of(tensors)
         writes = ""
         if self._now != self._alike:
             writes = f"{hash(_written_since(self._now, self._alike)):x}"
-        return f"{writes} {self._next_sum(tensors)}"
+        word = f"{writes} {self._next_sum(tensors) if tensors else ' '}"
+        return f"{word} {hash(self._part_writes(args)):x}" if self.parts else word
+
+    def _part_writes(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """How often each part was written to, since its parameter was split."""
+        return _torch.objects.versions_of([args[i] for i in self.parts])
+
+    def compare_parts(self, words: Sequence[str], args: Sequence[Any]) -> None:
+        """Raise InputMismatchError, on all ranks, if only some wrote to a parameter of
+        which each holds a part."""
+        if not self.parts or len({word.split(" ")[-1] for word in words}) == 1:
+            return
+        writes = list(map(torch.tensor, self._part_writes(args)))
+        gathered = check_inputs.gather_numbers(writes)
+        unlike = (gathered != gathered[0]).any(0).nonzero().flatten().tolist()
+        names = list(self.parts.values())
+        apart = gathered[:, unlike[0]].tolist()
+        rank = next(r for r, count in enumerate(apart) if count != apart[0])
+        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+        raise _told(
+            f"parameter {names[unlike[0]]}{more}, of which each rank holds a part, was "
+            f"written to {apart[0]} times on rank 0 and {apart[rank]} times on rank "
+            f"{rank}",
+            _PARTS_FIX,
+        )
 
     def compare(self, words: Sequence[str], args: Sequence[Any]) -> None:
         """Raise InputMismatchError, on all ranks, if one holds other values than it
@@ -113,7 +146,10 @@ class Replicas:
 
     def _suspicious(self, words: Sequence[str]) -> bool:
         """Whether ranks count other writes, or one has other values."""
-        writes, places, sums = zip(*(word.split(" ") for word in words), strict=True)
+        fields = (word.split(" ")[:3] for word in words)
+        writes, places, sums = zip(*fields, strict=True)
+        if not self.held:
+            return False
         if len(set(writes)) > 1 or len(set(places)) > 1:
             return True
         if not places[0]:
@@ -212,6 +248,13 @@ def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     return tuple(models[rank] for rank in range(mesh.size))
 
 
+def _is_in_parts(x: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether every rank holds a part of a tensor, and no two the same."""
+    if not isinstance(x, DTensor) or mesh.size == 1 or x.device.type == "meta":
+        return False
+    return x.device_mesh.mesh.numel() == mesh.size and _models(x, mesh) is None
+
+
 def _sample_sum(x: torch.Tensor, turn: int) -> torch.Tensor:
     """The sum of the bits of some elements, other ones at each turn."""
     return sum_of_bits(sample(_values(x), turn))
@@ -233,11 +276,15 @@ def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> InputMismatchE
     if not alone:
         why = "one of them changed a gradient or an optimizer by itself, or wrote "
         why += "through .data"
-    error = InputMismatchError(
+    return _told(
         f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer alike on all "
         f"ranks: rank {rank} does not hold what rank {wrong[0].models[rank]} holds; "
         f"{why} since an earlier call",
-        fix=_WRITE_FIX if alone else _UPDATE_FIX,
+        _WRITE_FIX if alone else _UPDATE_FIX,
     )
+
+
+def _told(fact: str, fix: str) -> InputMismatchError:
+    error = InputMismatchError(fact, fix=fix)
     error.told = True
     return error

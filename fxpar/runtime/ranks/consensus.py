@@ -164,12 +164,12 @@ def _round(
         else:
             _await_verdict(channel, tag, wait)
     verdict = json.loads(channel.read(channel.key(number, "verdict")))
-    _raise_if_failed(channel, verdict)
+    _raise_if_failed(verdict)
     _forget(channel, number - 1)
     return verdict
 
 
-def _raise_if_failed(channel: Channel, verdict: Verdict) -> None:
+def _raise_if_failed(verdict: Verdict) -> None:
     if "failed" in verdict:
         what = f"rank {verdict['failed']} failed:\n{verdict['message']}"
         fix = "this rank only stopped with it: look at that rank's error"

@@ -69,7 +69,7 @@ def note(
     sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
     if is_shared:
         for i, group in enumerate(optimizer.param_groups):
-            if isinstance(rate := group.get("lr"), float):
+            if isinstance(rate := group.get("lr"), (int, float)):
                 sketches[f"{_RATE}{i}"] = (abs(rate), rate)
     if sketches or is_shared:
         parameters = _parameters_of(optimizer)
@@ -113,10 +113,26 @@ def word() -> str:
 _SEPARATOR = "|"
 
 
+# By optimizer how many parameters it has, and what it holds.
+_HELD: weakref.WeakKeyDictionary[Optimizer, tuple[int, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters, in the order of the groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _parameters_of(optimizer: Optimizer) -> str:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    text = " ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
-    return f"{type(optimizer).__name__} {zlib.crc32(text.encode()):x}"
+    """What an optimizer holds, as text; groups may have been added."""
+    every = parameters(optimizer)
+    count, held = _HELD.get(optimizer, (0, ""))
+    if count != len(every):
+        text = " ".join(f"{p.dtype}{list(p.shape)}" for p in every)
+        held = f"{type(optimizer).__name__} {zlib.crc32(text.encode()):x}"
+        _HELD[optimizer] = len(every), held
+    return held
 
 
 def compare(words: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar._torch.objects import TensorVersion
 from fxpar.errors import GradientError, RankMismatchError
 from fxpar.passes.custom_ops import refuse_sparse
 from fxpar.runtime.ranks import check_inputs, consensus, gradient_sketches
@@ -52,8 +53,8 @@ class _Buffer:
     # Its name in that module.
     name: str
     watch_number: int  # number of the ``watch`` it came with
-    # Id of the tensor, and its version, that ranks had alike; None: none yet.
-    agreed: tuple[int, int] | None = None
+    # What ranks had alike; None: nothing yet.
+    agreed: TensorVersion | None = None
 
     def value(self) -> torch.Tensor | None:
         """The tensor it is now; code may put another in its place."""
@@ -67,15 +68,23 @@ class _Buffer:
         """Whether code may have written it; norms (2.13) write unseen by versions."""
         owner = self.module()
         norm = bool(getattr(owner, "track_running_stats", False))
-        return self.state() != self.agreed or (
-            norm and getattr(owner, "training", True)
-        )
+        return not self._is_agreed() or (norm and getattr(owner, "training", True))
 
-    def state(self) -> tuple[int, int] | None:
+    def _is_agreed(self) -> bool:
+        value = self._counting()
+        if value is None or self.agreed is None:
+            return value is None and self.agreed is None
+        return self.agreed.stands(value)
+
+    def agree(self) -> None:
+        """Ranks have it alike now."""
+        value = self._counting()
+        self.agreed = None if value is None else TensorVersion.of(value)
+
+    def _counting(self) -> torch.Tensor | None:
+        """The tensor it is now, if that counts writes."""
         value = self.value()
-        if value is None or value.is_inference():
-            return None
-        return id(value), _torch.objects.version_of(value)
+        return None if value is None or value.is_inference() else value
 
 
 @dataclass(eq=False)
@@ -120,7 +129,7 @@ class _Reducer:
             _average([_gradient(p) for p in parameters if not isinstance(p, DTensor)])
             _take([x for b in written if (x := b.value()) is not None])
         for buffer in written:
-            buffer.agreed = buffer.state()
+            buffer.agree()
 
     def hook(self) -> None:
         """Hook the parameters that want a gradient by now."""

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
 from fxpar.errors import PlanError
+from fxpar.runtime.ranks.gradient_sketches import parameters
 
 # What Python computes with.
 NUMBER = torch.float64
@@ -55,11 +56,6 @@ class Slot:
 
 def is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All parameters, in the order of the groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:

@@ -29,7 +29,10 @@ from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.compiled_graph import refusing_data
+from fxpar.runtime.ranks import gradient_sketches
+from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.presence import is_alone
+from fxpar.runtime.ranks.reduce_gradients import takes_part
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
     Forward,
@@ -45,7 +48,6 @@ from fxpar.runtime.train_step.optimizer import (
     Slot,
     attributes,
     is_number,
-    parameters,
     prepare,
     refuse,
     slots,
@@ -365,6 +367,8 @@ class _Stage:
                 if isinstance(x := slot_values[slot], torch.Tensor)
             ]
             torch.autograd.graph.increment_version(written)
+            if takes_part():
+                gradient_sketches.note(owner.optimizer, {}, is_shared=True)
             if not (how.scaled and self._overflowed(results[-1])):
                 self._updated(step, results, slot_values)
         return tuple(results[: step.count])

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from fxpar.sharding.axis_parts import axis_of
+
 
 @dataclass(frozen=True)
 class Task:
@@ -60,7 +62,7 @@ class Simulation:
         n = len(tasks)
         if axes is None:
             axes = [axis for task in tasks for axis in task.axes]
-        self.axes = tuple(dict.fromkeys(map(_whole, axes)))
+        self.axes = tuple(dict.fromkeys(map(axis_of, axes)))
         of = [-1 if t.of is None else t.of for t in tasks]
         kinds = [1 if t.axes else 2 if t.of is not None else 0 for t in tasks]
         width = len(self.axes)
@@ -89,7 +91,7 @@ class Simulation:
 
     def bits(self, axes: Sequence[str]) -> int:
         """Axes as a number, for ``change``."""
-        return sum(1 << self.axes.index(a) for a in {_whole(axis) for axis in axes})
+        return sum(1 << self.axes.index(a) for a in {axis_of(axis) for axis in axes})
 
     def _run(self, first: int, last: int) -> int:
         return self._advance(
@@ -135,11 +137,6 @@ class Simulation:
             self._along[i] = bits
         self._run(min(durations), max(durations))
         return self.seconds
-
-
-def _whole(axis: str) -> str:
-    """The axis of which it may be a part."""
-    return axis.partition(":")[0]
 
 
 def _readers(of: Sequence[int]) -> list[int]:

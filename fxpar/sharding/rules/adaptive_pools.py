@@ -34,8 +34,8 @@ def _parts(
     first of these dims, ``position`` and ``other`` tell the tensors that have them."""
     rows, parts, windows = [], [], []
     for d, (n, count) in enumerate(zip(many, few, strict=True)):
-        told = isinstance(n, int) and isinstance(count, int)
-        if not told or min(n, count) <= 1:
+        are_known = isinstance(n, int) and isinstance(count, int)
+        if not are_known or min(n, count) <= 1:
             rows.append("_")
             parts.append("_")
             continue

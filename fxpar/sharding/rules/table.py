@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar.errors import RuleError
 from fxpar.sharding.factors import (
     LINEAR,
     MONOTONE,
@@ -148,12 +147,6 @@ def text(*tensors: Sequence[str], results: Sequence[Sequence[str]]) -> str:
     """Rule text from words per dim."""
     operands = ", ".join(" ".join(t) for t in tensors)
     return f"{operands} -> {', '.join(' '.join(t) for t in results)}"
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise RuleError unless the row's own assumption holds."""
-    if not condition:
-        raise RuleError(message)
 
 
 Word = str | tuple[str, ...]

@@ -112,7 +112,7 @@ def raise_prices(
     while step > 1e-3:
         begun = time.perf_counter()
         bound = state.sweep(unary, 2) + flat.constant - float(prices @ flat.room)
-        usage = _note(best, flat, state, unary)
+        usage = _note(best, flat, state)
         gain = bound - best.bound
         if bound > ceiling:
             break
@@ -161,9 +161,7 @@ def _ceiling(flat: Flat) -> float:
     return top + 2 * float(np.abs(flat.unary).sum()) + abs(flat.constant) + 1e-300
 
 
-def _note(
-    best: Priced, flat: Flat, state: message_passing.Messages, unary: np.ndarray
-) -> np.ndarray:
+def _note(best: Priced, flat: Flat, state: message_passing.Messages) -> np.ndarray:
     """Remember the decoding if it is the cheapest that fits; its usage of rows."""
     choice = state.choice.copy()
     usage = usage_of(flat, choice)

@@ -1,0 +1,64 @@
+"""Inputs of a call in memory as the program was compiled for.
+
+Dynamo traces code again for a tensor that lies otherwise (columns of a larger one, as
+``ids[:, :-1]``), and gives the same program. In: the compiled program, and the strides
+of its inputs. Out: the same for inputs that lie in any way: others are copied, and what
+the program writes to a copy is written back. Nothing is copied that lies as compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Strides = tuple[int, ...]
+
+
+def for_any_strides(
+    run: Callable[..., Any], strides: Mapping[int, Strides], written: Collection[int]
+) -> Callable[..., Any]:
+    """``run`` for inputs that lie in any way. ``strides``: of the inputs that may, by
+    position, as ``run`` takes them; ``written``: positions of those it writes to."""
+    if not strides:
+        return run
+
+    def call(*args: Any) -> Any:
+        copies = {
+            i: _copied(args[i], stride)
+            for i, stride in strides.items()
+            if args[i].stride() != stride and not _lies_so(args[i], stride)
+        }
+        if not copies:
+            return run(*args)
+        results = run(*(copies.get(i, x) for i, x in enumerate(args)))
+        with torch.no_grad():
+            for i in copies.keys() & set(written):
+                args[i].copy_(copies[i])
+        return results
+
+    return call
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """Strides of a contiguous tensor of this shape."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def _lies_so(x: torch.Tensor, stride: Strides) -> bool:
+    """Whether elements lie as strides say, those of dims of one element aside."""
+    if not x.numel():
+        return True
+    dims = zip(x.shape, x.stride(), stride, strict=True)
+    return all(n == 1 or own == other for n, own, other in dims)
+
+
+def _copied(x: torch.Tensor, stride: Strides) -> torch.Tensor:
+    """A copy with other strides, through which a gradient goes. Along dims of stride 0
+    all elements are one."""
+    rows = x
+    for d, step in enumerate(stride):
+        rows = rows if step else rows.narrow(d, 0, min(x.shape[d], 1))
+    copy = torch.empty_strided(rows.shape, stride, dtype=x.dtype, device=x.device)
+    return copy.copy_(rows).expand(x.shape)
