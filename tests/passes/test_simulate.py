@@ -22,6 +22,7 @@ import torch.distributed._functional_collectives
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import register_flop_formula
 
 import fxpar
 from fxpar._torch.fake import new_fake_mode
@@ -246,6 +247,24 @@ def test_a_sequence_before_heads_is_the_sequence():
     (launch,) = launches_of(s.graph).launches
     assert launch.flops == 4 * 2 * 3 * 16 * 32 * 4
     assert launch.dims == ProductDims(16, 32, 4)
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "causal_conv"])
+def test_flops_of_a_users_op_are_what_its_formula_says(name):
+    """Whatever it is called, nothing is known of its operands."""
+
+    @torch.library.custom_op(f"test_simulate::{name}", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    op.register_fake(torch.empty_like)
+    register_flop_formula(getattr(torch.ops.test_simulate, name))(
+        lambda x, **_: 7 * x[0]
+    )
+    s = Sketch()
+    s.graph.output((s(getattr(torch.ops.test_simulate, name), s.input(16, 4)),))
+    (launch,) = launches_of(s.graph).launches
+    assert (launch.flops, launch.dims) == (7 * 16, ProductDims())
 
 
 def test_a_product_in_another_dtype_has_flops():

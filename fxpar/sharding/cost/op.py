@@ -37,6 +37,9 @@ _DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``
 # Namespaces of ops that Inductor generates.
 _GENERATED = {"aten", "prims", "fxpar", "inductor_prims"}
 
+# Namespaces of ops whose operands are known by their places.
+_KNOWN = {"aten", "fxpar", "higher_order", "torch_attn"}
+
 # A reduction to few rows takes a second kernel to add up, from so many columns on.
 _FEW, _MANY = 64, 8192
 
@@ -94,11 +97,11 @@ def _flops_unmasked(node: fx.Node) -> float:
     target, shapes = node.target, _traced_shapes(node)
     if _name(target) == _DOT:
         return 2.0 * math.prod(_sizes(node, shapes).values())
-    if "conv" in _name(target):
+    if _is_convolution(target):
         windows, _, weight = _convolved(node, shapes)
         gradients = sum(node.args[-1][:2]) if _is_backward(target) else 1
         return 2.0 * windows[0] * math.prod((*windows[2:], *weight)) * gradients
-    if _is_attention(target) and not is_packed(node):
+    if _is_attention(target) and not (_is_users(target) or is_packed(node)):
         query, key = _attended(node, shapes)
         each = _ATTENTION[_is_backward(target)]
         return each * math.prod(query) * key[sequence_dim(target)]
@@ -132,11 +135,11 @@ def dims_of(node: fx.Node, shapes: Shapes | None = None) -> ProductDims:
         if "outer" in _name(target):  # contracts the rows of both
             m, k = k, m
         return ProductDims(float(m), float(b[-1]), float(k))
-    if _is_attention(target):
+    if _is_attention(target) and not _is_users(target):
         query, key = _attended(node, shapes)
         rows = sequence_dim(target)
         return ProductDims(float(query[rows]), float(key[rows]), float(query[-1]))
-    if "conv" in _name(target):
+    if _is_convolution(target):
         return _dims_of_convolution(*_convolved(node, shapes))
     return NO_DIMS  # an op of the user's, of which only flops are told
 
@@ -165,8 +168,8 @@ def _convolved(node: fx.Node, shapes: Shapes) -> Shapes:
     """What has a point for each window, what windows slide over, and the weight; of a
     transposed convolution the first is its input."""
     target, transposed = node.target, _TRANSPOSED.get(node.target)
-    given = shapes[:3] if _is_backward(target) else (shapes[-1], *shapes[:2])
-    windows, rows, weight = given
+    result_first = shapes[:3] if _is_backward(target) else (shapes[-1], *shapes[:2])
+    windows, rows, weight = result_first
     if transposed is not None and node.args[transposed]:
         windows, rows = rows, windows
     return windows, rows, weight
@@ -196,6 +199,15 @@ def _sizes(node: fx.Node, shapes: Shapes) -> dict[str, float]:
 
 def _is_attention(target: Any) -> bool:
     return "attention" in _name(target) or "varlen_attn" in _name(target)
+
+
+def _is_convolution(target: Any) -> bool:
+    return "conv" in _name(target) and not _is_users(target)
+
+
+def _is_users(target: Any) -> bool:
+    """Whether an op is none of torch's or ours."""
+    return getattr(target, "namespace", "aten") not in _KNOWN
 
 
 def _is_backward(target: Any) -> bool:

@@ -73,8 +73,10 @@ def is_packed(node: fx.Node) -> bool:
     if sequence_dim(node.target) == -2:
         return False
     names = _names(node.target)
-    given = (_argument(node, names, x) for x in names if x.startswith(("cu_", "cum_")))
-    return any(isinstance(x, fx.Node) and hint_of(x.meta["val"].numel()) for x in given)
+    starts = (_argument(node, names, x) for x in names if x[:3] in ("cu_", "cum"))
+    return any(
+        isinstance(x, fx.Node) and hint_of(x.meta["val"].numel()) for x in starts
+    )
 
 
 def counts_places(node: fx.Node) -> bool:
