@@ -79,7 +79,8 @@ def cut_microbatches(
     if not batch:
         raise PlanError(
             f"microbatches={parts}: no input holds a batch",
-            fix="feed a tensor whose dim 0 is the batch, or set microbatches=1",
+            fix="feed a tensor whose dim 0 is the batch, mend the graph break before "
+            "this graph (TORCH_LOGS=graph_breaks shows it), or set microbatches=1",
         )
     rows = min(program.values[v].shape[0] for v in batch)
     most = max(1, min(parts, rows))
