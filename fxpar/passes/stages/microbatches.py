@@ -338,10 +338,12 @@ class _Unroller:
         """All parts in one value."""
         return self.build.call(aten.cat.default, list(values), dim)
 
-    def moved(self, values: Sequence[fx.Node], text: str) -> list[fx.Node]:
-        """What each part has of rows that are moved."""
-        time = Mesh(((TIME, self.parts),))
-        return exchanged(self.build.call, values, Exchange.parse(text), time)
+    def moved(self, values: Sequence[fx.Node], text: str) -> Any:
+        """What each part has of rows that are moved; the one value if they all have
+        the same."""
+        time, exchange = Mesh(((TIME, self.parts),)), Exchange.parse(text)
+        moved_rows = exchanged(self.build.call, values, exchange, time)
+        return moved_rows if any(exchange.split_targets) else moved_rows[0]
 
     def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
         """The value in the first part, the reduction's identity in the others."""
