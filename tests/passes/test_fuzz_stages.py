@@ -74,6 +74,11 @@ def test_some_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(range(8), monkeypatch)
 
 
+def test_rows_of_one_part_are_moved_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient is a row of the batch, which all parts then have alike."""
+    assert check(366, monkeypatch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 400, 20))
 def test_random_programs(first: int, monkeypatch: pytest.MonkeyPatch) -> None:

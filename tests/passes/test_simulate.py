@@ -20,7 +20,9 @@ import pytest
 import torch
 import torch.distributed._functional_collectives
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import register_flop_formula
 
 import fxpar
 from fxpar._torch.fake import new_fake_mode
@@ -211,6 +213,68 @@ def test_backwards_of_convolution_and_attention_have_flops():
     assert by[conv].dims == ProductDims(2 * 64, 6, 36)
     assert by[late].flops == 10 * 2 * 3 * 16 * 32 * 4
     assert by[late].dims == ProductDims(16, 32, 4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_of_channels_multiply_only_one_another(transposed):
+    """Each gradient takes what the forward does."""
+    s = Sketch()
+    x, g = s.input(2, 8, 8, 8), s.input(2, 4, 8, 8)
+    if transposed:
+        x, g = g, x
+    w = s.input(4, 2, 3, 3)
+    rest = [[1, 1], [1, 1], [1, 1], transposed, [0, 0], 4]
+    forward = s(aten.convolution, x, w, None, *rest)
+    late = s(aten.convolution_backward, g, x, w, None, *rest, [True, True, False])
+    s.graph.output((forward, late))
+    by = {x.nodes[0]: x for x in launches_of(s.graph).launches}
+    assert by[forward].flops == 2 * 2 * 64 * 4 * 2 * 9
+    assert by[late].flops == 2 * by[forward].flops
+    assert by[forward].dims == by[late].dims == ProductDims(2 * 64, 1, 2 * 9)
+
+
+def test_a_sequence_before_heads_is_the_sequence():
+    s = Sketch()
+    q, k, v = (s.input(2, n, 3, 4, dtype=torch.float16) for n in (16, 32, 32))
+    rest = (None, None, 16, 32, 0.0, False, False)
+    with FakeTensorMode():
+        out = torch.empty(2, 16, 3, 4, dtype=torch.float16)
+    node = s.graph.call_function(
+        aten._flash_attention_forward.default, (q, k, v, *rest)
+    )
+    node.meta["val"] = (out,)
+    s.graph.output((node,))
+    (launch,) = launches_of(s.graph).launches
+    assert launch.flops == 4 * 2 * 3 * 16 * 32 * 4
+    assert launch.dims == ProductDims(16, 32, 4)
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "causal_conv"])
+def test_flops_of_a_users_op_are_what_its_formula_says(name):
+    """Whatever it is called, nothing is known of its operands."""
+
+    @torch.library.custom_op(f"test_simulate::{name}", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    op.register_fake(torch.empty_like)
+    register_flop_formula(getattr(torch.ops.test_simulate, name))(
+        lambda x, **_: 7 * x[0]
+    )
+    s = Sketch()
+    s.graph.output((s(getattr(torch.ops.test_simulate, name), s.input(16, 4)),))
+    (launch,) = launches_of(s.graph).launches
+    assert (launch.flops, launch.dims) == (7 * 16, ProductDims())
+
+
+def test_a_product_in_another_dtype_has_flops():
+    s = Sketch()
+    x, y = (s.input(2, 4, 4, dtype=torch.bfloat16) for _ in range(2))
+    node = s.graph.call_function(aten.bmm.dtype, (x, y, torch.float32))
+    node.meta["val"] = x.meta["val"].float()
+    s.graph.output((node,))
+    (launch,) = launches_of(s.graph).launches
+    assert (launch.flops, launch.dims) == (2 * 2 * 4 * 4 * 4, ProductDims(4, 4, 4))
 
 
 @pytest.mark.parametrize(("masked", "pairs"), [(0.0, 16 * 17 // 2), (1.0, 16 * 16)])

@@ -79,7 +79,8 @@ def cut_microbatches(
     if not batch:
         raise PlanError(
             f"microbatches={parts}: no input holds a batch",
-            fix="feed a tensor whose dim 0 is the batch, or set microbatches=1",
+            fix="feed a tensor whose dim 0 is the batch, mend the graph break before "
+            "this graph (TORCH_LOGS=graph_breaks shows it), or set microbatches=1",
         )
     rows = min(program.values[v].shape[0] for v in batch)
     most = max(1, min(parts, rows))
@@ -337,10 +338,12 @@ class _Unroller:
         """All parts in one value."""
         return self.build.call(aten.cat.default, list(values), dim)
 
-    def moved(self, values: Sequence[fx.Node], text: str) -> list[fx.Node]:
-        """What each part has of rows that are moved."""
-        time = Mesh(((TIME, self.parts),))
-        return exchanged(self.build.call, values, Exchange.parse(text), time)
+    def moved(self, values: Sequence[fx.Node], text: str) -> Any:
+        """What each part has of rows that are moved; the one value if they all have
+        the same."""
+        time, exchange = Mesh(((TIME, self.parts),)), Exchange.parse(text)
+        moved_rows = exchanged(self.build.call, values, exchange, time)
+        return moved_rows if any(exchange.split_targets) else moved_rows[0]
 
     def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
         """The value in the first part, the reduction's identity in the others."""

@@ -10,7 +10,7 @@ roofline of ``Hardware``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -22,7 +22,13 @@ from torch.utils.flop_counter import flop_registry
 from fxpar import _torch
 from fxpar._torch.symbols import hint_shape
 from fxpar.sharding.cost.hardware import NO_DIMS, Hardware, ProductDims
-from fxpar.sharding.cost.visible_pairs import hidden_share, seen_share
+from fxpar.sharding.cost.visible_pairs import (
+    hidden_share,
+    is_packed,
+    seen_share,
+    sequence_dim,
+)
+from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -31,6 +37,9 @@ _DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``
 # Namespaces of ops that Inductor generates.
 _GENERATED = {"aten", "prims", "fxpar", "inductor_prims"}
 
+# Namespaces of ops whose operands are known by their places.
+_KNOWN = {"aten", "fxpar", "higher_order", "torch_attn"}
+
 # A reduction to few rows takes a second kernel to add up, from so many columns on.
 _FEW, _MANY = 64, 8192
 
@@ -38,6 +47,13 @@ _FEW, _MANY = 64, 8192
 # backward. Torch's registry has no formula for all, and none for heads that queries
 # share before 2.13.
 _ATTENTION = (4.0, 10.0)
+
+
+# Which argument of a convolution says whether it is transposed.
+_TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
+
+# Sizes of the dims of several tensors.
+Shapes = Sequence[Sequence[float]]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -78,19 +94,21 @@ def hidden_flops_of(node: fx.Node) -> float:
 
 def _flops_unmasked(node: fx.Node) -> float:
     """Where each query sees each key."""
-    target = node.target
+    target, shapes = node.target, _traced_shapes(node)
     if _name(target) == _DOT:
-        return 2.0 * math.prod(_sizes(node).values())
-    packet = getattr(target, "overloadpacket", None)
-    if packet in flop_registry and "scaled_dot_product" not in _name(target):
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda n: n.meta["val"]
-        )
-        count = flop_registry[packet]
-        return float(count(*args, **kwargs, out_val=node.meta["val"]))
-    query, key = _attended(node)
-    each = _ATTENTION["backward" in _name(target)]
-    return each * math.prod(query.shape) * key.shape[-2]
+        return 2.0 * math.prod(_sizes(node, shapes).values())
+    if _is_convolution(target):
+        windows, _, weight = _convolved(node, shapes)
+        gradients = sum(node.args[-1][:2]) if _is_backward(target) else 1
+        return 2.0 * windows[0] * math.prod((*windows[2:], *weight)) * gradients
+    if _is_attention(target) and not (_is_users(target) or is_packed(node)):
+        query, key = _attended(node, shapes)
+        each = _ATTENTION[_is_backward(target)]
+        return each * math.prod(query) * key[sequence_dim(target)]
+    count = flop_registry[target.overloadpacket]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args = [x for x in args if not isinstance(x, torch.dtype)]  # few formulas take one
+    return float(count(*args, **kwargs, out_val=node.meta["val"]))
 
 
 @cache
@@ -98,31 +116,38 @@ def family_of(target: Any) -> str:
     """Of what contracts: which peak it has, as ``Hardware.peak`` knows it."""
     family = "attention" if _is_attention(target) else ""
     family = "convolution" if "convolution" in _name(target) else family
-    return f"{family} backward" if family and "backward" in _name(target) else family
+    return f"{family} backward" if family and _is_backward(target) else family
 
 
-def dims_of(node: fx.Node) -> ProductDims:
+def dims_of(node: fx.Node, shapes: Shapes | None = None) -> ProductDims:
     """Those of what ``flops_of`` counts: of one product of a batch of them, of an
-    attention that of queries and keys."""
+    attention that of queries and keys. ``shapes``: of its tensors, operands before
+    results, if not as they were traced: those that a rank holds."""
     target = node.target
+    shapes = _traced_shapes(node) if shapes is None else shapes
     if _name(target) == _DOT:
         left, right, result = _words(node)
-        return dims_of_factors(left, right, result, _sizes(node))
+        return dims_of_factors(left, right, result, _sizes(node, shapes))
     first = op_facts_of(target).product
     if first is not None:
-        a, b = (node.args[first + i].meta["val"].shape for i in range(2))
+        a, b = shapes[first : first + 2]
         m, k = a[-2:]
         if "outer" in _name(target):  # contracts the rows of both
             m, k = k, m
         return ProductDims(float(m), float(b[-1]), float(k))
-    if _is_attention(target):
-        query, key = _attended(node)
-        rows = 0 if query.dim() == 3 else -2  # documents are packed along tokens
-        m, n, k = query.shape[rows], key.shape[rows], query.shape[-1]
-        return ProductDims(float(m), float(n), float(k))
-    if "conv" in _name(target):
-        return _dims_of_convolution(node)
+    if _is_attention(target) and not _is_users(target):
+        query, key = _attended(node, shapes)
+        rows = sequence_dim(target)
+        return ProductDims(float(query[rows]), float(key[rows]), float(query[-1]))
+    if _is_convolution(target):
+        return _dims_of_convolution(*_convolved(node, shapes))
     return NO_DIMS  # an op of the user's, of which only flops are told
+
+
+def _traced_shapes(node: fx.Node) -> Shapes:
+    """Of a call's operands, then of its results."""
+    operands = (n.meta["val"] for n in tensor_nodes(node))
+    return [hint_shape(t.shape) for t in (*operands, *tensors_in(node.meta["val"]))]
 
 
 def dims_of_factors(
@@ -139,17 +164,24 @@ def dims_of_factors(
     return ProductDims(m, n, k)
 
 
-def _dims_of_convolution(node: fx.Node) -> ProductDims:
-    """Of the product it is: points by channels out, by channels in and window."""
-    backward = node.target is aten.convolution_backward.default
-    result = node.args[0].meta["val"] if backward else node.meta["val"]
-    weight = node.args[2 if backward else 1].meta["val"].shape
-    points = result.shape[0] * math.prod(result.shape[2:])
-    groups: Any = node.args[-2] if backward else node.args[-1]
-    if isinstance(groups, fx.Node):  # not the same on all ranks
-        groups = groups.meta["val"]
-    m, n, k = points, weight[0] // groups, math.prod(weight[1:])
-    return ProductDims(float(m), float(n), float(k))
+def _convolved(node: fx.Node, shapes: Shapes) -> Shapes:
+    """What has a point for each window, what windows slide over, and the weight; of a
+    transposed convolution the first is its input."""
+    target, transposed = node.target, _TRANSPOSED.get(node.target)
+    result_first = shapes[:3] if _is_backward(target) else (shapes[-1], *shapes[:2])
+    windows, rows, weight = result_first
+    if transposed is not None and node.args[transposed]:
+        windows, rows = rows, windows
+    return windows, rows, weight
+
+
+def _dims_of_convolution(
+    windows: Sequence[float], rows: Sequence[float], weight: Sequence[float]
+) -> ProductDims:
+    """Of the product it is: points by channels, by the other channels and window."""
+    groups = rows[1] / max(1, weight[1])
+    m, n, k = windows[0] * math.prod(windows[2:]), weight[0], math.prod(weight[1:])
+    return ProductDims(float(m), n / max(1, groups), float(k))
 
 
 def _words(node: fx.Node) -> list[list[str]]:
@@ -158,15 +190,28 @@ def _words(node: fx.Node) -> list[list[str]]:
     return [word.split() for word in (*left.split(","), right)]
 
 
-def _sizes(node: fx.Node) -> dict[str, int]:
-    size: dict[str, int] = {}
-    for word, operand in zip(_words(node), node.args[:2], strict=False):
-        size.update(zip(word, operand.meta["val"].shape, strict=True))
+def _sizes(node: fx.Node, shapes: Shapes) -> dict[str, float]:
+    size: dict[str, float] = {}
+    for word, shape in zip(_words(node), shapes[:2], strict=False):
+        size.update(zip(word, shape, strict=True))
     return size
 
 
 def _is_attention(target: Any) -> bool:
     return "attention" in _name(target) or "varlen_attn" in _name(target)
+
+
+def _is_convolution(target: Any) -> bool:
+    return "conv" in _name(target) and not _is_users(target)
+
+
+def _is_users(target: Any) -> bool:
+    """Whether an op is none of torch's or ours."""
+    return getattr(target, "namespace", "aten") not in _KNOWN
+
+
+def _is_backward(target: Any) -> bool:
+    return "backward" in _name(target)
 
 
 def _is_flex(target: Any) -> bool:
@@ -179,15 +224,14 @@ def query_position(target: Any) -> int | None:
     backwards have the gradient before them. None of any other op."""
     if not _is_attention(target):
         return None
-    return int("backward" in _name(target) and not _is_flex(target))
+    return int(_is_backward(target) and not _is_flex(target))
 
 
-def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+def _attended(node: fx.Node, shapes: Shapes) -> Shapes:
     """Query and key."""
     first = query_position(node.target)
     assert first is not None
-    query, key = node.args[first : first + 2]
-    return query.meta["val"], key.meta["val"]
+    return shapes[first : first + 2]
 
 
 def is_view(node: fx.Node) -> bool:

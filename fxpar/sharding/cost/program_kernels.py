@@ -34,6 +34,8 @@ from fxpar.sharding.cost.fused_kernels import (
 )
 from fxpar.sharding.cost.hardware import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.op import (
+    Shapes,
+    dims_of,
     dims_of_factors,
     family_of,
     flops_of,
@@ -41,6 +43,7 @@ from fxpar.sharding.cost.op import (
     is_light,
     query_position,
 )
+from fxpar.sharding.cost.op import contracts as has_formula
 from fxpar.sharding.cost.recompute import phases
 from fxpar.sharding.cost.visible_pairs import unevenness
 from fxpar.sharding.factors import Axes
@@ -67,8 +70,8 @@ class Work:
     # its kernel reads for several ops, its share. In the forward, and, of what the
     # backward computes again, there too.
     moved: tuple[tuple[int, float], ...]
-    # Elements of each tensor; none for a view.
-    points: tuple[int, ...]
+    # Of each tensor; none for a view.
+    shapes: tuple[tuple[int, ...], ...]
     # Kernels that start with it.
     launches: int
     # Of the first floating-point tensor; of the last, if none is.
@@ -93,15 +96,17 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
     messages = shift_messages.seconds(op, strategy, mesh)
     if not work.flops:
         # Registers are not free either: else what is between would be left whole.
-        points = max((n * share(i) for i, n in enumerate(work.points)), default=0.0)
+        sizes = enumerate(map(math.prod, work.shapes))
+        points = max((n * share(i) for i, n in sizes), default=0.0)
         streamed = nbytes / on.bandwidth + points / on.peak("float32").flops
         return streamed + messages
     pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
     parts = math.prod(n for f, n in shards.items() if f not in pinned)
     flops, hidden_flops = work.flops / parts, on.masked * work.hidden_flops / parts
 
+    dims = _dims(op, work, shards)
+
     def kernel(flops: float) -> float:
-        dims = _dims(op, shards)
         flops += hidden_flops
         arithmetic = on.arithmetic(flops, dims, work.dtype, family=work.family)
         return max(arithmetic, nbytes / on.bandwidth)
@@ -161,11 +166,11 @@ def work_of(
     dtype = floating[0] if floating else tensors[-1].dtype
     if not traffic and not launches and is_view(op):
         return Work(0.0, (), (), 0, dtype)
-    points = tuple(x.numel for x in tensors)
+    shapes = tuple(x.shape for x in tensors)
     family = family_of(op.target)
     flops = flops_of_op(op)
     hidden_flops = hidden_flops_of(op.node)
-    return Work(flops, traffic, points, launches, dtype, family, balances, hidden_flops)
+    return Work(flops, traffic, shapes, launches, dtype, family, balances, hidden_flops)
 
 
 def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
@@ -180,14 +185,27 @@ def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
     return 1.0 if parts == [1, 1] else unevenness(op.node, *parts)
 
 
-def _dims(op: Op, shards: Mapping[str, float]) -> ProductDims:
-    """Those of a contraction of two operands, on one rank."""
+def _dims(op: Op, work: Work, shards: Mapping[str, float]) -> ProductDims:
+    """Those of what ``flops_of_op`` counts, on one rank."""
     rule = op.rule
+    if has_formula(op.target):
+        return dims_of(op.node, _local_shapes(op, work, shards))
     if len(rule.operands) != 2 or len(rule.results) != 1:
         return NO_DIMS
     left, right, result = ({f for dim in t for f in dim} for t in rule.tensors)
     size = {f: n / shards.get(f, 1) for f, n in rule.size.items()}
     return dims_of_factors(left, right, result, size)
+
+
+def _local_shapes(op: Op, work: Work, shards: Mapping[str, float]) -> Shapes:
+    """Of each tensor, on one rank."""
+    return [
+        [
+            n / math.prod(shards.get(f, 1) for f in dim)
+            for n, dim in zip(shape, dims, strict=True)
+        ]
+        for shape, dims in zip(work.shapes, op.rule.tensors, strict=True)
+    ]
 
 
 def flops_of_op(op: Op) -> float:

@@ -62,11 +62,28 @@ def hidden_share(node: fx.Node) -> float:
     return 1.0 - seen_share(node) if "is_causal" in _names(node.target) else 0.0
 
 
+@cache
+def sequence_dim(target: Any) -> int:
+    """The dim of an attention's queries and keys that is the sequence, from behind."""
+    return -3 if _name(target) in _SEQUENCE_BEFORE_HEADS else -2
+
+
+def is_packed(node: fx.Node) -> bool:
+    """Whether sequences lie one behind the other, where they begin is data."""
+    if sequence_dim(node.target) == -2:
+        return False
+    names = _names(node.target)
+    starts = (_argument(node, names, x) for x in names if x[:3] in ("cu_", "cum"))
+    return any(
+        isinstance(x, fx.Node) and hint_of(x.meta["val"].numel()) for x in starts
+    )
+
+
 def counts_places(node: fx.Node) -> bool:
     """Whether a call on [batch, heads, sequence, features] has a causal mask, and no
     other: where its queries or keys are split, it counts places."""
     names = _names(node.target)
-    if "is_causal" not in names or _name(node.target) in _SEQUENCE_BEFORE_HEADS:
+    if "is_causal" not in names or sequence_dim(node.target) == -3:
         return False
     masks = (_argument(node, names, name) for name in _MASKS if name in names)
     return bool(_argument(node, names, "is_causal")) and not any(
@@ -81,7 +98,7 @@ def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
     names = _names(node.target)
     if "is_causal" not in names or not _argument(node, names, "is_causal"):
         return 1.0
-    if _name(node.target) in _SEQUENCE_BEFORE_HEADS:
+    if sequence_dim(node.target) == -3:
         return 1.0
     queries, keys = _rows(node, names)
     rows, columns = round(queries / query_parts), round(keys / key_parts)
@@ -91,7 +108,8 @@ def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
 
 
 def _name(target: Any) -> str:
-    return _torch.objects.schema_of(target).name.split("::")[-1]
+    schema = _torch.objects.schema_of(target)
+    return (str(target) if schema is None else schema.name).split("::")[-1]
 
 
 @cache

@@ -108,17 +108,20 @@ class PartProgram:
         cut = self.cut.factors[op.index]
         if not cut:
             return work
-        shares = [
-            1 / self.count if any(f in cut for dim in dims for f in dim) else 1.0
+        parts = [
+            [1 if cut.isdisjoint(dim) else self.count for dim in dims]
             for dims in op.rule.tensors
         ]
-        pairs = zip(work.points, shares, strict=False)
+        shapes = (
+            tuple(n // part for n, part in zip(shape, own, strict=True))
+            for shape, own in zip(work.shapes, parts, strict=bool(work.shapes))
+        )
         return replace(
             work,
             flops=work.flops / self.count,
             hidden_flops=work.hidden_flops / self.count,
-            moved=tuple((i, nbytes * shares[i]) for i, nbytes in work.moved),
-            points=tuple(int(n * share) for n, share in pairs),
+            moved=tuple((i, n / max(parts[i], default=1)) for i, n in work.moved),
+            shapes=tuple(shapes),
         )
 
     def op_share(self, index: int) -> float:

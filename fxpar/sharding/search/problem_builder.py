@@ -128,7 +128,8 @@ class ProblemBuilder:
         """Seconds of an op under each of its strategies; shared among equals."""
         op, work = self.program.ops[index], self.kernels.works[index]
         part = self.op_share(index)
-        key = (op.rule, work, messages_of(op), part)
+        target = op.target if work.flops else None  # says which dims its product has
+        key = (target, op.rule, work, messages_of(op), part)
         if key not in self.prices:
             options = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(

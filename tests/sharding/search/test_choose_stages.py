@@ -18,7 +18,8 @@ import fxpar
 from fxpar.errors import HintError, PlanError
 from fxpar.sharding import choose_mesh, choose_stages, try_stages
 from fxpar.sharding.choose_stages import fastest_staged
-from fxpar.sharding.cost.hardware_table import Hardware, Level
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak
+from fxpar.sharding.cost.program_kernels import ProgramKernels, kernels_of, seconds
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.cut_stages import StageMemory
 from fxpar.sharding.mesh import Mesh
@@ -34,6 +35,7 @@ from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_s
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
 from fxpar.sharding.search.stage_bytes import stage_memory
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 from tests.helpers.machines import machine
 from tests.helpers.programs import program_of
 
@@ -118,6 +120,21 @@ def test_parts_share_what_is_done_once(count: int) -> None:
     whole = found_for(program, "dp=2", STARVED)
     part = found_for(program, "dp=2", STARVED, part_of(program, count))
     assert count * part.predicted == pytest.approx(whole.predicted, rel=0.05)
+
+
+def test_products_of_a_part_are_as_small_as_it_is() -> None:
+    """A rate that falls with the rows of a product falls in a part of the batch."""
+    slow = replace(FREE, peaks=(("float64", Peak(1e6, half_dim=8.0)),))
+    mesh = slow.on(Mesh.parse("dp=2"))
+
+    def paid(program: Program, kernels: ProgramKernels) -> list[float]:
+        split = Strategy(((program.ops[0].rule.factors[0], ("dp",)),))
+        pairs = zip(program.ops, kernels.works, strict=True)
+        return [seconds(op, w, split, mesh, slow) for op, w in pairs if w.flops]
+
+    few = program_of(layers(), rows(ROWS // 4).requires_grad_(), mesh="dp=2", grad=True)
+    part = part_of(trained(), 4)
+    assert paid(part.program, part.kernels(())) == paid(few, kernels_of(few))
 
 
 def test_what_does_not_follow_the_batch_stays_whole() -> None:
