@@ -17,7 +17,8 @@ from torch import fx
 
 from fxpar._torch.aot import higher_order_name
 from fxpar._torch.node_copies import attribute
-from fxpar._torch.traced_once import SegmentKind
+from fxpar._torch.segment_kinds import SegmentKind
+from fxpar._torch.traced_values import part_of
 from fxpar.passes.alike_nodes import with_reads
 from fxpar.sharding.search.layers import apart, rows_at_all_distances
 
@@ -85,8 +86,9 @@ def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
 
 def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
     """What each node reads, equal for segments that read in the same places; and what
-    that is outside. Of that, a value that others read too comes once for each reader,
-    the last first, as its gradients do: they are added up in this order."""
+    that is outside. Of that, a value with a gradient that others read too comes once for
+    each reader, the last first, as its gradients do: they are added up in this
+    order."""
     at = {node: i for i, node in enumerate(nodes)}
     operands: dict[tuple[fx.Node, int | None], int] = {}
     wiring: list[tuple[int, int | None, int | None]] = []
@@ -95,7 +97,7 @@ def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
             if read in at:
                 wiring.append((i, at[read], None))
                 continue
-            own = i if not all(user in at for user in read.users) else None
+            own = i if _has_gradient(read) and not at.keys() >= read.users.keys() else None
             place = operands.setdefault((read, own), len(operands))
             wiring.append((i, None, place))
     return tuple(wiring), list(operands)
@@ -125,6 +127,10 @@ def _value(node: fx.Node) -> Any:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(_value(node), torch.Tensor)
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return _is_tensor(node) and _value(node).requires_grad
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -174,7 +180,10 @@ def _facts(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         numbers = *value.shape, *value.stride(), value.storage_offset()
         where = [n if type(n) is int else str(n) for n in numbers]
-        return value.dtype, *where, str(value.device), value.requires_grad, type(value)
+        own = value.dtype, *where, str(value.device), value.requires_grad, type(value)
+        if part_of(value) is value:
+            return own
+        return *own, value.placements, value.device_mesh, *_facts(part_of(value))
     if isinstance(value, (list, tuple)):
         return type(value), *map(_facts, value)
     return type(value)
