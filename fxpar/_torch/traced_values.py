@@ -106,8 +106,10 @@ def around(part: Any, like: Any) -> Any:
         return part
     names, context = like.__tensor_flatten__()
     inner = {name: getattr(like, name) for name in names} | {"_local_tensor": part}
-    held = type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
-    return held.detach()
+    with untraced():
+        return type(like).__tensor_unflatten__(
+            inner, context, like.shape, like.stride()
+        )
 
 
 def fake_of(x: Any) -> Any:
