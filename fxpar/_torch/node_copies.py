@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.traced_values import fake_on, is_plain, memory_of
+from fxpar._torch.objects import memory_of
+from fxpar._torch.traced_values import fake_on, is_plain
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxpar._torch import traced_values as values_of
+from fxpar._torch.objects import memory_of
 
 
 @dataclass
@@ -30,6 +31,9 @@ class SegmentKind:
     numbers: list[list[fx.Node]]
     # Positions of nodes whose values are read outside, in one segment at least.
     results: list[int]
+    # Which of the results keep their elements until they are last read, and are no
+    # results of the graph: that they share memory makes no difference.
+    lasting: list[bool]
     # Whether the first was seen to run, before anything is traced.
     is_checked: bool = False
     # Whether every one has to be traced, as was found out then.
@@ -89,7 +93,7 @@ def conditions_of(values: Sequence[Any], numbers: Sequence[Any]) -> Conditions |
         return None
     if not all(type(x) is int for x in numbers):
         return None
-    memories = list(map(values_of.memory_of, fakes))
+    memories = list(map(memory_of, fakes))
     sharing = tuple(memories.index(memory) for memory in memories)
     return Conditions(ambient(), tuple(numbers), sharing)
 
@@ -114,7 +118,7 @@ def look_at(
     kind.is_checked = True
     kind.refused = (
         state() != before
-        or not _are_apart(outs, parts)
+        or not _are_apart(outs, parts, kind.lasting)
         or not may_be_copied(kind, values, conditions, 0)
     )
     return outs
@@ -123,25 +127,31 @@ def look_at(
 def may_be_copied(
     kind: SegmentKind, values: Sequence[Any], conditions: Conditions, index: int
 ) -> bool:
-    """Whether what the segment of this number writes to, if anything, are inputs of the
-    graph with memory of their own, and neither autograd nor views see it."""
+    """Whether what the segment of this number writes to, if anything, has memory that
+    no other operand has, and neither autograd nor a view sees it."""
     if not kind.written:
         return True
-    if values_of.functional_mode() is None or any(x.requires_grad for x in values):
+    if conditions.ambient.inference or any(x.requires_grad for x in values):
         return False
     for i in kind.written:
-        x, (node, _) = values[i], kind.operands[index][i]
-        if node.op != "placeholder" or not values_of.is_value(x) or x._is_view():
+        x = values[i]
+        if not values_of.is_functional(x) or x._is_view():
             return False
         if conditions.sharing.count(conditions.sharing[i]) > 1:
             return False
     return True
 
 
-def _are_apart(outs: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Whether results are tensors of their own."""
-    if not all(map(values_of.is_value, outs)) or any(x._is_view() for x in outs):
+def _are_apart(
+    outs: Sequence[Any], values: Sequence[Any], lasting: Sequence[bool]
+) -> bool:
+    """Whether results are tensors of their own, or may be."""
+    if not all(map(values_of.is_value, outs)):
         return False
-    own = [values_of.memory_of(values_of.fake_of(x)) for x in outs]
-    others = {values_of.memory_of(values_of.fake_of(x)) for x in values}
-    return len(set(own)) == len(own) and not others.intersection(own)
+    if any(x.requires_grad for x in (*outs, *values)):
+        lasting = [False] * len(outs)
+    apart = [x for x, may in zip(outs, lasting, strict=True) if not may]
+    own = [memory_of(values_of.fake_of(x)) for x in apart]
+    others = {memory_of(values_of.fake_of(x)) for x in values}
+    is_view = any(x._is_view() for x in apart)
+    return not is_view and len(set(own)) == len(own) and not others.intersection(own)

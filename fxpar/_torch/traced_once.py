@@ -182,9 +182,9 @@ class _Segment:
         targets = [operands[i] for i in self.kind.written]
         if tracer is None:
             memories = Memories({})
-            for x in targets:
-                values_of.write(x, memories.like(values_of.fake_of(x)))
             with values_of.untraced() as value:
+                for x in targets:
+                    values_of.write(x, memories.like(values_of.fake_of(x)))
                 return [value(memories.like(x)) for x in traced.likes]
         if self.index == 0:
             metadata = self.copies.metadata
@@ -193,8 +193,9 @@ class _Segment:
         else:
             self._copy(operands, tracer)
         copies = self.copies.nodes
-        for x, node in zip(targets, traced.written, strict=True):
-            values_of.write(x, values_of.fake_for(copies[node], tracer))
+        with values_of.untraced():
+            for x, node in zip(targets, traced.written, strict=True):
+                values_of.write(x, values_of.fake_for(copies[node], tracer))
         return [values_of.value_of(copies[node], tracer) for node in traced.results]
 
     def _copy(self, operands: Sequence[Any], tracer: Any) -> None:

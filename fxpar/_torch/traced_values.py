@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import memory_of
+
 
 def alias_of(x: Any) -> Any:
     """A fake tensor of the same memory."""
@@ -26,10 +28,6 @@ def fake_on(storage: Any, x: Any) -> Any:
     meta = torch.empty(0, dtype=x.dtype, device="meta")
     meta.set_(storage, x.storage_offset(), x.shape, x.stride())
     return FakeTensor(x.fake_mode, meta, x.device)
-
-
-def memory_of(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def is_plain(x: Any) -> bool:
@@ -137,10 +135,9 @@ def form_of(x: Any) -> Any:
 def write(x: Any, fake: Any) -> None:
     """Let a functional tensor stand for another fake tensor, as if an op had written
     that to it."""
-    with untraced():
-        x.replace_(fake)
-        x.commit_update()
-        x.sync()
+    x.replace_(fake)
+    x.commit_update()
+    x.sync()
 
 
 def node_of(x: Any, tracer: Any) -> fx.Node | None:

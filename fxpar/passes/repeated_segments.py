@@ -17,9 +17,11 @@ from torch import fx
 
 from fxpar._torch.aot import higher_order_name
 from fxpar._torch.node_copies import attribute
+from fxpar._torch.objects import is_mutable
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar._torch.traced_values import part_of
 from fxpar.passes.alike_nodes import with_reads
+from fxpar.passes.shared_memory import SharedMemory
 from fxpar.sharding.search.layers import apart, rows_at_all_distances
 
 # Nodes that need not be traced, at least: a segment is some work too.
@@ -53,14 +55,17 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
     rows = [row for row in candidates if saved(row) >= LEAST_SAVED]
     rows.sort(key=lambda row: (-saved(row), row[2]))
     kinds: list[SegmentKind] = []
+    memory = SharedMemory(gm.graph)
     for begin, end, distance in apart(rows, len(nodes)):
         begin += _narrowest(nodes, begin, end, distance)
         starts = range(begin, end - distance + 1, distance)
-        kinds += _kinds([nodes[i : i + distance] for i in starts])
+        kinds += _kinds([nodes[i : i + distance] for i in starts], memory)
     return kinds
 
 
-def _kinds(segments: Sequence[list[fx.Node]]) -> Iterator[SegmentKind]:
+def _kinds(
+    segments: Sequence[list[fx.Node]], memory: SharedMemory
+) -> Iterator[SegmentKind]:
     """Those among segments of equal ops that read in the same places."""
     by_wiring: dict[Any, list[tuple[list[fx.Node], Operands]]] = {}
     for nodes in segments:
@@ -70,12 +75,14 @@ def _kinds(segments: Sequence[list[fx.Node]]) -> Iterator[SegmentKind]:
     for alike in by_wiring.values():
         first, _ = alike[0]
         results = sorted({i for nodes, _ in alike for i in _read_outside(nodes)})
-        if len(alike) > 1 and results and all(_is_tensor(first[i]) for i in results):
+        gives = bool(results) or any(is_mutable(node.target) for node in first)
+        if len(alike) > 1 and gives and all(_is_tensor(first[i]) for i in results):
             yield SegmentKind(
                 [nodes for nodes, _ in alike],
                 [[x for x in reads if _is_tensor(x[0])] for _, reads in alike],
                 [[node for node, _ in reads if _is_number(node)] for _, reads in alike],
                 results,
+                [all(memory.lasts(nodes[i]) for nodes, _ in alike) for i in results],
             )
 
 
