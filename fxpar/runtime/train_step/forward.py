@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
+from fxpar._torch.segment_kinds import SegmentKind
 from fxpar.errors import PlanError
 from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -49,6 +50,8 @@ class Forward:
     ends: tuple[StepInput, ...]
     # Positions of inputs that are parameters with a gradient.
     trained: tuple[int, ...]
+    # Layers that repeat; what each does is known once ``reached`` ran them.
+    kinds: tuple[SegmentKind, ...] = ()
 
 
 def spec_of(x: Any) -> Spec | None:
@@ -152,7 +155,8 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
     with mode, torch.enable_grad():
         for i in forward.trained:
             fakes[i].requires_grad_()
-        loss = loss_of(fx.Interpreter(forward.module).run(*fakes), forward)
+        results = _torch.traced_once.run_each(forward.module, forward.kinds, *fakes)
+        loss = loss_of(results, forward)
     ids = {id(fakes[i]): i for i in forward.trained}
     positions, seen, functions = set(), set(), [loss.grad_fn]
     while functions:
