@@ -24,8 +24,9 @@ from fxpar.passes.alike_nodes import with_reads
 from fxpar.passes.shared_memory import SharedMemory
 from fxpar.sharding.search.layers import apart, rows_at_all_distances
 
-# Nodes that need not be traced, at least: a segment is some work too.
-LEAST_SAVED = 10
+# Nodes that need not be traced, at least, and nodes of a segment, which is some work
+# by itself too.
+LEAST_SAVED, LEAST_SIZE = 10, 4
 
 # Ops that run graphs and are traced as what these do.
 _INLINED = (
@@ -50,9 +51,13 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
         begin, end, distance = row
         return int(sizes[begin : end - distance].sum())
 
+    def pays(row: tuple[int, int, int]) -> bool:
+        begin, _, distance = row
+        size = sizes[begin : begin + distance].sum()
+        return size >= LEAST_SIZE and saved(row) >= LEAST_SAVED
+
     finer = with_reads(nodes, colors)
-    candidates = rows_at_all_distances(colors, finer)
-    rows = [row for row in candidates if saved(row) >= LEAST_SAVED]
+    rows = list(filter(pays, rows_at_all_distances(colors, finer)))
     rows.sort(key=lambda row: (-saved(row), row[2]))
     kinds: list[SegmentKind] = []
     memory = SharedMemory(gm.graph)
