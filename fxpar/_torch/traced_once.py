@@ -79,17 +79,13 @@ def _interpreter(base: Any) -> Any:
         ) -> None:
             super().__init__(module)
             self.each = each  # of the segments is run
+            # Autograd's number of the last node of the forward, once it goes back.
+            self.last_number: int | None = None
             self.segments: dict[fx.Node, _Segment] = {}
             for kind in kinds:
                 traced = TracedKind(kind, self)
                 for i, nodes in enumerate(kind.segments):
                     self.segments[nodes[0]] = _Segment(traced, i)
-
-        def run(self, *args: Any, **how: Any) -> Any:
-            outs = super().run(*args, **how)
-            # Autograd's number of the last node of the forward.
-            self.last_number = values_of.last_number()
-            return outs
 
         def run_node(self, n: fx.Node) -> Any:
             segment = self.segments.get(n)

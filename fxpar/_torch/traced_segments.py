@@ -184,6 +184,8 @@ def gradients_of(
     """The gradients of the operands of a segment."""
     tracer, first = values_of.tracer(), traced.forward
     assert first is not None
+    if traced.interpreter.last_number is None:
+        traced.interpreter.last_number = values_of.last_number()
     nodes = [x if x is None else values_of.node_of(x, tracer) for x in tangents]
     key = tuple(map(_strides_of, tangents)), tuple(map(nodes.index, nodes))
     if key not in traced.backwards:

@@ -3,9 +3,6 @@ where a layer does more than give new tensors too."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -23,14 +20,11 @@ from fxpar import _torch
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.calls.compiled_graph import hint_of
 from tests.helpers import models
+from tests.helpers.traced_graphs import Captured, same
 
 Tensor = torch.Tensor
 
 LAYERS = 4
-
-
-class Captured(Exception):
-    """A graph was traced, and is not to be compiled."""
 
 
 def traced(
@@ -61,89 +55,22 @@ def traced(
     return graphs[0], kinds
 
 
-def what(node: fx.Node) -> str:
-    """The op of a node; a constant by its value."""
-    held = node.op == "get_attr"
-    return str(getattr(node.graph.owning_module, node.target) if held else node.target)
-
-
-def rows(graph: fx.Graph) -> list[Any]:
-    """All that is said of each node, by place in the graph."""
-    at = {node: i for i, node in enumerate(graph.nodes)}
-    memories: dict[int, int] = {}
-    numbers: dict[Any, int] = {}
-    regions: dict[Any, int] = {}
-
-    def memory(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            number = x.untyped_storage()._cdata
-            return memories.setdefault(number, len(memories)), repr(x)
-        return [memory(i) for i in x] if isinstance(x, (list, tuple)) else repr(x)
-
-    said = []
-    for node in graph.nodes:
-        meta = {name: x for name, x in node.meta.items() if name != "from_node"}
-        number, region = meta.pop("seq_nr", None), meta.pop("ac_graph_id", None)
-        if "is_gradient_acc" in meta:  # it has that of whatever came last
-            number = None
-        said.append(
-            {
-                "op": (
-                    node.op,
-                    what(node),
-                    node.name.rpartition("constant")[0] or node.name,
-                ),
-                "args": str(
-                    fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{at[n]}")
-                ),
-                "val": memory(meta.pop("val", None)),
-                "number": numbers.setdefault(number, len(numbers)),
-                "region": regions.setdefault(region, len(regions)),
-                **{name: repr(x) for name, x in meta.items()},
-            }
-        )
-    return said
-
-
-def structure(graph: fx.Graph) -> Any:
-    """How often each value is computed, whatever the order; and the results."""
-    keys: dict[fx.Node, int] = {}
-    numbers: dict[Any, int] = {}
-    for i, node in enumerate(graph.nodes):
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{keys[n]}")
-        own = i if node.op == "placeholder" else None
-        key = what(node), str(args), repr(node.meta.get("val")), own
-        keys[node] = numbers.setdefault(key, len(numbers))
-    names = {number: key for key, number in numbers.items()}
-
-    def full(key: int) -> str:
-        target, args, val, own = names[key]
-        inner = re.sub(r"%(\d+)", lambda m: ids[int(m[1])], args)
-        return hashlib.sha256(f"{target}{inner}{val}{own}".encode()).hexdigest()
-
-    ids: dict[int, str] = {}
-    for key in sorted(names):
-        ids[key] = full(key)
-    return Counter(ids[keys[node]] for node in graph.nodes)
-
-
 def check(
     fn: Callable[..., Any],
     *args: Any,
     copied: int | None,
     ordered: bool = True,
     **kwargs: Any,
-) -> None:
+) -> int:
     """Trace both ways and compare, node by node if they come in the same order;
-    ``copied`` segments are copies, if it is given."""
+    ``copied`` segments are copies, if it is given. How many are."""
     plain, _ = traced(fn, *args, once=False, **kwargs)
     once, kinds = traced(fn, *args, once=True, **kwargs)
-    assert structure(plain) == structure(once)
-    if ordered:
-        for a, b in zip(rows(plain), rows(once), strict=True):
-            assert a == b
+    same(plain, once, ordered=ordered)
     kept = [kind for kind in kinds if not kind.refused]
-    assert copied is None or sum(len(kind.segments) - 1 for kind in kept) == copied
+    count = sum(len(kind.segments) - 1 for kind in kept)
+    assert copied is None or count == copied
+    return count
 
 
 SLOW = [
