@@ -8,7 +8,7 @@ a segment does more than ``segment_kinds`` says, all of its kind are traced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -53,7 +53,8 @@ def run_each(
 ) -> Sequence[Any]:
     """What a graph gives, every segment run by itself; the first of each kind is looked
     at."""
-    results: Sequence[Any] = _interpreter(fx.Interpreter)(module, kinds, True).run(*args)
+    interpreter = _interpreter(fx.Interpreter)(module, kinds, each=True)
+    results: Sequence[Any] = interpreter.run(*args)
     return results
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.objects import memory_of
-
 
 def alias_of(x: Any) -> Any:
     """A fake tensor of the same memory."""
@@ -48,9 +46,9 @@ def untraced() -> Iterator[Any]:
 
     mode = functional_mode()
     with _disable_current_modes():
-        yield (lambda x: x) if mode is None else PythonFunctionalizeAPI(
-            mode
-        ).wrap_tensors
+        yield (
+            (lambda x: x) if mode is None else PythonFunctionalizeAPI(mode).wrap_tensors
+        )
 
 
 def functional_mode() -> Any:
@@ -95,6 +93,11 @@ def part_of(x: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def layout_of(x: Any) -> Any:
+    """How a DTensor lies, and on which mesh; None of another."""
+    return None if part_of(x) is x else (x.placements, x.device_mesh)
 
 
 def around(part: Any, like: Any) -> Any:

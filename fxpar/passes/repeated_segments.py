@@ -19,7 +19,7 @@ from fxpar._torch.aot import higher_order_name
 from fxpar._torch.node_copies import attribute
 from fxpar._torch.objects import is_mutable
 from fxpar._torch.segment_kinds import SegmentKind
-from fxpar._torch.traced_values import part_of
+from fxpar._torch.traced_values import layout_of, part_of
 from fxpar.passes.alike_nodes import with_reads
 from fxpar.passes.shared_memory import SharedMemory
 from fxpar.sharding.search.layers import apart, rows_at_all_distances
@@ -98,8 +98,8 @@ def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
 
 def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
     """What each node reads, equal for segments that read in the same places; and what
-    that is outside. Of that, a value with a gradient that others read too comes once for
-    each reader, the last first, as its gradients do: they are added up in this
+    that is outside. Of that, a value with a gradient that others read too comes once
+    for each reader, the last first, as its gradients do: they are added up in this
     order."""
     at = {node: i for i, node in enumerate(nodes)}
     operands: dict[tuple[fx.Node, int | None], int] = {}
@@ -109,7 +109,8 @@ def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
             if read in at:
                 wiring.append((i, at[read], None))
                 continue
-            own = i if _has_gradient(read) and not at.keys() >= read.users.keys() else None
+            is_shared = not at.keys() >= read.users.keys()
+            own = i if is_shared and _has_gradient(read) else None
             place = operands.setdefault((read, own), len(operands))
             wiring.append((i, None, place))
     return tuple(wiring), list(operands)
@@ -193,9 +194,8 @@ def _facts(value: Any) -> Any:
         numbers = *value.shape, *value.stride(), value.storage_offset()
         where = [n if type(n) is int else str(n) for n in numbers]
         own = value.dtype, *where, str(value.device), value.requires_grad, type(value)
-        if part_of(value) is value:
-            return own
-        return *own, value.placements, value.device_mesh, *_facts(part_of(value))
+        lies = layout_of(value)
+        return own if lies is None else (*own, lies, *_facts(part_of(value)))
     if isinstance(value, (list, tuple)):
         return type(value), *map(_facts, value)
     return type(value)
