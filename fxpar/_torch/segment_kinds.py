@@ -1,8 +1,9 @@
 """Kinds of segments of a graph that repeat, and what they do beside giving tensors.
 
 A kind is looked at once, as its first segment runs before anything is traced. What it
-may do: give new tensors, and, where autograd records nothing, write to inputs of the
-graph. Where it does more (gives views, changes a mode), all of it are traced.
+may do: give new tensors; where autograd records nothing and ops are made functional,
+also write to what it is given, and give views that could as well be tensors of their
+own. Where it does more (changes a mode, gives other views), all of it are traced.
 """
 
 from __future__ import annotations
