@@ -5,14 +5,21 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
+from fxpar import _torch
+from fxpar.passes.repeated_segments import repeated_segments
+from fxpar.runtime.calls.compiled_graph import hint_of
 from fxpar.runtime.train_step import trace
 
 Tensor = torch.Tensor
+
+LAYERS, WIDTH = 4, 8
 
 
 class Captured(Exception):
@@ -102,3 +109,55 @@ def same(plain: fx.Graph, once: fx.Graph, *, ordered: bool = True) -> None:
     if ordered:
         for a, b in zip(rows(plain), rows(once), strict=True):
             assert a == b
+
+
+def traced(
+    fn: Callable[..., Any], *args: Any, once: bool, is_open: bool = False, **kwargs: Any
+) -> tuple[fx.Graph, list[Any]]:
+    """The joint graph of a call, and the kinds of segments in it. ``is_open``: Dynamo
+    leaves sizes open; AOTAutograd is given those of the call."""
+    graphs: list[fx.Graph] = []
+    kinds: list[Any] = []
+
+    def joint_pass(gm: fx.GraphModule) -> None:
+        graphs.append(gm.graph)
+        raise Captured
+
+    def find(gm: fx.GraphModule) -> list[Any]:
+        kinds.extend(repeated_segments(gm))
+        return kinds
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        examples = list(map(hint_of, examples))
+        _torch.aot.compile_fx(
+            gm, examples, joint_pass=joint_pass, repeated=find if once else None
+        )
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Captured"):
+        torch.compile(fn, backend=backend, dynamic=is_open)(*args, **kwargs)
+    return graphs[0], kinds
+
+
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    copied: int | None,
+    ordered: bool = True,
+    **kwargs: Any,
+) -> int:
+    """Trace both ways and compare, node by node if they come in the same order;
+    ``copied`` segments are copies, if it is given. How many are."""
+    plain, _ = traced(fn, *args, once=False, **kwargs)
+    once, kinds = traced(fn, *args, once=True, **kwargs)
+    same(plain, once, ordered=ordered)
+    kept = [kind for kind in kinds if not kind.refused]
+    count = sum(len(kind.segments) - 1 for kind in kept)
+    assert copied is None or count == copied
+    return count
+
+
+def chain(h: Tensor) -> Tensor:
+    """Ops of which no two are alike."""
+    h = (h * 0.5 + h.sigmoid()).tanh() - 0.25
+    return (h.sin() * 0.75 + h.cos().abs()).softmax(1) / 3

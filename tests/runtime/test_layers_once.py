@@ -18,9 +18,8 @@ from fxpar.joint_pass import JointPass
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.shared_memory import SharedMemory
 from fxpar.runtime.train_step import step as step_module
-from tests.helpers.traced_graphs import Captured, same
+from tests.helpers.traced_graphs import LAYERS, WIDTH, Captured, chain, check, same
 from tests.helpers.wrapper import fake_group
-from tests.passes.test_repeated_segments import LAYERS, WIDTH, chain, check
 
 Tensor = torch.Tensor
 

@@ -104,7 +104,10 @@ def _open_checkpoints(gm: fx.GraphModule) -> None:
         for item in list(call.users):
             item.replace_all_uses_with(results[item.args[1]])
             gm.graph.erase_node(item)
+        (held, *_) = call.args
         gm.graph.erase_node(call)
+        if not held.users:
+            gm.graph.erase_node(held)
 
 
 def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
