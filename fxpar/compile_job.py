@@ -145,9 +145,7 @@ def compile_graph(
                 cached=entry is not None,
                 local_border=bool(job.local) or job.options.outputs == "dtensor",
                 symbolic=job.open is not None,
-                repeated=None
-                if job.writes or job.open is not None
-                else repeated_segments,
+                repeated=None if job.open is not None else repeated_segments,
             )
         step.report_known_plan()
         if job.open is not None:

@@ -25,7 +25,8 @@ from fxpar._torch.inductor import (
 )
 from fxpar._torch.inductor_shortcuts import unread_texts
 from fxpar._torch.loops import calls_rewritten
-from fxpar._torch.traced_once import FindKinds, traced_once
+from fxpar._torch.segment_kinds import FindKinds
+from fxpar._torch.traced_once import traced_once
 from fxpar._torch.version import own_version
 
 

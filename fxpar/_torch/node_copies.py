@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import memory_of
+from fxpar._torch.traced_values import fake_on, is_plain
+
 
 @dataclass(frozen=True)
 class TracedNode:
@@ -99,27 +102,10 @@ class Memories:
             if number not in self._storages:
                 fresh = torch.UntypedStorage(storage.nbytes(), device="meta")
                 self._storages[number] = fresh
-            return _fake_on(self._storages[number], value)
+            return fake_on(self._storages[number], value)
         if isinstance(value, (list, tuple)):
             return type(value)(self.like(x) for x in value)
         return value
-
-
-def alias_of(x: Any) -> Any:
-    """A fake tensor of the same memory."""
-    return _fake_on(x.untyped_storage(), x)
-
-
-def memory_of(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _fake_on(storage: Any, x: Any) -> Any:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    meta = torch.empty(0, dtype=x.dtype, device="meta")
-    meta.set_(storage, x.storage_offset(), x.shape, x.stride())
-    return FakeTensor(x.fake_mode, meta, x.device)
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -138,99 +124,6 @@ def can_be_copied(nodes: Sequence[TracedNode]) -> bool:
         if isinstance(traced.target, torch._ops.HigherOrderOperator):
             return False
     return True
-
-
-def is_plain(x: Any) -> bool:
-    """Whether a value is nothing but sizes and strides that are known, or no tensor."""
-    if isinstance(x, torch.Tensor):
-        if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
-            return False
-        return all(type(n) is int for n in (*x.shape, *x.stride(), x.storage_offset()))
-    return x is None or isinstance(x, (int, float, bool))
-
-
-@contextlib.contextmanager
-def untraced() -> Iterator[Any]:
-    """Inside, what is done to tensors is not traced; it is given what makes a fake
-    tensor one that functionalization knows."""
-    from torch._subclasses.functional_tensor import PythonFunctionalizeAPI
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    mode = functional_mode()
-    with _disable_current_modes():
-        yield PythonFunctionalizeAPI(mode).wrap_tensors
-
-
-def functional_mode() -> Any:
-    """What makes ops functional; None where nothing does."""
-    from torch.utils._python_dispatch import _detect_infra_mode
-
-    return _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-
-
-def tracer() -> Any:
-    """What makes nodes of ops; None where nothing does."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
-    return None if mode is None else mode.tracer
-
-
-def is_functional(x: Any) -> bool:
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return type(x) is FunctionalTensor
-
-
-def fake_of(x: Any) -> Any:
-    """The fake tensor that stands for a functional one now."""
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return FunctionalTensor.from_functional(x)
-
-
-def writes_to(x: Any) -> Any:
-    """Changes where a functional tensor, or what shares its memory, is written to."""
-    counters = (
-        torch._functionalize_mutation_counter,
-        torch._functionalize_storage_changed_counter,
-    )
-    return [count(x.elem) for count in counters], x.shape, x.stride(), x.requires_grad
-
-
-def node_of(x: Any, tracer: Any) -> fx.Node | None:
-    """The node that a functional tensor stands for; None for a constant."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
-    slot = get_proxy_slot(fake_of(x), tracer, None)
-    return None if slot is None else slot.proxy.node
-
-
-def value_of(node: fx.Node | None, tracer: Any) -> Any:
-    """A functional tensor that stands for a node."""
-    from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
-
-    if node is None:
-        return None
-    with untraced() as functional:
-        fake = alias_of(node.meta["val"])
-        set_proxy_slot(fake, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
-        return functional(fake)
-
-
-def last_number() -> int:
-    """Of the nodes that autograd numbered so far."""
-    from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
-
-    return int(_get_sequence_nr()) - 1
-
-
-def skip_numbers(count: int) -> None:
-    """Let autograd number its next node as if it had numbered so many more."""
-    with untraced(), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
-        x = torch.empty(0).requires_grad_()
-        for _ in range(count):
-            x.view_as(x)
 
 
 def new_region() -> int:

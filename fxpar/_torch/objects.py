@@ -22,6 +22,20 @@ def is_mutable(target: Any) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that an op writes to, by its schema."""
+    if not is_mutable(node.target):
+        return []
+    out: list[fx.Node] = []
+    for i, argument in enumerate(schema_of(node.target).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(
+                argument.name, node.args[i] if i < len(node.args) else None
+            )
+            fx.node.map_arg(value, out.append)
+    return out
+
+
 def version_of(x: torch.Tensor) -> int:
     """How often a tensor was written to in place."""
     return x._version

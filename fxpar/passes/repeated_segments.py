@@ -17,12 +17,16 @@ from torch import fx
 
 from fxpar._torch.aot import higher_order_name
 from fxpar._torch.node_copies import attribute
-from fxpar._torch.traced_once import SegmentKind
+from fxpar._torch.objects import is_mutable
+from fxpar._torch.segment_kinds import SegmentKind
+from fxpar._torch.traced_values import layout_of, part_of
 from fxpar.passes.alike_nodes import with_reads
+from fxpar.passes.shared_memory import SharedMemory
 from fxpar.sharding.search.layers import apart, rows_at_all_distances
 
-# Nodes that need not be traced, at least: a segment is some work too.
-LEAST_SAVED = 10
+# Nodes that need not be traced, at least, and nodes of a segment, which is some work
+# by itself too.
+LEAST_SAVED, LEAST_SIZE = 10, 4
 
 # Ops that run graphs and are traced as what these do.
 _INLINED = (
@@ -47,19 +51,26 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
         begin, end, distance = row
         return int(sizes[begin : end - distance].sum())
 
+    def pays(row: tuple[int, int, int]) -> bool:
+        begin, _, distance = row
+        size = sizes[begin : begin + distance].sum()
+        return size >= LEAST_SIZE and saved(row) >= LEAST_SAVED
+
     finer = with_reads(nodes, colors)
-    candidates = rows_at_all_distances(colors, finer)
-    rows = [row for row in candidates if saved(row) >= LEAST_SAVED]
+    rows = list(filter(pays, rows_at_all_distances(colors, finer)))
     rows.sort(key=lambda row: (-saved(row), row[2]))
     kinds: list[SegmentKind] = []
+    memory = SharedMemory(gm.graph)
     for begin, end, distance in apart(rows, len(nodes)):
         begin += _narrowest(nodes, begin, end, distance)
         starts = range(begin, end - distance + 1, distance)
-        kinds += _kinds([nodes[i : i + distance] for i in starts])
+        kinds += _kinds([nodes[i : i + distance] for i in starts], memory)
     return kinds
 
 
-def _kinds(segments: Sequence[list[fx.Node]]) -> Iterator[SegmentKind]:
+def _kinds(
+    segments: Sequence[list[fx.Node]], memory: SharedMemory
+) -> Iterator[SegmentKind]:
     """Those among segments of equal ops that read in the same places."""
     by_wiring: dict[Any, list[tuple[list[fx.Node], Operands]]] = {}
     for nodes in segments:
@@ -69,12 +80,14 @@ def _kinds(segments: Sequence[list[fx.Node]]) -> Iterator[SegmentKind]:
     for alike in by_wiring.values():
         first, _ = alike[0]
         results = sorted({i for nodes, _ in alike for i in _read_outside(nodes)})
-        if len(alike) > 1 and results and all(_is_tensor(first[i]) for i in results):
+        gives = bool(results) or any(is_mutable(node.target) for node in first)
+        if len(alike) > 1 and gives and all(_is_tensor(first[i]) for i in results):
             yield SegmentKind(
                 [nodes for nodes, _ in alike],
                 [[x for x in reads if _is_tensor(x[0])] for _, reads in alike],
                 [[node for node, _ in reads if _is_number(node)] for _, reads in alike],
                 results,
+                [all(memory.lasts(nodes[i]) for nodes, _ in alike) for i in results],
             )
 
 
@@ -85,8 +98,9 @@ def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
 
 def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
     """What each node reads, equal for segments that read in the same places; and what
-    that is outside. Of that, a value that others read too comes once for each reader,
-    the last first, as its gradients do: they are added up in this order."""
+    that is outside. Of that, a value with a gradient that others read too comes once
+    for each reader, the last first, as its gradients do: they are added up in this
+    order."""
     at = {node: i for i, node in enumerate(nodes)}
     operands: dict[tuple[fx.Node, int | None], int] = {}
     wiring: list[tuple[int, int | None, int | None]] = []
@@ -95,7 +109,8 @@ def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
             if read in at:
                 wiring.append((i, at[read], None))
                 continue
-            own = i if not all(user in at for user in read.users) else None
+            is_shared = not at.keys() >= read.users.keys()
+            own = i if is_shared and _has_gradient(read) else None
             place = operands.setdefault((read, own), len(operands))
             wiring.append((i, None, place))
     return tuple(wiring), list(operands)
@@ -125,6 +140,10 @@ def _value(node: fx.Node) -> Any:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(_value(node), torch.Tensor)
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return _is_tensor(node) and _value(node).requires_grad
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -174,7 +193,9 @@ def _facts(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         numbers = *value.shape, *value.stride(), value.storage_offset()
         where = [n if type(n) is int else str(n) for n in numbers]
-        return value.dtype, *where, str(value.device), value.requires_grad, type(value)
+        own = value.dtype, *where, str(value.device), value.requires_grad, type(value)
+        lies = layout_of(value)
+        return own if lies is None else (*own, lies, *_facts(part_of(value)))
     if isinstance(value, (list, tuple)):
         return type(value), *map(_facts, value)
     return type(value)

@@ -3,9 +3,6 @@ where a layer does more than give new tensors too."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -13,138 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from fxpar import _torch
-from fxpar.passes.repeated_segments import repeated_segments
-from fxpar.runtime.calls.compiled_graph import hint_of
 from tests.helpers import models
+from tests.helpers.traced_graphs import LAYERS, WIDTH, chain, check
 
 Tensor = torch.Tensor
-
-LAYERS = 4
-
-
-class Captured(Exception):
-    """A graph was traced, and is not to be compiled."""
-
-
-def traced(
-    fn: Callable[..., Any], *args: Any, once: bool, is_open: bool = False, **kwargs: Any
-) -> tuple[fx.Graph, list[Any]]:
-    """The joint graph of a call, and the kinds of segments in it. ``is_open``: Dynamo
-    leaves sizes open; AOTAutograd is given those of the call."""
-    graphs: list[fx.Graph] = []
-    kinds: list[Any] = []
-
-    def joint_pass(gm: fx.GraphModule) -> None:
-        graphs.append(gm.graph)
-        raise Captured
-
-    def find(gm: fx.GraphModule) -> list[Any]:
-        kinds.extend(repeated_segments(gm))
-        return kinds
-
-    def backend(gm: fx.GraphModule, examples: Any) -> Any:
-        examples = list(map(hint_of, examples))
-        _torch.aot.compile_fx(
-            gm, examples, joint_pass=joint_pass, repeated=find if once else None
-        )
-
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="Captured"):
-        torch.compile(fn, backend=backend, dynamic=is_open)(*args, **kwargs)
-    return graphs[0], kinds
-
-
-def what(node: fx.Node) -> str:
-    """The op of a node; a constant by its value."""
-    held = node.op == "get_attr"
-    return str(getattr(node.graph.owning_module, node.target) if held else node.target)
-
-
-def rows(graph: fx.Graph) -> list[Any]:
-    """All that is said of each node, by place in the graph."""
-    at = {node: i for i, node in enumerate(graph.nodes)}
-    memories: dict[int, int] = {}
-    numbers: dict[Any, int] = {}
-    regions: dict[Any, int] = {}
-
-    def memory(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            number = x.untyped_storage()._cdata
-            return memories.setdefault(number, len(memories)), repr(x)
-        return [memory(i) for i in x] if isinstance(x, (list, tuple)) else repr(x)
-
-    said = []
-    for node in graph.nodes:
-        meta = {name: x for name, x in node.meta.items() if name != "from_node"}
-        number, region = meta.pop("seq_nr", None), meta.pop("ac_graph_id", None)
-        if "is_gradient_acc" in meta:  # it has that of whatever came last
-            number = None
-        said.append(
-            {
-                "op": (
-                    node.op,
-                    what(node),
-                    node.name.rpartition("constant")[0] or node.name,
-                ),
-                "args": str(
-                    fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{at[n]}")
-                ),
-                "val": memory(meta.pop("val", None)),
-                "number": numbers.setdefault(number, len(numbers)),
-                "region": regions.setdefault(region, len(regions)),
-                **{name: repr(x) for name, x in meta.items()},
-            }
-        )
-    return said
-
-
-def structure(graph: fx.Graph) -> Any:
-    """How often each value is computed, whatever the order; and the results."""
-    keys: dict[fx.Node, int] = {}
-    numbers: dict[Any, int] = {}
-    for i, node in enumerate(graph.nodes):
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{keys[n]}")
-        own = i if node.op == "placeholder" else None
-        key = what(node), str(args), repr(node.meta.get("val")), own
-        keys[node] = numbers.setdefault(key, len(numbers))
-    names = {number: key for key, number in numbers.items()}
-
-    def full(key: int) -> str:
-        target, args, val, own = names[key]
-        inner = re.sub(r"%(\d+)", lambda m: ids[int(m[1])], args)
-        return hashlib.sha256(f"{target}{inner}{val}{own}".encode()).hexdigest()
-
-    ids: dict[int, str] = {}
-    for key in sorted(names):
-        ids[key] = full(key)
-    return Counter(ids[keys[node]] for node in graph.nodes)
-
-
-def check(
-    fn: Callable[..., Any],
-    *args: Any,
-    copied: int | None,
-    ordered: bool = True,
-    **kwargs: Any,
-) -> None:
-    """Trace both ways and compare, node by node if they come in the same order;
-    ``copied`` segments are copies, if it is given."""
-    plain, _ = traced(fn, *args, once=False, **kwargs)
-    once, kinds = traced(fn, *args, once=True, **kwargs)
-    assert structure(plain) == structure(once)
-    if ordered:
-        for a, b in zip(rows(plain), rows(once), strict=True):
-            assert a == b
-    kept = [kind for kind in kinds if not kind.refused]
-    assert copied is None or sum(len(kind.segments) - 1 for kind in kept) == copied
-
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "vit", "mixtral")
@@ -184,16 +59,8 @@ def test_dropout_and_checkpoints() -> None:
     check(model, **batch, copied=LAYERS - 1)
 
 
-WIDTH = 8
-
 # What a layer adds to its operand: of the operand, a weight and its number.
 Part = Callable[[Tensor, Tensor, int], Any]
-
-
-def chain(h: Tensor) -> Tensor:
-    """Ops of which no two are alike."""
-    h = (h * 0.5 + h.sigmoid()).tanh() - 0.25
-    return (h.sin() * 0.75 + h.cos().abs()).softmax(1) / 3
 
 
 def stack(part: Part, end: Callable[[Tensor], Tensor] = torch.Tensor.sum) -> Any:

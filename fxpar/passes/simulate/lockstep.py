@@ -255,28 +255,13 @@ def _compute(node: fx.Node, env: dict[fx.Node, Ranks], size: int) -> Ranks:
     reads = [env[read] for read in node.all_input_nodes]
     keys = [tuple(_identity(values[r]) for values in reads) for r in range(size)]
     if len(set(keys)) > 1:
-        for changed in _mutated(node):
+        for changed in _torch.objects.written_by(node):
             _unshare(env, changed, keys)
     computed: dict[Any, Any] = {}
     for r, key in enumerate(keys):
         if key not in computed:
             computed[key] = _call(node, env, r)
     return [computed[key] for key in keys]
-
-
-def _mutated(node: fx.Node) -> list[fx.Node]:
-    """Arguments that the op changes in place."""
-    schema = _torch.objects.schema_of(node.target)
-    if schema is None or not schema.is_mutable:
-        return []
-    out: list[fx.Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(
-                argument.name, node.args[i] if i < len(node.args) else None
-            )
-            fx.node.map_arg(value, out.append)
-    return out
 
 
 def _unshare(env: dict[fx.Node, Ranks], node: fx.Node, keys: list[Any]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
+from fxpar._torch.segment_kinds import SegmentKind
 from fxpar.errors import PlanError
 from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -49,6 +50,8 @@ class Forward:
     ends: tuple[StepInput, ...]
     # Positions of inputs that are parameters with a gradient.
     trained: tuple[int, ...]
+    # Layers that repeat; what each does is known once ``reached`` ran them.
+    kinds: tuple[SegmentKind, ...] = ()
 
 
 def spec_of(x: Any) -> Spec | None:
@@ -101,7 +104,10 @@ def _open_checkpoints(gm: fx.GraphModule) -> None:
         for item in list(call.users):
             item.replace_all_uses_with(results[item.args[1]])
             gm.graph.erase_node(item)
+        (held, *_) = call.args
         gm.graph.erase_node(call)
+        if not held.users:
+            gm.graph.erase_node(held)
 
 
 def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
@@ -152,7 +158,8 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
     with mode, torch.enable_grad():
         for i in forward.trained:
             fakes[i].requires_grad_()
-        loss = loss_of(fx.Interpreter(forward.module).run(*fakes), forward)
+        results = _torch.traced_once.run_each(forward.module, forward.kinds, *fakes)
+        loss = loss_of(results, forward)
     ids = {id(fakes[i]): i for i in forward.trained}
     positions, seen, functions = set(), set(), [loss.grad_fn]
     while functions:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.compiled_graph import refusing_data
@@ -130,6 +131,7 @@ class TrainStep:
         ``examples``: values of its inputs; what each rank feeds a part of in full.
         """
         forward = globally(gm, inputs, examples)
+        forward = replace(forward, kinds=tuple(repeated_segments(forward.module)))
         refuse_hooks(forward, examples)
         return _Stage(self, forward, examples, compile_step)
 

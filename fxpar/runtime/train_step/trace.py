@@ -260,7 +260,8 @@ def _differentiate(
     """Forward and backward; gradients are left in ``grad`` of the parameters: those of
     the loss divided by ``calls``, times ``scale``."""
     with torch.enable_grad():
-        results = list(fx.Interpreter(forward.module).run(*forward_args))
+        run = _torch.traced_once.run_once
+        results = list(run(forward.module, forward.kinds, *forward_args))
         loss = loss_of(results, forward)
         _stamp("forward")
         _torch.aot.keep_lines_in_backward(loss)

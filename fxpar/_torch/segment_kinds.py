@@ -1,0 +1,158 @@
+"""Kinds of segments of a graph that repeat, and what they do beside giving tensors.
+
+A kind is looked at once, as its first segment runs before anything is traced. What it
+may do: give new tensors; where autograd records nothing and ops are made functional,
+also write to what it is given, and give views that could as well be tensors of their
+own. Where it does more (changes a mode, gives other views), all of it are traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar._torch import traced_values as values_of
+from fxpar._torch.objects import memory_of
+
+
+@dataclass
+class SegmentKind:
+    """Segments of a graph that are alike, node for node."""
+
+    # The nodes of each, in order.
+    segments: list[list[fx.Node]]
+    # What tensors each reads of what is computed outside: a node, and the position in
+    # the segment of the one that reads it, or None for all others.
+    operands: list[list[tuple[fx.Node, int | None]]]
+    # What numbers each reads of what is computed outside, in this order.
+    numbers: list[list[fx.Node]]
+    # Positions of nodes whose values are read outside, in one segment at least.
+    results: list[int]
+    # Which of the results keep their elements until they are last read, and are no
+    # results of the graph: that they share memory makes no difference.
+    lasting: list[bool]
+    # Whether the first was seen to run, before anything is traced.
+    is_checked: bool = False
+    # Whether every one has to be traced, as was found out then.
+    refused: bool = False
+    # Which operands it writes to, as was found out then.
+    written: tuple[int, ...] = ()
+
+
+# Finds what repeats in a graph that is about to be traced.
+FindKinds = Callable[[fx.GraphModule], list[SegmentKind]]
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """What the meaning of ops depends on beside their operands."""
+
+    # Whether autograd records.
+    grad: bool
+    # Whether it never will.
+    inference: bool
+    # Of each kind of device whether it casts, and to what.
+    autocast: tuple[Any, ...]
+
+
+def ambient() -> Ambient:
+    kinds = ("cpu", "cuda")
+    autocast = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in kinds
+    ]
+    inference = torch.is_inference_mode_enabled()
+    return Ambient(torch.is_grad_enabled(), inference, tuple(autocast))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the nodes traced of a segment depend on beside those of the graph."""
+
+    # When it runs.
+    ambient: Ambient
+    # The numbers that it reads.
+    numbers: tuple[int, ...]
+    # Of its operands: of each the first that has the same memory.
+    sharing: tuple[int, ...]
+
+
+def conditions_of(values: Sequence[Any], numbers: Sequence[Any]) -> Conditions | None:
+    """Those of a segment with these operands; None if it has to be traced."""
+    parts = list(map(values_of.part_of, values))
+    if not all(map(values_of.is_value, parts)):
+        return None
+    tracer = values_of.tracer()
+    if tracer and None in [values_of.node_of(x, tracer) for x in parts]:
+        return None
+    fakes = [values_of.fake_of(x) for x in parts]
+    if not all(map(values_of.is_plain, fakes)):
+        return None
+    if not all(type(x) is int for x in numbers):
+        return None
+    memories = list(map(memory_of, fakes))
+    sharing = tuple(memories.index(memory) for memory in memories)
+    return Conditions(ambient(), tuple(numbers), sharing)
+
+
+def look_at(
+    kind: SegmentKind,
+    values: Sequence[Any],
+    run: Callable[[], Sequence[Any]],
+    conditions: Conditions,
+) -> Sequence[Any]:
+    """Run the first segment before anything is traced, and note what it does; its
+    results."""
+    parts = list(map(values_of.part_of, values))
+
+    def state() -> Any:
+        return values_of.tokens(), ambient(), list(map(values_of.form_of, parts))
+
+    before, counts = state(), list(map(values_of.writes_to, parts))
+    outs = run()
+    writes = zip(counts, map(values_of.writes_to, parts), strict=True)
+    kind.written = tuple(i for i, (n, now) in enumerate(writes) if n != now)
+    kind.is_checked = True
+    kind.refused = (
+        state() != before
+        or not _are_apart(outs, parts, kind.lasting)
+        or not may_be_copied(kind, values, conditions, 0)
+    )
+    return outs
+
+
+def may_be_copied(
+    kind: SegmentKind, values: Sequence[Any], conditions: Conditions, index: int
+) -> bool:
+    """Whether what the segment of this number writes to, if anything, has memory that
+    no other operand has, and neither autograd nor a view sees it."""
+    if not kind.written:
+        return True
+    if conditions.ambient.inference or any(x.requires_grad for x in values):
+        return False
+    for i in kind.written:
+        x = values[i]
+        if not values_of.is_functional(x) or x._is_view():
+            return False
+        if conditions.sharing.count(conditions.sharing[i]) > 1:
+            return False
+    return True
+
+
+def _are_apart(
+    outs: Sequence[Any], values: Sequence[Any], lasting: Sequence[bool]
+) -> bool:
+    """Whether results are tensors of their own, or may be."""
+    if not all(map(values_of.is_value, outs)):
+        return False
+    if any(x.requires_grad for x in (*outs, *values)):
+        lasting = [False] * len(outs)
+    apart = [x for x, may in zip(outs, lasting, strict=True) if not may]
+    own = [memory_of(values_of.fake_of(x)) for x in apart]
+    others = {memory_of(values_of.fake_of(x)) for x in values}
+    is_view = any(x._is_view() for x in apart)
+    return not is_view and len(set(own)) == len(own) and not others.intersection(own)

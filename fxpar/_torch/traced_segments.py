@@ -1,0 +1,271 @@
+"""What is traced of the first segment of a kind, and copies of it for the others.
+
+The forward is traced as it stands, the backward when gradients for the kind are first
+asked for. Copies have the metadata that nodes of their own would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar._torch import node_copies as nodes_of
+from fxpar._torch import traced_values as values_of
+from fxpar._torch.node_copies import Memories, TracedNode
+from fxpar._torch.segment_kinds import Conditions, SegmentKind
+
+
+@dataclass(frozen=True)
+class TracedForward:
+    """A segment that was traced, with what autograd knows of it."""
+
+    # All that were traced, in order.
+    nodes: list[TracedNode]
+    # Values that stand for its operands, from which autograd knows it.
+    leaves: list[Any]
+    # Its results.
+    outs: list[Any]
+    # Autograd's number of the last node before it.
+    begin: int
+    # Autograd's number of the last node in it.
+    end: int
+
+
+@dataclass(frozen=True)
+class TracedBackward:
+    """What was traced of the backward of a segment."""
+
+    # The forward that it reads from.
+    forward: TracedForward
+    # All that were traced, in order.
+    nodes: list[TracedNode]
+    # Nodes of the gradients of the results.
+    tangents: list[fx.Node | None]
+    # The gradients of the operands.
+    gradients: list[Any]
+    # Their nodes.
+    gradient_nodes: list[fx.Node | None]
+
+
+@dataclass
+class TracedKind:
+    """What was traced of a kind, in one run of the graph."""
+
+    # The segments.
+    kind: SegmentKind
+    # What runs the graph.
+    interpreter: Any
+    # Of the first.
+    conditions: Conditions | None = None
+    # Of each result a fake tensor like it.
+    likes: list[Any] = field(default_factory=list)
+    # Whether each result has a gradient.
+    differentiable: list[bool] = field(default_factory=list)
+    # Nodes of the operands of the first.
+    operands: list[fx.Node] = field(default_factory=list)
+    # Nodes of the results of the first.
+    results: list[fx.Node] = field(default_factory=list)
+    # Nodes of what the first writes to operands.
+    written: list[fx.Node] = field(default_factory=list)
+    # The first, once it is traced.
+    forward: TracedForward | None = None
+    # By what is known of the gradients of results.
+    backwards: dict[Any, TracedBackward] = field(default_factory=dict)
+
+
+@dataclass
+class Copies:
+    """Nodes of one segment in the place of those of the first."""
+
+    # Of nodes of the first those in their place.
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # Numbers of checkpointed regions likewise.
+    regions: dict[int, int] = field(default_factory=dict)
+    # What metadata of the user's code is here: by its name, and its text at the first.
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Autograd's number of the last node before it.
+    begin: int = 0
+
+    def add(
+        self,
+        traced_nodes: Sequence[TracedNode],
+        nodes: dict[fx.Node, fx.Node],
+        forward: TracedForward,
+        other: int,
+        tracer: Any,
+    ) -> None:
+        """Add copies of nodes, which read what ``nodes`` has in the place of what they
+        read; it has theirs then. Numbers that autograd gave nodes of ``forward`` are
+        those of this segment; for others there is ``other``."""
+        memories = Memories(nodes)
+        regions = _regions(traced_nodes, self.regions)
+        self.regions |= {i: nodes_of.new_region() for i in regions}
+        with values_of.untraced():
+            for traced in traced_nodes:
+                meta = traced.copy(tracer.graph, nodes).meta
+                if "val" in meta:
+                    meta["val"] = memories.like(meta["val"])
+                if "ac_graph_id" in meta:
+                    meta["ac_graph_id"] = self.regions[meta["ac_graph_id"]]
+                if "seq_nr" in meta:
+                    number = meta["seq_nr"] - forward.begin
+                    is_own = 0 < number <= forward.end - forward.begin
+                    meta["seq_nr"] = self.begin + number if is_own else other
+                for name, values in self.metadata.items():
+                    if name in meta:
+                        meta[name] = values.get(repr(meta[name]), meta[name])
+
+
+def trace_first(traced: TracedKind, operands: Sequence[Any], before: int) -> Copies:
+    """Trace the first segment for all of its kind. ``before``: autograd's number of
+    the last node before there was an op for it."""
+    tracer, kind = values_of.tracer(), traced.kind
+    parts = list(map(values_of.part_of, operands))
+    nodes = [values_of.node_of(x, tracer) for x in parts]
+    forward = traced.forward = _trace_forward(traced, operands, tracer)
+    traced.operands = list(nodes)
+    traced.results = [values_of.node_of(x, tracer) for x in forward.outs]
+    traced.written = [
+        values_of.node_of(forward.leaves[i], tracer) for i in kind.written
+    ]
+    traced.differentiable = [x.requires_grad for x in forward.outs]
+    kind.refused = not nodes_of.can_be_copied(forward.nodes)
+    for x in forward.nodes:
+        # Without a number of its own it has that of what stands before it.
+        if x.meta.get("seq_nr") == forward.begin:
+            x.node.meta["seq_nr"] = before
+    own = {node: node for node in [*nodes, *(x.node for x in forward.nodes)]}
+    regions = {i: i for i in _regions(forward.nodes)}
+    return Copies(own, regions, begin=forward.begin)
+
+
+def _trace_forward(
+    traced: TracedKind, operands: Sequence[Any], tracer: Any
+) -> TracedForward:
+    """Trace the first segment for autograd to go back through."""
+    assert traced.conditions is not None
+    env, kind = traced.interpreter.env, traced.kind
+    reads, nodes = kind.operands[0], kind.segments[0]
+    leaves = [_leaf(x, tracer) for x in operands]
+    begin, last = values_of.last_number(), nodes_of.last_node(tracer.graph)
+    outer = {node: env.get(node) for node, _ in reads}
+    shared = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at is None}
+    with torch.set_grad_enabled(traced.conditions.ambient.grad):
+        for i, node in enumerate(nodes):
+            own = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at == i}
+            env.update(shared | own)
+            traced.interpreter.run_by_itself(node)
+    outs = [env[nodes[i]] for i in kind.results]
+    env.update(outer)
+    _keep_lines(outs)
+    end = values_of.last_number()
+    since = nodes_of.traced_since(last, tracer.graph)
+    return TracedForward(since, leaves, outs, begin, end)
+
+
+def _leaf(x: Any, tracer: Any) -> Any:
+    """A value like an operand, of which autograd knows nothing."""
+    part = values_of.part_of(x)
+    with values_of.untraced() as value:
+        if values_of.is_functional(part):
+            own = value(values_of.fake_of(part))
+        else:
+            own = values_of.fake_for(values_of.node_of(part, tracer), tracer)
+        return values_of.around(own, x).requires_grad_(x.requires_grad)
+
+
+def gradients_of(
+    traced: TracedKind, tangents: Sequence[Any], copies: Copies
+) -> list[Any]:
+    """The gradients of the operands of a segment."""
+    tracer, first = values_of.tracer(), traced.forward
+    assert first is not None
+    if traced.interpreter.last_number is None:
+        traced.interpreter.last_number = values_of.last_number()
+    nodes = [x if x is None else values_of.node_of(x, tracer) for x in tangents]
+    key = tuple(map(_strides_of, tangents)), tuple(map(nodes.index, nodes))
+    if key not in traced.backwards:
+        traced.backwards[key] = _trace_backward(traced, tangents, nodes, tracer)
+    backward = traced.backwards[key]
+    forward = backward.forward
+    own = dict(copies.nodes)
+    for x, y in zip(forward.nodes, first.nodes, strict=True):
+        own[x.node] = own[y.node]
+    for node, mine in zip(backward.tangents, nodes, strict=True):
+        if node is not None:
+            own[node] = mine
+    last = traced.interpreter.last_number
+    copies.add(backward.nodes, own, forward, last, tracer)
+    gradients = []
+    for node, like in zip(backward.gradient_nodes, backward.gradients, strict=True):
+        part = values_of.value_of(node and own.get(node, node), tracer)
+        gradients.append(values_of.around(part, like))
+    return gradients
+
+
+def _trace_backward(
+    traced: TracedKind,
+    tangents: Sequence[Any],
+    tangent_nodes: list[fx.Node | None],
+    tracer: Any,
+) -> TracedBackward:
+    """Trace the backward of the first segment; its nodes leave the graph again."""
+    forward = traced.forward
+    assert forward is not None
+    with nodes_of.taken_out(tracer.graph):
+        if traced.backwards:  # autograd goes back through a forward once
+            forward = _trace_forward_again(traced, forward, tracer)
+        last = nodes_of.last_node(tracer.graph)
+        pairs = zip(forward.outs, tangents, strict=True)
+        used = [(x, t) for x, t in pairs if t is not None and x.requires_grad]
+        places = [i for i, x in enumerate(forward.leaves) if x.requires_grad]
+        results = torch.autograd.grad(
+            [x for x, _ in used],
+            [forward.leaves[i] for i in places],
+            [t for _, t in used],
+            allow_unused=True,
+        )
+        gradients: list[Any] = [None] * len(forward.leaves)
+        nodes: list[fx.Node | None] = [None] * len(forward.leaves)
+        for i, x in zip(places, results, strict=True):
+            if x is not None:
+                gradients[i] = x
+                nodes[i] = values_of.node_of(values_of.part_of(x), tracer)
+        since = nodes_of.traced_since(last, tracer.graph)
+    return TracedBackward(forward, since, tangent_nodes, gradients, nodes)
+
+
+def _trace_forward_again(
+    traced: TracedKind, forward: TracedForward, tracer: Any
+) -> TracedForward:
+    operands = []
+    for node, leaf in zip(traced.operands, forward.leaves, strict=True):
+        part = values_of.value_of(node, tracer)
+        operand = values_of.around(part, leaf)
+        operands.append(operand.requires_grad_(leaf.requires_grad))
+    with torch.enable_grad():
+        again = _trace_forward(traced, operands, tracer)
+    values_of.skip_numbers(1)  # the last is that of other nodes
+    return again
+
+
+def _keep_lines(outs: Sequence[Any]) -> None:
+    """Give what is traced of a backward the user's lines of the forward."""
+    from torch._functorch._aot_autograd import logging_utils
+
+    ends = [x.grad_fn for x in outs if x.grad_fn is not None]
+    logging_utils.setup_stacktrace_preservation_hooks(ends)
+
+
+def _strides_of(x: Any) -> Any:
+    return None if x is None else (x.dtype, tuple(x.shape), x.stride())
+
+
+def _regions(nodes: Sequence[TracedNode], but: Any = ()) -> Iterator[int]:
+    """Numbers of checkpointed regions in nodes, in order, but these."""
+    numbers = (x.meta["ac_graph_id"] for x in nodes if "ac_graph_id" in x.meta)
+    return (i for i in dict.fromkeys(numbers) if i not in but)

@@ -1,0 +1,183 @@
+"""Tensors that stand for nodes while a graph is traced.
+
+A value is a fake tensor, or what functionalization makes of one where ops are made
+functional; it may be the part of a DTensor. Its node is that of the fake tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def alias_of(x: Any) -> Any:
+    """A fake tensor of the same memory."""
+    return fake_on(x.untyped_storage(), x)
+
+
+def fake_on(storage: Any, x: Any) -> Any:
+    """A fake tensor like ``x`` on some memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    meta = torch.empty(0, dtype=x.dtype, device="meta")
+    meta.set_(storage, x.storage_offset(), x.shape, x.stride())
+    return FakeTensor(x.fake_mode, meta, x.device)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a value is nothing but sizes and strides that are known, or no tensor."""
+    if isinstance(x, torch.Tensor):
+        if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
+            return False
+        return all(type(n) is int for n in (*x.shape, *x.stride(), x.storage_offset()))
+    return x is None or isinstance(x, (int, float, bool))
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[Any]:
+    """Inside, what is done to tensors is not traced; it is given what makes a fake
+    tensor a value."""
+    from torch._subclasses.functional_tensor import PythonFunctionalizeAPI
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = functional_mode()
+    with _disable_current_modes():
+        yield (
+            (lambda x: x) if mode is None else PythonFunctionalizeAPI(mode).wrap_tensors
+        )
+
+
+def functional_mode() -> Any:
+    """What makes ops functional; None where nothing does."""
+    from torch.utils._python_dispatch import _detect_infra_mode
+
+    return _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def tokens() -> dict[Any, Any]:
+    """Of the effects that were kept in order so far."""
+    mode = functional_mode()
+    return {} if mode is None else dict(mode._tokens)
+
+
+def tracer() -> Any:
+    """What makes nodes of ops; None where nothing does."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+def is_value(x: Any) -> bool:
+    """Whether it is a fake tensor, as functionalization knows it where it is on."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if functional_mode() is not None:
+        return is_functional(x)
+    return type(x) is FakeTensor
+
+
+def is_functional(x: Any) -> bool:
+    """Whether functionalization knows it."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return type(x) is FunctionalTensor
+
+
+def part_of(x: Any) -> Any:
+    """The one tensor that a DTensor holds; another as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def layout_of(x: Any) -> Any:
+    """How a DTensor lies, and on which mesh; None of another."""
+    return None if part_of(x) is x else (x.placements, x.device_mesh)
+
+
+def around(part: Any, like: Any) -> Any:
+    """A DTensor that lies as another does, and holds ``part``; ``part`` itself for
+    another that is none."""
+    if part is None or part_of(like) is like:
+        return part
+    names, context = like.__tensor_flatten__()
+    inner = {name: getattr(like, name) for name in names} | {"_local_tensor": part}
+    with untraced():
+        return type(like).__tensor_unflatten__(
+            inner, context, like.shape, like.stride()
+        )
+
+
+def fake_of(x: Any) -> Any:
+    """The fake tensor that stands for a value now."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FunctionalTensor.from_functional(x) if is_functional(x) else x
+
+
+def writes_to(x: Any) -> int:
+    """How often a value, or what shares its memory, was written to."""
+    if is_functional(x):
+        return torch._functionalize_mutation_counter(x.elem)
+    return x._version
+
+
+def form_of(x: Any) -> Any:
+    """What of a value an op may change beside its elements."""
+    moves = 0
+    if is_functional(x):
+        moves = torch._functionalize_storage_changed_counter(x.elem)
+    return moves, tuple(x.shape), x.stride(), x.requires_grad
+
+
+def write(x: Any, fake: Any) -> None:
+    """Let a functional tensor stand for another fake tensor, as if an op had written
+    that to it."""
+    x.replace_(fake)
+    x.commit_update()
+    x.sync()
+
+
+def node_of(x: Any, tracer: Any) -> fx.Node | None:
+    """The node that a value stands for; None for a constant."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    slot = get_proxy_slot(fake_of(x), tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def fake_for(node: fx.Node, tracer: Any) -> Any:
+    """A fake tensor that stands for a node."""
+    from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
+
+    fake = alias_of(node.meta["val"])
+    set_proxy_slot(fake, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
+    return fake
+
+
+def value_of(node: fx.Node | None, tracer: Any) -> Any:
+    """A value that stands for a node."""
+    if node is None:
+        return None
+    with untraced() as value:
+        return value(fake_for(node, tracer))
+
+
+def last_number() -> int:
+    """Of the nodes that autograd numbered so far."""
+    from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+
+    return int(_get_sequence_nr()) - 1
+
+
+def skip_numbers(count: int) -> None:
+    """Let autograd number its next node as if it had numbered so many more."""
+    with untraced(), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        x = torch.empty(0).requires_grad_()
+        for _ in range(count):
+            x.view_as(x)

@@ -1,0 +1,67 @@
+"""Which values of a traced graph keep their elements until they are last read.
+
+In: an ATen graph that writes in place, as ``_torch.aot.trace_flat`` makes one, whose
+values share memory where tensors did. Out: of a value whether it could as well be a
+tensor of its own. Never changes a graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fxpar._torch.objects import memory_of, written_by
+
+
+class SharedMemory:
+    """What is written to in a graph, and when."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.output = graph.output_node()
+        self.writers: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for target in written_by(node):
+                for memory in self._memories(target):
+                    self.writers[memory].append(node)
+
+    def lasts(self, node: fx.Node) -> bool:
+        """Whether nothing writes to the memory of a value, by any name, before it and
+        what is a view of it are last read, nor by their names at all; and they are no
+        results of the graph. False where it is not known."""
+        memories = self._memories(node)
+        if not memories:
+            return False
+        names, reads = self._names(node, memories), list[fx.Node]()
+        for name in names:
+            reads += name.users
+        if self.output in reads:
+            return False
+        if any(names.intersection(written_by(read)) for read in reads):
+            return False
+        last = max((self.position[read] for read in reads), default=0)
+        begin = self.position[node]
+        writers = (w for memory in memories for w in self.writers[memory])
+        return not any(begin < self.position[w] < last for w in writers)
+
+    def _names(self, node: fx.Node, memories: set[int]) -> set[fx.Node]:
+        """A value and what is made of it that has its memory."""
+        names, pending = {node}, [node]
+        while pending:
+            for user in pending.pop().users:
+                if user not in names and memories & self._memories(user):
+                    names.add(user)
+                    pending.append(user)
+        return names
+
+    def _memories(self, node: fx.Node) -> set[int]:
+        return set(map(memory_of, _tensors(node)))
+
+
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return (x for x in values if isinstance(x, torch.Tensor))
