@@ -80,11 +80,15 @@ def kind_of(layer: nn.Module) -> Any:
 
 
 def reads_tensors(tx: Any, entry: Any, source: Any) -> bool:
-    """Whether a region reads nothing of its layer but tensors of fixed sizes: numbers
-    that Dynamo leaves open are those of one layer, and no guard says which."""
+    """Whether a region reads nothing of its layer but tensors of fixed sizes, and makes
+    no sizes of data: numbers that Dynamo leaves open are those of one layer, and no
+    guard says which."""
     from torch._dynamo.source import is_from_source
     from torch._dynamo.variables.invoke_subgraph import LiftedCapturedSource
-    from torch.fx.experimental.symbolic_shapes import free_symbols
+    from torch.fx.experimental.symbolic_shapes import (
+        free_symbols,
+        free_unbacked_symbols,
+    )
 
     inputs = entry.subgraph_input_mapping
     captured = (x.source for x in inputs if isinstance(x, LiftedCapturedSource))
@@ -98,12 +102,12 @@ def reads_tensors(tx: Any, entry: Any, source: Any) -> bool:
         if any(is_from_source(each, source) for each in sources)
     }
     values = (node.meta.get("example_value") for node in entry.body_gmod.graph.nodes)
-    sized = (x for x in values if isinstance(x, (torch.Tensor, torch.SymInt)))
+    sized = [x for x in values if isinstance(x, (torch.Tensor, torch.SymInt))]
     used = set(shapes.replacements).union(
         *(guard.expr.free_symbols for guard in shapes.guards),
         *map(free_symbols, sized),
     )
-    return own.isdisjoint(used)
+    return own.isdisjoint(used) and not any(map(free_unbacked_symbols, sized))
 
 
 def guards_on(tx: Any, source: Any) -> tuple[LayerGuard, ...] | None:

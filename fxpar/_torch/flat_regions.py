@@ -70,9 +70,14 @@ def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
+def call_of_region() -> Any:
+    """The op that calls a region, or None."""
+    return getattr(torch.ops.higher_order, "invoke_subgraph", None)
+
+
 def _is_region(node: Any) -> bool:
-    region = torch.ops.higher_order.invoke_subgraph
-    return isinstance(node, fx.Node) and node.target is region
+    is_call = isinstance(node, fx.Node) and node.op == "call_function"
+    return is_call and node.target is call_of_region()
 
 
 def _append(
@@ -117,11 +122,10 @@ def _append(
 
 def _drop_region(meta: dict[str, Any]) -> None:
     """Leave out of the metadata of a copied node that it was in a region."""
-    region = torch.ops.higher_order.invoke_subgraph
     meta.pop("creation_timestamp", None)
     if "source_fn_stack" in meta:
-        stack = [each for each in meta["source_fn_stack"] if each[1] is not region]
-        meta["source_fn_stack"] = stack
+        call, stack = call_of_region(), meta["source_fn_stack"]
+        meta["source_fn_stack"] = [each for each in stack if each[1] is not call]
 
 
 def _body(gm: fx.GraphModule, renamed: RenamedModules | None) -> fx.GraphModule:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from fxpar._torch.alike_layers import (
@@ -30,7 +29,12 @@ from fxpar._torch.alike_layers import (
     reads_tensors,
 )
 from fxpar._torch.dynamo import trace_again
-from fxpar._torch.flat_regions import LINES, RENAMED, RenamedModules
+from fxpar._torch.flat_regions import (
+    LINES,
+    RENAMED,
+    RenamedModules,
+    call_of_region,
+)
 
 # Layers of one class in a list are regions if there are so many.
 _LEAST = 3
@@ -43,6 +47,10 @@ _served: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 # Classes whose layers are traced each, by what Dynamo is compiling: it begins anew when
 # one is found.
 _refused: weakref.WeakKeyDictionary[Any, set[type]] = weakref.WeakKeyDictionary()
+
+# Those that could not be traced as regions, as one that breaks the graph: what comes
+# behind a break is compiled by itself, and has the next layer in it.
+_broken: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def serve(backend: Callable[..., Any]) -> None:
@@ -167,6 +175,7 @@ class _Trace:
             self.is_served
             and self.called is None
             and tx.output.current_tracer.parent is None
+            and type(layer.value) not in _broken
             and type(layer.value) not in _refused.get(_compilation(), ())
             and _repeats(tx, layer)
             and not has_own_calls(layer.value)
@@ -179,24 +188,25 @@ class _Trace:
             TorchHigherOrderOperatorVariable,
         )
 
-        region = torch.ops.higher_order.invoke_subgraph
+        op = call_of_region()
         self.called, self.used = layer, None
         try:
             of_layer = _call_of_layer()(type(layer.value).forward)
-            variable = TorchHigherOrderOperatorVariable.make(region)
+            variable = TorchHigherOrderOperatorVariable.make(op)
             results = variable.call_function(tx, [of_layer, layer, *args], kwargs)
             is_region = self.used is not None or self._traced(tx, layer)
         except exc.RestartAnalysis:
             raise
         except Exception:  # whatever it is, it comes again without regions
             is_region = False
+            _broken.add(type(layer.value))
         finally:
             self.called = None
         if not is_region:
             _refused.setdefault(_compilation(), set()).add(type(layer.value))
             trace_again("a layer is no region")
         nodes = reversed(tx.output.current_tracer.graph.nodes)
-        call = next(node for node in nodes if node.target is region)
+        call = next(node for node in nodes if node.target is op)
         first = self.bodies.setdefault(call.args[1], _Body(layer, call))
         call.meta[RENAMED] = first.renamed(layer, call)
         return results
@@ -207,7 +217,7 @@ class _Trace:
         from torch._guards import InvokeSubgraphCache
 
         caches = tx.output.tracing_context.hop_dispatch_set_cache
-        cache = caches.get_cache(torch.ops.higher_order.invoke_subgraph)
+        cache = caches.get_cache(call_of_region())
         if not isinstance(cache, InvokeSubgraphCache):
             return False
         entries = cache.subgraph_reuse_cache.get(type(layer.value).forward.__code__, [])

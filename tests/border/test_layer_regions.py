@@ -380,9 +380,40 @@ class Breaks(Layer):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("layer", [Writes, Itself, Breaks])
+class Selects(Layer):
+    """Reads as many rows as data say."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        large = (x.detach().mean(1) > 0).nonzero().flatten()
+        return super().forward(x) + x[large].sum()
+
+
+@pytest.mark.parametrize("layer", [Writes, Itself, Breaks, Selects])
 def test_layers_that_are_no_regions_are_traced_each(layer: type[Layer]) -> None:
-    assert_same(Stack(layer), rows(), calls=[])
+    settings = {"capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(settings):
+        assert_same(Stack(layer), rows(), calls=[])
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * x**2
+
+
+def test_bodies_of_other_ops_inside() -> None:
+    class Bodies(Layer):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+            return super().forward(Cubed.apply(y))
+
+    assert_same(Stack(Bodies), rows(), calls=[4])
 
 
 def test_a_layer_that_fails_fails_as_without() -> None:
