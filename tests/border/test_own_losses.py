@@ -215,3 +215,28 @@ def test_a_compiled_step_of_an_optimizer(name: str, clips: bool) -> None:
     for got in shared_pool(2).run(compiled_steps, True, name, clips):
         for key, x in want.items():
             torch.testing.assert_close(got[key], x, rtol=1e-6, atol=1e-8)
+
+
+def trained_at_rest(trains: bool) -> bool:
+    """Calls of a model of which ranks hold parts, and steps of its optimizer."""
+    torch.manual_seed(0)
+    mesh, x = f"dp={dist.get_world_size()}", torch.ones(6, 6)
+    model = fxpar.shard(nn.Linear(6, 6), mesh=mesh)
+    if trains:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"mesh": mesh, "codegen": "eager"}
+        step = fxpar.train_step(
+            model, lambda model, x: model(x).sum(), optimizer, options=options
+        )
+        step(x)
+        step(x)
+    else:
+        torch.compile(model, backend="fxpar", options={"codegen": "eager"})(x)
+    return True
+
+
+@pytest.mark.multiprocess
+def test_steps_before_a_process_group_are_not_compared_in_it() -> None:
+    """The last step of a group is told to nobody; the next may have other ranks."""
+    for size in (3, 2, 3):
+        assert all(shared_pool(size).run(trained_at_rest, size == 3))

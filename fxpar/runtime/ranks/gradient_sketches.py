@@ -17,10 +17,12 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from fxpar import _torch
 from fxpar.errors import GradientError
 from fxpar.runtime.ranks.check_inputs import listed
 
@@ -48,6 +50,8 @@ _STEP_FIX = (
 class _StepSketches:
     """Gradients of one step of an optimizer, as two numbers each."""
 
+    # Among which ranks it was taken.
+    group: weakref.ref[Any]
     # Whose step it was.
     optimizer: weakref.ref[Optimizer]
     # What it holds, as text.
@@ -72,10 +76,9 @@ def note(
             if isinstance(rate := group.get("lr"), (int, float)):
                 sketches[f"{_RATE}{i}"] = (abs(rate), rate)
     if sketches or is_shared:
-        parameters = _parameters_of(optimizer)
-        _steps.append(
-            _StepSketches(weakref.ref(optimizer), parameters, sketches, is_shared)
-        )
+        ranks = weakref.ref(_torch.distributed.default_group())
+        held, whose = _parameters_of(optimizer), weakref.ref(optimizer)
+        _steps.append(_StepSketches(ranks, whose, held, sketches, is_shared))
 
 
 def sketch(x: torch.Tensor) -> tuple[float, float]:
@@ -92,12 +95,14 @@ def forget() -> None:
 
 
 def word() -> str:
-    """What this rank noted, once; of optimizers that are gone only their steps."""
+    """What this rank noted, once; of optimizers that are gone only their steps. Ranks
+    of another process group know nothing of what was noted before it."""
     if not _steps:
         return ""
     sketches: dict[str, tuple[float, float]] = {}
     steps: Counter[str] = Counter()
-    for step in _steps:
+    group = _torch.distributed.default_group()
+    for step in (each for each in _steps if each.group() is group):
         which = f"{_SEPARATOR}{step.parameters} {steps[step.parameters]}"
         steps[step.parameters] += 1
         if step.is_shared:
