@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as Sources
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -76,6 +77,36 @@ def kind_of(layer: nn.Module) -> Any:
         ],
         (sdp.flash_sdp_enabled(), sdp.math_sdp_enabled()),
         (sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled()),
+        repr(torch.fx.traceback.get_current_meta().get("custom")),
+    )
+
+
+def in_transform(tx: Any) -> bool:
+    """Whether code is traced under a transform of ``torch.func``, forward derivatives
+    or a mode that changes calls: what a region gives there is not what it seems."""
+    from torch._C._functorch import peek_interpreter_stack
+    from torch.autograd import forward_ad
+
+    return (
+        peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or tx.symbolic_torch_function_state.in_torch_function_mode()
+    )
+
+
+def reads_operands(tx: Any, condition: Any, operands: Sources[Any], layer: Any) -> bool:
+    """Whether a layer reads one of its operands in another way too, as by the name of a
+    module: Dynamo knows no longer which of the two is meant. ``operands``: sources."""
+    if not operands.isdisjoint(condition.traced_sources):
+        return True
+    own = {id(x) for x in (*layer.value.parameters(), *layer.value.buffers())}
+    if any(id(tx.output.resolve_source_value(each)) in own for each in operands):
+        return True
+    same = (g for g in tx.output.guards if g.create_fn_name() == _SAME)
+    return any(
+        guard.originating_source in operands
+        or guard.create_fn.keywords.get("source_b") in operands
+        for guard in same
     )
 
 

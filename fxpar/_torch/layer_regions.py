@@ -18,14 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxpar._torch.alike_layers import (
     LayerGuard,
     guards_on,
     has_own_calls,
+    in_transform,
     kind_of,
     moved_guards,
+    reads_operands,
     reads_tensors,
 )
 from fxpar._torch.dynamo import trace_again
@@ -175,6 +178,7 @@ class _Trace:
             self.is_served
             and self.called is None
             and tx.output.current_tracer.parent is None
+            and not in_transform(tx)
             and type(layer.value) not in _broken
             and type(layer.value) not in _refused.get(_compilation(), ())
             and _repeats(tx, layer)
@@ -193,8 +197,13 @@ class _Trace:
         try:
             of_layer = _call_of_layer()(type(layer.value).forward)
             variable = TorchHigherOrderOperatorVariable.make(op)
+            _operands(args, kwargs)  # read outside of the region, where its call is
             results = variable.call_function(tx, [of_layer, layer, *args], kwargs)
-            is_region = self.used is not None or self._traced(tx, layer)
+            if self.used is not None:
+                is_region = True
+                _no_leaves(results, tx.fake_mode)
+            else:
+                is_region = _distinct_tensors(results) and self._traced(tx, layer)
         except exc.RestartAnalysis:
             raise
         except Exception:  # whatever it is, it comes again without regions
@@ -222,14 +231,18 @@ class _Trace:
             return False
         entries = cache.subgraph_reuse_cache.get(type(layer.value).forward.__code__, [])
         guards = guards_on(tx, layer.source)
-        new = [entry for _, entry in entries if id(entry) not in self.regions]
+        new = [each for each in entries if id(each[1]) not in self.regions]
         if len(new) != 1 or len(entries) > _KINDS or guards is None:
             return False
-        if not reads_tensors(tx, new[0], layer.source):
+        ((condition, entry),) = new
+        operands = set(entry.arg_sources) - {None, layer.source}
+        if reads_operands(tx, condition, operands, layer):
             return False
-        traced = _TracedLayer(new[0], kind_of(layer.value), guards)
+        if not reads_tensors(tx, entry, layer.source):
+            return False
+        traced = _TracedLayer(entry, kind_of(layer.value), guards)
         others = list(self.regions.values())
-        self.regions[id(new[0])] = traced
+        self.regions[id(entry)] = traced
         # Dynamo has one body for the same ops, whatever they give in other modes.
         return all(
             other.kind == traced.kind
@@ -274,10 +287,26 @@ def _operands(args: Any, kwargs: Any) -> Any:
     """What a layer is called with, for Dynamo to compare: its own way traces how torch
     flattens Python's containers, at each call."""
     from torch._dynamo.variables import ConstDictVariable, ListVariable, TupleVariable
+    from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.invoke_subgraph import InputFingerprint, classify_vt
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     leaves: list[Any] = []
+    nodes: dict[fx.Node, int] = {}
     unknown = False
+
+    def value_of(variable: Any) -> Any:
+        """What Dynamo does not compare of a leaf: which others it is, and of a number
+        its type."""
+        nonlocal unknown
+        if isinstance(variable, ConstantVariable):
+            return type(variable.value), repr(variable.value)
+        if isinstance(variable, (TensorVariable, SymNodeVariable)):
+            node = variable.as_proxy().node
+            unknown = unknown or not _is_plain(node.meta.get("example_value"))
+            # Inputs of the graph may be read in another way inside.
+            return nodes.setdefault(node, len(nodes)), variable.source
+        return None
 
     def structure(variable: Any) -> Any:
         nonlocal unknown
@@ -285,6 +314,7 @@ def _operands(args: Any, kwargs: Any) -> Any:
         tag = classify_vt(variable)
         if tag is not None:
             leaves.append((tag, variable))
+            inside = value_of(variable)
         elif type(variable) in (ListVariable, TupleVariable):
             inside = [structure(item) for item in variable.items]
         elif type(variable) is ConstDictVariable:
@@ -298,6 +328,39 @@ def _operands(args: Any, kwargs: Any) -> Any:
     spec = spec, {name: structure(each) for name, each in kwargs.items()}
     sources = [getattr(variable, "source", None) for _, variable in leaves]
     return InputFingerprint(leaves, sources, unknown, spec)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a fake value is a tensor or number, and no subclass that holds others."""
+    return not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
+
+
+def _distinct_tensors(results: Any) -> bool:
+    """Whether a layer gives one plain tensor, or a tuple of several: what Dynamo gives
+    for a region that is used again."""
+    from torch._dynamo.variables import TupleVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    each = results.items if type(results) is TupleVariable else [results]
+    if not each or not all(type(x) is TensorVariable for x in each):
+        return False
+    nodes = [x.as_proxy().node for x in each]
+    values = [node.meta.get("example_value") for node in nodes]
+    return len(set(nodes)) == len(nodes) and all(map(_is_plain, values))
+
+
+def _no_leaves(results: Any, mode: Any) -> None:
+    """Make the fake results of a region that is used again results of ops, to which
+    code may write: Dynamo makes leaves, though what it traced gives none."""
+    for x in getattr(results, "items", [results]):
+        meta = x.as_proxy().node.meta
+        value = meta["example_value"]
+        if value.requires_grad and value.is_leaf:
+            with mode, torch.enable_grad():
+                made = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+                meta["example_value"] = made.copy_(value)
 
 
 def _repeats(tx: Any, layer: Any) -> bool:

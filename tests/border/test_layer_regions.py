@@ -165,23 +165,23 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers in a list, and what is made of their results."""
+    """Layers in a list, what they begin with, and what is made of their results."""
 
     def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.first = nn.Parameter(torch.ones(WIDTH))
         self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
 
     def forward(self, x: Tensor, **how: Any) -> Tensor:
+        x = x * self.first
         for layer in self.layers:
             x = layer(x, **how)
         return x.square().mean()
 
 
 def rows() -> Tensor:
-    """A batch that needs gradients, as what the first layer of most models reads."""
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
-    return x.requires_grad_()
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,7 @@ def test_operands_in_containers_and_several_results() -> None:
 
     class Of(Stack):
         def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
             total = x.new_zeros(())
             for layer in self.layers:
                 x, penalty = layer(x, (x.mean(), [x.sum()]), more={"n": 3})
@@ -228,7 +229,7 @@ def test_a_sequential_and_a_checkpoint_inside() -> None:
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False) + x
 
-    model = nn.Sequential(*(Inner() for _ in range(LAYERS)))
+    model = nn.Sequential(nn.Linear(8, 8), *(Inner() for _ in range(LAYERS)))
     assert_same(model, rows(), calls=[4])
 
 
@@ -322,6 +323,7 @@ def test_one_object_in_all_layers_but_one(other: int) -> None:
 
     class Of(Stack):
         def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
             return super().forward(x * self.settings.scale)
 
     model = Of(Set)
@@ -335,6 +337,7 @@ def test_one_object_in_all_layers_but_one(other: int) -> None:
 def test_modes_in_which_layers_are_called() -> None:
     class Of(Stack):
         def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
             with self.mode():
                 for layer in self.layers:
                     x = layer(x)
@@ -356,6 +359,99 @@ def test_layers_of_many_kinds_are_traced_each() -> None:
     for i, layer in enumerate(model.layers):
         layer.scale = 1.0 + i  # type: ignore[assignment]
     assert_same(model, rows(), calls=[])
+
+
+class Pair(Layer):
+    """Reads two tensors, which may be one."""
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        return super().forward(x) + 2 * other
+
+
+def test_operands_that_are_one_in_some_layers() -> None:
+    class Of(Stack):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
+            first = x = x * 2
+            for layer in self.layers:
+                x = layer(x, first)  # the same to the first layer
+            return x.sum()
+
+    assert_same(Of(Pair), rows(), calls=[3])
+
+    class Typed(Stack):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
+            whole = (x.detach() * 4).long()
+            for layer, one in zip(self.layers, (1, 1.5, True, 1.0), strict=True):
+                x = x + layer(whole, one)
+            return x.sum()
+
+    class Times(Layer):
+        def forward(self, x: Tensor, other: Any = None) -> Tensor:
+            return x * other // 2
+
+    assert_same(Typed(Times), rows(), calls=[])
+
+
+def test_an_operand_that_a_layer_also_holds() -> None:
+    class Of(Stack):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
+            for layer in self.layers:
+                x = layer(x, self.layers[0].norm.weight)
+            return x.sum()
+
+    assert_same(Of(Pair), rows(), calls=[])
+
+
+def test_results_that_are_written_to() -> None:
+    class Of(Stack):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
+            for layer in self.layers:
+                x = layer(x)
+                x += 1
+            return x.sum()
+
+    assert_same(Of(), rows(), calls=[4])
+
+
+def test_results_in_a_list_or_twice() -> None:
+    class Listed(Layer):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:  # type: ignore[override]
+            x = super().forward(x)
+            return [x, x.sum()] if self.scale == 1.0 else (x, x)
+
+    class Of(Stack):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
+            for layer in self.layers:
+                results = layer(x)
+                results = results + (type(results)(results))
+                x = results[0] + results[3].sum()
+            return x.sum()
+
+    assert_same(Of(Listed), rows(), calls=[])
+    model = Of(Listed)
+    for layer in model.layers:
+        layer.scale = 2.0  # type: ignore[assignment]
+    assert_same(model, rows(), calls=[])
+
+
+def test_layers_under_transforms() -> None:
+    class Of(Stack):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
+
+            def each(row: Tensor) -> Tensor:
+                for layer in self.layers:
+                    row = layer(row)
+                return row
+
+            return torch.func.vmap(each)(x).sum()
+
+    assert_same(Of(), rows(), calls=[])
 
 
 class Writes(Layer):
