@@ -357,10 +357,10 @@ def _no_leaves(results: Any, mode: Any) -> None:
         value = meta["example_value"]
         if value.requires_grad and value.is_leaf:
             with mode, torch.enable_grad():
-                made = torch.empty_strided(
+                result = torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 )
-                meta["example_value"] = made.copy_(value)
+                meta["example_value"] = result.copy_(value)
 
 
 def _repeats(tx: Any, layer: Any) -> bool:
