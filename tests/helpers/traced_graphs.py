@@ -111,32 +111,44 @@ def same(plain: fx.Graph, once: fx.Graph, *, ordered: bool = True) -> None:
             assert a == b
 
 
+class Capture:
+    """A joint graph that AOTAutograd traced, and the kinds of segments in it."""
+
+    def __init__(self, *, once: bool) -> None:
+        self.graphs: list[fx.Graph] = []
+        self.kinds: list[Any] = []
+        self.once = once
+
+    def compile(self, gm: fx.GraphModule, examples: Any) -> None:
+        """Trace a graph up to its joint graph. Raises Captured."""
+        repeated = self._find if self.once else None
+        _torch.aot.compile_fx(
+            gm, examples, joint_pass=self._joint_pass, repeated=repeated
+        )
+
+    def _joint_pass(self, gm: fx.GraphModule) -> None:
+        self.graphs.append(gm.graph)
+        raise Captured
+
+    def _find(self, gm: fx.GraphModule) -> list[Any]:
+        self.kinds.extend(repeated_segments(gm))
+        return self.kinds
+
+
 def traced(
     fn: Callable[..., Any], *args: Any, once: bool, is_open: bool = False, **kwargs: Any
 ) -> tuple[fx.Graph, list[Any]]:
     """The joint graph of a call, and the kinds of segments in it. ``is_open``: Dynamo
     leaves sizes open; AOTAutograd is given those of the call."""
-    graphs: list[fx.Graph] = []
-    kinds: list[Any] = []
-
-    def joint_pass(gm: fx.GraphModule) -> None:
-        graphs.append(gm.graph)
-        raise Captured
-
-    def find(gm: fx.GraphModule) -> list[Any]:
-        kinds.extend(repeated_segments(gm))
-        return kinds
+    capture = Capture(once=once)
 
     def backend(gm: fx.GraphModule, examples: Any) -> Any:
-        examples = list(map(hint_of, examples))
-        _torch.aot.compile_fx(
-            gm, examples, joint_pass=joint_pass, repeated=find if once else None
-        )
+        capture.compile(gm, list(map(hint_of, examples)))
 
     torch._dynamo.reset()
     with pytest.raises(Exception, match="Captured"):
         torch.compile(fn, backend=backend, dynamic=is_open)(*args, **kwargs)
-    return graphs[0], kinds
+    return capture.graphs[0], capture.kinds
 
 
 def check(

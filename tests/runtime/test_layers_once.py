@@ -18,7 +18,15 @@ from fxpar.joint_pass import JointPass
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.shared_memory import SharedMemory
 from fxpar.runtime.train_step import step as step_module
-from tests.helpers.traced_graphs import LAYERS, WIDTH, Captured, chain, check, same
+from tests.helpers.traced_graphs import (
+    LAYERS,
+    WIDTH,
+    Capture,
+    Captured,
+    chain,
+    check,
+    same,
+)
 from tests.helpers.wrapper import fake_group
 
 Tensor = torch.Tensor
@@ -184,21 +192,10 @@ def flat(fn: Any, *args: Tensor, once: bool) -> tuple[fx.Graph, list[Any]]:
     mode = _torch.fake.new_fake_mode(symbols=True)
     fakes = [_torch.fake.as_fake(x, mode) for x in args]
     gm = _torch.aot.trace_flat(fn, fakes, mode)
-    graphs: list[fx.Graph] = []
-    kinds: list[Any] = []
-
-    def joint_pass(gm: fx.GraphModule) -> None:
-        graphs.append(gm.graph)
-        raise Captured
-
-    def find(gm: fx.GraphModule) -> list[Any]:
-        kinds.extend(repeated_segments(gm))
-        return kinds
-
-    repeated = find if once else None
+    capture = Capture(once=once)
     with pytest.raises(Captured):
-        _torch.aot.compile_fx(gm, fakes, joint_pass=joint_pass, repeated=repeated)
-    return graphs[0], kinds
+        capture.compile(gm, fakes)
+    return capture.graphs[0], capture.kinds
 
 
 def writing(x: Tensor, *states: Tensor) -> list[Tensor]:
