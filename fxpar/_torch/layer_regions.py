@@ -51,7 +51,7 @@ _served: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 # one is found.
 _refused: weakref.WeakKeyDictionary[Any, set[type]] = weakref.WeakKeyDictionary()
 
-# Those that could not be traced as regions, as one that breaks the graph: what comes
+# Those that break the graph, by their code alone, so alike on all ranks: what comes
 # behind a break is compiled by itself, and has the next layer in it.
 _broken: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -206,9 +206,10 @@ class _Trace:
                 is_region = _distinct_tensors(results) and self._traced(tx, layer)
         except exc.RestartAnalysis:
             raise
-        except Exception:  # whatever it is, it comes again without regions
+        except Exception as error:  # whatever it is, it comes again without regions
             is_region = False
-            _broken.add(type(layer.value))
+            if isinstance(error, exc.Unsupported):
+                _broken.add(type(layer.value))
         finally:
             self.called = None
         if not is_region:
