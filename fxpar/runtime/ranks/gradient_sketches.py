@@ -50,8 +50,8 @@ _STEP_FIX = (
 class _StepSketches:
     """Gradients of one step of an optimizer, as two numbers each."""
 
-    # Among which ranks it was taken.
-    group: weakref.ref[Any]
+    # Among which ranks it was taken; None before there is a process group.
+    group: weakref.ref[Any] | None
     # Whose step it was.
     optimizer: weakref.ref[Optimizer]
     # What it holds, as text.
@@ -60,6 +60,12 @@ class _StepSketches:
     sketches: dict[str, tuple[float, float]]
     # Whether it trains what ranks share, so that all of them take the step.
     is_shared: bool
+
+    def is_among(self, group: Any) -> bool:
+        """Whether the ranks of a process group took the step; None for no group."""
+        if self.group is None:
+            return group is None
+        return group is not None and self.group() is group
 
 
 _steps: list[_StepSketches] = []  # since this rank's last call
@@ -72,11 +78,12 @@ def note(
     ranks took the step, with its learning rates. ``gradients``: by names."""
     sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
     if is_shared:
-        for i, group in enumerate(optimizer.param_groups):
-            if isinstance(rate := group.get("lr"), (int, float)):
+        for i, settings in enumerate(optimizer.param_groups):
+            if isinstance(rate := settings.get("lr"), (int, float)):
                 sketches[f"{_RATE}{i}"] = (abs(rate), rate)
     if sketches or is_shared:
-        ranks = weakref.ref(_torch.distributed.default_group())
+        group = _torch.distributed.default_group()
+        ranks = None if group is None else weakref.ref(group)
         held, whose = _parameters_of(optimizer), weakref.ref(optimizer)
         _steps.append(_StepSketches(ranks, whose, held, sketches, is_shared))
 
@@ -102,7 +109,7 @@ def word() -> str:
     sketches: dict[str, tuple[float, float]] = {}
     steps: Counter[str] = Counter()
     group = _torch.distributed.default_group()
-    for step in (each for each in _steps if each.group() is group):
+    for step in (each for each in _steps if each.is_among(group)):
         which = f"{_SEPARATOR}{step.parameters} {steps[step.parameters]}"
         steps[step.parameters] += 1
         if step.is_shared:
