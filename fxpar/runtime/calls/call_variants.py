@@ -218,7 +218,7 @@ class Calls:
         last = self.variants.last.get(sizes, 0)
         last = last or self.variants.in_range(sizes, far=far)
         entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
-        self.heads[sizes] = json.dumps(entries, default=str)
+        self.heads[sizes] = _as_text(entries)
         return self.heads[sizes]
 
     def _variant_for(
@@ -229,14 +229,17 @@ class Calls:
     ) -> Callable[..., Any]:
         """The variant to run, the same on every rank, for what all have written: heads,
         and beside these sums of what they feed, hold and were given back."""
-        entries = [json.loads(head) for head in heads]
-        if len({entry[0] for entry in entries}) > 1:
+        # Most often ranks have written the same: it is read once.
+        read = {head: json.loads(head) for head in set(heads)}
+        entries = [read[head] for head in heads]
+        if len({entry[0] for entry in read.values()}) > 1:
             self._refuse_others(entries)
-        key = tuple(sizes_of(entry) for entry in entries)
+        sizes = {head: sizes_of(entry) for head, entry in read.items()}
+        key = tuple(sizes[head] for head in heads)
         agreement = self.fed.agreement(key)
-        any_fresh = any(entry[2] for entry in entries)
+        any_fresh = any(entry[2] for entry in read.values())
         self._compare(beside, args, held=not any_fresh)
-        number, *further = {entry[1] for entry in entries}
+        number, *further = {entry[1] for entry in read.values()}
         if not further and number in self.variants.ranges and agreement.kind == SAME:
             self.variants.keys.setdefault(key, number)
         if not any_fresh and not further and self.variants.keys.get(key) == number:
@@ -319,6 +322,9 @@ def with_open_sizes(
 
     return call
 
+
+# A word's entries; made once, as are encoders without options.
+_as_text = json.JSONEncoder(default=str).encode
 
 _variant_numbers = itertools.count(1)  # variants of a process by itself
 

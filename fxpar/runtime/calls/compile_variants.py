@@ -83,10 +83,17 @@ class Variants:
         """The number of a variant that leaves sizes open, and holds for these: of the
         nearest ones that were planned for. 0 if none does, or, unless they may be
         ``far`` from these, if one is twice or half of what it was."""
+        hold = {
+            number
+            for number in set(self.planned_for.values())
+            if self.ranges[number].contains(sizes.shapes, sizes.numbers)
+        }
+        if far and len(hold) < 2:
+            return next(iter(hold), 0)
         distances = [
             (sizes.apart(near), number)
             for near, number in self.planned_for.items()
-            if self.ranges[number].contains(sizes.shapes, sizes.numbers)
+            if number in hold
         ]
         apart, number = min(distances, default=(math.inf, 0))
         return number if far or apart < TWICE else 0
