@@ -29,6 +29,9 @@ from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
 from fxpar._torch.version import own_version
 
+# A checkpointed region, as Dynamo writes it.
+CHECKPOINT = "higher_order::tag_activation_checkpoint"
+
 
 def higher_order_name(target: Any) -> str:
     """``"higher_order::cond"`` for an op that runs graphs; "" for others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,6 +92,30 @@ def reduce_before_item() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def add_to_plain_numbers() -> None:
+    """Let a number that is a plain tensor with a gradient be added to a DTensor, as a
+    loss to a penalty on weights: its gradient is plain again. DTensor (2.13) adds the
+    two, and gives a DTensor as gradient of both, which ops behind the number refuse."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = type(DTensor._op_dispatcher)
+    spec_of_number = dispatcher._try_replicate_spec_for_scalar_tensor
+    sums = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
+
+    def plain(gradient: Any) -> torch.Tensor:
+        is_plain = not isinstance(gradient, DTensor)
+        return gradient if is_plain else gradient.full_tensor()
+
+    @functools.wraps(spec_of_number)
+    def with_plain_gradient(self: Any, op: Any, x: torch.Tensor, mesh: Any) -> Any:
+        spec = spec_of_number(self, op, x, mesh)
+        if op in sums and x.dim() == 0 and x.requires_grad and x.grad_fn is not None:
+            x.register_hook(plain)
+        return spec
+
+    dispatcher._try_replicate_spec_for_scalar_tensor = with_plain_gradient
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:

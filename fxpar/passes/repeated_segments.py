@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpar._torch.aot import higher_order_name
+from fxpar._torch.aot import CHECKPOINT, higher_order_name
 from fxpar._torch.node_copies import attribute
 from fxpar._torch.objects import is_mutable
 from fxpar._torch.segment_kinds import SegmentKind
@@ -30,7 +30,7 @@ LEAST_SAVED, LEAST_SIZE = 10, 4
 
 # Ops that run graphs and are traced as what these do.
 _INLINED = (
-    "higher_order::tag_activation_checkpoint",
+    CHECKPOINT,
     "higher_order::autograd_function_apply",
 )
 

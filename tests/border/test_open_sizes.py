@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpar
 from fxpar import _torch, joint_pass
@@ -21,7 +22,12 @@ from fxpar.errors import ScheduleError
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.simulate.launches import crossings
-from fxpar.runtime.caches.program_identity import name_inputs
+from fxpar.runtime.caches.program_identity import (
+    lean_graph,
+    name_inputs,
+    placeholders,
+    value_of,
+)
 from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.runtime.calls.open_sizes import (
     open_program,
@@ -100,8 +106,24 @@ class Decoder(nn.Module):
         return F.cross_entropy((h @ self.embed.weight.T).flatten(0, 1), later.flatten())
 
 
+class Checkpointed(Block):
+    """Its region reads a number of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def region(h: torch.Tensor) -> torch.Tensor:
+            return h + self.scale * torch.tanh(self.norm(h))
+
+        h = checkpoint(region, self.embed(x), use_reentrant=False)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
 MODELS: dict[str, Any] = {
     "block": Block,
+    "checkpointed": Checkpointed,
     "decoder": Decoder,
     "split": lambda: Block(split=True),
     "llama": WithLoss,
@@ -234,12 +256,45 @@ def test_a_second_start_finds_the_plan_of_open_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
-def test_dynamic_from_the_first_call() -> None:
+@pytest.mark.parametrize(
+    "name", ["checkpointed", pytest.param("block", marks=pytest.mark.slow)]
+)
+def test_dynamic_from_the_first_call(name: str) -> None:
     """A batch that changes, too; numbers of Python are tensors to Dynamo then."""
     sizes = [(4, 64), (4, 48), (8, 40), (6, 7)]
-    notes = check("block", "dp=2", sizes, 1, dynamic=True)
+    notes = check(name, "dp=2", sizes, 1, dynamic=True)
     assert "x.shape[0]/2" in notes[0][-1]
+
+
+@pytest.mark.parametrize("elsewhere", ["", "outside", "inside"])
+def test_numbers_that_regions_read(elsewhere: str) -> None:
+    """A tensor that is read for its number alone, in a checkpointed region too, is
+    that number; one that is read otherwise stays a tensor."""
+    graphs: list[tuple[fx.GraphModule, Sequence[Any]]] = []
+
+    def keep(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        graphs.append((gm, examples))
+        return gm
+
+    torch._dynamo.reset()
+    model = Checkpointed()
+    torch.compile(model, backend=keep, dynamic=True)(*torch.ones(2, 4, 6).long())
+    [(gm, examples)] = graphs
+    region = next(m for m in gm.children() if isinstance(m, fx.GraphModule))
+    names = [node.name for node in placeholders(gm)]
+    if elsewhere:
+        read = region if elsewhere == "inside" else gm
+        [scale] = [x for x in placeholders(read) if x.name == "l_self_scale"]
+        with read.graph.inserting_before(read.graph.output_node()):
+            read.graph.call_function(torch.neg, (scale,))
+    lean, positions, numbers = lean_graph(gm, examples)
+    expected = {"l_self_modules_embed_norm_type", "l_self_modules_norm_eps"}
+    expected |= set() if elsewhere else {"l_self_scale"}
+    assert {names[i] for i in numbers} == expected
+    for i, node in zip(positions, placeholders(lean), strict=True):
+        assert isinstance(value_of(node), torch.SymFloat) == (i in numbers)
+    calls = region.graph.find_nodes(op="call_method", target="item")
+    assert len(calls) == 2, "the graph of Dynamo is left as it is"
 
 
 @pytest.mark.multiprocess

@@ -179,6 +179,34 @@ def test_a_parameter_that_the_forward_writes() -> None:
     pool.run(read_across_a_break)
 
 
+def penalized(inputs: str) -> dict[str, torch.Tensor]:
+    """Gradients of a loss of a model's outputs, and of its weights outside of it."""
+    plain, (x, y) = made(), torch.randint(16, (2, 4))
+    model, run = copy.deepcopy(plain), plain
+    plain.norm = model.norm = nn.Identity()
+    if inputs:
+        model = fxpar.shard(model, mesh="dp=2")
+        options = {"mesh": "dp=2", "codegen": "eager", "inputs": inputs}
+        run = torch.compile(model, backend="fxpar", options=options)
+        if inputs == "local":
+            x, y = (each.chunk(2)[dist.get_rank()] for each in (x, y))
+    else:
+        model = plain
+    loss = nn.functional.cross_entropy(run(x), y)
+    loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+    loss = 0.01 * model.layer.weight.abs().sum() - loss + 3 * loss.detach()
+    (loss / 2).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("inputs", ["global", "local"])
+def test_a_loss_plus_a_penalty_on_weights(inputs: str) -> None:
+    want = penalized("")
+    for got in shared_pool(2).run(penalized, inputs):
+        torch.testing.assert_close(got, want)
+
+
 def data_that_are_set() -> list[Any]:
     """What a parameter at rest holds after ``.data = ``: values, parts, DTensors."""
     torch._dynamo.reset()

@@ -19,6 +19,9 @@ op, since a pass that parts a product from what is added to it would round twice
 Elements that a mask chooses (``sign[sign.gt(0)] = 1.2``, as Rprop sets them): each rank
 sets those of its part.
 
+Losses that are added to a penalty on weights: the loss is an ordinary tensor, and its
+gradient is one too.
+
 Data that are set (``p.data = ema``): each rank takes its part. DTensor (2.13) goes on
 with what it held.
 
@@ -53,6 +56,12 @@ def complete_partials() -> None:
 def set_by_masks() -> None:
     """Let ``x[mask] = number`` set what each rank holds."""
     _torch.dtensor.put_by_masks()
+
+
+@functools.cache
+def add_to_losses() -> None:
+    """Let ``loss + weight.square().sum()`` have gradients."""
+    _torch.dtensor.add_to_plain_numbers()
 
 
 @functools.cache

@@ -223,6 +223,8 @@ def written_parameter(parameter: str, line: str | None) -> ShardError:
 
 def _property(name: str) -> property:
     def read(self: nn.Module) -> Any:
+        if name not in self._parameters:  # as while it gets another name
+            raise AttributeError(f"{type(self).__name__} has no parameter {name!r}")
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor):
             return parameter  # functional_call, or a plan being traced

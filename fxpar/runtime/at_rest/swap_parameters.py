@@ -18,6 +18,7 @@ from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.dtensor_ops import (
+    add_to_losses,
     complete_partials,
     draw_as_one_device,
     orthogonalize_whole,
@@ -73,6 +74,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     if p.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     complete_partials()
+    add_to_losses()
     set_by_masks()
     orthogonalize_whole()
     set_parts()

@@ -135,7 +135,7 @@ def lean_graph(
     them that Dynamo feeds as tensors where the user has numbers, which the copy
     takes."""
     lean = _torch.dynamo.copy_graph(gm)
-    numbers = {i for i, x in enumerate(placeholders(lean)) if _becomes_number(x)}
+    numbers = {i for i, x in enumerate(placeholders(lean)) if _becomes_number(x, lean)}
     positions = []
     pairs = zip(placeholders(lean), examples, strict=True)
     for i, (node, x) in enumerate(pairs):
@@ -147,19 +147,45 @@ def lean_graph(
     return lean, positions, numbers
 
 
-def _becomes_number(node: fx.Node) -> bool:
+def _becomes_number(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Whether an input is a tensor of which nothing is read but its one number, which
-    Dynamo made of a float: its readers then read the input itself."""
-    value, users = value_of(node), list(node.users)
-    if not isinstance(value, torch.Tensor) or value.dim() or not users:
+    Dynamo made of a float: its readers, those in checkpointed regions too, then read
+    the input itself."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or value.dim():
         return False
-    if any(x.op != "call_method" or x.target != "item" for x in users):
+    readers = _readers_of_number(node, gm)
+    number = next((value_of(x) for users in readers.values() for x in users), None)
+    if number is None:
         return False
-    node.meta["example_value"] = value_of(users[0])
-    for user in users:
-        user.replace_all_uses_with(node)
-        user.graph.erase_node(user)
+    for place, users in readers.items():
+        place.meta["example_value"] = number
+        for user in users:
+            user.replace_all_uses_with(place)
+            user.graph.erase_node(user)
     return True
+
+
+def _readers_of_number(
+    node: fx.Node, gm: fx.GraphModule
+) -> dict[fx.Node, list[fx.Node]]:
+    """The calls of ``item`` that read an input, by the placeholder they read: that
+    input, and those that checkpointed regions have for it. Empty if anything else
+    reads it."""
+    readers: dict[fx.Node, list[fx.Node]] = {node: []}
+    for user in node.users:
+        if user.op == "call_method" and user.target == "item":
+            readers[node].append(user)
+        elif _torch.aot.higher_order_name(user.target) == _torch.aot.CHECKPOINT:
+            body = attribute_at(gm, str(user.args[0].target))
+            places = zip(placeholders(body), user.args[1:], strict=True)
+            for inner in [place for place, x in places if x is node]:
+                if inner.users and not (further := _readers_of_number(inner, body)):
+                    return {}
+                readers |= further if inner.users else {inner: []}
+        else:
+            return {}
+    return readers
 
 
 def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:

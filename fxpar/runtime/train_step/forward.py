@@ -27,8 +27,6 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
-_CHECKPOINT = "higher_order::tag_activation_checkpoint"
-
 
 @dataclass(frozen=True)
 class StepInput(NamedInput):
@@ -86,8 +84,12 @@ def globally(
 def _open_checkpoints(gm: fx.GraphModule) -> None:
     """Put the ops of checkpointed regions in place of them, as parameters at rest cross
     inside; tagged to be computed again, but where the user chooses for each op."""
-    name_of, calls = _torch.aot.higher_order_name, list(gm.graph.nodes)
-    for call in [node for node in calls if name_of(node.target) == _CHECKPOINT]:
+    calls = [
+        node
+        for node in gm.graph.nodes
+        if _torch.aot.higher_order_name(node.target) == _torch.aot.CHECKPOINT
+    ]
+    for call in calls:
         body = gm.get_submodule(call.args[0].target)
         _open_checkpoints(body)
         if "_checkpoint_context_fn" not in body.meta:
