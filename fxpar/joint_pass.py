@@ -133,6 +133,8 @@ class JointPass:
         self.root = gm
         if self.job.open is not None:
             size_nodes.lift_sizes(gm.graph)
+            if not size_nodes.is_open(gm.graph):
+                raise OpenSizesRefused("tracing the program fixed all of them")
         name = self.request.name
         writes = writes_as_results.lift(gm.graph)
         if self.job.writes:

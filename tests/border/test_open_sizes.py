@@ -266,6 +266,42 @@ def test_dynamic_from_the_first_call(name: str) -> None:
     assert "x.shape[0]/2" in notes[0][-1]
 
 
+def with_windows(mesh: str) -> torch.Tensor:
+    """Tokens of a model whose cache keeps the last rows alone in some layers."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=16,
+        vocab_size=96,
+        eos_token_id=None,
+    )
+    model = Gemma2ForCausalLM(config).eval().double()
+    if mesh:
+        options = {"mesh": mesh, "codegen": "eager", "plan": "search"}
+        model.forward = torch.compile(model.forward, backend="fxpar", options=options)
+    ids = torch.arange(14).view(2, 7) + 3
+    mask = torch.ones_like(ids)
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=12)
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_sizes_that_tracing_fixes() -> None:
+    """One rank plans: all ranks fix the sizes, where it would find none open."""
+    want = with_windows("")
+    for got in ranks_of("tp=2").run(with_windows, "tp=2"):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("elsewhere", ["", "outside", "inside"])
 def test_numbers_that_regions_read(elsewhere: str) -> None:
     """A tensor that is read for its number alone, in a checkpointed region too, is
