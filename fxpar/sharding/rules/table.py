@@ -137,8 +137,8 @@ def _of_bools(passage: Passage, operands: Sequence[torch.Tensor]) -> Passage:
     and only the largest and smallest number tell that too."""
     if all(operands[i].dtype != torch.bool for i in passage.operands):
         return passage
-    kept = tuple(op for op in passage.reductions if op in MONOTONE)
-    return replace(passage, reductions=kept)
+    reductions = tuple(op for op in passage.reductions if op in MONOTONE)
+    return replace(passage, reductions=reductions)
 
 
 def _is_whole(x: torch.Tensor) -> bool:
