@@ -17,6 +17,11 @@ from fxpar._torch.inductor_shortcuts import unread_names
 assert_in_graph = torch._assert_async
 
 
+def example_of(node: fx.Node) -> Any:
+    """What Dynamo knows of a node's value, or a trace."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def trace_instead(original: Callable[..., Any], instead: Callable[..., Any]) -> None:
     """Let Dynamo trace ``instead`` where ``original`` is called, a function of torch
     that it would call in the graph as it stands."""

@@ -123,27 +123,31 @@ def _reduction(x: fx.Node, op: str) -> str:
     return "sum" if op == "avg" else op
 
 
-def _averaged(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
-    if op != "avg":
-        return x
-    return build.call(aten.div.Scalar, x, build.mesh.count(axes))
+def _reduced(
+    build: Builder, x: fx.Node, op: str, axes: Axes, target: Any, *args: Any
+) -> fx.Node:
+    """``x`` reduced by a collective that takes the kind, ``args`` and the group. For a
+    mean float16 is divided first: it may have no room for the sum."""
+    kind, group = _reduction(x, op), group_name(build.mesh, axes)
+    is_small = x.meta["val"].dtype == torch.float16
+    if op == "avg" and is_small:
+        x = build.call(aten.div.Scalar, x, build.mesh.count(axes))
+    x = build.wait(build.call(target, contiguous(build, x), kind, *args, group))
+    if op == "avg" and not is_small:
+        x = build.call(aten.div.Scalar, x, build.mesh.count(axes))
+    return x
 
 
 def _all_reduce(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
-    x, kind = contiguous(build, x), _reduction(x, op)
-    group = group_name(build.mesh, axes)
-    x = build.wait(build.call(c10d.all_reduce.default, x, kind, group))
-    return _averaged(build, x, op, axes)
+    return _reduced(build, x, op, axes, c10d.all_reduce.default)
 
 
 def _reduce_scatter(
     build: Builder, x: fx.Node, dim: int, op: str, axes: Axes
 ) -> fx.Node:
-    mesh, kind = build.mesh, _reduction(x, op)
     x, _ = _to_front(build, x, dim, axes)
-    k, group = mesh.count(axes), group_name(mesh, axes)
-    x = build.wait(build.call(c10d.reduce_scatter_tensor.default, x, kind, k, group))
-    return _averaged(build, x, op, axes)
+    k = build.mesh.count(axes)
+    return _reduced(build, x, op, axes, c10d.reduce_scatter_tensor.default, k)
 
 
 def _all_gather(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:

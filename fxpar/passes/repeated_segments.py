@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.aot import CHECKPOINT, higher_order_name
+from fxpar._torch.dynamo import example_of
 from fxpar._torch.node_copies import attribute
 from fxpar._torch.objects import is_mutable
 from fxpar._torch.segment_kinds import SegmentKind
@@ -134,27 +135,23 @@ def _narrowest(nodes: Sequence[fx.Node], begin: int, end: int, distance: int) ->
     return min(range(distance), key=key)
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(_value(node), torch.Tensor)
+    return isinstance(example_of(node), torch.Tensor)
 
 
 def _has_gradient(node: fx.Node) -> bool:
-    return _is_tensor(node) and _value(node).requires_grad
+    return _is_tensor(node) and example_of(node).requires_grad
 
 
 def _is_number(node: fx.Node) -> bool:
-    return isinstance(_value(node), (int, torch.SymInt))
+    return isinstance(example_of(node), (int, torch.SymInt))
 
 
 def _key(node: fx.Node) -> Any:
     """Equal for nodes that are alike, what they read left out."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
-    reads = tuple(_facts(_value(read)) for read in node.all_input_nodes)
-    return _target(node), repr(args), repr(kwargs), _facts(_value(node)), reads
+    reads = tuple(_facts(example_of(read)) for read in node.all_input_nodes)
+    return _target(node), repr(args), repr(kwargs), _facts(example_of(node)), reads
 
 
 def _target(node: fx.Node) -> Any:

@@ -26,7 +26,6 @@ from fxpar.runtime.caches.program_identity import (
     lean_graph,
     name_inputs,
     placeholders,
-    value_of,
 )
 from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.runtime.calls.open_sizes import (
@@ -328,7 +327,9 @@ def test_numbers_that_regions_read(elsewhere: str) -> None:
     expected |= set() if elsewhere else {"l_self_scale"}
     assert {names[i] for i in numbers} == expected
     for i, node in zip(positions, placeholders(lean), strict=True):
-        assert isinstance(value_of(node), torch.SymFloat) == (i in numbers)
+        assert isinstance(_torch.dynamo.example_of(node), torch.SymFloat) == (
+            i in numbers
+        )
     calls = region.graph.find_nodes(op="call_method", target="item")
     assert len(calls) == 2, "the graph of Dynamo is left as it is"
 

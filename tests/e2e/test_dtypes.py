@@ -57,14 +57,52 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
     return fxpar.constrain(part, None)
 
 
+def multiplied(x: torch.Tensor) -> torch.Tensor:
+    x = fxpar.constrain(x, "dp", None)
+    return fxpar.constrain((x - 2).prod(0, dtype=x.dtype), None)
+
+
 def rolled(x: torch.Tensor) -> torch.Tensor:
     return fxpar.constrain(torch.roll(fxpar.constrain(x, "dp", None), 1, 0), None, None)
 
 
 MOVED = (gathered, exchanged, rolled)
 CASES = [(fn, dtype) for dtype in DTYPES for fn in MOVED] + [
-    (fn, dtype) for dtype in SUMMED for fn in (summed, scattered)
+    (fn, dtype) for dtype in SUMMED for fn in (summed, scattered, multiplied)
 ]
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def extremes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x = fxpar.constrain(x, "dp", None)
+    each = x.amax(0), x.amin(0), x.amax(), x.amin(), x.abs().amax(0)
+    return tuple(fxpar.constrain(y, *[None] * y.dim()) for y in each)
+
+
+def wrong_extremes(codegen: str) -> list[str]:
+    """Dtypes whose largest or smallest number is not, bit for bit, what one device
+    gives: NaN if there is one, whichever rank has it, and whatever its sign."""
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor(
+        [
+            [nan, 1.5, nan, inf, 0.25, -3.0, -inf, -0.75],
+            [1.0, -nan, -nan, nan, -2.0, -1.5, -inf, inf],
+        ]
+    )
+    wrong = []
+    for dtype in FLOATS:
+        for rows in (x, x.flip(0), x[:, 3:]):
+            torch._dynamo.reset()
+            options = {"mesh": "dp=2", "codegen": codegen}
+            fn = torch.compile(extremes, backend="fxpar", options=options)
+            pairs = zip(fn(rows.to(dtype)), extremes(rows.to(dtype)), strict=True)
+            for got, want in pairs:
+                same = torch.equal(got.nan_to_num(99), want.nan_to_num(99))
+                if got.dtype != want.dtype or not same:
+                    wrong.append(f"{dtype}: {got.tolist()}, not {want.tolist()}")
+    return wrong
 
 
 def outcomes(codegen: str) -> list[str]:
@@ -104,3 +142,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_every_dtype_is_sent(codegen: str) -> None:
     assert sum(_runs(*case) for case in CASES) >= 28
     assert shared_pool(2).run(outcomes, codegen, timeout=600.0) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_extremes_keep_nan(codegen: str) -> None:
+    assert shared_pool(2).run(wrong_extremes, codegen, timeout=600.0) == [[], []]

@@ -564,6 +564,8 @@ def _pool_samples() -> None:
         args = (x, [3, 3], [1, 2], [1, 1], *rest)
         out = _add("avg_pool2d", *args)
         _add("avg_pool2d_backward", _f(*out.shape), *args)
+    large = (20000 + x).half()  # of which float16 cannot hold the sum of a window
+    _add("avg_pool2d", large, [3, 3], [1, 2], [1, 1], False, False)
     out = _add("avg_pool2d", x, [3, 2], [], [1, 0], True, False)
     out = _add("_adaptive_avg_pool2d", x, [2, 4])
     _add("_adaptive_avg_pool2d_backward", _f(*out.shape), x)

@@ -99,6 +99,31 @@ def test_a_view_that_merges_nothing_is_not_looked_through():
     assert "fxpar.dot m k, k n -> m n" in found
 
 
+def narrow_rows() -> torch.Tensor:
+    """Numbers whose sum float16 does not hold."""
+    return (1 + torch.rand(80000, 2)).half()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        narrow_rows(),
+        100 + torch.randn(64, 3).bfloat16(),
+        torch.randn(8, 4, dtype=torch.complex128),
+    ],
+)
+def test_moments_of_split_dims_are_those_of_wide_numbers(x: torch.Tensor) -> None:
+    def moments(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.var(0), *torch.var_mean(x, 0))
+
+    plan = fxpar.plan(
+        moments, x, mesh="dp=2", in_specs=[("dp", None)], mode="propagate"
+    )
+    tolerance = torch.finfo(x.dtype).eps
+    for got, want in zip(plan.simulate(x), moments(x), strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
 def test_moments_are_expanded_only_where_a_plan_splits_them():
     x = torch.randn(8, 16)
 

@@ -1,8 +1,9 @@
 """Local forms of average pools, where a dim that windows slide over is split.
 
 A rank pools the rows that its windows read (``halos``). Where windows at the ends count
-fewer rows than others, which a shard cannot know, it adds up what they read and divides
-by the rows that each of them counts, by where it lies in the whole dim.
+fewer rows than others, which a shard cannot know, it adds up what they read, in a dtype
+that holds their sum, and divides by the rows that each of them counts, by where it lies
+in the whole dim.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ def _average(
     slid = windows(kernel, stride, padding, 1, k)
     if not _counts_by_place(call, 0, divisor, slid, ceil, count_padding):
         return pool(k, 0, call, x, kernel, stride, padding, *settings)
+    dtype = x.meta["val"].dtype
+    x = call.build.cast(x, torch.promote_types(dtype, torch.float32))
     total = pool(k, 0, call, x, kernel, stride, padding, ceil, count_padding, 1)
-    return _divided(call, total, 0, len(call.operands), slid, count_padding)
+    mean = _divided(call, total, 0, len(call.operands), slid, count_padding)
+    return call.build.cast(mean, dtype)
 
 
 def _average_backward(

@@ -2,8 +2,9 @@
 
 A mean of a shard divides by the rows of the shard; the mean of such means is the whole
 one only where shards are alike. So each rank sums, and divides by what makes the
-average over ranks the global mean. The largest of no rows does not exist: where some
-rank has none, shards are first filled with what never wins.
+average over ranks the global mean; a sum may be more than a narrow dtype holds, and is
+of a wider one. The largest of no rows does not exist: where some rank has none, shards
+are first filled with what never wins.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def _mean(call: LocalCall, x: fx.Node, *dims: Any, **settings: Any) -> fx.Node:
         return call.same(x, *dims, **settings)
     ranks = math.prod(mesh.count(split[d]) for d in reduced)
     rows = math.prod(shape) // math.prod(call.result_shape())
-    target = _SUM[call.node.target]
-    total = call.build.call(target, x, *dims, **settings)
-    return call.build.call(aten.mul.Tensor, total, ranks / rows)
+    target, dtype = _SUM[call.node.target], call.node.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    total = call.build.call(target, x, *dims, **settings | {"dtype": wide})
+    mean = call.build.call(aten.mul.Tensor, total, ranks / rows)
+    return call.build.cast(mean, dtype)
 
 
 _SUM = {

@@ -20,7 +20,7 @@ from fxpar import _torch
 from fxpar._torch.symbols import expressions
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Op, Program
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -132,16 +132,22 @@ def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
         rewriter.replace(node, random)
 
 
+def _is_moment(op: Op) -> bool:
+    """Whether an op is a variance of real numbers, maybe with their mean."""
+    node: Any = op.node
+    return op.target in MOMENTS and not node.args[0].meta["val"].is_complex()
+
+
 def moments_of(program: Program) -> list[fx.Node]:
     """Nodes that could be expanded."""
-    return [op.node for op in program.ops if op.target in MOMENTS]
+    return [op.node for op in program.ops if _is_moment(op)]
 
 
 def split_moments(decision: Decision) -> list[fx.Node]:
     """Moments whose operand lies split over a dim they reduce."""
     moments = []
     for op in decision.program.ops:
-        if op.target in MOMENTS:
+        if _is_moment(op):
             spec = decision.settled[op.operands[0]]
             whole = op.rule.whole
             dims = zip(op.rule.operands[0], spec.dims, strict=True)
@@ -154,7 +160,8 @@ def expand_moments(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
     """``var``/``var_mean`` over dims that a plan splits, as two sums.
 
     The one-pass (Welford) form needs its dims whole; mean and centered squares are
-    plain sums, partial over any axis, and as stable.
+    plain sums, partial over any axis, and as stable. Narrow floats are summed in wider
+    ones, as the one-pass form does.
     """
     for node in nodes:
         with rewriter.before(node):
@@ -169,7 +176,8 @@ def expand_moments(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
 
 def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
     x, call = node.args[0], rewriter.call
-    shape = shape_of(x)
+    shape, dtype = shape_of(x), x.meta["val"].dtype
+    x = rewriter.cast(x, torch.promote_types(dtype, torch.float32))
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     dims = [d % len(shape) for d in (dims if dims else range(len(shape)))]
     correction = node.kwargs.get("correction")
@@ -182,6 +190,7 @@ def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
     squares = call(aten.mul.Tensor, centered, centered)
     second = call(aten.sum.dim_IntList, squares, dims, True)
     variance = call(aten.div.Tensor, second, max(count - correction, 0))
+    variance, mean = (rewriter.cast(t, dtype) for t in (variance, mean))
     if keep:
         return variance, mean
     reduced_shape = [n for d, n in enumerate(shape) if d not in dims]

@@ -135,8 +135,9 @@ def _matmul_scatter(args: Ranks) -> Ranks:
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of values, the first ones first."""
-    total = functools.reduce(COMBINE[op], values)
-    return total / len(values) if op == "avg" else total
+    if op == "avg":
+        return functools.reduce(torch.add, (x / len(values) for x in values))
+    return functools.reduce(COMBINE[op], values)
 
 
 def all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:

@@ -42,7 +42,7 @@ def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
             f"constrain: {len(dims)} entries for a tensor of {x.dim()} dims",
             fix="give at most one entry per dim",
         )
-    if not torch.compiler.is_compiling():
+    if not dims or not torch.compiler.is_compiling():
         return x
     return torch.ops.fxpar.constrain(x, ",".join(_word(entry) for entry in dims))
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from fxpar import _torch
+from fxpar._torch.dynamo import example_of
 from fxpar.passes.graph_bodies import attribute_at
 from fxpar.sharding.program import user_line
 
@@ -118,11 +119,6 @@ _PRINTED = (
 )
 
 
-def value_of(node: fx.Node) -> Any:
-    """What Dynamo knows of a node's value."""
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
@@ -151,11 +147,11 @@ def _becomes_number(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Whether an input is a tensor of which nothing is read but its one number, which
     Dynamo made of a float: its readers, those in checkpointed regions too, then read
     the input itself."""
-    value = value_of(node)
+    value = example_of(node)
     if not isinstance(value, torch.Tensor) or value.dim():
         return False
     readers = _readers_of_number(node, gm)
-    number = next((value_of(x) for users in readers.values() for x in users), None)
+    number = next((example_of(x) for users in readers.values() for x in users), None)
     if number is None:
         return False
     for place, users in readers.items():
@@ -194,7 +190,7 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
     lines, places = [], dict[fx.Node, str]()
     pairs = zip(placeholders(gm), inputs, strict=True) if inputs else ()
     for node, name in pairs:
-        value = value_of(node)
+        value = example_of(node)
         if isinstance(value, torch.Tensor):
             places[node] = name.name
             dtype = str(value.dtype).removeprefix("torch.")
@@ -208,7 +204,7 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
 
     def text_of(x: Any) -> str:
         if isinstance(x, fx.Node):
-            return places.get(x) or to_bodies.get(str(value_of(x)), "n")
+            return places.get(x) or to_bodies.get(str(example_of(x)), "n")
         if isinstance(x, (tuple, list)):
             return f"({', '.join(map(text_of, x))})"
         if isinstance(x, dict):
@@ -315,7 +311,9 @@ def fixed_content(
 
 def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:
     """By size that is open where an input begins in its memory: what to call it."""
-    starts = [(value_of(node).storage_offset(), name) for node, name in inputs.items()]
+    starts = [
+        (example_of(node).storage_offset(), name) for node, name in inputs.items()
+    ]
     return {
         str(start): f"{name} {BEGINS}"
         for start, name in starts
@@ -330,7 +328,7 @@ def digest(text: str) -> str:
 def _is_about_sizes(node: fx.Node) -> bool:
     """Whether a node computes or checks a size, which Dynamo does for sizes that it
     keeps open, and else has done already."""
-    value = value_of(node)
+    value = example_of(node)
     if node.op == "output":
         return False
     if value is None:
@@ -341,7 +339,7 @@ def _is_about_sizes(node: fx.Node) -> bool:
 
 def _is_number(x: Any) -> bool:
     if isinstance(x, fx.Node):
-        x = value_of(x)
+        x = example_of(x)
     numbers = (*_NUMBERS, torch.SymBool)
     return isinstance(x, numbers) and not isinstance(x, bool)
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.dynamo import example_of
 from fxpar.errors import FxparError, InputMismatchError, RankMismatchError
-from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders
 from fxpar.runtime.ranks import consensus
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -85,7 +86,7 @@ class Fed:
     ) -> None:
         self.inputs, self.mesh, self.where = inputs, mesh, where
         self.local = frozenset(local)
-        values = [value_of(node) for node in placeholders(gm)]
+        values = [example_of(node) for node in placeholders(gm)]
         self.tensors, self.numbers = list[int](), list[int]()
         for i, (name, value) in enumerate(zip(inputs, values, strict=True)):
             if isinstance(value, _NUMBERS):

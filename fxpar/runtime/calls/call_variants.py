@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.dynamo import example_of
 from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.caches.program_identity import (
@@ -28,7 +29,6 @@ from fxpar.runtime.caches.program_identity import (
     digest,
     placeholders,
     program_text,
-    value_of,
 )
 from fxpar.runtime.calls.call_sizes import SAME, Fed, SizeAgreement, Sizes, sizes_of
 from fxpar.runtime.calls.compile_variants import (
@@ -132,7 +132,7 @@ class Calls:
         self.left: dict[int, Any] = {}
         if self.local:
             results = enumerate(gm.graph.output_node().args[0])
-            each = {i: value_of(x) for i, x in results if isinstance(x, fx.Node)}
+            each = {i: example_of(x) for i, x in results if isinstance(x, fx.Node)}
             self.left = {i: x for i, x in each.items() if _torch.symbols.is_number(x)}
         self.drift = self._drift(examples)
         self.replicas = self._replicas(examples)

@@ -20,8 +20,9 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar._torch.dynamo import example_of
 from fxpar.errors import FxparWarning, compose
-from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders
 from fxpar.runtime.calls.call_layouts import (
     Strides,
     contiguous_strides,
@@ -344,7 +345,7 @@ def is_strided(x: Any) -> bool:
 
 
 def is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
+    return isinstance(node, fx.Node) and isinstance(example_of(node), torch.Tensor)
 
 
 def _batch_results(gm: fx.GraphModule, local: Collection[int]) -> frozenset[int]:
@@ -354,11 +355,11 @@ def _batch_results(gm: fx.GraphModule, local: Collection[int]) -> frozenset[int]
 
 def _batch_dims(gm: fx.GraphModule, local: Collection[int]) -> dict[int, list[int]]:
     """The dims of results that count the rows of an input that is fed in parts."""
-    values = [value_of(node) for node in placeholders(gm)]
+    values = [example_of(node) for node in placeholders(gm)]
     symbols = {str(s) for i in local for s in _symbols(values[i].shape[0])}
     dims_of = dict[int, list[int]]()
     for i, node in enumerate(gm.graph.output_node().args[0]):
-        shape = value_of(node).shape if is_tensor(node) else ()
+        shape = example_of(node).shape if is_tensor(node) else ()
         counting = [{str(s) for s in _symbols(n)} & symbols for n in shape]
         if any(counting):
             dims_of[i] = [d for d, counted in enumerate(counting) if counted]

@@ -347,7 +347,7 @@ def batch_sizes(
 ) -> frozenset[int]:
     """Positions of the symbolic ints that are the size of a local batch dim."""
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+    values = [_torch.dynamo.example_of(n) for n in nodes]
     symbols = {str(values[i].shape[0]) for i in local}
     return frozenset(
         i

@@ -15,18 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.dynamo import example_of
 from fxpar.sharding.growth_powers import FIXED, Growth
-
-
-def example(x: fx.Node) -> Any:
-    return x.meta.get("example_value", x.meta.get("val"))
 
 
 def may_grow(x: Any) -> bool:
     """Whether a result is a tensor that the graph computes."""
     if not isinstance(x, fx.Node) or x.op == "placeholder":
         return False
-    value = example(x)
+    value = example_of(x)
     return isinstance(value, torch.Tensor) and value.dtype != torch.bool
 
 
@@ -83,7 +80,7 @@ def linear_ways(results: Sequence[Any]) -> list[fx.Node]:
     pending = [x for x in results if may_grow(x)]
     while pending:
         node = pending.pop()
-        if node in seen or not isinstance(example(node), torch.Tensor):
+        if node in seen or not isinstance(example_of(node), torch.Tensor):
             continue
         seen[node] = None
         if _is_linear(node):
@@ -183,7 +180,7 @@ def name_written(graph: fx.Graph) -> None:
         first = node.args[0] if node.args else None
         if not _writes(node) or not isinstance(first, fx.Node):
             continue
-        if isinstance(example(first), torch.Tensor):
+        if isinstance(example_of(first), torch.Tensor):
             later = set(_after(node))
             first.replace_all_uses_with(node, lambda user, later=later: user in later)
 

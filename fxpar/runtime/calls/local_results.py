@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
+from fxpar._torch.dynamo import example_of
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes.graph_bodies import show_bodies
 from fxpar.passes.repeated_segments import repeated_segments
@@ -30,7 +31,6 @@ from fxpar.runtime.caches.compile_once import first_does
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.calls.divide_summands import (
     divided,
-    example,
     linear_ways,
     may_grow,
     name_written,
@@ -166,7 +166,7 @@ _FIX = "return sums and means over the batch, and compute with them outside the 
 
 
 def _is_floating(x: fx.Node) -> bool:
-    value = example(x)
+    value = example_of(x)
     return value.dtype.is_floating_point or value.dtype.is_complex
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.dynamo import example_of
 from fxpar._torch.symbols import is_symbol, substituted
 from fxpar.passes import size_nodes
-from fxpar.runtime.caches.program_identity import NamedInput, placeholders, value_of
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders
 from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.sharding.plan import Plan
 
@@ -84,7 +85,7 @@ def open_sizes(
 ) -> list[OpenSize]:
     """The sizes that Dynamo left open in the inputs of a graph, each where it stands by
     itself: first as the rows of an input that is fed in parts."""
-    values = [value_of(node) for node in placeholders(gm)]
+    values = [example_of(node) for node in placeholders(gm)]
     places: list[tuple[Any, int, int | None]] = [
         (values[i].shape[0], i, 0) for i in sorted(fed.local)
     ]
@@ -180,7 +181,7 @@ def open_program(
     rows that a rank feeds are the global batch. Raises OpenSizesRefused.
     """
     mode = _torch.symbols.open_mode()
-    values = [value_of(node) for node in placeholders(gm)]
+    values = [example_of(node) for node in placeholders(gm)]
     every = open_sizes(gm, inputs, fed)
     size_values: dict[str, Any] = {size.name: size.of(args) for size in every}
     # Sizes that are equal now are taken to be so in the whole range.

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import custom_ops, size_nodes
+from fxpar.passes import custom_ops, number_keys, size_nodes
 from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
 from fxpar.passes.local import own_shard
@@ -43,12 +43,8 @@ _PERMUTE = torch.ops.fxpar.permute.default
 _RESOLVED = _ATEN.resolve_conj.default
 _MOVE_ROWS = torch.ops.fxpar.move_rows.default
 _EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE, _MOVE_ROWS}
-_SENDS = {
-    *_EXCHANGES,
-    _C10D.all_gather_into_tensor.default,
-    _C10D.all_reduce.default,
-    _C10D.reduce_scatter_tensor.default,
-}
+_REDUCES = {_C10D.all_reduce.default, _C10D.reduce_scatter_tensor.default}
+_SENDS = {*_EXCHANGES, *_REDUCES, _C10D.all_gather_into_tensor.default}
 # Neither NCCL nor gloo sends these. Sums and products wrap alike once cut off again.
 _WIDER = {
     torch.int16: torch.int32,
@@ -102,7 +98,8 @@ def bind(
             continue
         if wire_dtype is not None:
             with build.at(node):
-                args = (_convert(build, args[0], wire_dtype), *args[1:])
+                sent = _convert(build, args[0], wire_dtype, _order_of(node))
+                args = (sent, *args[1:])
         if node.target is _PERMUTE:
             with build.at(node):
                 permuted = _permute(build, mesh, rank, node, *args)
@@ -198,8 +195,17 @@ def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
         return torch.uint8 if inductor else None
     if dtype.is_complex and launch.target in _EXCHANGES:
         return _REAL_OF[dtype] if value.device.type == "cpu" else None
+    if dtype.is_floating_point and _order_of(launch):
+        return number_keys.dtype_of_keys(dtype)
     wider = _WIDER.get(dtype)
     return wider if wider is not None else _on_gloo(value)
+
+
+def _order_of(launch: fx.Node) -> str:
+    """What a collective chooses among its operands, "max" or "min", or "" if it does
+    not."""
+    kind = launch.args[1] if launch.target in _REDUCES else ""
+    return kind if kind in ("max", "min") else ""
 
 
 def _on_gloo(value: torch.Tensor) -> torch.dtype | None:
@@ -208,9 +214,16 @@ def _on_gloo(value: torch.Tensor) -> torch.dtype | None:
     return torch.float16 if narrow and value.device.type == "cpu" else None
 
 
-def _convert(build: Builder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """``x`` as ``dtype``; complex numbers as pairs of real ones, and pairs as these."""
+def _convert(
+    build: Builder, x: fx.Node, dtype: torch.dtype, order: str = ""
+) -> fx.Node:
+    """``x`` as ``dtype``; complex numbers as pairs of real ones, and pairs as these;
+    floats of which the "max" or "min" is chosen as keys, and keys as these."""
     have = x.meta["val"].dtype
+    if have.is_floating_point and order:
+        return number_keys.keys_of(build, x, order)
+    if dtype.is_floating_point and have in number_keys.KEYS:
+        return number_keys.numbers_of(build, x, dtype)
     if have.is_complex and not dtype.is_complex:
         return build.call(_ATEN.view_as_real.default, build.call(_RESOLVED, x))
     if dtype.is_complex and not have.is_complex:

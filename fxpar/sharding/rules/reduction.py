@@ -30,7 +30,9 @@ def _reduced(
     results: int = 1,
     passes: tuple[str, ...] = (),
 ) -> Rule:
-    """``x`` with ``dims`` gone, or ``_`` if kept."""
+    """``x`` with ``dims`` gone, or ``_`` if kept. No backend multiplies complex numbers
+    of ranks."""
+    whole = whole or ("product" in passes and x.dtype.is_complex)
     words = words_of(x, dims if whole else ())
     result = [
         "_" if i in dims else word

@@ -124,9 +124,21 @@ def evaluate(
     even = rule.even or entry.even
     empty = entry.empty or rule.empty
     passages = rule.passages + passages
+    if not all(x.dtype == torch.bool for x in results):
+        passages = tuple(_of_bools(passage, operands) for passage in passages)
+        passages = tuple(passage for passage in passages if passage.reductions)
     rule = replace(rule, passages=passages, even=even, empty=empty)
     shapes = [tuple(t.shape) for t in [*operands, *results]]
     return rule.with_sizes(shapes)
+
+
+def _of_bools(passage: Passage, operands: Sequence[torch.Tensor]) -> Passage:
+    """The passage to results that are numbers. A sum of bools is whether there is one,
+    and only the largest and smallest number tell that too."""
+    if all(operands[i].dtype != torch.bool for i in passage.operands):
+        return passage
+    reductions = tuple(op for op in passage.reductions if op in MONOTONE)
+    return replace(passage, reductions=reductions)
 
 
 def _is_whole(x: torch.Tensor) -> bool:
