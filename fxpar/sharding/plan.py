@@ -70,6 +70,13 @@ class NodePlan:
     # The value that each operand is, as its place in ``Plan.values``; empty if unknown.
     reads: tuple[int, ...] = ()
 
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """JSON-ready, as in ``Plan.to_dict``; read only. Plans that differ in notes
+        alone have the same ops."""
+        fields = asdict_shallow(self).items()
+        return {name: _plain(x) for name, x in fields if name not in _ASIDE}
+
 
 def _without(
     factors: Iterable[tuple[str, tuple[str, ...]]], axis: str
@@ -205,10 +212,6 @@ class Plan:
         """JSON-ready; timings, reasons, modules and source lines are left out: they may
         differ between runs of the same plan."""
         plain = _plain
-        nodes = [
-            {k: plain(v) for k, v in asdict_shallow(node).items() if k not in _ASIDE}
-            for node in self.nodes
-        ]
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
         data |= {"experts": list(self.experts)} if self.experts else {}
         data |= {"bodies": list(self.bodies)} if self.bodies else {}
@@ -228,7 +231,7 @@ class Plan:
             "parameters": plain(self.parameters),
             "gradients": plain(self.gradients),
             "values": plain(self.values),
-            "nodes": nodes,
+            "nodes": [node.record for node in self.nodes],
             "unknown": plain(self.unknown),
             "collectives": [
                 {k: plain(v) for k, v in asdict(c).items() if k != "source"}
