@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Inside, so many times as many new objects are made before any are looked through.
-RARER = 20
+RARER = 100
 
 
 @dataclass
