@@ -55,6 +55,20 @@ class TracedNode:
         return copy
 
 
+def copy_node(
+    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """As ``graph.node_copy``, the node's operands being ``copies`` of its own. Half of
+    what that takes is a look for symbols in arguments, which a node that was made went
+    through before, and what torch does when a node that is in a graph is written to."""
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    args = fx.node.map_arg(node.args, copies.__getitem__)
+    kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__) if node.kwargs else {}
+    copy._update_args_kwargs(args, kwargs)
+    copy.meta.update(node.meta)
+    return copy
+
+
 def last_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 

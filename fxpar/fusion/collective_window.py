@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.node_copies import copy_node
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
-from fxpar.passes.builder import copy_node
 from fxpar.passes.graph_bodies import body_of
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.simulate_step import simulate

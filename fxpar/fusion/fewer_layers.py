@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from fxpar._torch.node_copies import copy_node
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes.alike_nodes import labels_of, with_reads
-from fxpar.passes.builder import copy_node
 from fxpar.sharding.program import depending_on_tangents, phase_of
 from fxpar.sharding.search.layers import rows_of_layers
 

@@ -8,7 +8,7 @@ activation checkpointing finds the user's line.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxpar._torch import known_values
+from fxpar._torch.node_copies import copy_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
@@ -90,20 +91,6 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         copies[node] = copy_node(copied_graph, node, copies)
     return copied_graph
-
-
-def copy_node(
-    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """As ``graph.node_copy``, the node's operands being ``copies`` of its own; a third
-    of what that takes is a look for symbols in arguments, which a node that was made
-    went through before."""
-    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    copy.args = fx.node.map_arg(node.args, copies.__getitem__)
-    if node.kwargs:
-        copy.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
-    copy.meta = dict(node.meta)
-    return copy
 
 
 class Builder:

@@ -32,7 +32,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.passes.builder import PLACE, copy_node
+from fxpar._torch.node_copies import copy_node
+from fxpar.passes.builder import PLACE
 from fxpar.passes.order.bucket_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import (
     DEFAULT,

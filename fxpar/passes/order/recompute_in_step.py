@@ -17,7 +17,7 @@ import operator
 import torch
 from torch import fx
 
-from fxpar.passes.builder import copy_node
+from fxpar._torch.node_copies import copy_node
 from fxpar.passes.order.bucket_collectives import region_of
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.passes.stages.stage_kinds import draws
