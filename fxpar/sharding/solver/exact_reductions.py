@@ -22,7 +22,7 @@ from fxpar.sharding.solver.network import Network, Row, Tables, consistent
 # largest (K, K, K_j) block a comparison of strategies may.
 _BLOCK = 2_000_000
 # Seconds of work: of a look at a node, of an entry of a block.
-_VISIT, _ENTRY = 5e-5, 2e-9
+_VISIT, _ENTRY = 5e-5, 5e-9
 
 
 def reduce(net: Network, deadline: float, *, dominance: bool = True) -> None:

@@ -14,14 +14,15 @@ import numpy as np
 
 # Programs with no more variables end in milliseconds.
 INSIDE = 500
-# Seconds of work of a relaxation: of an entry of its matrix; of a step of its simplex
-# method, which takes so much longer with every so many rows.
-_ENTRY, _STEP, _ROWS = 3e-6, 2e-5, 5000
+# Seconds of work of a relaxation: of an entry of its matrix, of a step of its simplex
+# method.
+_ENTRY, _STEP = 3e-6, 2e-5
 # What an integer is off by rounding.
 _ROUNDING = 1e-7
-# Of the first node of a program, in those of its relaxation: at least, and for each
-# variable that is no integer there. Of each further node, in those of the first.
-_FIRST, _BROKEN, _NODE = 4.0, 0.15, 0.1
+# Of the first node of a program: in those of its relaxation, and besides, of an entry
+# for each variable that is no integer there. Of each further node, in those of the
+# first.
+_FIRST, _BROKEN, _NODE = 2.0, 3e-7, 0.25
 
 
 class HighsOutcome(NamedTuple):
@@ -43,9 +44,10 @@ def solved(program: dict[str, Any], seconds: float) -> HighsOutcome:
 
     equal, right, below = program["equal"], program["right"], program["below"]
     entries = equal.nnz + (0 if below is None else below.nnz)
-    step = _STEP * (1 + equal.shape[0] / _ROWS)
     work, relaxed = _ENTRY * entries, None
     if len(program["cost"]) > INSIDE:
+        if work > seconds:
+            return HighsOutcome(1, None, None, 0.0)
         relaxed = linprog(
             program["cost"],
             A_eq=equal,
@@ -54,9 +56,9 @@ def solved(program: dict[str, Any], seconds: float) -> HighsOutcome:
             b_ub=program["top"],
             bounds=(0, 1),
             method="highs-ds",
-            options={"maxiter": max(1, int((seconds - work) / step))},
+            options={"maxiter": max(1, int((seconds - work) / _STEP))},
         )
-        work += step * relaxed.nit
+        work += _STEP * relaxed.nit
         if relaxed.status == 1:
             return HighsOutcome(1, None, None, work)
         if relaxed.status == 2:
@@ -67,7 +69,7 @@ def solved(program: dict[str, Any], seconds: float) -> HighsOutcome:
         broken = int((np.abs(whole - np.rint(whole)) > _ROUNDING).sum())
         if not broken:
             return HighsOutcome(0, relaxed.x, bound, work)
-    first = work * (_FIRST + _BROKEN * broken)
+    first = _FIRST * work + _BROKEN * entries * broken
     if relaxed is not None and work + first > seconds:
         return HighsOutcome(1, None, bound, work)
     node = first * _NODE

@@ -36,7 +36,7 @@ from fxpar.sharding.solver import message_passing, work_clock
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 # Seconds of work of a usage that is priced.
-_PRICE = 3e-8
+_PRICE = 6e-9
 # How many decodings are remembered.
 _MOST_DECODINGS = 16
 

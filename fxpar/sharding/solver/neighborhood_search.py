@@ -23,7 +23,7 @@ _FIRST, _LEAST, _MOST = 8_000, 1_000, 400_000
 # Shares of all strategies, best merit first, that windows choose among.
 _SHARES = (0.2, 0.35, 0.6, 1.0)
 # Seconds of work of a node or edge in a window.
-_RESTRICT = 2e-6
+_RESTRICT = 1.4e-5
 # Choices that are combined with the best one.
 _COMBINED = 4
 
