@@ -182,19 +182,21 @@ def fastest(
     searches, PlanError if ranks that share everything lack memory, and what
     ``decide_on`` does if no mesh has a plan.
     """
+    meshes = open_meshes(program, request)
     warm()
     assert isinstance(request.mode, SearchOptions)
     with work_clock.within(request.mode.seconds):
-        return _fastest(program, request, request.mode, shared)
+        return _fastest(program, request, meshes, request.mode, shared)
 
 
 def _fastest(
     program: Program,
     request: Request,
+    meshes: Sequence[Mesh],
     options: SearchOptions,
     shared: SharedKernels | None,
 ) -> Decision:
-    meshes, begun = open_meshes(program, request), work_clock.now()
+    begun = work_clock.now()
     # Meshes are compared by one ruler.
     options = replace(options, ranked=False)
     _check_memory(program, request, options, shared)

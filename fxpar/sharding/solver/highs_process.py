@@ -20,9 +20,9 @@ _ENTRY, _STEP = 3e-6, 2e-5
 # What an integer is off by rounding.
 _ROUNDING = 1e-7
 # Of the first node of a program: in those of its relaxation, and besides, of an entry
-# for each variable that is no integer there. Of each further node, in those of the
-# first.
-_FIRST, _BROKEN, _NODE = 2.0, 3e-7, 0.25
+# for each variable that is no integer there, times their share of all that should be.
+# Of each further node, in those of the first.
+_FIRST, _BROKEN, _NODE = 2.0, 1e-6, 0.5
 
 
 class HighsOutcome(NamedTuple):
@@ -63,10 +63,11 @@ def solved(program: dict[str, Any], seconds: float) -> HighsOutcome:
             return HighsOutcome(1, None, None, work)
         if relaxed.status == 2:
             return HighsOutcome(2, None, None, work)
-    broken, bound = 0, None
+    broken, bound = 0.0, None
     if relaxed is not None and relaxed.status == 0:
         whole, bound = relaxed.x[program["whole"] > 0], relaxed.fun
-        broken = int((np.abs(whole - np.rint(whole)) > _ROUNDING).sum())
+        count = int((np.abs(whole - np.rint(whole)) > _ROUNDING).sum())
+        broken = count**2 / max(len(whole), 1)
         if not broken:
             return HighsOutcome(0, relaxed.x, bound, work)
     first = _FIRST * work + _BROKEN * entries * broken

@@ -283,7 +283,7 @@ def test_where_no_mesh_has_a_plan_the_error_is_raised() -> None:
 
 
 def test_what_time_does_not_reach_is_noted_and_could_be_better() -> None:
-    searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (1.0, 1.0)})
+    searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (1.0, 1.0)}, seconds=1.0)
     chosen = searches.choose(seconds=1e-9)
     assert str(chosen.search.mesh) == "dp=4" and chosen.search.rivals == 0.0
     assert "tp=4 not tried" in chosen.notes[-1]
