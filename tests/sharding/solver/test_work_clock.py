@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.sharding import choose_mesh
+from fxpar.sharding.decide import searched
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.search.run_search import STOPPED, SearchOptions
 from fxpar.sharding.solver import Solution, solve, work_clock
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch, mlp, program_of
 from tests.helpers.solver_problems import layered
 
 
@@ -48,3 +55,15 @@ def test_wall_clock_time_ends_a_search_and_that_is_said(
     assert solved().stopped
     monkeypatch.undo()
     assert not solved().stopped  # the next one has a clock of its own
+
+
+def test_a_plan_says_that_its_search_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh.parse("dp=2,tp=2")
+    program = program_of(mlp(), batch(), mesh=str(mesh))
+    options = SearchOptions(machine())
+    assert STOPPED not in searched(program, mesh, {}, (), options).notes
+    monkeypatch.setattr(work_clock, "GRACE", -1e9)
+    decision = searched(program, mesh, {}, (), options)
+    assert STOPPED in decision.notes
+    request = Request(mesh, program.signature, {}, options, meshes=(mesh,))
+    assert STOPPED in choose_mesh.fastest(program, request).notes
