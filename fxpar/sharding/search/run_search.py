@@ -39,7 +39,7 @@ from fxpar.sharding.strategy import Strategy
 # A plan so near to its bound is proved to be the best.
 _CLOSE = 1e-4
 # Seconds of work that pricing is: of a node, and of an entry of a table.
-_NODE, _ENTRY = 2e-4, 1e-6
+_NODE, _ENTRY = 1.1e-4, 1e-6
 # What a plan says whose search did not end by itself.
 STOPPED = (
     "search: ended by wall-clock time, far behind its seconds of work, so that another "
