@@ -338,7 +338,11 @@ class Options:
         env=False,
     )
     search_seconds: float = _option(
-        _positive, 30.0, "seconds", "how long a search may solve at most", env=False
+        _positive,
+        30.0,
+        "seconds of work",
+        "how long a search may solve at most",
+        env=False,
     )
     fuse: str = _option(
         _choice("none", "interpret", "triton"),

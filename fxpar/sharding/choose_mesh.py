@@ -8,7 +8,6 @@ than asked for, pricing apart.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,12 +24,14 @@ from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.run_search import (
     AGAIN,
+    STOPPED,
     SearchOptions,
     SearchResult,
     more_room,
     sizes_as_text,
 )
 from fxpar.sharding.search.unequal_shards import best_shares
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
@@ -184,9 +185,20 @@ def fastest(
     meshes = open_meshes(program, request)
     warm()
     assert isinstance(request.mode, SearchOptions)
+    with work_clock.within(request.mode.seconds):
+        return _fastest(program, request, meshes, request.mode, shared)
+
+
+def _fastest(
+    program: Program,
+    request: Request,
+    meshes: Sequence[Mesh],
+    options: SearchOptions,
+    shared: SharedKernels | None,
+) -> Decision:
+    begun = work_clock.now()
     # Meshes are compared by one ruler.
-    options = replace(request.mode, ranked=False)
-    begun, spent = time.perf_counter(), 0.0
+    options = replace(options, ranked=False)
     _check_memory(program, request, options, shared)
     glance, longest, end = options, 0.0, begun + _TRIED * options.seconds
     if len(meshes) > 1:
@@ -195,8 +207,8 @@ def fastest(
     trials: list[_MeshTrial] = []
     best: Decision | None = None
     for mesh in meshes:
-        now = time.perf_counter()
-        if best is not None and now + longest > end:
+        now = work_clock.now()
+        if best is not None and work_clock.left(end) < longest:
             trials.append(_MeshTrial(mesh))
             continue
         try:
@@ -204,17 +216,16 @@ def fastest(
         except _UNFIT as error:
             trials.append(_MeshTrial(mesh, bound=math.inf, error=error))
             continue
-        longest = max(longest, time.perf_counter() - now)
+        longest = max(longest, work_clock.now() - now)
         search = search_of(decision)
-        spent += search.took
         trials.append(_MeshTrial(mesh, search.predicted, search.bound))
         if best is None or search.predicted < search_of(best).predicted * (1 - ALIKE):
             best = decision
             glance = replace(glance, enough=search.predicted)
     if best is None:
         return _search_largest(trials, options, program, request)
-    left = options.seconds - (time.perf_counter() - begun)
-    return _search_longer(best, trials, spent, left, program, request)
+    left = work_clock.left(begun + options.seconds)
+    return _search_longer(best, trials, left, program, request)
 
 
 def _check_memory(
@@ -245,7 +256,6 @@ def search_of(decision: Decision) -> SearchResult:
 def _search_longer(
     best: Decision,
     trials: Sequence[_MeshTrial],
-    spent: float,
     left: float,
     program: Program,
     request: Request,
@@ -259,7 +269,6 @@ def _search_longer(
         longer = _attempt(
             program, request, first_search.mesh, longer_options, first_search
         )
-        spent += search_of(longer).took
         if search_of(longer).predicted <= first_search.predicted:
             best = longer
     search = search_of(best)
@@ -267,12 +276,15 @@ def _search_longer(
         trial for trial in trials if trial.mesh.axes != search.mesh.unrefined.axes
     ]
     rivals = min((trial.bound for trial in other_trials), default=math.inf)
-    search = replace(search, took=spent, rivals=rivals)
+    search = replace(search, rivals=rivals)
     note = f"mesh {search.mesh} chosen of {len(trials)}: {ms(search.predicted)} a step"
     if other_trials:
         listed = sorted(other_trials, key=lambda trial: trial.seconds)
         note += f"; {', '.join(map(str, listed))}"
-    return replace(best, search=search, notes=(*best.notes, note))
+    notes = (*best.notes, note)
+    if work_clock.is_stopped() and STOPPED not in notes:
+        notes = (*notes, STOPPED)
+    return replace(best, search=search, notes=notes)
 
 
 def _search_largest(

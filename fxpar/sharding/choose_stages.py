@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +36,8 @@ from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.least_memory import whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.price_stages import StagedStep, least_staged
-from fxpar.sharding.search.run_search import SearchOptions
+from fxpar.sharding.search.run_search import STOPPED, SearchOptions
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.try_stages import (
     StagedChoice,
     StagedProgram,
@@ -152,7 +152,19 @@ def fastest_staged(
     options = request.mode
     if not request.staged or not isinstance(options, SearchOptions):
         return None, ()
-    begun, program = time.perf_counter(), split_evenly(program)
+    with work_clock.within(options.seconds):
+        choice, notes = _fastest_staged(program, request, options, bar, shared)
+        return choice, (*notes, *([STOPPED] if work_clock.is_stopped() else []))
+
+
+def _fastest_staged(
+    program: Program,
+    request: Request,
+    options: SearchOptions,
+    bar: float,
+    shared: SharedKernels | None,
+) -> tuple[StagedChoice | None, tuple[str, ...]]:
+    begun, program = work_clock.now(), split_evenly(program)
     kernels = {key: x.of_alike_shards for key, x in (shared or {}).items()}
     live = whole_entries(program, keep_gathered=request.keep_gathered, shared=kernels)
     least = _least_seconds(next(iter(kernels.values())), options)
@@ -244,7 +256,7 @@ def _glanced(
     bar: float,
     end: float,
 ) -> list[_MeshTry]:
-    """Each mesh with a plan whose layers are alike, until the clock shows ``end``; but
+    """Each mesh with a plan whose layers are alike, until work comes to ``end``; but
     for those whose estimate is much longer than what is there. ``least``: seconds of
     the arithmetic on one device."""
     out = list(tries)
@@ -256,7 +268,7 @@ def _glanced(
             out[i] = replace(x, loses=not x.trial)
             continue
         is_first = not any(y.choice for y in out)
-        if is_first or (time.perf_counter() < end and x.estimate < _FAR * here):
+        if is_first or (work_clock.left(end) > 0 and x.estimate < _FAR * here):
             on = request.on(x.mesh)
             out[i] = x.after(attempt_in_memory(staged, on, options, x.parts, end))
     return out
@@ -333,7 +345,7 @@ def _with_parts(
     takes less than this ``share`` of what it took."""
     assert x.choice is not None, "a plan to compare with"
     parts = int(x.choice.step.parts * times)
-    if time.perf_counter() > end or staged.cut.rows % parts:
+    if work_clock.left(end) < 0 or staged.cut.rows % parts:
         return x
     bar = share * x.seconds
     return x.after(attempt(staged, x.choice.request, options, parts, bar))
@@ -351,7 +363,7 @@ def _searched(
     ``end``: of those that have a plan, and those of which nothing is known."""
     out = list(tries)
     for i in sorted(range(len(out)), key=lambda i: (out[i].seconds, out[i].estimate)):
-        x, seconds = out[i], end - time.perf_counter()
+        x, seconds = out[i], work_clock.left(end)
         unfit = x.trial is not None and not (x.trial.choice or x.trial.too_large)
         if x.loses or unfit or (seconds < 0 and _best(out)):
             continue

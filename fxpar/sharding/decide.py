@@ -34,6 +34,7 @@ from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.rank_candidates import ranked
 from fxpar.sharding.search.run_search import (
+    STOPPED,
     SearchOptions,
     SearchResult,
     begun_from,
@@ -199,6 +200,7 @@ def searched(
     if wide:
         result = begun_from(result, options, by_hand)
     notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
+    notes += [STOPPED] if result.solution.stopped else []
     if rank:
         result, rank_notes = ranked(result, options, by_hand)
         notes += rank_notes

@@ -9,7 +9,6 @@ the batch on all stages together, and cut (``search.price_stages``). Compares no
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +26,7 @@ from fxpar.sharding.search.least_memory import least_bytes
 from fxpar.sharding.search.memory_constraints import Entry
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from fxpar.sharding.solver import work_clock
 
 _UNFIT = (HintError, MeshError, SpecError)
 
@@ -158,11 +158,11 @@ def attempt_in_memory(
     bar: float = math.inf,
 ) -> StagedTrial:
     """As ``attempt``, with twice as many microbatches as often as memory asks, until
-    the clock shows ``end``."""
+    the work comes to ``end``."""
     open_, rows = request.microbatches is None, staged.cut.rows
     while True:
         trial = attempt(staged, request, options, parts, bar)
-        over = not open_ or rows % (2 * parts) or time.perf_counter() > end
+        over = not open_ or rows % (2 * parts) or work_clock.left(end) < 0
         if not trial.too_large or over:
             return trial
         parts *= 2

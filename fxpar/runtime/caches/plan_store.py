@@ -32,10 +32,6 @@ from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 
 FORMAT = "fxpar plan on disk 2"
 
-# A search that took this share of its seconds used all it may: a small problem has half
-# of them without its limit.
-_USED = 0.45
-
 
 def allowed() -> bool:
     """Whether torch's own caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
@@ -126,11 +122,11 @@ def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
 def save(
     key: str, plan: Plan, result: SearchResult, seconds: float, *, chosen: bool
 ) -> None:
-    """Keep the plan that a search of so many ``seconds`` found, if it is proved or used
-    them; ``chosen``: whether its schedule was, too. Where the disk refuses, nothing is
-    kept."""
+    """Keep the plan that a search of so many ``seconds`` found, unless it is one that
+    wall-clock time has stopped; ``chosen``: whether its schedule was, too. Where the
+    disk refuses, nothing is kept."""
     proved = result.is_proved and result.rivals >= result.predicted * (1 - ALIKE)
-    if not proved and result.took < _USED * seconds:
+    if not proved and result.solution.stopped:
         return
     data = {
         "proved": proved,

@@ -19,7 +19,7 @@ from fxpar.sharding.program import Input, Op, Program, Value, phase_of
 from fxpar.sharding.search.memory_constraints import Entry
 
 # Bytes of an element that is accumulated over parts, at least.
-_WIDE = 4
+WIDE = 4
 
 # What a stage holds all the time, of its own part of the program.
 STATIC = ("parameter", "optimizer", "buffer", "gradient", "gathered", "accumulated")
@@ -140,7 +140,7 @@ class PartProgram:
         for entry in live:
             value = self.whole.values[entry.value]
             if entry.kind == "made" and entry.value in self.cut.sums:
-                wide = entry.nbytes * max(1, _WIDE // value.dtype.itemsize)
+                wide = entry.nbytes * max(1, WIDE // value.dtype.itemsize)
                 entry = Entry(entry.value, "accumulated", 0, end, wide)
             elif entry.kind == "gathered":
                 if entry.phase:  # the copy of the forward stays

@@ -1,8 +1,9 @@
 """The search itself: formulate, tie, solve, decode.
 
 In: a Program, a Mesh, and ``SearchOptions``. Out: ``SearchResult``: strategies, specs,
-and the solved problem, of which explanations ask more. Deterministic but for its time
-limit, so one rank searches and tells the others. Changes nothing and runs nothing.
+and the solved problem, of which explanations ask more. Its seconds are those of work
+(``work_clock``), so that the same program has the same plan on every run; one rank
+searches and tells the others. Changes nothing and runs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation, cost_of, decode, formulate
 from fxpar.sharding.search.layers import repeated, ties
 from fxpar.sharding.search.problem_builder import FixedFacts
-from fxpar.sharding.solver import Infeasible, Problem, Solution, evaluate, solve
+from fxpar.sharding.solver import (
+    Infeasible,
+    Problem,
+    Solution,
+    evaluate,
+    solve,
+    work_clock,
+)
 from fxpar.sharding.solver.problem import tie
 from fxpar.sharding.solver.solve import EXACT
 from fxpar.sharding.spec import Spec
@@ -30,6 +38,13 @@ from fxpar.sharding.strategy import Strategy
 
 # A plan so near to its bound is proved to be the best.
 _CLOSE = 1e-4
+# Seconds of work that pricing is: of a node, and of an entry of a table.
+_NODE, _ENTRY = 1.1e-4, 1e-6
+# What a plan says whose search did not end by itself.
+STOPPED = (
+    "search: ended by wall-clock time, far behind its seconds of work, so that another "
+    "run may choose another plan: give search_seconds less, or the machine less to do"
+)
 # Gap of a glance.
 _ROUGH = 0.01
 # The share of the seconds that beginning again takes besides.
@@ -42,7 +57,7 @@ class SearchOptions:
 
     # What costs are for.
     hardware: Hardware
-    # How long to solve at most.
+    # How long to solve at most, in seconds of work.
     seconds: float = 30.0
     # Bytes of one rank; None takes the hardware's.
     memory: float | None = None
@@ -77,7 +92,6 @@ class SearchResult:
     # The choice, its cost and bound.
     solution: Solution
     built: float  # seconds that formulating took
-    took: float = 0.0  # seconds that solving took, on all meshes it was chosen of
     rivals: float = math.inf  # seconds of a step that no other such mesh can beat
     first: Solution | None = None  # of the search, where ranking took another
 
@@ -157,19 +171,18 @@ def search(
             problem=replace(formulation.problem, tied=ties(formulation, tied)),
         )
         built = time.perf_counter() - begun
+        work_clock.did(_pricing(formulation.problem))
     else:
         formulation, built = before.formulation, before.built
-    begun = time.perf_counter()
     try:
         solution = _solved(
             formulation.problem, options, options.enough - formulation.launches
         )
     except Infeasible as error:
         raise _too_large(error, formulation) from None
-    took = time.perf_counter() - begun
     strategies, settled = decode(formulation, solution.choice)
     return SearchResult(
-        tuple(strategies), tuple(settled), mesh, formulation, solution, built, took
+        tuple(strategies), tuple(settled), mesh, formulation, solution, built
     )
 
 
@@ -179,7 +192,8 @@ def begun_from(
     """What a search finds that begins again from the cheapest of some known strategies
     of all ops, where one is cheaper than what was found; else what was found. Within
     the share ``AGAIN`` of the seconds."""
-    begun, best, start = time.perf_counter(), result.solution.cost, None
+    begun, end = time.perf_counter(), work_clock.now() + AGAIN * options.seconds
+    best, start = result.solution.cost, None
     for strategies in by_hand:
         try:
             priced = cost_of(
@@ -192,16 +206,15 @@ def begun_from(
     if start is None:
         return result
     problem, first_solution = result.formulation.problem, result.solution
-    left = begun + AGAIN * options.seconds - time.perf_counter()
-    solution = solve(problem, left, start=start, tolerance=_CLOSE)
+    solution = solve(problem, work_clock.left(end), start=start, tolerance=_CLOSE)
     bound = max(first_solution.bound, solution.bound)
-    took = time.perf_counter() - begun
     solution = replace(
         solution,
         bound=bound,
         gap=max(solution.cost - bound, 0.0) / abs(solution.cost),
-        seconds=first_solution.seconds + took,
+        seconds=first_solution.seconds + time.perf_counter() - begun,
         notes=first_solution.notes + solution.notes,
+        stopped=first_solution.stopped or solution.stopped,
     )
     strategies, settled = decode(result.formulation, solution.choice)
     return replace(
@@ -209,8 +222,13 @@ def begun_from(
         strategies=tuple(strategies),
         settled=tuple(settled),
         solution=solution,
-        took=result.took + took,
     )
+
+
+def _pricing(problem: Problem) -> float:
+    """Seconds of work that making the problem is."""
+    entries = sum(table.size for table in problem.tables)
+    return _NODE * len(problem.costs) + _ENTRY * entries
 
 
 # Problems with no more strategies have few.
@@ -230,18 +248,18 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
         return _fitting_alike(problem, options.seconds)
     many = sum(map(len, problem.costs)) > _FEW
     tolerance = options.tolerance if many else EXACT
-    end = time.perf_counter() + options.seconds
+    end = work_clock.now() + options.seconds
     if problem.limit is None:
         return solve(problem, options.seconds, tolerance=tolerance, enough=enough)
     if not (many and _is_above(problem, options.seconds / 10)):
         free = replace(problem, limit=None)
         share = _FIRST if many else 0.5  # a glance has said that it is likely to fit
-        seconds = share * (end - time.perf_counter())
+        seconds = share * work_clock.left(end)
         solution = solve(free, seconds, tolerance=tolerance, enough=enough)
         if solution.peak <= problem.limit:
             return solution
-    # Of a busy machine the first may have taken all: none found would be an error.
-    seconds = max(end - time.perf_counter(), _LEAST, options.seconds / 10)
+    # The first may have taken all: none found would be an error.
+    seconds = max(work_clock.left(end), _LEAST, options.seconds / 10)
     return solve(problem, seconds, tolerance=tolerance, enough=enough)
 
 

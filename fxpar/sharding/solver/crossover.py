@@ -8,15 +8,17 @@ through an order of the nodes. Never leaves the limit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 # Cuts tried per order.
 _CUTS = 32
+# Seconds of work: of an edge in the costs of cuts, and in a breadth-first search.
+_CUT, _STEP = 5e-8, 4e-8
 
 
 def mix(
@@ -36,7 +38,7 @@ def mix(
         before = cost
         for a, b in pairs:
             for order, ends in _orders(flat, np.flatnonzero(a != b), layer):
-                if time.perf_counter() > deadline:
+                if work_clock.left(deadline) < 0:
                     return best
                 below = cost - 1e-9 * abs(cost)
                 for x, y in ((a, b), (b, a)):
@@ -75,6 +77,7 @@ def cut_costs(
 ) -> np.ndarray:
     """(count + 1,) costs: the m-th of the choice in which the nodes with ``place`` < m
     are as in ``b``, the others as in ``a``; inf where a pair is forbidden."""
+    work_clock.did(_CUT * len(flat.other))
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
     one = np.flatnonzero(owner < flat.other)
     i, j, width = owner[one], flat.other[one], flat.size[flat.other[one]]
@@ -154,6 +157,7 @@ def layers(flat: Flat, to: Sequence[int]) -> np.ndarray:
 def _outward(flat: Flat, nodes: np.ndarray, middle: int) -> np.ndarray:
     """The nodes by breadth-first search among them, from the first or a middle one;
     in a training graph a layer's forward and backward nodes come together."""
+    work_clock.did(_STEP * (len(nodes) + len(flat.other)))
     waiting = np.zeros(len(flat.size), bool)
     waiting[nodes] = True
     order: list[int] = []

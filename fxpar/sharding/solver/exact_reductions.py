@@ -11,28 +11,31 @@ rotamer elimination", Biophysical Journal 66, 1994.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import numpy as np
 
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.network import Network, Row, Tables, consistent
 
 # Largest (K_j, K_k, K_i) block the elimination of a node of degree two may cost, and
 # largest (K, K, K_j) block a comparison of strategies may.
 _BLOCK = 2_000_000
+# Seconds of work: of a look at a node, of an entry of a block.
+_VISIT, _ENTRY = 5e-5, 5e-9
 
 
 def reduce(net: Network, deadline: float, *, dominance: bool = True) -> None:
-    """Reduce in place until nothing applies or the clock passes ``deadline``."""
+    """Reduce in place until nothing applies or the work passes ``deadline``."""
     queued = set(net.alive)
     while queued:
         # By rounds, so that a hub is looked at once for all its neighbours' changes.
         work, queued = sorted(queued, key=lambda i: (len(net.adj[i]), i)), set()
         for i in work:
-            if time.perf_counter() > deadline:
+            if work_clock.left(deadline) < 0:
                 return
             if i in net.alive:
+                work_clock.did(_VISIT)
                 queued |= _reduce_node(net, i, dominance)
 
 
@@ -162,6 +165,7 @@ def _undominated(
 
 def _gap(table: np.ndarray) -> np.ndarray:
     """(K, K): the least of row a minus row b over columns where a is allowed."""
+    work_clock.did(_ENTRY * len(table) * table.size)
     out = np.empty((len(table), len(table)))
     for a, row in enumerate(table):
         allowed = np.isfinite(row)
@@ -219,6 +223,7 @@ def _eliminate_link(net: Network, i: int) -> None:
     key, sources = (id(table_j), id(table_k), unary.tobytes()), (table_j, table_k)
 
     def answers() -> np.ndarray:
+        work_clock.did(_ENTRY * len(unary) * table_j.shape[1] * table_k.shape[1])
         flip = net.tables.flip
         total = flip(table_j)[:, None, :] + (flip(table_k) + unary)[None, :, :]
         return total.argmin(2)
@@ -251,6 +256,7 @@ def _thin_leaf(net: Network, i: int) -> bool:
     size = net.size(i)
     if size * size * net.size(j) > _BLOCK:
         return False
+    work_clock.did(_ENTRY * 4 * size * size * net.size(j))
     less = np.ones((size, size), bool)  # [a, b]: b occupies no more than a
     for _, _, usage in net.rows[i]:
         less &= usage[:, None] >= usage[None, :]

@@ -1,9 +1,12 @@
-"""HiGHS with a time limit that holds: larger programs run in a process one can end.
+"""HiGHS with a limit of work that holds, and one of wall-clock time far behind it.
 
-In: a mixed-integer program as arrays. Out: what HiGHS says, or None if it did not
-answer in time. HiGHS looks at its clock rarely, and can overrun a limit of seconds by a
-minute; so a worker process, started when first needed and kept, is ended when it is
-late. As a script this file is that worker. Never decides what is solved.
+In: a mixed-integer program as arrays, and seconds of work (``work_clock``). Out: what
+HiGHS says, or None if it did not answer. HiGHS can be told how many steps it may take
+for a relaxation, and how many nodes for a program, but not how long for the first of
+them: so the relaxation is solved first, and where many of its variables are no
+integers, which is what the first node takes long for, the program is left
+(``highs_process``). Larger programs run in a worker process, started when first needed
+and kept, so that one can end it where wall-clock time is up.
 """
 
 from __future__ import annotations
@@ -15,64 +18,35 @@ import select
 import subprocess
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-# Programs with no more variables run in this process: they end in milliseconds.
-_INSIDE = 500
-# The share of the time HiGHS is told, since what it has found is lost if it is ended;
-# and seconds kept for the answer to come back.
-_SHARE, _LATE = 0.7, 0.1
-
-
-class HighsOutcome(NamedTuple):
-    """``status`` as scipy.optimize.milp has it (0 optimal, 2 infeasible)."""
-
-    status: int
-    # The best point or None.
-    x: np.ndarray | None
-    # The dual bound or None.
-    bound: float | None
+from fxpar.sharding.solver import highs_process, work_clock
+from fxpar.sharding.solver.highs_process import INSIDE, HighsOutcome, solved
 
 
 def run(program: dict[str, Any], seconds: float) -> HighsOutcome | None:
     """Minimise ``cost @ x`` over 0 <= x <= 1 with ``equal @ x == right`` and, unless
     None, ``below @ x <= top``; ``whole``: which x are integers; ``gap``: relative."""
-    if len(program["cost"]) <= _INSIDE:
-        return _solve(program, seconds)
-    deadline = time.perf_counter() + seconds
-    worker = _worker(deadline)
-    if worker is None:
-        return None
+    if len(program["cost"]) <= INSIDE:
+        outcome = solved(program, seconds)
+        work_clock.did(outcome.work)
+        return outcome
+    deadline = time.perf_counter() + work_clock.wall_left()
+    worker, answer = _worker(deadline), None
     try:
-        seconds_left = deadline - time.perf_counter()
-        data = pickle.dumps((program, min(_SHARE * seconds_left, seconds_left - _LATE)))
-        _write(worker, data)
-        answer = _read(worker, deadline)
-    except (OSError, EOFError):
-        answer = None
-    if answer is None:
+        if worker is not None:
+            _write(worker, pickle.dumps((program, seconds)))
+            answer = _read(worker, deadline)
+    except (OSError, EOFError):  # it has died
         _end()
         return None
-    return HighsOutcome(*pickle.loads(answer))
-
-
-def _solve(program: dict[str, Any], seconds: float) -> HighsOutcome:
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    right = program["right"]
-    limits = [LinearConstraint(program["equal"], right, right)]
-    if program["below"] is not None:
-        limits.append(LinearConstraint(program["below"], -np.inf, program["top"]))
-    result = milp(
-        program["cost"],
-        integrality=program["whole"],
-        bounds=Bounds(0, 1),
-        constraints=limits,
-        options={"time_limit": max(seconds, 0.01), "mip_rel_gap": program["gap"]},
-    )
-    return HighsOutcome(result.status, result.x, result.mip_dual_bound)
+    if answer is None:
+        _end()
+        work_clock.stop()
+        return None
+    outcome = HighsOutcome(*pickle.loads(answer))
+    work_clock.did(outcome.work)
+    return outcome
 
 
 # The worker by process id, as a forked child must not talk to its parent's.
@@ -88,7 +62,7 @@ def _worker(deadline: float) -> subprocess.Popen | None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     # Run by its path: the package's own imports are not needed there.
     process = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, highs_process.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -140,25 +114,3 @@ def _read(process: subprocess.Popen, deadline: float) -> bytes | None:
         if len(data) >= 8:
             length = 8 + int.from_bytes(data[:8], "little")
     return bytes(data[8:])
-
-
-def _serve() -> None:
-    """Answer programs from standard input until it closes."""
-    import scipy.optimize  # noqa: F401  loaded before "ready" is said
-
-    take = os.fdopen(os.dup(0), "rb")
-    give = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what HiGHS prints must not get between the answers
-
-    def answer(data: bytes) -> None:
-        give.write(len(data).to_bytes(8, "little") + data)
-        give.flush()
-
-    answer(b"ready")
-    while head := take.read(8):
-        program, seconds = pickle.loads(take.read(int.from_bytes(head, "little")))
-        answer(pickle.dumps(tuple(_solve(program, seconds))))
-
-
-if __name__ == "__main__":
-    _serve()

@@ -26,16 +26,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from fxpar.sharding.solver import message_passing
+from fxpar.sharding.solver import message_passing, work_clock
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
+# Seconds of work of a usage that is priced.
+_PRICE = 6e-9
 # How many decodings are remembered.
 _MOST_DECODINGS = 16
 
@@ -59,6 +60,7 @@ class Priced:
 
 def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
     """Unary costs plus what each strategy's usage costs at these prices."""
+    work_clock.did(_PRICE * len(flat.usage))
     total = np.append(0.0, np.cumsum(prices))
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
     price = total[flat.end] - total[flat.begin]
@@ -101,7 +103,7 @@ def raise_prices(
     prices = np.zeros(len(flat.room)) if prices is None else prices.copy()
     best = Priced(prices, -math.inf, None, math.inf)
     unary = priced_unary(flat, prices)
-    begun = time.perf_counter()
+    begun = work_clock.now()
     enough = target - tolerance * abs(target) if math.isfinite(target) else math.inf
     enough += float(prices @ flat.room) - flat.constant
     until = begun + 0.6 * (deadline - begun)
@@ -110,7 +112,7 @@ def raise_prices(
     step, stalled = 1.0, 0
     ceiling = _ceiling(flat)  # a bound above it means that nothing fits
     while step > 1e-3:
-        begun = time.perf_counter()
+        begun = work_clock.now()
         bound = state.sweep(unary, 2) + flat.constant - float(prices @ flat.room)
         usage = _note(best, flat, state)
         gain = bound - best.bound
@@ -135,7 +137,7 @@ def raise_prices(
         ahead = max(goal - bound, 1e-3 * abs(bound)) * step
         prices = np.maximum(prices + ahead / square * direction, 0.0)
         unary = priced_unary(flat, prices)
-        if time.perf_counter() + 1.5 * (time.perf_counter() - begun) > deadline:
+        if work_clock.left(deadline) < 1.5 * (work_clock.now() - begun):
             break
     return replace(best, decodings=in_turn(flat, best.prices, best.decodings))
 
@@ -190,7 +192,7 @@ def generate(
     decodings: dict[bytes, tuple[np.ndarray, float, np.ndarray]] = {}
     idle, most = 0, 1.0
     message_passing.converge(state, priced_unary(flat, prices), deadline, patience=6)
-    while idle < _IDLE and time.perf_counter() < deadline:
+    while idle < _IDLE and work_clock.left(deadline) > 0:
         unary = priced_unary(flat, prices)
         bound = state.sweep(unary, _SWEEPS) + flat.constant - float(prices @ flat.room)
         if bound > best.bound:
@@ -303,7 +305,7 @@ def least_excess(flat: Flat, deadline: float, rounds: int = 400) -> Excess:
             best = Excess(choice, float(over.max()), bound)
         if best.excess <= flat.slack or best.bound > flat.slack:
             break
-        if time.perf_counter() > deadline:
+        if work_clock.left(deadline) < 0:
             break
         score += (
             4.0 / math.sqrt(turn + 1) * over / max(np.abs(over).max(), 1e-9 * scale)

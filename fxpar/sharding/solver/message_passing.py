@@ -8,17 +8,14 @@ fits.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, flatten
 from fxpar.sharding.solver.network import build
 from fxpar.sharding.solver.problem import Edge, Problem
-
-# Seconds that sweeps take at the least, where the clock stood still.
-_TICK = 1e-6
 
 
 @dataclass
@@ -41,6 +38,7 @@ class Messages:
         from fxpar.sharding.solver import numba_loops
 
         f = self.flat
+        work_clock.did(rounds * f.sweep_seconds)
         bound = numba_loops.sweep(
             f.size,
             f.at,
@@ -66,6 +64,7 @@ class Messages:
         from fxpar.sharding.solver import numba_loops
 
         f = self.flat
+        work_clock.did(f.look_seconds)
         return numba_loops.descend(
             f.size,
             f.at,
@@ -93,13 +92,11 @@ def converge(
     bound = before = state.sweep(unary, 1)
     rounds, stalled = 2, 0
     while True:
-        begun = time.perf_counter()
         before = max(before, state.sweep(unary, rounds))
         now = state.sweep(unary, 1)
         stalled = 0 if now - bound > 1e-6 * abs(now) else stalled + rounds + 1
         bound = max(now, bound)
-        each = max(time.perf_counter() - begun, _TICK) / (rounds + 1)
-        seconds_left = deadline - time.perf_counter()
+        seconds_left, each = work_clock.left(deadline), state.flat.sweep_seconds
         if stalled > patience or bound >= enough or seconds_left < 3 * each:
             return bound, before
         rounds = max(1, min(2 * rounds, int(seconds_left / each / 2), 20))
@@ -131,7 +128,6 @@ def pass_messages(
     best, cost, bound = None, math.inf, -math.inf
     rounds, stalled, sweeps = 2, 0, 0
     while True:
-        begun = time.perf_counter()
         now = state.sweep(flat.unary, rounds) + flat.constant
         gain, bound = now - bound, max(bound, now)
         gap = cost - bound if math.isfinite(cost) else abs(bound) / 100
@@ -145,8 +141,7 @@ def pass_messages(
             best, cost = choice, value
         if cost - bound <= tolerance * abs(cost) or stalled > patience:
             return best, cost, bound
-        each = max(time.perf_counter() - begun, _TICK) / rounds
-        seconds_left = deadline - time.perf_counter()
+        seconds_left, each = work_clock.left(deadline), flat.sweep_seconds
         if seconds_left < 2 * each:
             return best, cost, bound
         rounds = max(1, min(2 * rounds, sweeps, int(seconds_left / each / 2), 50))

@@ -1,6 +1,6 @@
 """A Flat as a mixed-integer program, solved by HiGHS.
 
-In: a Flat and a time limit. Out: a choice, if one was found, and a lower bound. Edge
+In: a Flat and a deadline. Out: a choice, if one was found, and a lower bound. Edge
 variables are continuous and tied to strategies by equality marginals, the strongest
 pairwise relaxation; forbidden pairs have no variable. Memory rows are added when they
 are exceeded. Never returns a choice that does not fit.
@@ -12,12 +12,11 @@ OSDI 2022, section 4.2, with the inequalities made equalities.
 from __future__ import annotations
 
 import math
-import time
 from typing import NamedTuple
 
 import numpy as np
 
-from fxpar.sharding.solver import highs
+from fxpar.sharding.solver import highs, work_clock
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 
@@ -42,7 +41,7 @@ def variables(flat: Flat) -> int:
 def solve_program(
     flat: Flat, deadline: float, *, magnitude: float, gap: float = 0.0
 ) -> MilpSolution:
-    """Solve until proved to a relative ``gap`` or the clock passes ``deadline``.
+    """Solve until proved to a relative ``gap`` or the work passes ``deadline``.
 
     ``magnitude``: about what the optimum costs; HiGHS's absolute tolerances are set by
     it.
@@ -57,7 +56,7 @@ def solve_program(
     rows = _first_rows(flat)
     best, bound = None, -math.inf
     while True:
-        seconds = deadline - time.perf_counter()
+        seconds = work_clock.left(deadline)
         if seconds <= 0.01:
             return MilpSolution(best, bound, False)
         below = top = None

@@ -8,12 +8,11 @@ reduced exactly and given to the integer program. Never leaves the limit.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fxpar.sharding.solver import message_passing, milp
+from fxpar.sharding.solver import message_passing, milp, work_clock
 from fxpar.sharding.solver.exact_reductions import forbid_above, reduce
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import Network, Tables
@@ -23,6 +22,8 @@ from fxpar.sharding.solver.problem import Infeasible
 _FIRST, _LEAST, _MOST = 8_000, 1_000, 400_000
 # Shares of all strategies, best merit first, that windows choose among.
 _SHARES = (0.2, 0.35, 0.6, 1.0)
+# Seconds of work of a node or edge in a window.
+_RESTRICT = 1.4e-5
 # Choices that are combined with the best one.
 _COMBINED = 4
 
@@ -46,11 +47,11 @@ def improve(
     random = np.random.default_rng(seed)
     cost = cost_of(flat, choice)
     targets, solved = np.full(len(_SHARES), float(_FIRST)), 0
-    late = 0.0  # the most a window was late, when the machine is busy
+    late = 0.0  # the most a window was late
     picks: list[Callable] = [_ball, _living, _mixed]
     while cost - bound > tolerance * abs(cost):
-        begun = time.perf_counter()
-        seconds_left = deadline - begun - late
+        begun = work_clock.now()
+        seconds_left = work_clock.left(deadline) - late
         if seconds_left < 0.05:
             break
         turn = int(random.integers(len(_SHARES)))
@@ -64,7 +65,7 @@ def improve(
         until = begun + min(seconds_left - 0.02, max(1.0, seconds_left / 20))
         window_choice, proved = solve_window(flat, choice, free, until, keep)
         solved += 1
-        spent = time.perf_counter() - begun
+        spent = work_clock.now() - begun
         late = max(late, begun + spent - until)
         if window_choice is not None:
             value = cost_of(flat, window_choice)
@@ -91,7 +92,7 @@ def around(
         flat, usage_of(flat, choice)
     )
     target, idle, best = 1_000.0, 0, choice if fitting else None
-    while idle < 3 and (seconds_left := deadline - time.perf_counter()) > 0.02:
+    while idle < 3 and (seconds_left := work_clock.left(deadline)) > 0.02:
         seeds = nodes or [0]
         if best is None and len(flat.room) and target > 1_000.0:
             alive = _living(flat, choice, weight, target / 2, random)
@@ -189,6 +190,7 @@ def _inner_cost(net: Network, choice: Sequence) -> float:
 def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
     """The Network of the free nodes (numbered in their order) with the others fixed."""
     place = {int(i): k for k, i in enumerate(free)}
+    work_clock.did(_RESTRICT * len(free) * (1 + len(flat.other) / len(flat.size)))
     unary, arrays = [], {}
     adj: list[dict[int, np.ndarray]] = [{} for _ in free]
     rows: list[list] = []

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.problem import FORBIDDEN, Infeasible, Problem
 
+# Seconds of work of a node or edge of a Problem.
+_BUILD = 2e-6
 # (first row, row after the last, usage per strategy)
 Row = tuple[int, int, np.ndarray]
 # Sets the choice of an eliminated node, given that of those eliminated later or never;
@@ -136,6 +139,7 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
     """
     tables = Tables()
     count = len(problem.costs)
+    work_clock.did(_BUILD * (count + len(problem.edges)))
     unary = [_forbid(np.array(cost, float)) for cost in problem.costs]
     net = Network(
         unary,

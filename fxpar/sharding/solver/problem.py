@@ -112,6 +112,8 @@ class Solution:
     prices: tuple[tuple[int, float], ...] = ()
     # The cost of what was found without the limit, where that was looked for.
     unlimited: float | None = None
+    # Whether wall-clock time ended it: another run may have another answer.
+    stopped: bool = False
 
 
 class Infeasible(FxparError, ValueError):

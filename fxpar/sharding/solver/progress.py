@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 from fxpar.sharding.solver.network import Network
 from fxpar.sharding.solver.problem import (
@@ -31,9 +32,10 @@ class Search:
     def __init__(self, problem: Problem, seconds: float, tolerance: float) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.begun = self.lap = time.perf_counter()
+        began = work_clock.now()
         self.enough = math.inf  # a bound that ends the search
         # Phases may be late by what they do between two looks at the clock.
-        self.deadline = self.begun + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
+        self.deadline = began + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
         self.choice: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, -math.inf
         # Where nothing fits: the choice of the smallest peak met, and a bound on peaks.
@@ -72,8 +74,8 @@ class Search:
         self.lap = now
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline."""
-        return self.deadline - time.perf_counter()
+        """Seconds of work until the deadline."""
+        return work_clock.left(self.deadline)
 
     def closed(self) -> bool:
         """Whether the choice is proved to be within the tolerance of the optimum, or
@@ -100,6 +102,7 @@ class Search:
             peak(self.problem, self.choice)[0],
             tuple(self.notes),
             self.prices,
+            stopped=work_clock.is_stopped(),
         )
 
 

@@ -1,15 +1,14 @@
 """From a Problem to a Solution: the phases, their order and their clock.
 
-In: a Problem and seconds. Out: the cheapest choice found that fits, with a lower bound
-that holds for every choice that fits. Cheap exact phases come first; each later phase
-starts only if a gap and time are left. Never answers with a choice that does not fit,
-and never with a bound above the optimum.
+In: a Problem and seconds of work (``work_clock``). Out: the cheapest choice found that
+fits, with a lower bound that holds for every choice that fits. Cheap exact phases come
+first; each later phase starts only if a gap and seconds are left. Never answers with a
+choice that does not fit, and never with a bound above the optimum.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,6 +19,7 @@ from fxpar.sharding.solver import (
     message_passing,
     milp,
     neighborhood_search,
+    work_clock,
 )
 from fxpar.sharding.solver.exact_reductions import reduce
 from fxpar.sharding.solver.flat_arrays import Flat, fits, flatten
@@ -57,35 +57,36 @@ def solve(
     tolerance: float = EXACT,
     enough: float = math.inf,
 ) -> Solution:
-    """The cheapest choice that fits, found in at most ``seconds``.
+    """The cheapest choice that fits, found in at most ``seconds`` of work.
 
     ``certify_seconds``: how many of them a bound may take while a choice could still
     be improved (a quarter by default). ``fixed``: nodes pinned to a strategy.
     ``start``: a known choice to improve on. Ends early once the gap is within
     ``tolerance``, or the bound reaches ``enough``. The same problem and ``seed`` have
-    the same answer unless the clock ended a phase. The first call on a machine also
-    compiles the inner loops, which is not counted.
+    the same answer, unless wall-clock time far behind ended it (``Solution.stopped``).
+    The first call on a machine also compiles the inner loops, which is not counted.
 
     Raises Infeasible if nothing is allowed or nothing that fits was found.
     """
     message_passing.warm()
-    search = Search(problem, seconds, tolerance)
-    search.enough = enough
-    certify = seconds / 4 if certify_seconds is None else certify_seconds
-    net = build(problem, fixed)
-    if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
-        search.offer(start)
-    search.note("build")
-    if _repeats(problem) and not fixed:
-        _layered(search, net, seed)
-    elif not len(net.room):
-        _pass(search, net, flatten(net), 0.15)
-        search.note("messages")
-    if not search.closed() and search.seconds_left() > 0:
-        reduce(net, time.perf_counter() + 0.4 * search.seconds_left())
-        search.note("reduce")
-        _core(search, net, certify, seed)
-    return search.result()
+    with work_clock.within(seconds):
+        search = Search(problem, seconds, tolerance)
+        search.enough = enough
+        certify = seconds / 4 if certify_seconds is None else certify_seconds
+        net = build(problem, fixed)
+        if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
+            search.offer(start)
+        search.note("build")
+        if _repeats(problem) and not fixed:
+            _layered(search, net, seed)
+        elif not len(net.room):
+            _pass(search, net, flatten(net), 0.15)
+            search.note("messages")
+        if not search.closed() and search.seconds_left() > 0:
+            reduce(net, work_clock.now() + 0.4 * search.seconds_left())
+            search.note("reduce")
+            _core(search, net, certify, seed)
+        return search.result()
 
 
 def resolve(
@@ -106,22 +107,23 @@ def resolve(
     Raises Infeasible as ``solve`` does.
     """
     message_passing.warm()
-    search = Search(problem, seconds, EXACT)
-    net = build(problem, fixed)
-    flat = flatten(net)
-    search.bound = start.bound
-    search.note("build")
-    if milp.variables(flat) > _SMALL:
-        choice = project(net, flat, start.choice)
-        pinned = [i for i in fixed if start.choice[i] != fixed[i]]
-        neighbor = neighborhood_search.around(
-            flat, choice, pinned, search.deadline, seed
-        )
-        offer(search, net, flat, neighbor)
-        search.note("windows")
-    if search.choice is not None:
-        return search.result()
-    return solve(problem, max(search.seconds_left(), 0.05), seed=seed, fixed=fixed)
+    with work_clock.within(seconds):
+        search = Search(problem, seconds, EXACT)
+        net = build(problem, fixed)
+        flat = flatten(net)
+        search.bound = start.bound
+        search.note("build")
+        if milp.variables(flat) > _SMALL:
+            choice = project(net, flat, start.choice)
+            pinned = [i for i in fixed if start.choice[i] != fixed[i]]
+            neighbor = neighborhood_search.around(
+                flat, choice, pinned, search.deadline, seed
+            )
+            offer(search, net, flat, neighbor)
+            search.note("windows")
+        if search.choice is not None:
+            return search.result()
+        return solve(problem, max(search.seconds_left(), 0.05), seed=seed, fixed=fixed)
 
 
 def _core(search: Search, net: Network, certify: float, seed: int) -> None:
@@ -142,7 +144,7 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
         return
     unary = flat.unary
     if len(flat.room):
-        until = time.perf_counter() + min(certify, 0.5 * search.seconds_left())
+        until = work_clock.now() + min(certify, 0.5 * search.seconds_left())
         priced = lagrangian.raise_prices(flat, until, target=search.cost)
         _take(search, net, flat, priced)
         unary = lagrangian.priced_unary(flat, priced.prices)
@@ -153,7 +155,7 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
     small = milp.variables(flat) <= _PROGRAM
     if not search.closed() and (small or search.choice is None):
         share = 0.4 if search.choice is not None else 0.7
-        until = time.perf_counter() + share * search.seconds_left()
+        until = work_clock.now() + share * search.seconds_left()
         magnitude = max(abs(search.bound), 1e-300)
         answer = milp.solve_program(flat, until, magnitude=magnitude)
         search.raise_bound(answer.bound)
@@ -171,7 +173,7 @@ def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -
     search.prices = lagrangian.prices_by_moment(flat, priced.prices)
     choice = inside(search, net, flat)
     if choice is not None and not search.closed():
-        until = time.perf_counter() + 0.05 * search.seconds_left()
+        until = work_clock.now() + 0.05 * search.seconds_left()
         offer(search, net, flat, crossover.mix(flat, choice, priced.decodings, until))
 
 
@@ -199,14 +201,14 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     if search.choice is None:
         return
     prices = _mixed(search, net, small, to, tied_solution.prices) if limited else ()
-    reduce(net, time.perf_counter() + 0.3 * search.seconds_left())
+    reduce(net, work_clock.now() + 0.3 * search.seconds_left())
     flat = flatten(net)
     search.note("reduce")
     if search.closed() or not len(flat.size):
         return
     unary = flat.unary
     if len(flat.room):
-        until = time.perf_counter() + 0.5 * search.seconds_left()
+        until = work_clock.now() + 0.5 * search.seconds_left()
         begin = lagrangian.prices_at(flat, prices)
         priced = lagrangian.raise_prices(
             flat,
@@ -220,7 +222,7 @@ def _layered(search: Search, net: Network, seed: int) -> None:
         unary = lagrangian.priced_unary(flat, priced.prices)
         search.note("prices")
     else:
-        until = time.perf_counter() + 0.95 * search.seconds_left()
+        until = work_clock.now() + 0.95 * search.seconds_left()
         choice, bound = pass_pruned(flat, search.cost, until, search.tolerance)
         search.raise_bound(bound)
         offer(search, net, flat, choice)
@@ -241,7 +243,7 @@ def pass_pruned(
     more at least: reduced-cost fixing by min-marginals (Savchynskyy et al., "Global MAP
     optimality by shrinking the combinatorial search area", NIPS 2013).
     """
-    begun = time.perf_counter()
+    begun = work_clock.now()
     state = message_passing.start(flat)
     enough = upper - tolerance * abs(upper) - flat.constant
     until = begun + 0.35 * (deadline - begun)
@@ -256,7 +258,7 @@ def pass_pruned(
     try:
         for i in range(len(flat.size)):
             net.keep(i, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
-        now = time.perf_counter()
+        now = work_clock.now()
         # What dominates costs more to find here than it saves.
         reduce(net, now + 0.5 * (deadline - now), dominance=False)
     except Infeasible:  # ``upper`` is the optimum, but for rounding
@@ -282,11 +284,11 @@ def _mixed(
     """Prices found with tied nodes as one, where that is quick, and mixtures of the
     choices met there: at one price layers are all one way or all the other."""
     core = build(small)
-    reduce(core, time.perf_counter() + 0.1 * search.seconds_left())
+    reduce(core, work_clock.now() + 0.1 * search.seconds_left())
     tied = flatten(core)
     if not len(tied.room):
         return ()
-    until = time.perf_counter() + 0.1 * search.seconds_left()
+    until = work_clock.now() + 0.1 * search.seconds_left()
     priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
     flat = flatten(net)
     mixtures = []
@@ -295,10 +297,10 @@ def _mixed(
         mixtures.append(project(net, flat, [wide[k] for k in to]))
     best = inside(search, net, flat)
     if best is not None:
-        until = time.perf_counter() + 0.1 * search.seconds_left()
+        until = work_clock.now() + 0.1 * search.seconds_left()
         best = crossover.mix(flat, best, mixtures, until, crossover.layers(flat, to))
         offer(search, net, flat, best)
-        until = time.perf_counter() + 0.15 * search.seconds_left()
+        until = work_clock.now() + 0.15 * search.seconds_left()
         offer(
             search, net, flat, neighborhood_search.combine(flat, best, mixtures, until)
         )
@@ -307,7 +309,7 @@ def _mixed(
 
 
 def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:
-    until = time.perf_counter() + share * search.seconds_left()
+    until = work_clock.now() + share * search.seconds_left()
     choice, _, bound = message_passing.pass_messages(flat, until)
     search.raise_bound(bound)
     offer(search, net, flat, choice)
@@ -316,7 +318,7 @@ def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:
 def _fit(search: Search, net: Network, flat: Flat) -> None:
     """Look for any choice that fits, or a proof that there is none."""
     assert search.problem.limit is not None
-    until = time.perf_counter() + 0.3 * search.seconds_left()
+    until = work_clock.now() + 0.3 * search.seconds_left()
     excess = lagrangian.least_excess(flat, until)
     if excess.choice is not None:
         search.nearest = net.expand(choice_by_node(flat, excess.choice))
@@ -338,7 +340,7 @@ def _improve(
     if choice is None:
         return
     state = message_passing.start(flat)
-    until = time.perf_counter() + 0.1 * search.seconds_left()
+    until = work_clock.now() + 0.1 * search.seconds_left()
     message_passing.converge(state, unary, until, patience=10)
     choice, _ = neighborhood_search.improve(
         flat,

@@ -34,6 +34,7 @@ from fxpar.sharding.search.mesh_candidates import staged_candidates
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
 from fxpar.sharding.search.stage_bytes import stage_memory
+from fxpar.sharding.search.stage_chain import StageChain
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 from tests.helpers.machines import machine
@@ -256,6 +257,36 @@ def test_weights_are_exchanged_and_held_as_they_rest(
         bytes_.append(min(step.memory))
     assert once[1] - once[0] == pytest.approx(exchanged * weights / speed, rel=1e-6)
     assert bytes_[1] - bytes_[0] == pytest.approx((held - 1) * weights, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    # What is added is read, its sum read and written in float32; a product in the dtype
+    # of its sum adds to it itself.
+    [(torch.bfloat16, 2 + 4 + 4), (torch.float64, 0)],
+)
+def test_adding_to_sums_of_parts_is_priced(
+    dtype: torch.dtype, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, pipeline = split_off(Mesh.parse("pp=2,dp=2"))
+    assert pipeline is not None
+    parts, x = 4, rows().to(dtype).requires_grad_()
+    program = program_of(layers().to(dtype), x, mesh="dp=2", grad=True)
+    part = part_of(program, parts, 2, 2)
+    found = search(program, mesh, SearchOptions(FREE), {}, parts=part)
+    chain = StageChain(found.formulation.program, part.cut)
+    adding = price_stages_module.adding_seconds(found, chain, FREE)
+    weights = sum(p.numel() for p in layers().parameters())
+    assert sum(adding.values()) == pytest.approx(
+        weights * nbytes / FREE.bandwidth * (parts - 1) / parts, rel=0.02
+    )
+    step = price_stages(found, pipeline, "1f1b", FREE)
+    monkeypatch.setattr(price_stages_module, "adding_seconds", lambda *_: {})
+    without = price_stages(found, pipeline, "1f1b", FREE)
+    assert step is not None and without is not None
+    more = sum(step.backward) - sum(without.backward)
+    assert more == pytest.approx(sum(adding.values()), abs=1e-15)
+    assert step.forward == without.forward
 
 
 def test_pinned_parameters_are_heeded() -> None:

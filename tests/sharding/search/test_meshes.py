@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +25,7 @@ from fxpar.sharding.search.mesh_candidates import (
     unlike,
 )
 from fxpar.sharding.search.run_search import AGAIN, SearchOptions, search
-from fxpar.sharding.solver import Problem, Solution, solve
+from fxpar.sharding.solver import Problem, Solution, solve, work_clock
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch, mlp, program_of
 from tests.helpers.solver_problems import layered
@@ -122,7 +120,6 @@ class Made:
     mesh: Mesh
     predicted: float
     bound: float
-    took: float = 0.0
     rivals: float = float("inf")
 
     @property
@@ -141,16 +138,12 @@ class Searches:
     """Searches whose results are given: by mesh of a glance, then of a longer one."""
 
     results: dict[str, Any]
-    # On the clock that each takes.
+    # Of work that each is.
     seconds: float = 0.0
     asked: list[tuple[str, float, bool]] = field(default_factory=list)
     # Whether each may begin from plans made by hand.
     by_hand: list[bool] = field(default_factory=list)
     enough: list[float] = field(default_factory=list)
-    now: float = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
     def __call__(self, program: Any, request: Request, before: Any) -> Any:
         mesh, asked = request.mesh, request.mode
@@ -158,7 +151,7 @@ class Searches:
         self.asked.append((str(mesh), asked.seconds, before is not None))
         self.enough.append(asked.enough)
         self.by_hand.append(asked.by_hand)
-        self.now += self.seconds
+        work_clock.did(self.seconds)
         found = self.results[str(mesh)]
         if isinstance(found, Exception):
             raise found
@@ -172,11 +165,7 @@ class Searches:
         hints = {"0.0.weight": ("dp", None)}  # so that each of the meshes is tried
         asked = SearchOptions(machine(), seconds)
         request = Request(meshes[0], program.signature, hints, asked, meshes=meshes)
-        clock = self if self.seconds else time
-        with (
-            mock.patch.object(choose_mesh, "decide_on", self),
-            mock.patch.object(choose_mesh, "time", clock),
-        ):
+        with mock.patch.object(choose_mesh, "decide_on", self):
             return choose_mesh.fastest(program, request)
 
 
@@ -241,24 +230,22 @@ def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) 
 def test_a_problem_that_does_not_fit_is_solved_again_within_the_seconds(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, given = 0.0, list[tuple[bool, float]]()
+    given = list[tuple[bool, float]]()
     problem = layered(4, 6, 6, limit=0.3, noise=0.5)
     solution = solve(problem)
 
     def taking_all(problem: Problem, seconds: float, **how: Any) -> Solution:
-        nonlocal now
-        now += seconds
+        work_clock.did(seconds)
         given.append((problem.limit is None, seconds))
         return replace(solution, peak=float("inf"))
 
-    clock = SimpleNamespace(perf_counter=lambda: now)
-    monkeypatch.setattr(run_search, "time", clock)
     monkeypatch.setattr(run_search, "solve", taking_all)
     monkeypatch.setattr(run_search, "_is_above", lambda *_: False)
     monkeypatch.setattr(run_search, "_FEW", few)
     run_search._solved(problem, SearchOptions(machine(), 8.0), 0.0)
     assert [is_free for is_free, _ in given] == [True, False]
-    assert now == pytest.approx(8.0) and given[1][1] >= 2.0
+    seconds = [seconds for _, seconds in given]
+    assert sum(seconds) == pytest.approx(8.0) and seconds[1] >= 2.0
 
 
 def test_a_longer_search_that_finds_less_is_not_taken() -> None:
@@ -296,7 +283,7 @@ def test_where_no_mesh_has_a_plan_the_error_is_raised() -> None:
 
 
 def test_what_time_does_not_reach_is_noted_and_could_be_better() -> None:
-    searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (1.0, 1.0)})
+    searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (1.0, 1.0)}, seconds=1.0)
     chosen = searches.choose(seconds=1e-9)
     assert str(chosen.search.mesh) == "dp=4" and chosen.search.rivals == 0.0
     assert "tp=4 not tried" in chosen.notes[-1]
