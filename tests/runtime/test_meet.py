@@ -6,13 +6,16 @@ Once as few ranks do, each reading the words of all, and once as many, through r
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
@@ -175,3 +178,22 @@ def test_a_rank_that_does_not_come(direct: int, which: int) -> None:
     for text in told:
         assert f"rank {which} did not come to the call" in text
         assert "FXPAR_TIMEOUT" in text and "fxpar.alone()" in text
+
+
+def test_who_serves_and_answers_does_not_work() -> None:
+    """The rank with the store computes for those that wait: that is not its program."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = presence.Presence(weakref.ref(store), store, 0, 2, "it")
+    where._servers = presence._store_servers()
+    before, begin = time.process_time(), where._computed()
+    for _ in range(3000):
+        store.add("asked", 0)
+    took, computed = time.process_time() - before, where._computed() - begin
+    if not where._servers:
+        pytest.skip("only Linux tells the time of a thread")
+    assert computed < 0.1 * took
+    sums = torch.ones(300, 300)
+    worker = threading.Thread(target=lambda: [sums @ sums for _ in range(300)])
+    worker.start()
+    worker.join()
+    assert where._computed() - begin > 10 * computed

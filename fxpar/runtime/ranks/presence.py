@@ -95,8 +95,10 @@ class Presence:
     watch: Callable[[], None] | None = None
     # Answers so far.
     _beats: int = 0
-    # Seconds of CPU of the process, and of ``time.monotonic``, at the last beat.
+    # Seconds that the program computed, and of ``time.monotonic``, at the last beat.
     _cpu: tuple[float, float] = (0.0, 0.0)
+    # Where Linux says what threads of the store's server took, if this process has it.
+    _servers: list[Path] = field(default_factory=list)
     # By rank, the number of its last answer, and when that was first seen.
     _news: dict[int, tuple[int, float]] = field(default_factory=dict)
     # Set to end the thread.
@@ -106,6 +108,7 @@ class Presence:
 
     def start(self) -> None:
         """Answer from now on."""
+        self._servers = _store_servers()
         self._publish()
         self._thread = threading.Thread(
             target=self._run, name="fxpar-presence", daemon=True
@@ -168,7 +171,7 @@ class Presence:
                 if questions != self.questions:
                     self._publish()
                     self.questions = questions
-                self._cpu = time.process_time(), time.monotonic()
+                self._cpu = self._computed(), time.monotonic()
                 if self.watch is not None:
                     self.watch()
                 while self.read:
@@ -189,11 +192,20 @@ class Presence:
         if waits:
             return "waits", f"is in {line}"
         cpu, at = self._cpu
-        share = (time.process_time() - cpu) / max(time.monotonic() - at, 1e-3)
+        share = (self._computed() - cpu) / max(time.monotonic() - at, 1e-3)
         if at and share > BUSY:
             return "works", f"runs {line}"
         state = "in a graph" if in_graph else "idle"
         return state, f"is {state} at {line}"
+
+    def _computed(self) -> float:
+        """Seconds of CPU of the process, called by the thread that answers: without
+        those of questions and answers, of which a rank that many wait for has many."""
+        spent = time.process_time() - time.thread_time()
+        for server in self._servers:
+            with contextlib.suppress(OSError):  # it has ended
+                spent -= int(server.read_text().split()[0]) / 1e9
+        return spent
 
     def _leave(self) -> None:
         self._stop.set()
@@ -203,6 +215,18 @@ class Presence:
             if self.group() is not None:
                 text = json.dumps([self._beats + 1, "ended", "has ended"])
                 self.store.set(f"{self.prefix}/where/{self.rank}", text)
+
+
+def _store_servers() -> list[Path]:
+    """What Linux says of the time that threads of a TCPStore's server in this process
+    were given; none on other systems."""
+    servers = []
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if "tcpstore" in (thread / "comm").read_text():
+                (thread / "schedstat").read_text()
+                servers.append(thread / "schedstat")
+    return servers
 
 
 class Patience:
