@@ -97,8 +97,6 @@ class Presence:
     _beats: int = 0
     # Seconds that the program computed, and of ``time.monotonic``, at the last beat.
     _cpu: tuple[float, float] = (0.0, 0.0)
-    # Where Linux says what threads of the store's server took, if this process has it.
-    _servers: list[Path] = field(default_factory=list)
     # By rank, the number of its last answer, and when that was first seen.
     _news: dict[int, tuple[int, float]] = field(default_factory=dict)
     # Set to end the thread.
@@ -108,7 +106,6 @@ class Presence:
 
     def start(self) -> None:
         """Answer from now on."""
-        self._servers = _store_servers()
         self._publish()
         self._thread = threading.Thread(
             target=self._run, name="fxpar-presence", daemon=True
@@ -171,7 +168,7 @@ class Presence:
                 if questions != self.questions:
                     self._publish()
                     self.questions = questions
-                self._cpu = self._computed(), time.monotonic()
+                self._cpu = _computed(), time.monotonic()
                 if self.watch is not None:
                     self.watch()
                 while self.read:
@@ -192,20 +189,11 @@ class Presence:
         if waits:
             return "waits", f"is in {line}"
         cpu, at = self._cpu
-        share = (self._computed() - cpu) / max(time.monotonic() - at, 1e-3)
+        share = (_computed() - cpu) / max(time.monotonic() - at, 1e-3)
         if at and share > BUSY:
             return "works", f"runs {line}"
         state = "in a graph" if in_graph else "idle"
         return state, f"is {state} at {line}"
-
-    def _computed(self) -> float:
-        """Seconds of CPU of the process, called by the thread that answers: without
-        those of questions and answers, of which a rank that many wait for has many."""
-        spent = time.process_time() - time.thread_time()
-        for server in self._servers:
-            with contextlib.suppress(OSError):  # it has ended
-                spent -= int(server.read_text().split()[0]) / 1e9
-        return spent
 
     def _leave(self) -> None:
         self._stop.set()
@@ -217,16 +205,44 @@ class Presence:
                 self.store.set(f"{self.prefix}/where/{self.rank}", text)
 
 
-def _store_servers() -> list[Path]:
-    """What Linux says of the time that threads of a TCPStore's server in this process
-    were given; none on other systems."""
-    servers = []
-    for thread in Path("/proc/self/task").glob("*"):
+# How Linux calls threads that torch runs a backward in, on accelerators.
+_BACKWARD = "pt_autograd"
+
+
+def _computed() -> float:
+    """Seconds of CPU that a program took, called by the thread that answers for it:
+    those of its own threads, and of backwards. Not of the answers, nor of threads that
+    idle beside a program at no small cost (a gloo group's takes 0.1 % of a core, a
+    store's 30 us a question)."""
+    threads = {x.native_id for x in threading.enumerate() if x.native_id is not None}
+    threads.discard(threading.get_native_id())
+    if torch.cuda.is_initialized():
+        threads |= _backward_threads()
+    spent = [_seconds_of(thread) for thread in threads]
+    if None in spent and not Path(_TASKS).exists():  # not Linux
+        return time.process_time() - time.thread_time()
+    return sum(seconds or 0.0 for seconds in spent)
+
+
+_TASKS = "/proc/self/task"
+
+
+def _seconds_of(thread: int) -> float | None:
+    """Seconds of CPU of a thread; None if it has ended, or nobody tells."""
+    try:
+        return int(Path(f"{_TASKS}/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return None
+
+
+def _backward_threads() -> set[int]:
+    """The threads in which torch runs backwards on accelerators."""
+    threads = set[int]()
+    for thread in Path(_TASKS).glob("*"):
         with contextlib.suppress(OSError):  # it has ended
-            if "tcpstore" in (thread / "comm").read_text():
-                (thread / "schedstat").read_text()
-                servers.append(thread / "schedstat")
-    return servers
+            if (thread / "comm").read_text().startswith(_BACKWARD):
+                threads.add(int(thread.name))
+    return threads
 
 
 class Patience:
