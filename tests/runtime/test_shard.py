@@ -199,12 +199,28 @@ def penalized(inputs: str) -> dict[str, torch.Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-@pytest.mark.multiprocess
+@multiprocess
 @pytest.mark.parametrize("inputs", ["global", "local"])
 def test_a_loss_plus_a_penalty_on_weights(inputs: str) -> None:
     want = penalized("")
     for got in shared_pool(2).run(penalized, inputs):
         torch.testing.assert_close(got, want)
+
+
+def a_parameter_that_gets_another_name() -> tuple[bool, bool]:
+    layer: Any = fxpar.shard(nn.Linear(8, 8), mesh="dp=2")
+    weight = layer.weight
+    del layer._parameters["weight"]  # as torch.nn.utils.prune does
+    gone = hasattr(layer, "weight")
+    layer.register_parameter("weight", weight)
+    return gone, layer.weight is weight
+
+
+@multiprocess
+def test_a_parameter_that_gets_another_name() -> None:
+    """It is missing as any attribute is, so that the reason of an error is seen."""
+    both = shared_pool(2).run(a_parameter_that_gets_another_name)
+    assert both == [(False, True)] * 2
 
 
 def data_that_are_set() -> list[Any]:

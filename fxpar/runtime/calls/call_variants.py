@@ -323,7 +323,7 @@ def with_open_sizes(
     return call
 
 
-# A word's entries; made once, as are encoders without options.
+# What a rank writes of a call, as JSON. ``json.dumps`` makes an encoder at each call.
 _as_text = json.JSONEncoder(default=str).encode
 
 _variant_numbers = itertools.count(1)  # variants of a process by itself
