@@ -40,6 +40,7 @@ from fxpar.sharding.search.run_search import (
     begun_from,
     search,
 )
+from fxpar.sharding.solver import work_clock
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
@@ -177,33 +178,39 @@ def searched(
     seeds: dict[int, list[Seed]] = {}
     for seed in _given_seeds(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
-    result = search(
-        program,
-        mesh,
-        options,
-        seeds,
-        keep_gathered=keep_gathered,
-        before=before,
-        parts=parts,
-    )
-    wide = result.solution.gap > _WIDE and result.bound < options.enough
-    wide = wide and options.by_hand
-    rank = options.ranked and len(program.ops) <= _RANKED and parts is None
-    # What one would begin with by hand.
-    by_hand = [
-        decide(
-            program, mesh, hints, constraints, batch=batch, hardware=options.hardware
-        ).strategies
-        for batch in (None, mesh.names)
-        if wide or rank
-    ]
-    if wide:
-        result = begun_from(result, options, by_hand)
-    notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
-    notes += [STOPPED] if result.solution.stopped else []
-    if rank:
-        result, rank_notes = ranked(result, options, by_hand)
-        notes += rank_notes
+    with work_clock.within(options.seconds):
+        result = search(
+            program,
+            mesh,
+            options,
+            seeds,
+            keep_gathered=keep_gathered,
+            before=before,
+            parts=parts,
+        )
+        wide = result.solution.gap > _WIDE and result.bound < options.enough
+        wide = wide and options.by_hand
+        rank = options.ranked and len(program.ops) <= _RANKED and parts is None
+        # What one would begin with by hand.
+        by_hand = [
+            decide(
+                program,
+                mesh,
+                hints,
+                constraints,
+                batch=batch,
+                hardware=options.hardware,
+            ).strategies
+            for batch in (None, mesh.names)
+            if wide or rank
+        ]
+        if wide:
+            result = begun_from(result, options, by_hand)
+        notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
+        notes += [STOPPED] if result.solution.stopped else []
+        if rank:
+            result, rank_notes = ranked(result, options, by_hand)
+            notes += rank_notes
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)

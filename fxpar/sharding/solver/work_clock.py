@@ -20,7 +20,7 @@ FAR, GRACE = 5.0, 60.0
 class _Clock(threading.local):
     """The clock of one thread."""
 
-    # Seconds of work so far.
+    # Seconds of work so far in the search under way; outside of one, of all.
     done: float = 0.0
     # The wall-clock time at which the search under way is stopped; None without one.
     wall: float | None = None
@@ -32,7 +32,8 @@ _clock = _Clock()
 
 
 def now() -> float:
-    """Seconds of work so far."""
+    """Seconds of work so far; within a search from its begin, so that nothing before
+    it, by rounding, ends it elsewhere."""
     return _clock.done
 
 
@@ -74,7 +75,9 @@ def within(seconds: float) -> Iterator[None]:
         return
     _clock.wall = time.perf_counter() + FAR * seconds + GRACE
     _clock.stopped = False
+    before, _clock.done = _clock.done, 0.0
     try:
         yield
     finally:
         _clock.wall, _clock.stopped = None, False
+        _clock.done += before

@@ -39,6 +39,24 @@ def test_a_slow_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without_times(after) == without_times(before)
 
 
+def test_work_before_a_search_changes_nothing() -> None:
+    """Not by rounding either: what was done before is no part of its clock."""
+    seen = []
+    for history in (0.0, 1e6 / 3):
+        work_clock.did(history)
+        with work_clock.within(1.0):
+            end = work_clock.now() + 0.3
+            work_clock.did(0.1)
+            with work_clock.within(0.1):  # a part of it
+                work_clock.did(0.1)
+            seen.append((work_clock.now(), work_clock.left(end)))
+    assert seen[0] == seen[1] and seen[0][0] == 0.2
+    total = work_clock.now()
+    with work_clock.within(1.0):
+        work_clock.did(8.0)
+    assert work_clock.now() == pytest.approx(total + 8.0, abs=1e-3)
+
+
 def test_more_seconds_are_more_work() -> None:
     begun = work_clock.now()
     solved(0.2)
