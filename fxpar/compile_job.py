@@ -122,7 +122,7 @@ def compile_graph(
     step = JointPass(job, number, broken_at, entry, leads=leads)
     showing = status_line.status_of(
         f"graph{number}",
-        pipeline.MOST_STEPS,
+        pipeline.STEP_NAMES,
         on=job.options.progress and job.ranks.rank == 0,
     )
     open_way = _refused_alike() if job.open else contextlib.nullcontext()
@@ -150,7 +150,7 @@ def compile_graph(
         step.report_known_plan()
         if job.open is not None:
             step.sizes = size_range(job.open, step.written())
-        status_line.begin("waiting for the other ranks")
+        status_line.begin(pipeline.WAIT)
         step.agree_on_launches()
     step.keep()
     step.say_seconds("forward")

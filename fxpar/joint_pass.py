@@ -326,13 +326,13 @@ class JointPass:
         even = result is None or result.decision.is_even
         if self.request.pipeline is None:  # whose ranks run different programs
             self.launches += crossings(graph, even=even)
-        status_line.begin(f"Inductor, {which}")
+        status_line.begin(pipeline.INDUCTOR[which])
 
     def _compile_once(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""
 
         def compile_here(text: str | None) -> Any:
-            status_line.rename(f"Inductor, {which}")
+            status_line.rename(pipeline.INDUCTOR[which])
             return generate(text)
 
         status_line.rename(f"waiting for the rank that compiles the {which}")

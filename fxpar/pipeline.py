@@ -185,8 +185,14 @@ COUNTED = {
 }
 
 STEPS = (*JOINT, *RANK, *PHASE)
-# And what comes before and behind: Inductor on each phase, and waiting for other ranks.
-MOST_STEPS = len(JOINT) + len(RANK) + 2 * (len(PHASE) + 1) + 1
+# The names of all that a program may go through, as its progress is shown.
+WAIT = "waiting for the other ranks"
+INDUCTOR = {phase: f"Inductor, {phase}" for phase in ("forward", "backward")}
+STEP_NAMES = (
+    *(step.name for step in (*JOINT, *RANK)),
+    *(name for last in INDUCTOR.values() for name in (*(s.name for s in PHASE), last)),
+    WAIT,
+)
 STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 
 

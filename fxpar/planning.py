@@ -37,7 +37,7 @@ from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
-from fxpar.pipeline import MOST_STEPS, Result
+from fxpar.pipeline import STEP_NAMES, Result
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -321,7 +321,7 @@ def plan(
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
     leads = options.progress and not own_rank()
-    with status_line.status_of("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
+    with status_line.status_of("plan", STEP_NAMES, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
     input_specs = specs_of(in_specs, call.count, "in_specs", "tensor arguments")
 
@@ -361,7 +361,7 @@ def plan(
         dump=options.dump,
         named_hardware=named_machine(options),
     )
-    with status_line.status_of("plan", MOST_STEPS, on=leads):
+    with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
     return TracedPlan(
         **asdict_shallow(result.plan),

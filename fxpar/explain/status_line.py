@@ -1,9 +1,9 @@
 """Status line of planning and compiling a graph, shown where it takes seconds.
 
-In: the names of steps, as they begin. Out, on stderr: on a terminal one line that
-renews itself, in a log plain lines, at 5, 10, 20, 40 seconds and so on; what is done
-sooner than ``DELAY`` prints nothing. It is shown by one process, rank 0, and changes
-nothing.
+In: the names of all steps in order, then of each as it begins. Out, on stderr: on a
+terminal one line that renews itself, in a log plain lines, at 5, 10, 20, 40 seconds and
+so on; what is done sooner than ``DELAY`` prints nothing. It is shown by one process,
+rank 0, and changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from tqdm import tqdm
@@ -24,9 +24,9 @@ _LINE = "{desc}: {postfix[0]}, step {n_fmt} of {total_fmt}, {elapsed}"
 
 
 class _Status:
-    """One graph's progress. ``now``: the step that runs, and how many have begun."""
+    """One graph's progress. ``now``: the step that runs, and its number from 1 on."""
 
-    def __init__(self, name: str, steps: int, stream: TextIO) -> None:
+    def __init__(self, name: str, steps: Sequence[str], stream: TextIO) -> None:
         self.name, self.steps, self.stream = name, steps, stream
         self.now = ("tracing", 0)
         self.begun = time.monotonic()
@@ -34,12 +34,21 @@ class _Status:
         follow = self._on_terminal if stream.isatty() else self._in_log
         self.thread = threading.Thread(target=follow, daemon=True)
 
+    def begin(self, step: str) -> None:
+        """Go on to the next step of a name; back to its first, where a program is
+        planned another time. A name that no step has is shown at the step that ran."""
+        names, (_, count) = self.steps, self.now
+        if step in names:
+            begin = count if step in names[count:] else 0
+            count = names.index(step, begin) + 1
+        self.now = (step, count)
+
     def _on_terminal(self) -> None:
         if self.over.wait(DELAY):
             return
         with tqdm(
             desc=f"fxpar {self.name}",
-            total=self.steps,
+            total=len(self.steps),
             bar_format=_LINE,
             postfix=[""],
             file=self.stream,
@@ -57,11 +66,9 @@ class _Status:
         due = _FIRST_LINE
         while not self.over.wait(max(0.0, self.begun + due - time.monotonic())):
             step, count = self.now
-            print(
-                f"fxpar {self.name}: {step}, step {count} of {self.steps}, {due:.0f} s",
-                file=self.stream,
-                flush=True,
-            )
+            of = f"step {count} of {len(self.steps)}"
+            text = f"fxpar {self.name}: {step}, {of}, {due:.0f} s"
+            print(text, file=self.stream, flush=True)
             due *= 2
 
 
@@ -69,8 +76,8 @@ _CURRENT: list[_Status] = []
 
 
 @contextlib.contextmanager
-def status_of(name: str, steps: int, *, on: bool) -> Iterator[None]:
-    """Show the progress of what runs inside. ``steps``: how many there are at most;
+def status_of(name: str, steps: Sequence[str], *, on: bool) -> Iterator[None]:
+    """Show the progress of what runs inside. ``steps``: the names of all there may be;
     ``on``: whether this process shows it. Inside another the outer one is shown."""
     if not on or _CURRENT:
         yield
@@ -89,7 +96,7 @@ def status_of(name: str, steps: int, *, on: bool) -> Iterator[None]:
 def begin(step: str) -> None:
     """Note that a step begins."""
     for progress in _CURRENT:
-        progress.now = (step, progress.now[1] + 1)
+        progress.begin(step)
 
 
 def rename(step: str) -> None:

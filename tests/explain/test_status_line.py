@@ -13,6 +13,8 @@ from fxpar import pipeline
 from fxpar.config import Options
 from fxpar.explain import status_line
 
+STEPS = ("trace", "plan", "check", "lower", "order", "check", "end")
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -35,7 +37,7 @@ def said(
     """What two steps of some hundredths of a second print. ``patience``: seconds that
     each may wait for its name, where the machine is busy."""
     monkeypatch.setattr("sys.stderr", stream)
-    with status_line.status_of("graph0", 7, **({"on": True} | how)):
+    with status_line.status_of("graph0", STEPS, **({"on": True} | how)):
         for step in ("plan", "lower"):
             status_line.begin(step)
             time.sleep(0.1)
@@ -50,8 +52,8 @@ def test_a_terminal_has_one_line_that_renews_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = said(monkeypatch, Terminal(), 5.0)
-    assert "fxpar graph0: plan, step 1 of 7, 00:00" in text
-    assert "fxpar graph0: lower, step 2 of 7, 00:00" in text
+    assert "fxpar graph0: plan, step 2 of 7, 00:00" in text
+    assert "fxpar graph0: lower, step 4 of 7, 00:00" in text
     assert "\n" not in text and "\r" in text
 
 
@@ -60,8 +62,8 @@ def test_a_log_has_plain_lines_ever_further_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = said(monkeypatch, io.StringIO(), 5.0).splitlines()
-    assert lines[0] == "fxpar graph0: plan, step 1 of 7, 0 s"
-    assert lines[-1].startswith("fxpar graph0: lower, step 2 of 7")
+    assert lines[0] == "fxpar graph0: plan, step 2 of 7, 0 s"
+    assert lines[-1].startswith("fxpar graph0: lower, step 4 of 7")
     assert 2 <= len(lines) <= 4
 
 
@@ -87,9 +89,19 @@ def test_other_processes_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_it_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    with pytest.raises(ValueError), status_line.status_of("graph0", 7, on=True):
+    with pytest.raises(ValueError), status_line.status_of("graph0", STEPS, on=True):
         raise ValueError
     assert not status_line._CURRENT
+
+
+def test_a_program_that_is_planned_again_goes_back() -> None:
+    progress = status_line._Status("graph0", STEPS, io.StringIO())
+    progress.over.set()
+    places = []
+    for step in ("trace", "plan", "check", "trace", "lower", "check", "other"):
+        progress.begin(step)
+        places.append(progress.now[1])
+    assert places == [1, 2, 3, 1, 4, 6, 6]
 
 
 def test_debug_0_is_silent_if_it_is_written_out() -> None:
@@ -105,4 +117,4 @@ def test_steps_of_a_plan_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     fxpar.plan(lambda x: x * 2, torch.ones(4), mesh="dp=2")
     names = [step.name for step in pipeline.JOINT]
     assert steps == [name for name in names if name in steps]
-    assert {"plan", "lower"} <= set(steps) and len(steps) <= pipeline.MOST_STEPS
+    assert {"plan", "lower"} <= set(steps) and set(steps) <= set(pipeline.STEP_NAMES)
