@@ -200,8 +200,8 @@ def _refuse(model: nn.Module) -> None:
     for optimizer in _optimizers():
         if any(id(p) in ours for p in parameters(optimizer)):
             raise ShardError(
-                f"optimizer {type(optimizer).__name__} holds parameters of the model that "
-                f"fxpar.shard would replace",
+                f"optimizer {type(optimizer).__name__} holds parameters of the model "
+                f"that fxpar.shard would replace",
                 fix="make the optimizer after model = fxpar.shard(model)",
             )
 
