@@ -24,7 +24,7 @@ not take part in a second gather.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._torch.node_copies import copy_node
 from fxpar.passes.builder import PLACE
-from fxpar.passes.order.bucket_collectives import REGATHERED
+from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable
 from fxpar.passes.order.order_collectives import (
+    BEFORE_BUCKETS,
     DEFAULT,
+    PhaseGraph,
     Settings,
     gathers_started,
+    prefetched,
+    rooms,
     schedule,
 )
 from fxpar.passes.order.sink_waits import WAIT
@@ -118,6 +122,28 @@ def most_started(parts: PartedGraph) -> int:
     )
 
 
+class Orders:
+    """Which settings order a graph alike, without trying them."""
+
+    def __init__(self, parts: PartedGraph) -> None:
+        self._started = most_started(parts)
+        self._joinable: list[Joinable] = []
+        for phase in phase_graphs(parts):
+            for row in BEFORE_BUCKETS:
+                row.run(phase)
+            joinable = Joinable.of(phase.graph, reductions=phase.backward)
+            self._joinable.append(joinable)
+
+    def of(self, settings: Settings) -> Hashable:
+        """Equal for settings with which the graph runs in one order."""
+        buckets = (joinable.buckets(*rooms(settings)) for joinable in self._joinable)
+        names = tuple(
+            tuple(tuple(node.name for node in bucket) for bucket in of_phase)
+            for of_phase in buckets
+        )
+        return prefetched(settings.ahead, self._started), names
+
+
 def as_run(
     graph: fx.Graph,
     *,
@@ -139,22 +165,31 @@ def parted_as_run(
     settings: Settings = DEFAULT,
 ) -> fx.Graph:
     """``as_run`` of a graph that was parted before."""
+    phases = phase_graphs(parts)
+    for phase in phases:
+        schedule(
+            phase.graph, backward=phase.backward, disable=disable, settings=settings
+        )
+    graph, *later = (phase.graph for phase in phases)
+    return _joined(graph, *later, parts.is_gradient) if later else graph
+
+
+def phase_graphs(parts: PartedGraph) -> tuple[PhaseGraph, ...]:
+    """Copies of the forward and of the backward, each by itself, before they are
+    ordered; one of all where there is no backward."""
     inputs = parts.graph.find_nodes(op="placeholder")
     results = list(parts.graph.output_node().args[0])
     if not parts.backward:
         whole = _graph(inputs, parts.forward, results)
         of_step = any(map(phase_of, parts.forward))  # which has its backward inside
-        schedule(whole, backward=of_step, disable=disable, settings=settings)
-        return whole
+        return (PhaseGraph(whole, of_step),)
     saved = given_of(parts.forward, parts.backward)
     of_phase: tuple[list[Any], list[Any]] = [], []
     for result, is_gradient in zip(results, parts.is_gradient, strict=True):
         of_phase[is_gradient].append(result)
     forward = _graph(inputs, parts.forward, [*of_phase[False], *saved])
     backward = _graph([*inputs, *saved], parts.backward, of_phase[True])
-    schedule(forward, backward=False, disable=disable, settings=settings)
-    schedule(backward, backward=True, disable=disable, settings=settings)
-    return _joined(forward, backward, parts.is_gradient)
+    return PhaseGraph(forward, False), PhaseGraph(backward, True)
 
 
 def _graph(
