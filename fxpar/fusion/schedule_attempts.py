@@ -50,6 +50,7 @@ class Attempts:
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
         self._last: tuple[tuple[Line, ...], PartedGraph] | None = None
+        self._last_steps: tuple[tuple[Line, ...], fx.Graph] | None = None
         self.schedule = Schedule()
         self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
 
@@ -66,8 +67,12 @@ class Attempts:
         return tuple(s for s in fits if s != self.schedule)
 
     def graph(self, schedule: Schedule) -> fx.Graph:
-        """After some lines, communication as steps."""
-        return apply(schedule, self.first, self.mesh, lowered=False)
+        """After some lines, communication as steps; not to be changed. The last one
+        asked for is remembered."""
+        if self._last_steps is None or self._last_steps[0] != schedule.lines:
+            steps = apply(schedule, self.first, self.mesh, lowered=False)
+            self._last_steps = schedule.lines, steps
+        return self._last_steps[1]
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """A step as it would run. Raises ScheduleError."""

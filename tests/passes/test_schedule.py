@@ -8,7 +8,7 @@ not. Then every graph that a sharded model really compiles.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 

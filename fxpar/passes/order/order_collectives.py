@@ -131,6 +131,8 @@ def drop_unread(graph: fx.Graph) -> None:
         kept_wait = first.setdefault(wait.args[0], wait)
         if kept_wait is not wait:
             wait.replace_all_uses_with(kept_wait)
+    if all(n.users or n.op in ("placeholder", "output") for n in graph.nodes):
+        return
     graph.eliminate_dead_code(
         lambda n: (
             bool(n.users)  # which is cheap to see, and most are read
