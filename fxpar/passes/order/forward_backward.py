@@ -5,8 +5,8 @@ In: a local graph, joint or not. Out: a new graph of the same results, in which 
 stand as they do in what is compiled: what the backward needs of the forward is kept or
 computed again in the backward, and ``schedule`` has been applied to either. For
 ``simulate_step``; what runs is parted by AOTAutograd on the bound graph. What the
-backward computes again says ``sharding.cost.recompute``. ``Orders``: with which settings that
-is one and the same graph, so that none is made twice.
+backward computes again says ``sharding.cost.recompute``. ``Orders``: with which
+settings that is one and the same graph, so that none is made twice.
 
 ``regather``, local -> local: what is made of resting parameters by communication, and
 of that alone, is tagged to be recomputed, so that the partitioner saves this rank's
