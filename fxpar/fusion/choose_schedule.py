@@ -398,7 +398,7 @@ def _by_phase(state: Attempts) -> None:
     if state.now.exposed_seconds < _TRIED * state.now.seconds:
         return
     orders = state.orders()
-    tried = {orders.of(state.schedule.settings)}
+    before = {orders.of(state.schedule.settings)}
     for change in _SETTINGS:
         if state.now.exposed_seconds < _TRIED * state.now.seconds:
             return
@@ -406,9 +406,9 @@ def _by_phase(state: Attempts) -> None:
         if settings.bucket is not None:
             settings = replace(settings, gathers=min(settings.bucket, room))
         order = orders.of(settings)
-        if order in tried:
+        if order in before:
             continue
-        tried.add(order)
+        before.add(order)
         schedule = replace(state.schedule, settings=settings)
         then = state.timeline(schedule)
         if then.peak_bytes <= most:
