@@ -391,17 +391,24 @@ def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
 
 def _by_phase(state: Attempts) -> None:
     """Sizes of buckets and gathers under way, where communication is waited for. More
-    hold more: a step may not need much more memory for it."""
+    hold more: a step may not need much more memory for it. What gives an order that was
+    tried is not tried again."""
     most = with_room(state.now)
     room = most - state.now.peak_bytes
+    if state.now.exposed_seconds < _TRIED * state.now.seconds:
+        return
+    orders = state.orders()
+    before = {orders.of(state.schedule.settings)}
     for change in _SETTINGS:
         if state.now.exposed_seconds < _TRIED * state.now.seconds:
             return
         settings = replace(state.schedule.settings, **change)
         if settings.bucket is not None:
             settings = replace(settings, gathers=min(settings.bucket, room))
-        if not state.may_differ(settings):
+        order = orders.of(settings)
+        if order in before:
             continue
+        before.add(order)
         schedule = replace(state.schedule, settings=settings)
         then = state.timeline(schedule)
         if then.peak_bytes <= most:

@@ -17,12 +17,11 @@ from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.order.forward_backward import (
+    Orders,
     PartedGraph,
-    most_started,
     parted,
     parted_as_run,
 )
-from fxpar.passes.order.order_collectives import Settings, may_differ
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
@@ -51,6 +50,7 @@ class Attempts:
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
         self._last: tuple[tuple[Line, ...], PartedGraph] | None = None
+        self._last_steps: tuple[tuple[Line, ...], fx.Graph] | None = None
         self.schedule = Schedule()
         self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
 
@@ -67,8 +67,12 @@ class Attempts:
         return tuple(s for s in fits if s != self.schedule)
 
     def graph(self, schedule: Schedule) -> fx.Graph:
-        """After some lines, communication as steps."""
-        return apply(schedule, self.first, self.mesh, lowered=False)
+        """After some lines, communication as steps; not to be changed. The last one
+        asked for is remembered."""
+        if self._last_steps is None or self._last_steps[0] != schedule.lines:
+            steps = apply(schedule, self.first, self.mesh, lowered=False)
+            self._last_steps = schedule.lines, steps
+        return self._last_steps[1]
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """A step as it would run. Raises ScheduleError."""
@@ -77,12 +81,9 @@ class Attempts:
         run = parted_as_run(self._lowered(schedule), settings=schedule.settings)
         return simulate(run, self.mesh, self.hardware)
 
-    def may_differ(self, settings: Settings) -> bool:
-        """Whether a step may be another than the one so far, with other settings."""
-        parts = self._lowered(self.schedule)
-        before = self.schedule.settings
-        started = most_started(parts) if settings.ahead != before.ahead else 0
-        return may_differ(parts.graph, before, settings, started=started)
+    def orders(self) -> Orders:
+        """Which settings order the lines so far alike."""
+        return Orders(self._lowered(self.schedule))
 
     def _lowered(self, schedule: Schedule) -> PartedGraph:
         """After the lines of a schedule, collectives as they run; the last one asked

@@ -10,17 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import fxpar
 from fxpar.errors import ScheduleError
+from fxpar.fusion import schedule_attempts
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.toy_blocks import BLOCKS
+from tests.helpers.toys import Toy, all_gather
 
 # ``auto`` may take so much longer than the best of all.
 AS_GOOD = 1.01
@@ -192,3 +196,25 @@ def test_a_schedule_is_chosen_for_any_model(
         warnings.simplefilter("always")
         fxpar.plan(model, **batch, grad=True, **how)
     assert not [str(x.message) for x in told if "no schedule" in str(x.message)]
+
+
+def gathered_activations(x: Any, *weights: Any) -> Any:
+    """Gathers that are never joined, of more bytes than fit in small buckets."""
+    for weight in weights:
+        x = all_gather(torch.relu(x @ weight)).view(4, *x.shape).sum(0)
+    return (x,)
+
+
+def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are sizes of buckets in which there would be the same."""
+    given = ("[_, _]", (1024, 64)), *[("[_, _]", (64, 64))] * 3
+    toy, programs = Toy(gathered_activations, *given), list[str]()
+
+    def seen(run: fx.Graph, *args: Any) -> Timeline:
+        programs.append(str(run))
+        return simulate(run, *args)
+
+    monkeypatch.setattr(schedule_attempts, "simulate", seen)
+    chosen = choose(graph_of(toy), toy.mesh, hardware_of("slow"))
+    assert chosen.seconds[0] > 0
+    assert len(programs) == len(set(programs))

@@ -27,8 +27,6 @@ from fxpar.fusion.fewer_layers import (
 )
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import collective_nodes
-from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.order_collectives import Settings, may_differ
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.every_schedule import graph_of, hardware_of
 from tests.helpers.toys import Toy, all_reduce
@@ -179,28 +177,3 @@ def test_a_schedule_that_does_not_hold_for_all_is_looked_for_on_all(
 
     monkeypatch.setattr(choose_schedule, "lines_of_layers", wrong)
     assert chosen(toy, "h100").schedule == want.schedule
-
-
-def texts(graph: fx.Graph, settings: Settings) -> str:
-    return str(as_run(graph, settings=settings))
-
-
-def test_settings_that_change_nothing_are_not_tried() -> None:
-    """They give the very same program; one that gives another is tried."""
-    toy = Toy(
-        lambda *xs: tuple(all_reduce(x.t() @ x, "dp") for x in xs),
-        *[("[dp, _]", (16, 64))] * 6,
-        mesh="dp=4",
-    )
-    graph = toy.after("buckets(bytes=0)", lowered=True)
-    size = 64 * 64 * 8
-    for before, after in (
-        (Settings(bucket=6 * size), Settings(bucket=64 * size)),
-        (Settings(bucket=0), Settings(bucket=size)),
-        (Settings(), Settings(ahead=4)),
-    ):
-        assert not may_differ(graph, before, after, started=0)
-        assert texts(graph, before) == texts(graph, after)
-    for one, other in ((2 * size, 6 * size), (size, size + 1)):
-        settings = Settings(bucket=one), Settings(bucket=other)
-        assert may_differ(graph, *settings, started=0)

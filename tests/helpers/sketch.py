@@ -47,8 +47,10 @@ class Sketch:
         self.rewriter = Builder(self.graph, self.mode)
         self.read: list[tuple[Shape, torch.dtype]] = []
 
-    def input(self, *shape: int, dtype: torch.dtype = torch.float64) -> fx.Node:
-        node = self.graph.placeholder(f"x{len(self.read)}")
+    def input(
+        self, *shape: int, dtype: torch.dtype = torch.float64, name: str = "x"
+    ) -> fx.Node:
+        node = self.graph.placeholder(f"{name}{len(self.read)}")
         with self.mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         self.read.append((shape, dtype))

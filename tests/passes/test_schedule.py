@@ -8,7 +8,7 @@ not. Then every graph that a sharded model really compiles.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,12 +19,17 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order.forward_backward import most_started, parted
+from fxpar.passes.order.forward_backward import (
+    Orders,
+    PartedGraph,
+    most_started,
+    parted,
+    parted_as_run,
+)
 from fxpar.passes.order.order_collectives import (
     Settings,
     drop_unread,
     give_outputs,
-    may_differ,
     prefetch,
     schedule,
 )
@@ -476,22 +481,43 @@ def test_two_gathers_ahead(sketch: Sketch) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 7))
-@pytest.mark.parametrize("aheads", [(1, 2), (1, 4), (2, 4)])
-def test_more_ahead_is_tried_where_a_gather_could_start_earlier(
-    count: int, aheads: tuple[int, int]
+def test_more_ahead_is_another_order_where_a_gather_could_start_earlier(
+    count: int,
 ) -> None:
-    """Where it may not differ it gives the very same order, and another elsewhere."""
-    orders, before, after = [], *(Settings(ahead=ahead) for ahead in aheads)
-    for settings in (before, after):
-        sketch = Sketch()
-        layers(sketch, count)
-        started = most_started(parted(sketch.graph))
-        assert started == count
-        prefetch(sketch.graph, settings.ahead)
-        orders.append(sketch.order())
-    differs = may_differ(sketch.graph, before, after, started=started)
-    assert differs == (orders[0] != orders[1])
-    assert not may_differ(sketch.graph, before, before, started=started)
+    """Settings of one order give the very same program, and of others another."""
+    sketch = Sketch()
+    layers(sketch, count)
+    parts = parted(sketch.graph)
+    assert most_started(parts) == count
+    settings = [Settings(ahead=ahead, gathers=0) for ahead in (1, 2, 4)]
+    check_orders(parts, settings)
+
+
+def check_orders(parts: PartedGraph, settings: Sequence[Settings]) -> int:
+    """Settings are of one order if and only if they give one program; how many."""
+    orders = Orders(parts)
+    pairs = {(orders.of(s), str(parted_as_run(parts, settings=s))) for s in settings}
+    count = len({order for order, _ in pairs})
+    assert len(pairs) == count == len({text for _, text in pairs})
+    return count
+
+
+def test_buckets_that_hold_the_same_are_of_one_order(sketch: Sketch) -> None:
+    """Gathers of the forward, and reductions of the backward, of several sizes, one of
+    which reads another's result."""
+    weights = [sketch.input(rows, 4) for rows in (2, 3, 5)]
+    tangents = [sketch.input(rows, 4, name="tangents") for rows in (2, 3, 5, 7)]
+    gathered = [sketch.gather(w) for w in weights]
+    sums = [sketch.reduce(sketch.call(aten.sin, t)) for t in tangents]
+    sums.append(sketch.reduce(sketch.call(aten.maximum, sums[0], tangents[0])))
+    sketch.output(*(sketch.call(aten.sin, w) for w in gathered), *sums)
+    parts, row = parted(sketch.graph), 4 * 8
+    sizes = [0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 16, 17, 20, 21, 99]
+    bytes_of_buckets = [row * size for size in sizes]
+    reductions = [Settings(bucket=size, gathers=0) for size in bytes_of_buckets]
+    gathers = [Settings(bucket=0, gathers=size) for size in bytes_of_buckets]
+    assert 2 < check_orders(parts, reductions) < len(sizes)
+    assert 2 < check_orders(parts, gathers) < len(sizes)
 
 
 def test_gathers_that_start_ahead_are_those_that_are_read_next(sketch: Sketch) -> None:

@@ -102,9 +102,8 @@ def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
 
 def inline(graph: fx.Graph) -> None:
     """Put the nodes of every region back, in place; they say which one."""
-    for region in list(graph.nodes):
-        if not isinstance(region.target, CallableRegion):
-            continue
+    regions = [n for n in graph.nodes if isinstance(n.target, CallableRegion)]
+    for region in regions:
         part = region.target.graph
         inputs = part.find_nodes(op="placeholder")
         copies = dict(zip(inputs, region.args, strict=True))
@@ -118,7 +117,8 @@ def inline(graph: fx.Graph) -> None:
             item.replace_all_uses_with(copies[results[item.args[1]]])
             graph.erase_node(item)
         graph.erase_node(region)
-    graph.lint()
+    if regions:
+        graph.lint()
 
 
 def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:

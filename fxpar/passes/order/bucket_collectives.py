@@ -57,6 +57,60 @@ class _Bucket:
     size: int = 0  # bytes
 
 
+@dataclass(frozen=True)
+class Joinable:
+    """The collectives of a phase that could be joined, whatever their sizes."""
+
+    # In graph order.
+    nodes: tuple[fx.Node, ...]
+    # For each of them the reductions among them that it depends on.
+    before: Mapping[fx.Node, frozenset[fx.Node]]
+
+    @staticmethod
+    def of(graph: fx.Graph, *, reductions: bool) -> Joinable:
+        """Gathers of parameters; ``reductions`` of gradients too."""
+        input_derived = from_inputs(graph)
+        near_output = _near_output(graph) if reductions else set[fx.Node]()
+        nodes = []
+        for node in graph.nodes:
+            if node.target is _GATHER:
+                joins = node.args[0] in input_derived and (
+                    not reductions or _is_read_alike(node)
+                )
+            else:
+                joins = node.target in (_SCATTER, _REDUCE) and node in near_output
+            if joins and _may_join(node):
+                nodes.append(node)
+        before = _reductions_before(graph, near_output)
+        return Joinable(tuple(nodes), {node: before[node] for node in nodes})
+
+    def buckets(self, most: int, gathers: int) -> list[list[fx.Node]]:
+        """Those that are joined, by bucket. ``most``: bytes of a full bucket,
+        ``gathers``: of one of gathers."""
+        opened: dict[Any, _Bucket] = {}
+        filled: list[_Bucket] = []
+        home: dict[fx.Node, _Bucket] = {}
+        for node in self.nodes:
+            value, size = node.args[0].meta["val"], whole_bytes(node)
+            room = gathers if node.target is _GATHER else most
+            if size >= room:
+                continue
+            key = node.target, node.args[1:], value.dtype, value.device
+            open_bucket = opened.get(key)
+            needs = _buckets(self.before[node], home, self.before)
+            if (
+                open_bucket is None
+                or id(open_bucket) in needs
+                or open_bucket.size + size > room
+            ):
+                open_bucket = opened[key] = _Bucket()
+                filled.append(open_bucket)
+            open_bucket.members.append(node)
+            open_bucket.size += size
+            home[node] = open_bucket
+        return [bucket.members for bucket in filled if len(bucket.members) > 1]
+
+
 def bucket(
     graph: fx.Graph,
     rewriter: Builder,
@@ -68,50 +122,16 @@ def bucket(
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
     views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
     ``gathers``: of one of gathers."""
-    input_derived, near_output = from_inputs(graph), _near_output(graph)
-    before = _reductions_before(graph, near_output)
-    opened: dict[Any, _Bucket] = {}
-    filled: list[_Bucket] = []
-    home: dict[fx.Node, _Bucket] = {}
-    for node in list(graph.nodes):
-        if node.target is _GATHER:
-            joins = node.args[0] in input_derived and (
-                not reductions or _is_read_alike(node)
-            )
-        else:
-            joins = (
-                reductions
-                and node.target in (_SCATTER, _REDUCE)
-                and node in near_output
-            )
-        if not joins or not _may_join(node):
-            continue
-        value, size = node.args[0].meta["val"], whole_bytes(node)
-        room = gathers if node.target is _GATHER else most
-        if size >= room:
-            continue
-        key = node.target, node.args[1:], value.dtype, value.device
-        open_bucket = opened.get(key)
-        needs = _buckets(before[node], home, before)
-        if (
-            open_bucket is None
-            or id(open_bucket) in needs
-            or open_bucket.size + size > room
-        ):
-            open_bucket = opened[key] = _Bucket()
-            filled.append(open_bucket)
-        open_bucket.members.append(node)
-        open_bucket.size += size
-        home[node] = open_bucket
-    for filled_bucket in filled:
-        if len(filled_bucket.members) > 1:
-            _JOIN[filled_bucket.members[0].target](rewriter, filled_bucket.members)
-            for member in filled_bucket.members:
-                graph.erase_node(member)
+    buckets = Joinable.of(graph, reductions=reductions).buckets(most, gathers)
+    for members in buckets:
+        _JOIN[members[0].target](rewriter, members)
+        for member in members:
+            graph.erase_node(member)
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and _is_cheap(node):
             graph.erase_node(node)
-    _sort(graph)
+    if buckets:
+        _sort(graph)
 
 
 def _may_join(node: fx.Node) -> bool:
@@ -125,17 +145,6 @@ def _is_read_alike(node: fx.Node) -> bool:
     alike some may save what others compute again, but for what is made of parameters.
     """
     return LARGEST not in _custom(node) or node.meta.get("ac_graph_id") == REGATHERED
-
-
-def bucket_sizes(graph: fx.Graph) -> tuple[list[int], list[int]]:
-    """Bytes of the reductions of a joint graph that may be in buckets if they are
-    small, and of all gathers: what one reads may be given to the backward."""
-    near_output = _near_output(graph)
-    gathers = graph.find_nodes(op="call_function", target=_GATHER)
-    joinable_gathers = filter(_may_join, gathers)
-    reductions = (n for n in graph.nodes if n.target in (_SCATTER, _REDUCE))
-    joinable = [n for n in reductions if n in near_output and _may_join(n)]
-    return list(map(whole_bytes, joinable)), list(map(whole_bytes, joinable_gathers))
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
@@ -201,6 +210,8 @@ def _reductions_before(
     """For each node the reductions it depends on that could be joined. (Gathers that
     could be depend on nothing.)"""
     none: frozenset[fx.Node] = frozenset()
+    if not any(node.target in (_SCATTER, _REDUCE) for node in near_output):
+        return dict.fromkeys(graph.nodes, none)
     out: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         reductions = none.union(*(out[read] for read in node.all_input_nodes))

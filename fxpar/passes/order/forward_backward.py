@@ -5,7 +5,8 @@ In: a local graph, joint or not. Out: a new graph of the same results, in which 
 stand as they do in what is compiled: what the backward needs of the forward is kept or
 computed again in the backward, and ``schedule`` has been applied to either. For
 ``simulate_step``; what runs is parted by AOTAutograd on the bound graph. What the
-backward computes again says ``sharding.cost.recompute``.
+backward computes again says ``sharding.cost.recompute``. ``Orders``: with which
+settings that is one and the same graph, so that none is made twice.
 
 ``regather``, local -> local: what is made of resting parameters by communication, and
 of that alone, is tagged to be recomputed, so that the partitioner saves this rank's
@@ -24,7 +25,7 @@ not take part in a second gather.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._torch.node_copies import copy_node
 from fxpar.passes.builder import PLACE
-from fxpar.passes.order.bucket_collectives import REGATHERED
+from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable
 from fxpar.passes.order.order_collectives import (
+    BEFORE_BUCKETS,
     DEFAULT,
+    PhaseGraph,
     Settings,
     gathers_started,
+    prefetched,
+    rooms,
     schedule,
 )
 from fxpar.passes.order.sink_waits import WAIT
@@ -118,6 +123,28 @@ def most_started(parts: PartedGraph) -> int:
     )
 
 
+class Orders:
+    """Which settings order a graph alike, without trying them."""
+
+    def __init__(self, parts: PartedGraph) -> None:
+        self._started = most_started(parts)
+        self._joinable: list[Joinable] = []
+        for phase in phase_graphs(parts):
+            for row in BEFORE_BUCKETS:
+                row.run(phase)
+            joinable = Joinable.of(phase.graph, reductions=phase.backward)
+            self._joinable.append(joinable)
+
+    def of(self, settings: Settings) -> Hashable:
+        """Equal for settings with which the graph runs in one order."""
+        buckets = (joinable.buckets(*rooms(settings)) for joinable in self._joinable)
+        names = tuple(
+            tuple(tuple(node.name for node in bucket) for bucket in of_phase)
+            for of_phase in buckets
+        )
+        return prefetched(settings.ahead, self._started), names
+
+
 def as_run(
     graph: fx.Graph,
     *,
@@ -139,22 +166,33 @@ def parted_as_run(
     settings: Settings = DEFAULT,
 ) -> fx.Graph:
     """``as_run`` of a graph that was parted before."""
+    phases = phase_graphs(parts)
+    for phase in phases:
+        schedule(
+            phase.graph, backward=phase.backward, disable=disable, settings=settings
+        )
+    if len(phases) == 1:
+        return phases[0].graph
+    forward, backward = (phase.graph for phase in phases)
+    return _joined(forward, backward, parts.is_gradient)
+
+
+def phase_graphs(parts: PartedGraph) -> tuple[PhaseGraph, ...]:
+    """Copies of the forward and of the backward, each by itself, before they are
+    ordered; one of all where there is no backward."""
     inputs = parts.graph.find_nodes(op="placeholder")
     results = list(parts.graph.output_node().args[0])
     if not parts.backward:
         whole = _graph(inputs, parts.forward, results)
         of_step = any(map(phase_of, parts.forward))  # which has its backward inside
-        schedule(whole, backward=of_step, disable=disable, settings=settings)
-        return whole
+        return (PhaseGraph(whole, of_step),)
     saved = given_of(parts.forward, parts.backward)
     of_phase: tuple[list[Any], list[Any]] = [], []
     for result, is_gradient in zip(results, parts.is_gradient, strict=True):
         of_phase[is_gradient].append(result)
     forward = _graph(inputs, parts.forward, [*of_phase[False], *saved])
     backward = _graph([*inputs, *saved], parts.backward, of_phase[True])
-    schedule(forward, backward=False, disable=disable, settings=settings)
-    schedule(backward, backward=True, disable=disable, settings=settings)
-    return _joined(forward, backward, parts.is_gradient)
+    return PhaseGraph(forward, False), PhaseGraph(backward, True)
 
 
 def _graph(

@@ -23,7 +23,6 @@ from fxpar.passes.custom_ops import register_lowering
 from fxpar.passes.order.bucket_collectives import (
     FULL,
     bucket,
-    bucket_sizes,
     derived_from,
     from_inputs,
 )
@@ -101,7 +100,7 @@ def schedule(
 
 def join(phase: PhaseGraph) -> None:
     """Collectives in buckets of the sizes that the settings say."""
-    most, gathers = _rooms(phase.settings)
+    most, gathers = rooms(phase.settings)
     if phase.waits:
         bucket(
             phase.graph,
@@ -112,30 +111,7 @@ def join(phase: PhaseGraph) -> None:
         )
 
 
-def may_differ(
-    graph: fx.Graph, before: Settings, after: Settings, *, started: int
-) -> bool:
-    """Whether forward and backward of a local graph may be ordered otherwise with other
-    settings: not if all that is joined is, and fits in one bucket, either way, and no
-    gathers could start earlier. ``started``: as ``gathers_started`` counts them, of the
-    phase that has most."""
-    if before.ahead != after.ahead and started > min(before.ahead, after.ahead) + 1:
-        return True
-    reductions, gathers = bucket_sizes(graph)
-    rooms = zip(_rooms(before), _rooms(after), (reductions, gathers), strict=True)
-    for one, other, sizes in rooms:
-        small, large = sorted((one, other))
-        small_sizes = [size for size in sizes if size < large]
-        if (
-            small != large
-            and small_sizes
-            and max(sum(small_sizes), max(small_sizes) + 1) > small
-        ):
-            return True
-    return False
-
-
-def _rooms(settings: Settings) -> tuple[int, int]:
+def rooms(settings: Settings) -> tuple[int, int]:
     """Bytes of a bucket of reductions, and of gathers."""
     most = FULL if settings.bucket is None else settings.bucket
     return most, most if settings.gathers is None else settings.gathers
@@ -155,6 +131,8 @@ def drop_unread(graph: fx.Graph) -> None:
         kept_wait = first.setdefault(wait.args[0], wait)
         if kept_wait is not wait:
             wait.replace_all_uses_with(kept_wait)
+    if all(n.users or n.op in ("placeholder", "output") for n in graph.nodes):
+        return
     graph.eliminate_dead_code(
         lambda n: (
             bool(n.users)  # which is cheap to see, and most are read
@@ -187,6 +165,12 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
             for node_needed in needed(node):
                 if at < node_needed:
                     at.prepend(node_needed)
+
+
+def prefetched(ahead: int, started: int) -> int:
+    """How many ahead of so many gathers may start: it is the same for all settings that
+    could start more than there are."""
+    return max(1, min(ahead, started - 1))
 
 
 def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
@@ -319,3 +303,6 @@ ORDER = (
     ),
 )
 DELAY = PhasePass("delay", lambda phase: delay(phase.graph))
+
+# What of ``ORDER`` comes before buckets, whatever the settings are.
+BEFORE_BUCKETS = ORDER[: [row.name for row in ORDER].index("bucket")]

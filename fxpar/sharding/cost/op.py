@@ -105,6 +105,9 @@ def _flops_unmasked(node: fx.Node) -> float:
         query, key = _attended(node, shapes)
         each = _ATTENTION[_is_backward(target)]
         return each * math.prod(query) * key[sequence_dim(target)]
+    first = op_facts_of(target).product
+    if first is not None and target.namespace == "aten":
+        return 2.0 * math.prod((*shapes[first], shapes[first + 1][-1]))
     count = flop_registry[target.overloadpacket]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args = [x for x in args if not isinstance(x, torch.dtype)]  # few formulas take one
