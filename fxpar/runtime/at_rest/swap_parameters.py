@@ -18,15 +18,16 @@ from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.dtensor_ops import (
-    add_to_losses,
+    combine_with_losses,
     complete_partials,
     draw_as_one_device,
     orthogonalize_whole,
     set_by_masks,
     set_parts,
 )
+from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
-from fxpar.runtime.at_rest.sharded_modules import HOME, Home, ParameterAtRest, adopt
+from fxpar.runtime.at_rest.sharded_modules import adopt
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -74,7 +75,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     if p.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     complete_partials()
-    add_to_losses()
+    combine_with_losses()
     set_by_masks()
     orthogonalize_whole()
     set_parts()
