@@ -196,3 +196,32 @@ def test_rprop_of_a_parameter_without_dims() -> None:
     want = rprop(None)
     for got in shared_pool(2).run(rprop, "dp=2"):
         torch.testing.assert_close(got, want)
+
+
+def saved(path: str, by: str) -> None:
+    """By rank 0 alone, or by each rank its own file."""
+    rank = dist.get_rank()
+    if by == "each" or rank == 0:
+        torch.save(made("dp=2").state_dict(), f"{path}/{rank}.pt")
+
+
+def loaded(path: str, by: str) -> None:
+    model = made("dp=2")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    name = f"{path}/{dist.get_rank() if by == 'each' else 0}.pt"
+    model.load_state_dict(torch.load(name, weights_only=False))
+    for p, own in zip(model.parameters(), made("dp=2").parameters(), strict=True):
+        assert torch.equal(p.to_local(), own.to_local())
+
+
+def test_a_part_that_another_rank_saved(tmp_path: Any) -> None:
+    """Rank 0 alone saves its parts, which rank 1 would take for its own."""
+    pool = shared_pool(2)
+    pool.run(saved, str(tmp_path), "each")
+    pool.run(loaded, str(tmp_path), "each")
+    of_first, of_second = pool.errors(loaded, str(tmp_path), "first")
+    assert of_first is None and isinstance(of_second, ShardError), repr(of_second)
+    assert "rank 1 loads the part of words.weight that rank 0 saved" in str(of_second)
+    assert __file__ in str(of_second) and "get_model_state_dict" in str(of_second)
