@@ -206,14 +206,14 @@ def saved(path: str, by: str) -> None:
 
 
 def loaded(path: str, by: str) -> None:
-    model = made("dp=2")
+    model, other = made("dp=2"), made("dp=2")
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     name = f"{path}/{dist.get_rank() if by == 'each' else 0}.pt"
     model.load_state_dict(torch.load(name, weights_only=False))
-    for p, own in zip(model.parameters(), made("dp=2").parameters(), strict=True):
-        assert torch.equal(p.to_local(), own.to_local())
+    for p, want in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.to_local(), want.to_local())
 
 
 def test_a_part_that_another_rank_saved(tmp_path: Any) -> None:
