@@ -1,4 +1,4 @@
-"""AOTAutograd: graphs of a program with its backward, what their inputs mean."""
+"""AOTAutograd: graphs of a program with its backward, and how they are compiled."""
 
 from __future__ import annotations
 
@@ -147,13 +147,6 @@ def keep_lines_in_backward(result: torch.Tensor) -> None:
         logging_utils.setup_stacktrace_preservation_hooks([result.grad_fn])
 
 
-def written_input(desc: Any) -> Any:
-    """The descriptor of a new value of the input that ``desc`` describes."""
-    from torch._functorch._aot_autograd import descriptors as d
-
-    return d.InputMutationAOTOutput(bare(desc))
-
-
 def preserve_node_meta() -> Any:
     """Context in which traced nodes take the metadata set by ``set_stack_trace``."""
     from torch.fx import traceback
@@ -166,54 +159,6 @@ def set_stack_trace(lines: list[str]) -> None:
     from torch.fx import traceback
 
     traceback.set_stack_trace(lines)
-
-
-def descriptor(desc: Any) -> tuple[str, Any]:
-    """What an AOTAutograd descriptor says: (kind, payload).
-
-    Inputs: ("parameter", name), ("buffer", name), ("input", index), ("tangent", output
-    desc), ("state", "token") of what keeps effects in order, ("state", None). Outputs:
-    ("output", index), ("gradient", input desc), ("mutation", input desc), ("state",
-    None).
-    """
-    from torch._functorch._aot_autograd import descriptors as d
-
-    if not _is_bare(desc):
-        return "state", None
-    desc = bare(desc)
-    if isinstance(desc, d.ParamAOTInput):
-        return "parameter", desc.target
-    if isinstance(desc, d.BufferAOTInput):
-        return "buffer", desc.target
-    if isinstance(desc, d.PlainAOTInput):
-        return "input", desc.idx
-    if isinstance(desc, d.TangentAOTInput):
-        return "tangent", desc.output
-    if isinstance(desc, (d.ForwardTokenAOTInput, d.BackwardTokenAOTInput)):
-        return "state", "token"
-    if isinstance(desc, d.PlainAOTOutput):
-        return "output", desc.idx
-    if isinstance(desc, d.GradAOTOutput):
-        return "gradient", desc.grad_of
-    if isinstance(desc, d.InputMutationAOTOutput):
-        return "mutation", desc.mutated_input
-    return "state", None
-
-
-_LOCAL = "_local_tensor"  # the one tensor of a DTensor
-
-
-def _is_bare(desc: Any) -> bool:
-    """Whether a descriptor is of a tensor, or of the tensor inside a DTensor."""
-    return getattr(desc, "attr", _LOCAL) == _LOCAL
-
-
-def bare(desc: Any) -> Any:
-    """A descriptor of a DTensor's own tensor as that of the DTensor."""
-    from torch._functorch._aot_autograd import descriptors as d
-
-    parts = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
-    return desc.base if isinstance(desc, parts) and desc.attr == _LOCAL else desc
 
 
 def compile_fx(

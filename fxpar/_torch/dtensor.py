@@ -94,28 +94,50 @@ def reduce_before_item() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = item
 
 
-def add_to_plain_numbers() -> None:
-    """Let a number that is a plain tensor with a gradient be added to a DTensor, as a
-    loss to a penalty on weights: its gradient is plain again. DTensor (2.13) adds the
-    two, and gives a DTensor as gradient of both, which ops behind the number refuse."""
+def keep_nan_in_extremes() -> None:
+    """Let a maximum or minimum of a DTensor be NaN where one of its elements is, as
+    torch has it: of a NaN and a number from two ranks, backends take either, by which
+    of them comes first."""
+
+    def keeping_nan(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(reduce)
+        def reduced(self: Any, x: torch.Tensor, *where: Any) -> torch.Tensor:
+            value = reduce(self, x, *where)
+            if self.reduce_op not in ("max", "min") or not x.is_floating_point():
+                return value
+            beyond = x.isnan().to(x.dtype) * (1 if self.reduce_op == "max" else -1)
+            return value.masked_fill(reduce(self, beyond, *where) != 0, math.nan)
+
+        return reduced
+
+    partial: Any = Partial
+    partial._reduce_value = keeping_nan(partial._reduce_value)
+    partial._reduce_shard_value = keeping_nan(partial._reduce_shard_value)
+
+
+def combine_with_plain_numbers() -> None:
+    """Let a number that is a plain tensor with a gradient be added to a DTensor, or
+    scale one, as a loss and a penalty on weights: its gradient is plain again. DTensor
+    (2.13) gives a DTensor as gradient of both, which ops behind the number refuse."""
     from torch.distributed.tensor import DTensor
 
-    dispatcher: Any = type(DTensor._op_dispatcher)
-    spec_of_number = dispatcher._try_replicate_spec_for_scalar_tensor
-    sums = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def plain(gradient: Any) -> torch.Tensor:
         is_plain = not isinstance(gradient, DTensor)
         return gradient if is_plain else gradient.full_tensor()
 
-    @functools.wraps(spec_of_number)
-    def with_plain_gradient(self: Any, op: Any, x: torch.Tensor, mesh: Any) -> Any:
-        spec = spec_of_number(self, op, x, mesh)
-        if op in sums and x.dim() == 0 and x.requires_grad and x.grad_fn is not None:
-            x.register_hook(plain)
-        return spec
+    def combine(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for x in args:
+            is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+            if is_plain and x.dim() == 0 and x.requires_grad and x.grad_fn is not None:
+                x.register_hook(plain)
+        with _left_to_dtensor(handlers, op):
+            return op(*args, **kwargs)
 
-    dispatcher._try_replicate_spec_for_scalar_tensor = with_plain_gradient
+    aten = torch.ops.aten
+    for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
+        handlers[op] = combine
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:
@@ -145,7 +167,8 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
 
 def put_by_masks() -> None:
     """Let ``x[mask] = number`` of DTensors that lie alike write to each rank's part, as
-    Rprop does; DTensor (2.13) has it for whole tensors alone."""
+    Rprop does; DTensor (2.13) has it for whole tensors alone. Of a tensor without dims
+    torch makes a plain index of the mask, the same on each rank."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -154,7 +177,8 @@ def put_by_masks() -> None:
         x, (mask, *others), number, *accumulate = args
         if not others and number.numel() == 1 and _is_mask_of(mask, x):
             number = number.full_tensor() if isinstance(number, DTensor) else number
-            op(x._local_tensor, [mask._local_tensor], number, *accumulate, **kwargs)
+            mask = mask._local_tensor if isinstance(mask, DTensor) else mask
+            op(x._local_tensor, [mask], number, *accumulate, **kwargs)
             return x
         with _left_to_dtensor(handlers, op):
             return op(*args, **kwargs)
@@ -164,11 +188,14 @@ def put_by_masks() -> None:
 
 def _is_mask_of(mask: Any, x: Any) -> bool:
     """Whether two DTensors are the elements of one and which of them are chosen, with
-    the same part on each rank."""
+    the same part on each rank; or whether a plain index is of one that all ranks have
+    whole."""
     from torch.distributed.tensor import DTensor
 
-    if not (isinstance(mask, DTensor) and isinstance(x, DTensor)):
+    if not isinstance(x, DTensor):
         return False
+    if not isinstance(mask, DTensor):
+        return all(p.is_replicate() for p in x.placements)
     if mask.dtype != torch.bool or any(p.is_partial() for p in x.placements):
         return False
     lies, mask_lies = ((t.shape, t.device_mesh, t.placements) for t in (x, mask))

@@ -99,10 +99,34 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     return hooks + list(after.values())
 
 
+# What torch itself keeps on any optimizer, schedulers included.
+OPTIMIZER_ATTRIBUTES = frozenset(
+    {
+        "defaults",
+        "param_groups",
+        "state",
+        "step",
+        "_opt_called",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+        "_step_count",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+    }
+)
+
+
 def after_step(optimizer: torch.optim.Optimizer) -> None:
     """Do what ``step`` does around its update: schedulers see it, post hooks run."""
+    from torch.optim import optimizer as module
+
     optimizer._opt_called = True  # type: ignore[attr-defined]
-    for hook in optimizer._optimizer_step_post_hooks.values():
+    own = optimizer._optimizer_step_post_hooks.values()
+    for hook in [*own, *module._global_optimizer_post_hooks.values()]:
         hook(optimizer, (), {})
 
 

@@ -63,7 +63,7 @@ def lift(graph: fx.Graph) -> tuple[Write, ...]:
         output.meta = output.meta | {"fxpar_single": not several}
         if "desc" in output.meta:
             descs = [inputs[write.target].meta["desc"] for write in writes]
-            written = map(_torch.aot.written_input, descs)
+            written = map(_torch.descriptors.written_input, descs)
             output.meta["desc"] = [*output.meta["desc"], *written]
     return tuple(writes)
 

@@ -1,8 +1,9 @@
 """Ops on DTensors of parameters at rest that compute what one device computes.
 
-Norms and ``item``: DTensor (2.13) leaves a norm of a split tensor partial. ``item()``
-of one is then this rank's summand, and what changes it in place fails, as Adafactor
-does. Here both see the whole value.
+Norms, ``item`` and extremes: DTensor (2.13) leaves a norm of a split tensor partial.
+``item()`` of one is then this rank's summand, and what changes it in place fails, as
+Adafactor does. Here both see the whole value. A maximum over ranks may lose a NaN that
+one of them has; here it does not, nor does a norm of infinite order.
 
 Random values on CPU: DTensor keeps random ops on shards apart by the offsets of CUDA's
 generator. The CPU's has none, so that after one seed the parts on all ranks would be
@@ -19,8 +20,8 @@ op, since a pass that parts a product from what is added to it would round twice
 Elements that a mask chooses (``sign[sign.gt(0)] = 1.2``, as Rprop sets them): each rank
 sets those of its part.
 
-Losses that are added to a penalty on weights: the loss is an ordinary tensor, and its
-gradient is one too.
+Losses that a penalty on weights is added to, or scales: the loss is an ordinary tensor,
+and its gradient is one too.
 
 Data that are set (``p.data = ema``): each rank takes its part. DTensor (2.13) goes on
 with what it held.
@@ -47,8 +48,9 @@ from fxpar.sharding.spec import Spec
 
 @functools.cache
 def complete_partials() -> None:
-    """Reduce partial values before ``item()`` and after a norm."""
+    """Reduce partial values before ``item()`` and after norms; keep NaN in extremes."""
     _torch.dtensor.reduce_before_item()
+    _torch.dtensor.keep_nan_in_extremes()
     _torch.dtensor.reduce_norms(norm)
 
 
@@ -59,9 +61,9 @@ def set_by_masks() -> None:
 
 
 @functools.cache
-def add_to_losses() -> None:
-    """Let ``loss + weight.square().sum()`` have gradients."""
-    _torch.dtensor.add_to_plain_numbers()
+def combine_with_losses() -> None:
+    """Let ``loss + weight.square().sum()``, and products, have gradients."""
+    _torch.dtensor.combine_with_plain_numbers()
 
 
 @functools.cache

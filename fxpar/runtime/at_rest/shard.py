@@ -24,8 +24,8 @@ from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes.boundaries import read_signature
+from fxpar.runtime.at_rest.homes import HOME, Home
 from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
-from fxpar.runtime.at_rest.sharded_modules import HOME, Home
 from fxpar.runtime.at_rest.swap_parameters import swap_parameters
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same

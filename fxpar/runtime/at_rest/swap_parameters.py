@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,16 +19,18 @@ from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.dtensor_ops import (
-    add_to_losses,
+    combine_with_losses,
     complete_partials,
     draw_as_one_device,
     orthogonalize_whole,
     set_by_masks,
     set_parts,
 )
+from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
-from fxpar.runtime.at_rest.sharded_modules import HOME, Home, ParameterAtRest, adopt
+from fxpar.runtime.at_rest.sharded_modules import adopt
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
+from fxpar.runtime.ranks.presence import user_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
@@ -74,7 +77,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     if p.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     complete_partials()
-    add_to_losses()
+    combine_with_losses()
     set_by_masks()
     orthogonalize_whole()
     set_parts()
@@ -117,10 +120,13 @@ def _refuse_hidden(
 def _take_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Let ``load_state_dict`` take whole tensors, each rank its part."""
+    """Let ``load_state_dict`` take whole tensors, each rank its part. Raises ShardError
+    for the part of another rank."""
     for key in module.__dict__.get("_fxpar_rests", {}):
         name, resting = prefix + key, _torch.objects.own_parameters(module)[key]
         whole = state_dict.get(name)
+        if isinstance(whole, DTensor):
+            _refuse_others_part(name, whole)
         if (
             isinstance(whole, torch.Tensor)
             and isinstance(resting, DTensor)
@@ -138,3 +144,22 @@ def _take_parts(
                 shape=resting.shape,
                 stride=resting.stride(),
             )
+
+
+def _refuse_others_part(name: str, part: DTensor) -> None:
+    """Raise ShardError if a DTensor was unpickled that another rank had pickled: it
+    holds what that rank holds, and says so by the coordinates of its mesh."""
+    mesh, rank = part.device_mesh, dist.get_rank()
+    coordinates = mesh.get_coordinate()
+    here = (mesh.mesh == rank).nonzero().flatten().tolist()
+    if coordinates is None or list(coordinates) == here:
+        return
+    if any(placement.is_shard() for placement in part.placements):
+        raise ShardError(
+            f"rank {rank} loads the part of {name} that rank "
+            f"{int(mesh.mesh[tuple(coordinates)])} saved",
+            where=user_line(),
+            fix="save by torch.distributed.checkpoint, or let rank 0 save whole "
+            "tensors: get_model_state_dict(..., options=StateDictOptions("
+            "full_state_dict=True))",
+        )

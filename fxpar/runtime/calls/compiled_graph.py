@@ -16,14 +16,14 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
 from fxpar.passes.regions.manual_regions import on_one_rank
-from fxpar.runtime.at_rest.sharded_modules import (
+from fxpar.runtime.at_rest.homes import (
     Home,
     home_of,
     note_read,
     refuse_writes,
-    to_global_unreduced,
     written_parameter,
 )
+from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import (
     SUMMAND_MARK,
     NamedInput,

@@ -333,10 +333,10 @@ def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
     output = traced.graph.output_node()
     values: list[Any] = [None] * len(gm.graph.output_node().args[0])
     for x, desc in zip(output.args[0], output.meta["desc"], strict=True):
-        kind, place = _torch.aot.descriptor(desc)
+        kind, place = _torch.descriptors.descriptor(desc)
         if kind == "output":
             values[place] = x
     output.args = (tuple(values),)
     inputs = traced.graph.find_nodes(op="placeholder")
-    positions = [_torch.aot.descriptor(node.meta["desc"])[1] for node in inputs]
+    positions = [_torch.descriptors.descriptor(node.meta["desc"])[1] for node in inputs]
     return _Traced(traced.graph, tuple(places[i] for i in positions))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fxpar import _torch
-from fxpar.runtime.at_rest.sharded_modules import holds_parts
+from fxpar.runtime.at_rest.homes import holds_parts
 from fxpar.runtime.ranks import gradient_sketches, reduce_gradients
 from fxpar.runtime.ranks.gradient_sketches import parameters
 

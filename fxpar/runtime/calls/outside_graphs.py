@@ -34,7 +34,7 @@ from fxpar import _torch
 from fxpar._torch.objects import TensorVersion
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
-from fxpar.runtime.at_rest.sharded_modules import HOME
+from fxpar.runtime.at_rest.homes import HOME
 from fxpar.runtime.calls import optimizer_steps, written_buffers
 from fxpar.runtime.calls.open_sizes import open_rows
 from fxpar.runtime.ranks import reduce_gradients

@@ -20,7 +20,7 @@ import inspect
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ from torch.overrides import TorchFunctionMode
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.runtime.ranks.gradient_sketches import parameters
+from fxpar.runtime.train_step.unseen_values import (
+    copied_attributes,
+    is_flag,
+    refuse_inside,
+    refuse_unseen,
+    text_of,
+    unseen,
+)
 
 # What Python computes with.
 NUMBER = torch.float64
@@ -93,19 +101,9 @@ def write(optimizer: torch.optim.Optimizer, slot: Slot, value: Any) -> None:
     entries[slot.key] = value
 
 
-def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain values that the object itself keeps; a step that changes one, as a counter,
-    cannot be traced once for all steps."""
-    plain = (int, float, bool, str, type(None))
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        if isinstance(value, plain) and not key.startswith("_")
-    }
-
-
 def refuse(optimizer: torch.optim.Optimizer) -> None:
-    """Raise PlanError for an optimizer whose step cannot be one with the rest."""
+    """Raise PlanError for an optimizer whose step cannot be one with the rest, as it is
+    now: hooks may come later."""
     kind = type(optimizer).__name__
     step_parameters = inspect.signature(type(optimizer).step).parameters
     closure = step_parameters.get("closure")
@@ -121,6 +119,7 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
             "no gradients to show",
             fix="remove the hook, or use train_step(..., clip=...) if it clips",
         )
+    refuse_unseen(optimizer)
 
 
 def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
@@ -176,7 +175,7 @@ def stand_in(
     """An optimizer of the same class on traced values; and by its position each
     parameter that it holds. Hooks, and ``step`` as schedulers wrap it, stay behind."""
     double: Any = object.__new__(type(optimizer))
-    vars(double).update(vars(optimizer))
+    vars(double).update(copied_attributes(optimizer))
     vars(double).pop("step", None)
     hooks: OrderedDict[int, Any] = OrderedDict()
     _torch.objects.share_step_hooks(double, hooks)
@@ -217,6 +216,44 @@ def _replaced(
         else:
             out[key] = values.get(Slot(place, index, key), value)
     return out
+
+
+def refuse_changes(
+    optimizer: torch.optim.Optimizer,
+    double: torch.optim.Optimizer,
+    stand_ins: Mapping[int, torch.Tensor],
+) -> None:
+    """Raise PlanError for what a step did to state and groups that no graph gives:
+    another number of values, values of no parameter, plain values inside of others."""
+    traced_ids = {id(x) for x in stand_ins.values()}
+    for p in double.state:
+        if id(p) not in traced_ids:
+            name = repr(p) if isinstance(p, str) else "of another tensor"
+            raise unseen(optimizer, f"keeps state of no parameter, {name}")
+    before, after = dict(slots(optimizer)), slots_of(double, stand_ins)
+    for slot, x in before.items():
+        traced = slot.place == "group" or slot.index in stand_ins
+        if traced and slot not in after:
+            raise unseen(optimizer, f"takes {slot.key!r} away")
+        if traced and not (is_number(x) or is_flag(x)):
+            is_tensor = isinstance(x, torch.Tensor)
+            if not is_tensor and text_of(x) != text_of(after[slot]):
+                raise unseen(optimizer, f"changes what is inside of {slot.key!r}")
+    for slot, x in after.items():
+        refuse_inside(optimizer, slot.key, x)
+        if slot not in before and slot.item is not None:
+            raise unseen(optimizer, f"makes {slot.key!r}, of several values, longer")
+
+
+def slots_of(
+    double: torch.optim.Optimizer, stand_ins: Mapping[int, torch.Tensor]
+) -> dict[Slot, Any]:
+    """What a stand-in holds, by slots of what it stands for."""
+    position = list(stand_ins)  # of each of its parameters
+    return {
+        replace(slot, index=position[slot.index]) if slot.place == "state" else slot: x
+        for slot, x in slots(double)
+    }
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:

@@ -47,7 +47,6 @@ from fxpar.runtime.train_step.forward import (
 from fxpar.runtime.train_step.gradients import GradientOptions, StepCall
 from fxpar.runtime.train_step.optimizer import (
     Slot,
-    attributes,
     is_number,
     prepare,
     refuse,
@@ -55,6 +54,7 @@ from fxpar.runtime.train_step.optimizer import (
     write,
 )
 from fxpar.runtime.train_step.trace import TracedStep, as_tensor, trace
+from fxpar.runtime.train_step.unseen_values import attributes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -132,7 +132,6 @@ class TrainStep:
         """
         forward = globally(gm, inputs, examples)
         forward = replace(forward, kinds=tuple(repeated_segments(forward.module)))
-        refuse_hooks(forward, examples)
         return _Stage(self, forward, examples, compile_step)
 
 
@@ -170,6 +169,8 @@ class _Stage:
 
     def __call__(self, *args: Any) -> Any:
         optimizer = self.owner.optimizer
+        refuse(optimizer)
+        refuse_hooks(self.forward, args)
         places = self._places(args)
         how = self._step_call(args)
         slot_values = dict(slots(optimizer))

@@ -41,13 +41,15 @@ from fxpar.runtime.train_step.optimizer import (
     Slot,
     TracedComparison,
     TracedState,
-    attributes,
     choosing,
     is_number,
+    refuse_changes,
     slots,
+    slots_of,
     stand_in,
     step_of,
 )
+from fxpar.runtime.train_step.unseen_values import attributes, is_flag
 from fxpar.sharding.program import PHASE, phase_of
 
 # Of a node, among what is kept of it: the number that autograd gave it, and that the
@@ -310,6 +312,7 @@ def _update(
         for slot, x in slots(double):
             if slot.place == "group" and is_number(x) and plain.get(slot) != x:
                 findings.counted.add(slot)
+        refuse_changes(optimizer, double, stand_ins)
         return _results(double, stand_ins, inputs, values, numbers, findings)
 
 
@@ -342,19 +345,14 @@ def _results(
     """What the stand-in holds now, where it is not what it was given. State that is an
     input is written."""
     new_values = []
-    position = dict(
-        enumerate(stand_ins)
-    )  # of its parameters, among those it stands for
-    for slot, x in slots(double):
-        if slot.place == "state":
-            slot = Slot(slot.place, position[slot.index], slot.key, slot.item)
+    for slot, x in slots_of(double, stand_ins).items():
         before = values.get(slot)
         if slot in numbers:
             if _changed(x, before):
                 findings.result_slots.append(slot)
                 new_values.append(as_tensor(x).to(NUMBER))
         elif not isinstance(x, torch.Tensor):
-            if slot.place == "state" and is_number(x):
+            if is_flag(x) or (slot.place == "state" and is_number(x)):
                 findings.fixed[slot] = x
         elif before is None:
             findings.result_slots.append(slot)

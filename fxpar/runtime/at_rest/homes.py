@@ -1,0 +1,154 @@
+"""What the sharded parameters of one model share, and what each of them is.
+
+A ``Home`` is on each adopted module (``sharded_modules``) and each parameter of theirs,
+a ``ParameterAtRest`` on the module that holds it. Here too is how writes to what eager
+code reads of them are found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxpar import _torch
+from fxpar.errors import ShardError
+from fxpar.runtime.ranks.gradient_sketches import parameters
+
+HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
+RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
+_NUMBERS = itertools.count()
+_HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Home:
+    """What all sharded parameters of one model share, read while it is traced."""
+
+    # As ``FXPAR_MESH`` takes it.
+    mesh: str
+    # Axes that the batch is split over.
+    batch: tuple[str, ...]
+    # As the option of this name; None: none is set.
+    param_dtype: torch.dtype | None = None
+    # As the option of this name, as text; "": none is set.
+    reduce_dtype: str = ""
+    # Inside ``no_sync``.
+    waiting: bool = False
+    # Gradients of earlier steps wait to be reduced.
+    unreduced: bool = False
+    # Parameters have the hooks for that.
+    hooked: bool = False
+    # Each rank feeds its own part of the batch.
+    local: bool = False
+    # What eager code read last of each parameter, until the forward ends: by the id of
+    # the parameter, or the graph that it leaves and its place there.
+    reads: dict[Hashable, EagerRead] = field(default_factory=dict)
+    # The latest of them with its value, which it may set ``.data`` of.
+    latest: tuple[EagerRead, torch.Tensor] | None = None
+    # By which graphs name it (``home_of``).
+    number: int = field(default_factory=_NUMBERS.__next__)
+
+    def __post_init__(self) -> None:
+        _HOMES[self.number] = self
+
+    def __deepcopy__(self, _: Any) -> Home:
+        """A copied model is one of its own."""
+        return Home(self.mesh, self.batch, self.param_dtype, self.reduce_dtype)
+
+
+@dataclass(frozen=True)
+class EagerRead:
+    """That eager code read the global value of a parameter, which it must not write."""
+
+    # "Class.name" of the parameter.
+    parameter: str
+    # Where the user's code read it.
+    line: str
+    # The global value, if it still is there.
+    value: weakref.ref[torch.Tensor]
+    # Of the value when it was read, as ``memory_of`` numbers it.
+    memory: int
+    # Counts the writes to the global value, and holds none of it.
+    counter: torch.Tensor
+    # As many there were when it was read.
+    writes: int
+
+    @staticmethod
+    def of(value: torch.Tensor, parameter: str, line: str) -> EagerRead:
+        counter = value.detach()  # shares the count of writes
+        counter.data = value.new_empty(0)
+        writes, memory = _torch.objects.version_of(value), _memory(value)
+        return EagerRead(parameter, line, weakref.ref(value), memory, counter, writes)
+
+    def refuse_writes(self) -> None:
+        """Raise ShardError if there was one, in place or by ``.data = ``: the value
+        that it changed is lost."""
+        value = self.value()
+        moved = value is not None and _memory(value) != self.memory
+        if moved or _torch.objects.version_of(self.counter) != self.writes:
+            raise written_parameter(self.parameter, self.line)
+
+
+_memory = _torch.objects.memory_of
+
+
+def holds_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has parameters of which each rank holds a part."""
+    return any(hasattr(p, HOME) for p in parameters(optimizer))
+
+
+def home_of(number: int) -> Home | None:
+    """The Home with this number, while its model lives."""
+    return _HOMES.get(number)
+
+
+@dataclass(frozen=True)
+class ParameterAtRest:
+    """How a parameter rests and how the program should start to use it, as text."""
+
+    # Of the global value.
+    shape: tuple[int, ...]
+    # Of the parts that ranks hold.
+    spec: str
+    # As ``constrain`` takes one; "": none.
+    hint: str
+
+
+def refuse_writes(home: Home, *, ends: bool = True) -> None:
+    """Raise ShardError if eager code wrote to a parameter that it read. ``ends``: the
+    forward does, and the values that it read are gone."""
+    reads, latest = list(home.reads.values()), home.latest
+    if ends:
+        home.reads, home.latest = {}, None
+    for read in reads:
+        read.refuse_writes()
+    del latest  # lived until it was compared
+
+
+def note_read(
+    home: Home, key: Hashable, value: torch.Tensor, parameter: str, line: str
+) -> None:
+    """Eager code reads the ``value`` of a parameter. Raises ShardError if it wrote to
+    what it read of it before, or last."""
+    latest, home.latest = home.latest, None
+    if latest is not None:
+        latest[0].refuse_writes()
+    if key in home.reads:
+        home.reads.pop(key).refuse_writes()
+    read = home.reads[key] = EagerRead.of(value, parameter, line)
+    home.latest = read, value
+
+
+def written_parameter(parameter: str, line: str | None) -> ShardError:
+    return ShardError(
+        f"the forward writes to a parameter of a model that fxpar.shard split, "
+        f"{parameter}",
+        where=line,
+        fix="write to it outside of the forward, or use fxpar.train_step; "
+        "nn.Embedding(max_norm=...) writes to its table",
+    )

@@ -1,0 +1,136 @@
+"""What becomes of sharded parameters when a user changes the module that holds them.
+
+Members of the classes that ``sharded_modules`` makes: a parameter that another takes
+the place of, a module that is converted, copied, pickled. Compiled code calls none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.errors import ShardError
+from fxpar.runtime.at_rest.homes import HOME, RESTS, Home
+from fxpar.runtime.ranks.presence import user_line
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+
+def guarded(cls: type) -> Callable[..., None]:
+    """``register_parameter`` that keeps a plain parameter from taking the place of a
+    sharded one: an optimizer and a checkpoint know the other. Another sharded one, as
+    that of a layer it is tied to, is read as it lies itself."""
+
+    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+        rests = self.__dict__.get(RESTS, {})
+        if name in rests and param is not None:
+            home = self.__dict__[HOME]
+            if not isinstance(param, DTensor) or not _is_part(param, home):
+                raise ShardError(
+                    f"parameter {name!r} of a {cls.__name__} is replaced after shard",
+                    where=user_line(),
+                    fix="replace it before fxpar.shard; or copy values in, with "
+                    "load_state_dict",
+                )
+            lies = Spec.from_placements(
+                param.placements, Mesh.from_device_mesh(param.device_mesh), param.dim()
+            )
+            self.__dict__[RESTS] = rests | {
+                name: replace(rests[name], shape=tuple(param.shape), spec=str(lies))
+            }
+            setattr(param, HOME, home)
+        cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
+
+    return register_parameter
+
+
+def _is_part(parameter: DTensor, home: Home) -> bool:
+    """Whether a parameter lies in shards on the mesh of a model."""
+    mesh = Mesh.from_device_mesh(parameter.device_mesh)
+    is_partial = any(placement.is_partial() for placement in parameter.placements)
+    return mesh.sizes == Mesh.parse(home.mesh).sizes and not is_partial
+
+
+def converted(cls: type) -> Callable[..., nn.Module]:
+    """What ``to``, ``half`` and the like call of a module. torch swaps parameters that
+    are DTensors for others, but none that compiled code has a weak reference to; those
+    keep the attributes of theirs, as plain parameters do."""
+
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        own = _torch.objects.own_parameters(self)
+        attributes_of = {name: {**vars(p)} for name, p in own.items() if p is not None}
+        try:
+            result = cls._apply(self, *args, **kwargs)  # type: ignore[attr-defined]
+            for name, attributes in attributes_of.items():
+                vars(own[name]).update(attributes)
+            return cast(nn.Module, result)
+        except RuntimeError as error:
+            if "swap" not in str(error):
+                raise
+            raise ShardError(
+                f"parameters of a {cls.__name__} that fxpar.shard split are converted "
+                "after a compiled call",
+                where=user_line(),
+                fix="convert the model before its first call, best before fxpar.shard",
+            ) from error
+
+    return _apply
+
+
+def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
+    """``__deepcopy__`` that leaves gradients out, as that of ``nn.Parameter`` does: of
+    a DTensor torch (2.13) copies the gradient too, and fails."""
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        for parameter in _torch.objects.own_parameters(self).values():
+            if isinstance(parameter, DTensor) and id(parameter) not in memo:
+                gradient, parameter.grad = parameter.grad, None
+                try:
+                    copy.deepcopy(parameter, memo)  # which memo then has
+                finally:
+                    parameter.grad = gradient
+        inherited = getattr(cls, "__deepcopy__", None)
+        if inherited is not None:
+            return cast(nn.Module, inherited(self, memo))
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    return __deepcopy__
+
+
+def reduced(cls: Any) -> Callable[[nn.Module, Any], tuple[Any, ...]]:
+    """``__reduce_ex__`` by which a module is copied, and not pickled."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        make, *rest = cls.__reduce_ex__(self, protocol)
+        return (_OnlyHere(make, cls.__name__), *rest)
+
+    return __reduce_ex__
+
+
+@dataclass(frozen=True)
+class _OnlyHere:
+    """Makes a copy of a sharded module in this process, and in no other."""
+
+    # What makes one.
+    make: Callable[..., Any]
+    # Name of its class.
+    cls: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self.make(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardError(
+            f"a {self.cls} that fxpar.shard split is pickled, of which this rank holds "
+            "a part",
+            fix="save model.state_dict(), by torch.save or "
+            "torch.distributed.checkpoint, and load it into a new model",
+        )
