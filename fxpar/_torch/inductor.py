@@ -14,6 +14,7 @@ from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.fake import values_kept
 from fxpar._torch.inductor_shortcuts import shortcuts
+from fxpar._torch.parts_apart import parts_apart
 from fxpar._torch.version import own_version
 
 
@@ -108,6 +109,7 @@ def _in_order(
     with (
         config.patch(dict.fromkeys(names, False)),
         _read_after_writes(),
+        parts_apart(graphs),
         _keyed_by(text),
         kernels_in_libraries(),
         values_kept(),

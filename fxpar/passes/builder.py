@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar._torch import known_values
+from fxpar._torch import known_values, parts_apart
 from fxpar._torch.node_copies import copy_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes import size_nodes
@@ -38,7 +38,7 @@ _NEUTRAL: dict[Any, int] = {
 
 # Of a program in stages: the stage of a node (``stage_kinds.StageHome``), the place it
 # runs at (``lay_out_stages``), and its part of the batch (``microbatches``).
-STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", "fxpar_part"
+STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", parts_apart.PART
 
 # What a rewritten node keeps of the node it comes from.
 PROVENANCE = (

@@ -3,6 +3,7 @@ communicated once, one part is done with before the next begins."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import fxpar
 from fxpar.errors import OptionError, PlanError
 from fxpar.passes.stages import microbatches
+from tests.helpers.wrapper import code_of
 
 ROWS, WIDTH = 8, 16
 
@@ -38,6 +40,15 @@ def dropped() -> nn.Module:
     return double(
         nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.4), nn.Linear(32, 8))
     )
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.scale = nn.Linear(WIDTH, WIDTH, False), nn.Linear(1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x) * self.scale.bias
 
 
 class Words(nn.Module):
@@ -216,6 +227,19 @@ def test_the_last_batch_may_have_one_row_or_none(
         assert error_of(plan, x) < 1e-12
     else:
         assert plan.simulate(x)[0].shape == (0, WIDTH)
+
+
+def test_no_kernel_computes_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though those of two parts read one weight: the second part's may have to arrive
+    from another stage yet."""
+    model = double(nn.Sequential(*[Scaled() for _ in range(3)]))
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    plan = fxpar.plan(model, rows(), mesh="dp=1", mode="propagate")
+    code = code_of(plan.result.local, monkeypatch)
+    calls = re.findall(r"^ +(extern_kernels.mm|cpp_fused)", code, re.MULTILINE)
+    layer = ["extern_kernels.mm", "cpp_fused"]
+    # The last kernel joins both.
+    assert calls == [*layer * 2, layer[0], *layer * 3]
 
 
 def test_shards_that_are_not_alike_stay_in_one_part(

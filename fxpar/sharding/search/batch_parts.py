@@ -15,7 +15,7 @@ from functools import cached_property
 
 from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.program import Input, Op, Program, Value, phase_of
+from fxpar.sharding.program import Input, Op, Program, Value, contracts, phase_of
 from fxpar.sharding.search.memory_constraints import Entry
 
 # Bytes of an element that is accumulated over parts, at least.
@@ -131,6 +131,38 @@ class PartProgram:
     def value_share(self, value: int) -> float:
         """The share of the seconds that one part pays to bring a value elsewhere."""
         return 1.0 if self.cut.dims[value] else 1 / self.count
+
+    @cached_property
+    def added(self) -> dict[int, tuple[tuple[int, float], ...]]:
+        """By op (position among its results, bytes): what is moved to add one part of
+        what it makes to the sum over parts. It is read, and the sum so far read and
+        written; the first part is none's. A product in the dtype of its sum adds to it
+        as it is made, which takes no longer than to write it
+        (``passes.stages.sums_of_parts``)."""
+        program, sums = self.program, self.cut.sums
+        out: dict[int, tuple[tuple[int, float], ...]] = {}
+        for op in program.ops:
+            if sums.isdisjoint(op.results) or phase_of(op.node) == "update":
+                continue
+            moved = []
+            for position, v in enumerate(op.results):
+                value = program.values[v]
+                wide = value.nbytes * max(1, WIDE // value.dtype.itemsize)
+                in_product = wide == value.nbytes and contracts(op)
+                if v in sums and not in_product and not self._is_passed_on(v):
+                    nbytes = (value.nbytes + 2 * wide) * (1 - 1 / self.count)
+                    moved.append((position, nbytes))
+            if moved:
+                out[op.index] = tuple(moved)
+        return out
+
+    def _is_passed_on(self, v: int) -> bool:
+        """Whether a sum over parts is read by what makes such sums of it alone: these
+        are added up."""
+        readers = {i for i, _ in self.whole.uses[v]}
+        sums = self.cut.sums
+        passes = [not sums.isdisjoint(self.whole.ops[i].results) for i in readers]
+        return bool(passes) and all(passes)
 
     def held(self, live: Sequence[Entry]) -> list[Entry]:
         """What occupies a place's memory, of entries of ``program``: weights are

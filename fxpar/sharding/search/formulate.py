@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -66,6 +66,9 @@ class Formulation:
     memory_entries: tuple[Entry, ...] = ()
     # Where the program is one part of a batch.
     parts: PartProgram | None = None
+    # By node of an op, seconds of adding to sums over parts, by strategy: its costs
+    # have them.
+    adding: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 def formulate(
@@ -119,6 +122,7 @@ def formulate(
         launches,
         tuple(entry for entry, _ in memory),
         facts.parts,
+        build.adding,
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,14 +22,12 @@ from fxpar.sharding.cut_stages import cut_chain, of_places
 from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.pipeline_schedule import Action
-from fxpar.sharding.program import contracts
-from fxpar.sharding.search.batch_parts import WIDE, PartProgram
+from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.search.stage_bytes import exchange_seconds, stage_memory
 from fxpar.sharding.search.stage_chain import StageChain
 from fxpar.sharding.solver import Solution
-from fxpar.sharding.strategy import result_spec
 
 # The place of what is of no stage: the update of a training step.
 UPDATE = -1
@@ -94,9 +91,6 @@ def price_stages(
     if chain.length < count:
         return None
     cost = _costs(result.formulation, result.solution, chain)
-    for index, seconds in adding_seconds(result, chain, hardware).items():
-        row = cost.backward if index in chain.late else cost.forward
-        row[chain.at[index]] += seconds
     link = hardware.on(pipeline.mesh).link(pipeline.axis)
     sent = [collectives.message(link, nbytes) for nbytes in chain.crossing(result)]
     trains = any(cost.backward)
@@ -149,33 +143,6 @@ def price_stages(
         of_places(memory, cuts, places),
         tuple(form.program.ops[chain.ops[i]].name for i in cuts),
     )
-
-
-def adding_seconds(
-    result: SearchResult, chain: StageChain, hardware: Hardware
-) -> dict[int, float]:
-    """Seconds of adding to the sums over parts, for one of them, by the op that makes
-    what is added: this is read, and the sum so far read and written. A product in the
-    dtype of its sum adds to it as it is made, which takes no longer than to write it
-    (``passes.stages.sums_of_parts``)."""
-    out: dict[int, float] = defaultdict(float)
-    program, parts = chain.program, result.formulation.parts
-    assert parts is not None, "the batch is cut"
-    for v in sorted(parts.cut.sums):
-        index = program.producers.get(v, (-1,))[0]
-        readers = {i for i, _ in program.uses[v]}
-        passed = [set(program.ops[i].results) & parts.cut.sums for i in readers]
-        # What is only passed on as a sum is added up behind that.
-        if index < 0 or index in chain.update or (passed and all(passed)):
-            continue
-        op, value = program.ops[index], program.values[v]
-        wide = value.nbytes * max(1, WIDE // value.dtype.itemsize)
-        if wide == value.nbytes and contracts(op):
-            continue
-        spec = result_spec(op.rule, result.strategies[index], op.results.index(v))
-        moved = (value.nbytes + 2 * wide) / result.mesh.count(spec.sharded_axes)
-        out[index] += hardware.fused(moved, {}) * (1 - 1 / parts.count)
-    return out
 
 
 def _updated_share(parts: PartProgram) -> float:
@@ -231,6 +198,10 @@ def _costs(form: Formulation, solution: Solution, chain: StageChain) -> _Costs:
             place = UPDATE if node.of in chain.update else chain.at[node.of]
             late = node.of in chain.late
             seconds = float(form.problem.costs[i][solution.choice[i]])
+            if i in form.adding:  # done with every part, whatever the op's share
+                adding = float(form.adding[i][solution.choice[i]])
+                add(adding, place, late, 1.0)
+                seconds -= adding
             seconds += launch * works[node.of].launches * share
         else:
             ends = {"input": program.inputs, "output": program.outputs}.get(node.kind)

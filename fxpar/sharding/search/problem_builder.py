@@ -63,6 +63,8 @@ class ProblemBuilder:
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
+        # By node of an op, of its costs those of adding to sums over parts.
+        self.adding: dict[int, np.ndarray] = {}
         self.edges: list[Edge] = []
         self.tables: list[np.ndarray] = []
         self.table_of: dict[Any, int] = {}
@@ -108,8 +110,27 @@ class ProblemBuilder:
                 apart = self._keeping_apart(op, begins[op.index], numbers)
                 options = tuple(options[k] for k in apart)
                 numbers, seconds = numbers[apart], seconds[apart]
+            adding = self._adding(op, numbers)
+            if adding is not None:
+                seconds = seconds + adding
+                self.adding[len(self.nodes)] = adding
             out.append(self.node("op", op.index, numbers, seconds, options))
         return out
+
+    def _adding(self, op: Op, numbers: np.ndarray) -> np.ndarray | None:
+        """Seconds of adding what an op makes of a part to the sums over parts, under
+        each of its strategies; None where nothing is added."""
+        parts = self.facts.parts
+        if parts is None or op.index not in parts.added:
+            return None
+        seconds = np.zeros(len(numbers))
+        for position, nbytes in parts.added[op.index]:
+            column = numbers[:, len(op.operands) + position]
+            lie, each = np.unique(column, return_inverse=True)
+            axes = (self.pool.specs[n].sharded_axes for n in lie)
+            sizes = (nbytes / self.mesh.count(split) for split in axes)
+            seconds += np.array([self.hardware.fused(n, {}) for n in sizes])[each]
+        return seconds
 
     def _keeping_apart(
         self, op: Op, of_samples: tuple[Dim, ...], numbers: np.ndarray

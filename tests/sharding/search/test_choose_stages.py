@@ -29,12 +29,12 @@ from fxpar.sharding.program import Program
 from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.estimate_stages import estimate_stages
+from fxpar.sharding.search.formulate import cost_of
 from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import staged_candidates
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
 from fxpar.sharding.search.stage_bytes import stage_memory
-from fxpar.sharding.search.stage_chain import StageChain
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 from tests.helpers.machines import machine
@@ -274,19 +274,40 @@ def test_adding_to_sums_of_parts_is_priced(
     program = program_of(layers().to(dtype), x, mesh="dp=2", grad=True)
     part = part_of(program, parts, 2, 2)
     found = search(program, mesh, SearchOptions(FREE), {}, parts=part)
-    chain = StageChain(found.formulation.program, part.cut)
-    adding = price_stages_module.adding_seconds(found, chain, FREE)
-    weights = sum(p.numel() for p in layers().parameters())
-    assert sum(adding.values()) == pytest.approx(
-        weights * nbytes / FREE.bandwidth * (parts - 1) / parts, rel=0.02
-    )
     step = price_stages(found, pipeline, "1f1b", FREE)
-    monkeypatch.setattr(price_stages_module, "adding_seconds", lambda *_: {})
-    without = price_stages(found, pipeline, "1f1b", FREE)
+    monkeypatch.setattr(PartProgram, "added", {})
+    unadded = part_of(program, parts, 2, 2)
+    free = search(program, mesh, SearchOptions(FREE), {}, parts=unadded)
+    without = price_stages(free, pipeline, "1f1b", FREE)
     assert step is not None and without is not None
+    weights = sum(p.numel() for p in layers().parameters())
+    # A rank adds its half: of rows of weights, or of columns.
+    adding = weights / 2 * nbytes / FREE.bandwidth * (parts - 1) / parts
+    assert found.predicted - free.predicted == pytest.approx(adding, rel=0.02)
     more = sum(step.backward) - sum(without.backward)
-    assert more == pytest.approx(sum(adding.values()), abs=1e-15)
+    assert more == pytest.approx(adding, rel=0.02)
     assert step.forward == without.forward
+    assert step.once == pytest.approx(without.once)
+
+
+def test_strategies_are_chosen_by_what_adding_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients that are partial over tp are added up whole with every part: it takes
+    less to send activations instead."""
+    peaks = tuple((name, Peak(1e9)) for name, _ in FREE.peaks)
+    on = replace(FREE, peaks=peaks, levels=(Level(0, FREE.bandwidth / 3, 0.0, 0.0),))
+    x = rows(256).to(torch.bfloat16).requires_grad_()
+    program = program_of(layers(2).to(torch.bfloat16), x, mesh="tp=2", grad=True)
+    cut = cut_in_time(program)
+    assert cut is not None
+    found = found_for(program, "tp=2", on, PartProgram(program, cut, 8, 2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(PartProgram, "added", {})
+        free = found_for(program, "tp=2", on, PartProgram(program, cut, 8, 2, 2))
+    assert free.strategies != found.strategies
+    whole = cost_of(found.formulation, free.strategies)
+    assert 1.2 * found.solution.cost < whole.cost
 
 
 def test_pinned_parameters_are_heeded() -> None:
