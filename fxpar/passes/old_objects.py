@@ -16,6 +16,10 @@ from dataclasses import dataclass
 # Inside, so many times as many new objects are made before any are looked through.
 RARER = 100
 
+# And so many times that is done before those that outlived it are looked through again:
+# few of them are garbage before the end.
+OLDER = 1000
+
 
 @dataclass
 class _Contexts:
@@ -39,8 +43,8 @@ def old_objects_kept() -> Iterator[None]:
         if is_ours:
             gc.freeze()
             if not _OPEN.count:
-                young, *older = _OPEN.thresholds = gc.get_threshold()
-                gc.set_threshold(RARER * young, *older)
+                young, *_ = _OPEN.thresholds = gc.get_threshold()
+                gc.set_threshold(RARER * young, OLDER, OLDER)
             _OPEN.count += 1
     try:
         yield
