@@ -133,6 +133,7 @@ def test_a_rank_that_ends_early(who: int) -> None:
     assert ended[who].code == 0 and ended[1 - who].code == 1
     assert f"rank {who} did not come" in ended[1 - who].output
     assert f"rank {who} has ended" in ended[1 - who].output
+    assert "FXPAR_TIMEOUT" not in ended[1 - who].output  # that is not what it met
 
 
 LEAVES_OUT = """

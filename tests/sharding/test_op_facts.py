@@ -32,6 +32,7 @@ ROOT = Path(fxpar.__file__).parent
 # written as an expression of a kernel.
 FORMS = {
     "_torch/decompositions.py",  # ops by others that keep dims apart
+    "_torch/dtensor.py",  # calls of DTensors that are handled otherwise
     "passes/local/local_diagonals.py",
     "passes/local/local_index_lists.py",
     "passes/local/local_indexing.py",

@@ -169,7 +169,7 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
         if not poll(lambda: channel.has(done_key), patience, lambda: [leader]):
             raise RankMismatchError(
                 f"rank {leader} did not end compiling {what}, for which this rank "
-                f"waited {patience.seconds:.0f} s (FXPAR_TIMEOUT)"
+                f"waited {patience.waited()}"
                 f"{patience.tell([leader])}",
                 fix="see what that rank printed; it may have ended, or hang",
             )

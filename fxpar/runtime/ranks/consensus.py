@@ -209,7 +209,7 @@ def _await_verdict(channel: Channel, tag: str, wait: float) -> None:
         if poll(lambda: channel.has(verdict), patience, missing):
             return
     what = (
-        f"rank 0 did not come to {tag!r} (round {number}) in {wait:.0f} s"
+        f"rank 0 did not come to {tag!r} (round {number}) in {come.waited()}"
         f"{come.tell([0])}"
     )
     message = json.dumps(
@@ -240,7 +240,7 @@ def _judge_round(
 
     patience = Patience(channel.presence, wait)
     if not poll(done, patience, missing):
-        reason = _lateness(channel, tag, missing(), wait)
+        reason = _lateness(channel, tag, missing(), patience.waited())
         verdict: Verdict = {"late": reason + patience.tell(missing())}
     elif channel.has(verdict_key):
         return
@@ -257,14 +257,14 @@ def _judge_round(
     channel.store.set(verdict_key, json.dumps(verdict))
 
 
-def _lateness(channel: Channel, tag: str, missing: Sequence[int], wait: float) -> str:
+def _lateness(channel: Channel, tag: str, missing: Sequence[int], wait: str) -> str:
     counts = []
     for rank in missing:
         at = f"{channel.prefix}/at/{rank}"
         last = int(channel.read(at)) if channel.has(at) else 0
         counts.append(f"rank {rank} came to round {last}")
     return (
-        f"{_ranks(missing)} did not come to {tag!r} in {wait:.0f} s: rank 0 "
+        f"{_ranks(missing)} did not come to {tag!r} in {wait}: rank 0 "
         f"is at round {channel.rounds}, {', '.join(counts)}"
     )
 

@@ -258,7 +258,6 @@ class _Watch:
         names = ", ".join(map(str, missing))
         return (
             f"rank{'s' if len(missing) > 1 else ''} {names} did not come to "
-            f"{self.what}, where rank {self.rank} waited "
-            f"{self.patience.seconds:.0f} s (FXPAR_TIMEOUT)"
+            f"{self.what}, where rank {self.rank} waited {self.patience.waited()}"
             f"{self.patience.tell(missing)}"
         )

@@ -254,6 +254,7 @@ class Patience:
         self.begin = self.worked = time.monotonic()
         self.last_question = self.begin
         self.seen: dict[int, tuple[str, str]] = {}
+        self.has_ended = False  # a rank that is waited for
 
     def is_over(self, missing: Callable[[], Sequence[int]]) -> bool:
         """Whether to wait no longer. ``missing``: the ranks that have not come."""
@@ -266,9 +267,15 @@ class Patience:
             if "works" in states:
                 self.worked = now
             elif "ended" in states and now - self.begin > ENDED:
-                return any(self.seen[r][0] == "ended" for r in missing())
+                self.has_ended = any(self.seen[r][0] == "ended" for r in missing())
+                return self.has_ended
         absent = any(self.seen.get(r, ("",))[0] == "absent" for r in missing())
         return now - self.worked > self.seconds * (STARTING if absent else 1)
+
+    def waited(self) -> str:
+        """How long it lasted so far, and what bounds it."""
+        bound = "" if self.has_ended else " (FXPAR_TIMEOUT)"
+        return f"{time.monotonic() - self.begin:.0f} s{bound}"
 
     def tell(self, missing: Sequence[int]) -> str:
         """Where the missing ranks are, a line for each."""
