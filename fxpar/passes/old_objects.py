@@ -20,6 +20,10 @@ RARER = 100
 # few of them are garbage before the end.
 OLDER = 1000
 
+# Python itself freezes no more objects than these (3.12 some 400, which never die); who
+# does it as a user has torch among them.
+OF_PYTHON = 5_000
+
 
 @dataclass
 class _Contexts:
@@ -39,7 +43,7 @@ def old_objects_kept() -> Iterator[None]:
     """Collect no object that was there before, and others more rarely; when the last
     such context ends, all is as it was. Does nothing where the user froze objects."""
     with _LOCK:
-        is_ours = _OPEN.count > 0 or not gc.get_freeze_count()
+        is_ours = _OPEN.count > 0 or gc.get_freeze_count() <= OF_PYTHON
         if is_ours:
             gc.freeze()
             if not _OPEN.count:

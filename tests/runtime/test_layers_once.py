@@ -181,7 +181,10 @@ def test_gradients_of_a_step(how: dict[str, Any]) -> None:
     assert copied(forward) == LAYERS - 2  # the first has no gradient to give
 
 
-@pytest.mark.parametrize("part", [normed, counted, numbered, hooked])
+_MORE = [pytest.param(part, marks=pytest.mark.slow) for part in (counted, numbered)]
+
+
+@pytest.mark.parametrize("part", [normed, hooked, *_MORE])
 def test_layers_of_a_step_that_are_traced_each(part: Any) -> None:
     forward, _ = check_step(part, momentum)
     assert copied(forward) == 0
@@ -313,7 +316,7 @@ def test_layers_of_parameters_at_rest() -> None:
         check(model, torch.ones(4, WIDTH, requires_grad=True), copied=LAYERS - 1)
 
 
-@pytest.mark.parametrize("part", [normed, counted, numbered])
+@pytest.mark.parametrize("part", [normed, *_MORE])
 def test_layers_of_parameters_at_rest_that_are_traced_each(part: Any) -> None:
     with fake_group(2):
         model = fxpar.shard(Stack(part, LAYERS), mesh="dp=2")
