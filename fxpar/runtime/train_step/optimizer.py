@@ -33,7 +33,6 @@ from fxpar.runtime.train_step.unseen_values import (
     copied_attributes,
     is_flag,
     refuse_inside,
-    refuse_unseen,
     text_of,
     unseen,
 )
@@ -119,7 +118,6 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
             "no gradients to show",
             fix="remove the hook, or use train_step(..., clip=...) if it clips",
         )
-    refuse_unseen(optimizer)
 
 
 def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:

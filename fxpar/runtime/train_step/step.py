@@ -54,7 +54,7 @@ from fxpar.runtime.train_step.optimizer import (
     write,
 )
 from fxpar.runtime.train_step.trace import TracedStep, as_tensor, trace
-from fxpar.runtime.train_step.unseen_values import attributes
+from fxpar.runtime.train_step.unseen_values import attributes, refuse_unseen
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -78,6 +78,7 @@ class TrainStep:
         mesh: Callable[[], Mesh | None] = lambda: None,
     ) -> None:
         refuse(optimizer)
+        refuse_unseen(optimizer)
         options.check()
         orthogonalize_whole()
         model = getattr(model, "_orig_mod", model)
@@ -176,6 +177,7 @@ class _Stage:
         slot_values = dict(slots(optimizer))
         variant = self._find(slot_values, places, how)
         if variant is None:
+            refuse_unseen(optimizer)
             if how.updates:
                 prepare(optimizer, [args[i] for i in self.reached])
             slot_values = dict(slots(optimizer))
