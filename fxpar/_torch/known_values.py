@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fxpar._torch.objects import is_mutable, memory_of
+
+aten = torch.ops.aten
 
 # Ops whose values depend on their arguments alone, and not on tables of programs.
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "fxpar")
@@ -28,6 +30,16 @@ _CONSTANTS = frozenset(
     (
         *(bool, int, float, str, type(None)),
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+
+# Views that lie behind the beginning of their operand wherever that begins.
+_RELATIVE = frozenset(
+    (
+        *(aten.slice.Tensor, aten.reshape.default, aten.view.default),
+        *(aten.permute.default, aten.transpose.int, aten.t.default),
+        *(aten.unsqueeze.default, aten.expand.default, aten.alias.default),
+        *(aten.select.int, aten.squeeze.dim),
     )
 )
 
@@ -52,7 +64,7 @@ class _Form:
     shape: tuple[int, ...]
     # Of its dims, in elements.
     stride: tuple[int, ...]
-    # Where it begins in its memory, in elements.
+    # Where it begins, in elements: behind its operand, or in memory of its own.
     offset: int
     # As a fake value says it.
     device: torch.device
@@ -72,24 +84,46 @@ def result(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """``target(*args, **kwargs)`` of the fake values of a mode (``fake.mode_of``)."""
+    front, skipped = _at_front(args) if target is aten.slice.Tensor else (args, 0)
     tensors: list[torch.Tensor] = []
     try:
-        key = _key(mode, target, args, kwargs, tensors)
+        key = _key(mode, target, front, kwargs, tensors)
     except _NotKnown:
         return _asked(mode, target, args, kwargs)
-    form = _KNOWN.get(key, ...)
+    if key not in _KNOWN:
+        value = _asked(mode, target, front, kwargs)
+        _keep(key, value, mode, tensors)
+        if not skipped:
+            return value
+    form = _KNOWN[key]
     if form is None:
         return _asked(mode, target, args, kwargs)
-    if form is not ...:
-        return _made(form, mode, tensors)
-    value = _asked(mode, target, args, kwargs)
+    if skipped:
+        form = replace(form, offset=form.offset + skipped)
+    return _made(form, mode, tensors)
+
+
+def _at_front(args: Sequence[Any]) -> tuple[Sequence[Any], int]:
+    """A slice of as many rows as another, from the first row on, and the elements that
+    lie before that."""
+    if len(args) != 4 or any(type(n) is not int for n in args[1:]):
+        return args, 0
+    x, dim, begin, end = args
+    if x._has_symbolic_sizes_strides or not 0 <= dim < x.dim():
+        return args, 0
+    if not 0 < begin <= end <= x.shape[dim]:
+        return args, 0
+    return (x, dim, 0, end - begin), begin * x.stride(dim)
+
+
+def _keep(key: Any, value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Let a value that torch gave be known."""
     if len(_KNOWN) >= MOST:
         _KNOWN.clear()
     try:
         _KNOWN[key] = _form(value, mode, tensors)
     except _NotKnown:
         _KNOWN[key] = None
-    return value
 
 
 def _asked(
@@ -131,6 +165,8 @@ def _key(
     for name, arg in kwargs.items():
         parts.append(name)
         _add(arg, mode, parts, tensors)
+    if target not in _RELATIVE:
+        parts += [x.storage_offset() for x in tensors]
     return tuple(parts)
 
 
@@ -149,7 +185,6 @@ def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> 
             arg.dtype,
             arg.shape,
             arg.stride(),
-            arg.storage_offset(),
             arg.device,
             arg.requires_grad,
             torch._C._dispatch_keys(arg).raw_repr(),
@@ -185,7 +220,7 @@ def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     own = [place for place in memory if place not in places]
     if len(set(own)) < len(own):
         raise _NotKnown
-    forms = [_form_of(x, mode, places) for x in several]
+    forms = [_form_of(x, mode, tensors) for x in several]
     for x, form in zip(several, forms, strict=True):
         if isinstance(form, _Form) and not _same(x, _tensor(form, mode, tensors)):
             raise _NotKnown
@@ -194,18 +229,20 @@ def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return forms if isinstance(value, list) else tuple(forms)
 
 
-def _form_of(x: Any, mode: Any, places: Sequence[int]) -> Any:
-    """Of one value; ``places``: memory of the operands. Raises _NotKnown."""
+def _form_of(x: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Of one value; ``tensors``: the operands. Raises _NotKnown."""
     if type(x) in (int, type(None)):
         return x
     if not isinstance(x, torch.Tensor):
         raise _NotKnown
     _check(x, mode)
-    place = memory_of(x)
+    place, places = memory_of(x), [memory_of(y) for y in tensors]
     if places.count(place) > 1:
         raise _NotKnown  # of which of them, forms do not tell
     operand = places.index(place) if place in places else None
     shape, stride, offset = tuple(x.shape), x.stride(), int(x.storage_offset())
+    if operand is not None:
+        offset -= int(tensors[operand].storage_offset())
     return _Form(x.dtype, shape, stride, offset, x.device, operand)
 
 
@@ -245,6 +282,7 @@ def _tensor(form: _Form, mode: Any, tensors: Sequence[torch.Tensor]) -> torch.Te
             form.shape, form.stride, dtype=form.dtype, device="meta"
         )
         if form.operand is not None:
-            memory = tensors[form.operand].untyped_storage()
-            x.set_(memory, form.offset, form.shape, form.stride)
+            operand = tensors[form.operand]
+            offset = int(operand.storage_offset()) + form.offset
+            x.set_(operand.untyped_storage(), offset, form.shape, form.stride)
     return FakeTensor(mode, x, form.device) if is_fake else x

@@ -149,6 +149,34 @@ def test_a_mode_that_is_on_gets_no_values_of_another() -> None:
     assert value.fake_mode is other
 
 
+def test_slices_of_one_width_are_asked_for_once() -> None:
+    """And what is made of them, wherever they lie; a view that says where it lies, of
+    its memory, is asked for."""
+    mode = FakeTensorMode()
+    row = maker(mode)(2, 40)
+    with mode:
+        row = row[:, 4:]
+    for begin in range(36):
+        args = row, 1, begin, min(begin + 6, 36)
+        piece = result(mode, aten.slice.Tensor, args, {})
+        with mode:
+            assert facts(piece) == facts(aten.slice.Tensor(*args))
+        assert memory_of(piece) == memory_of(row)
+        with torch_not_asked() if 0 < begin < 30 else contextlib.nullcontext():
+            again = result(mode, aten.slice.Tensor, args, {})
+            line = result(mode, aten.select.int, (piece, 0, 0), {})
+            shaped = result(mode, aten.unsqueeze.default, (piece, 0), {})
+        with mode:
+            assert facts(shaped) == facts(piece.unsqueeze(0))
+            assert facts(line) == facts(piece[0])
+        assert facts(again) == facts(piece)
+    strided = aten.as_strided.default
+    for begin in (1, 2):
+        piece = result(mode, aten.slice.Tensor, (row, 1, begin, begin + 6), {})
+        value = result(mode, strided, (piece, [2], [1], 3), {})
+        assert value.storage_offset() == 3
+
+
 def test_what_is_unlike_is_asked_for() -> None:
     """Equal numbers of two types, other defaults, and other shapes."""
     mode = FakeTensorMode()
