@@ -17,7 +17,7 @@ import platform
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -207,11 +207,18 @@ def _goes_with_others(source: str) -> bool:
 
 def _begun(kernels: Sequence[CppKernel]) -> Callable[[], list[Callable[..., Any]]]:
     """Kernels whose compiling was begun; called, their functions, in order."""
-    batches = list(_batches(kernels))
+    batches, jobs = list(_batches(kernels)), list[_Job]()
     with _compiling_threads() as submit:
-        libraries = [_library(batch, submit) for batch in batches]
+
+        def begin(work: Callable[[], Any]) -> _Job:
+            jobs.append(_Job(work, submit(work)))
+            return jobs[-1]
+
+        libraries = [_library(batch, begin) for batch in batches]
 
     def functions() -> list[Callable[..., Any]]:
+        for job in reversed(jobs):
+            job.take_over()
         each = zip(batches, libraries, strict=True)
         return [
             _function(library(), i)
@@ -220,6 +227,26 @@ def _begun(kernels: Sequence[CppKernel]) -> Callable[[], list[Callable[..., Any]
         ]
 
     return functions
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A library that is to be compiled, as torch waits for it."""
+
+    # What compiles it.
+    work: Callable[[], Any]
+    # Of a thread that will.
+    future: Future[Any]
+
+    def take_over(self) -> None:
+        """Compile it here, unless a thread has begun to: who waits has nothing better
+        to do."""
+        if self.future.cancel():
+            self.work()
+
+    def result(self) -> None:
+        if not self.future.cancelled():
+            self.future.result()
 
 
 @contextlib.contextmanager

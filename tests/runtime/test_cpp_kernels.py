@@ -93,6 +93,32 @@ def test_kernels_are_compiled_beside_what_comes_next(
     assert library(first["f0"]) != library(second["f0"])
 
 
+def test_who_waits_compiles_what_no_thread_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by, compile_cpp = [], codecache._worker_compile_cpp
+    here, may_go = threading.get_ident(), threading.Event()
+
+    def compiled(*args: Any) -> None:
+        if threading.get_ident() == here:
+            may_go.set()
+        else:
+            assert may_go.wait(60.0)  # until the last was compiled by who waits
+        by.append(threading.get_ident() == here)
+        compile_cpp(*args)
+
+    monkeypatch.setattr(codecache, "_worker_compile_cpp", compiled)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
+    monkeypatch.setattr(cpp_kernels, "LIBRARY", 1)
+    x, out = torch.tensor([4.0]), torch.zeros(1)
+    with kernels_in_libraries():
+        module = loaded(*(source(f"{n} + 11 * in_ptr0[x0]") for n in (1, 2, 3)))
+    for n, function in enumerate(module.values()):
+        function(x, out, 1)
+        assert out.item() == n + 45
+    assert by[0] and not all(by)
+
+
 def test_a_kernel_that_does_not_compile_is_an_error_at_the_end() -> None:
     with pytest.raises(CppCompileError, match="unheard_of"), kernels_in_libraries():
         loaded(source("unheard_of(in_ptr0[x0])"))
