@@ -59,6 +59,7 @@ PASSES = (
     "fuse_regions",
     "delay",
     "outline_layers",
+    "copy_together",
     "compute_first_rows",
 )
 

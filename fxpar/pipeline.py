@@ -170,6 +170,7 @@ PHASE = (
     _may("fuse_regions", lowering_steps.fuse_regions),
     _of_phase(DELAY, "scheduled"),
     _may("outline_layers", lowering_steps.outline_repeated),
+    _may("copy_together", lowering_steps.join_copies),
     _may("compute_first_rows", lowering_steps.compute_first_rows),
 )
 

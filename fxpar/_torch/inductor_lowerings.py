@@ -2,7 +2,7 @@
 
 In: ops that torch.library knows. Out: rows in Inductor's table of lowerings, for the
 ops that compute (``inductor_lowering``), collectives with their waits, sums that may be
-written over, and a rank's part of a value.
+written over, calls of torch's own ops, and a rank's part of a value.
 """
 
 from __future__ import annotations
@@ -88,6 +88,14 @@ def lower_over_first(op: OpOverload, over: OpOverload, runs: OpOverload) -> None
         return ir.TensorBox(total)
 
     inplaceable_ops[op] = InplaceableOp(over, 0)
+
+
+def lower_as_call(op: OpOverload, runs: OpOverload) -> None:
+    """Let Inductor make ``op`` a call of ``runs``, which it generates no code of."""
+    from torch._inductor.lowering import fallback_handler, register_lowering
+
+    call = fallback_handler(runs, add_to_fallback_set=False)
+    register_lowering(op, type_promotion_kind=None)(call)
 
 
 def lower_own_shard(

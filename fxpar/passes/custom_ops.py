@@ -206,6 +206,28 @@ def _(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0].new_empty(shape)
 
 
+# ``torch.cat``, which Inductor, once taught, leaves to torch.
+torch.library.define("fxpar::join", "(Tensor[] parts, int dim) -> Tensor")
+
+
+@torch.library.impl("fxpar::join", "CompositeExplicitAutograd")
+def _(parts, dim):
+    return torch.cat(parts, dim)
+
+
+@torch.library.register_fake("fxpar::join")
+def _(parts, dim):
+    return torch.cat(parts, dim)
+
+
+@functools.cache
+def register_joins() -> None:
+    """Teach Inductor ``fxpar::join``: called where one is put in a graph."""
+    _torch.inductor_lowerings.lower_as_call(
+        torch.ops.fxpar.join.default, torch.ops.aten.cat.default
+    )
+
+
 @torch.library.custom_op("fxpar::kept", mutates_args=())
 def kept(x: torch.Tensor) -> torch.Tensor:
     """A copy of a value that is written over later, which no pass takes for ``x``."""

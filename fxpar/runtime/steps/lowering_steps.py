@@ -34,6 +34,7 @@ from fxpar.passes.local.share_exchanges import share_exchanges as share_rows
 from fxpar.passes.local.softmax_pairs import exchange_pairs
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order import forward_backward
+from fxpar.passes.order.copy_together import copy_together
 from fxpar.passes.order.outline_layers import outline_layers
 from fxpar.passes.order.rejoin_rows import rejoin_rows
 from fxpar.passes.stages.microbatches import cut_microbatches
@@ -260,6 +261,12 @@ def outline_repeated(state: PhaseState) -> None:
     """Layers that repeat as calls of one body, where Inductor is to compile it."""
     if state.inductor:
         outline_layers(state.graph, even=state.even)
+
+
+def join_copies(state: PhaseState) -> None:
+    """What lies in memory is copied into buckets at once."""
+    if state.inductor:
+        copy_together(state.graph)
 
 
 def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> GroupFacts:
