@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -51,6 +51,8 @@ MOST = 3
 Hop = tuple[int, int, float, Move]
 # (kind, axes, of each dim it names whether it is behind the front)
 _Priced = tuple[str, Tokens, tuple[bool, ...]]
+# Axes of a spec, shards of each dim, axes of each dim.
+_Spread = tuple[frozenset[str], tuple[int, ...], tuple[Axes, ...]]
 
 
 def matrix(
@@ -65,31 +67,22 @@ def matrix(
     whether it is a kernel of its own."""
     room = tuple(math.gcd(size, mesh.size) for size in shape)
     nbytes = float(math.prod(shape) * itemsize)
-    place = _places(mesh, len(shape))
-    rows = [place.get(_node(spec, mesh), -1) for spec in sources]
-    columns = [place.get(_node(spec, mesh), -1) for spec in targets]
+    begin = _ends(tuple(sources), mesh, tuple(shape))
+    end = _ends(tuple(targets), mesh, tuple(shape))
+    rows, columns = begin.places, end.places
     every = _closure(mesh, room, nbytes, front(shape))
     if all(alone):
         out = every[np.ix_(rows, columns)].copy()
     else:
         first = front(shape)
         out = _between_light(mesh, room, nbytes, first, alone, rows, columns)
-    reduced = np.array(
-        [place.get(_node(s.without_partial(), mesh), -1) for s in sources], int
-    )
-    odd, ends = (
-        np.array([not spec.is_even(mesh, shape) for spec in specs], bool)
-        for specs in (sources, targets)
-    )
-    if not mesh.is_shared_equally:
-        odd[:] = True
-    outside = np.logical_or.outer(odd | (np.array(rows) < 0), ends)
-    outside |= np.array(columns) < 0
-    twice = _are_of_two_kinds(sources, targets) & ~outside
+    outside = np.logical_or.outer(begin.odd | (rows < 0), end.odd)
+    outside |= columns < 0
+    twice = _are_of_two_kinds(begin, end) & ~outside
     at, to = np.nonzero(twice)  # reduced in between
-    begin, middle, end = np.array(rows)[at], reduced[at], np.array(columns)[to]
-    out[at, to] = every[begin, middle] + every[middle, end]
-    swaps = _swaps(sources, targets, mesh) & ~outside & ~twice & np.isfinite(out)
+    middle = begin.reduced[at]
+    out[at, to] = every[rows[at], middle] + every[middle, columns[to]]
+    swaps = _swaps(begin, end) & ~outside & ~twice & np.isfinite(out)
     for i, j in np.argwhere(outside | swaps).tolist():
         seconds = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
         out[i, j] = seconds if outside[i, j] else min(out[i, j], seconds)
@@ -98,14 +91,45 @@ def matrix(
     return out
 
 
+@dataclass(frozen=True)
+class _Ends:
+    """Specs of a value, as the graph has them."""
+
+    # Of each its number among the nodes; -1: it is none.
+    places: np.ndarray
+    # The same of each without what is partial.
+    reduced: np.ndarray
+    # Whether shards of it are not alike.
+    odd: np.ndarray
+    # Of each the kinds of its reductions.
+    kinds: tuple[frozenset[str], ...]
+    # Of those that split several dims, and have nothing partial: (number, (axes, shards
+    # of each dim, axes of each dim)).
+    spread: tuple[tuple[int, _Spread], ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def _ends(specs: tuple[Spec, ...], mesh: Mesh, shape: tuple[int, ...]) -> _Ends:
+    """Values of one shape have the same specs again and again."""
+    place = _places(mesh, len(shape))
+    uneven = not mesh.is_shared_equally
+    return _Ends(
+        np.array([place.get(_node(s, mesh), -1) for s in specs], int),
+        np.array([place.get(_node(s.without_partial(), mesh), -1) for s in specs], int),
+        np.array([uneven or not s.is_even(mesh, shape) for s in specs], bool),
+        tuple(frozenset(_kinds(s)) for s in specs),
+        tuple(_spread(specs, mesh)),
+    )
+
+
 def _between_light(
     mesh: Mesh,
     room: tuple[int, ...],
     nbytes: float,
     first: int,
     alone: Alone,
-    rows: Sequence[int],
-    columns: Sequence[int],
+    rows: np.ndarray,
+    columns: np.ndarray,
 ) -> np.ndarray:
     """What ``_closure`` has for rows and columns where the copy before the first move,
     or the one behind the last, is part of another kernel."""
@@ -129,36 +153,31 @@ def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return out
 
 
-def _swaps(sources: Sequence[Spec], targets: Sequence[Spec], mesh: Mesh) -> np.ndarray:
+def _swaps(begin: _Ends, end: _Ends) -> np.ndarray:
     """Of which pairs axes of unlike sizes of two dims change places, which is cheapest
     in pieces of axes: those are no nodes of the graph."""
-    out = np.zeros((len(sources), len(targets)), bool)
-    columns = [*_spread(targets, mesh)]
-    for i, (axes, shards, dims) in _spread(sources, mesh):
-        for j, (others, other_shards, other_dims) in columns:
+    out = np.zeros((len(begin.kinds), len(end.kinds)), bool)
+    for i, (axes, shards, dims) in begin.spread:
+        for j, (others, other_shards, other_dims) in end.spread:
             if axes == others and shards != other_shards:
                 changed = sum(a != b for a, b in zip(dims, other_dims, strict=True))
                 out[i, j] = changed == 2
     return out
 
 
-def _spread(
-    specs: Sequence[Spec], mesh: Mesh
-) -> Iterator[tuple[int, tuple[frozenset[str], tuple[int, ...], tuple[Axes, ...]]]]:
-    """Of specs that split several dims, and have nothing partial: (number, (axes,
-    shards of each dim, axes of each dim))."""
+def _spread(specs: Sequence[Spec], mesh: Mesh) -> Iterator[tuple[int, _Spread]]:
+    """As ``_Ends`` has them."""
     for i, spec in enumerate(specs):
         shards = tuple(mesh.count(dim) for dim in spec.dims)
         if not spec.partial and math.prod(shards) != max(shards, default=1):
             yield i, (frozenset(spec.axes), shards, spec.dims)
 
 
-def _are_of_two_kinds(sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+def _are_of_two_kinds(begin: _Ends, end: _Ends) -> np.ndarray:
     """Of which pairs the reductions of both ends are not of one kind."""
-    kinds = [[_kinds(spec) for spec in specs] for specs in (sources, targets)]
-    if len(set().union(*kinds[0], *kinds[1])) < 2:
-        return np.zeros((len(sources), len(targets)), bool)
-    return np.array([[len(a | b) > 1 for b in kinds[1]] for a in kinds[0]])
+    if len(frozenset[str]().union(*begin.kinds, *end.kinds)) < 2:
+        return np.zeros((len(begin.kinds), len(end.kinds)), bool)
+    return np.array([[len(a | b) > 1 for b in end.kinds] for a in begin.kinds])
 
 
 def path(
