@@ -33,7 +33,7 @@ ROOT = Path(fxpar.__file__).parent
 FORMS = {
     "_torch/decompositions.py",  # ops by others that keep dims apart
     "_torch/dtensor.py",  # calls of DTensors that are handled otherwise
-    "_torch/known_values.py",  # views whose place in memory is said from their operand's
+    "_torch/known_values.py",  # views that lie where their operand does
     "passes/local/local_diagonals.py",
     "passes/local/local_index_lists.py",
     "passes/local/local_indexing.py",
