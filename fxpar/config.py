@@ -7,14 +7,13 @@ An empty variable, and an entry that is None, count as not given.
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fxpar import option_values as values
 from fxpar.errors import OptionError
 
 PREFIX = "FXPAR_"
@@ -63,132 +62,11 @@ PASSES = (
     "compute_first_rows",
 )
 
-# Takes what the user wrote, text or not, and returns the value; raises ValueError.
-Reader = Callable[[Any], Any]
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """The known word most like ``word``, as ``did you mean 'mesh'?``, or nothing."""
-    close = difflib.get_close_matches(word, list(words), n=1)
-    return f"did you mean {close[0]!r}?" if close else ""
-
-
-def _choice(*names: str) -> Reader:
-    def read(value: Any) -> str:
-        if value in names:
-            return value
-        hint = nearest(str(value), names)
-        raise ValueError(f"{hint} use {' or '.join(names)}".strip())
-
-    return read
-
-
-def _level(value: Any) -> int:
-    if str(value) in ("0", "1", "2", "3", "4") and not isinstance(value, bool):
-        return int(value)
-    raise ValueError("use a number from 0 to 4")
-
-
-def _switch(value: Any) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True}
-    words |= {"0": False, "false": False, "no": False, "off": False}
-    try:
-        return words[str(value).lower()]
-    except KeyError:
-        raise ValueError("use 1 or 0") from None
-
-
-def _passes(value: Any) -> frozenset[str]:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
-        isinstance(part, str) for part in parts
-    ):
-        raise ValueError("use names separated by commas")
-    names = [part.strip() for part in parts if part.strip()]
-    for name in names:
-        if name not in PASSES:
-            hint = nearest(name, PASSES)
-            raise ValueError(f"{hint} passes are {', '.join(PASSES)}".strip())
-    return frozenset(names)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
-    raise ValueError("use text")
-
-
-def _file(value: Any) -> str:
-    path = _text(value)
-    if not Path(path).is_file():
-        raise ValueError("there is no such file")
-    return path
-
-
-def _hints(value: Any) -> Any:
-    return value if isinstance(value, Mapping) else _file(value)
-
-
-def _positive(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if number <= 0:
-        raise ValueError("use a number above 0")
-    return number
-
-
-def _count(value: Any) -> int:
-    text = str(value)
-    if isinstance(value, bool) or not text.isdigit() or int(text) < 1:
-        raise ValueError("use a whole number from 1 on")
-    return int(text)
-
-
-def _share(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = 0.0
-    if not 1 <= number < math.inf:
-        raise ValueError("use a number from 1 on, or leave it out")
-    return number
-
-
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
-
-
-def _dtype(value: Any) -> str:
-    text = str(value).removeprefix("torch.")
-    if text in _DTYPES:
-        return text
-    hint = nearest(text, _DTYPES)
-    raise ValueError(f"{hint} use {', '.join(_DTYPES)}".strip())
-
-
-def _mesh(value: Any) -> Any:
-    # Text, Mesh or DeviceMesh: the latter two know their axes by these names.
-    if isinstance(value, str) or any(
-        hasattr(value, name) for name in ("axes", "mesh_dim_names")
-    ):
-        return value
-    raise ValueError('write axes as "dp=2,tp=4", or pass a DeviceMesh')
-
-
-def _plan(value: Any) -> str:
-    modes = ("propagate", "replicate", "search")
-    text = _text(value)
-    if text in modes or Path(text).exists():
-        return text
-    hint = nearest(text, modes) or "there is no such file:"
-    raise ValueError(f"{hint} use search, propagate, replicate or a saved plan file")
-
 
 def _option(
-    read: Reader, default: Any, values: str, about: str, *, env: bool = True
+    read: values.Reader, default: Any, allowed: str, about: str, *, env: bool = True
 ) -> Any:
-    metadata = {"read": read, "values": values, "help": about, "env": env}
+    metadata = {"read": read, "values": allowed, "help": about, "env": env}
     return field(default=default, metadata=metadata)
 
 
@@ -197,42 +75,42 @@ class Options:
     """What the user asked for. ``Options.read`` makes one; ``table`` documents it."""
 
     mesh: Any = _option(
-        _mesh,
+        values.mesh,
         None,
         "dp=2,tp=4, auto, auto:4x8",
         "mesh axes and sizes; auto: a search chooses them (4x8: nodes, devices of "
         "each); unset: one axis dp of all ranks",
     )
     plan: str = _option(
-        _plan,
+        values.plan,
         "search",
         "search, propagate, replicate, file",
         "how the sharding is chosen",
     )
     inputs: str = _option(
-        _choice("global", "local"),
+        values.choice("global", "local"),
         "global",
         "global, local",
         "local: each rank feeds its own part of the batch",
     )
     hints: Any = _option(
-        _hints, None, "file.toml", "sharding hints by parameter or value name"
+        values.hints, None, "file.toml", "sharding hints by parameter or value name"
     )
     hardware: str | None = _option(
-        _text,
+        values.text,
         None,
         "h100, ..., file",
         "what costs are for: a name, or a file of calibrate; unset: this device",
     )
     schedule: str = _option(
-        _text,
+        values.text,
         "auto",
         "auto, none, file",
         "what is done to compute and collectives after sharding: a schedule's text, or "
         "the file that holds it",
     )
     tune: bool = _option(
-        _switch,
+        values.switch,
         False,
         "0, 1",
         "1: the few best schedules are measured on the mesh, and the fastest is taken; "
@@ -240,14 +118,14 @@ class Options:
         env=False,
     )
     microbatches: int | None = _option(
-        _count,
+        values.count,
         None,
         "1, 2, ...",
         "parts that a rank cuts its batch into and computes one after the other; "
         "unset: 1, with an axis of stages up to 4 for each",
     )
     pipeline: str = _option(
-        _choice(
+        values.choice(
             "auto",
             "gpipe",
             "1f1b",
@@ -265,14 +143,14 @@ class Options:
         "a training step, else `gpipe`",
     )
     expert_room: float | None = _option(
-        _share,
+        values.share,
         None,
         "1.5, ...",
         "rows of experts that a rank has room for, in multiples of its even share; "
         "more are an error; unset: all rows of its group of ranks",
     )
     expert_exchange: str = _option(
-        _choice("auto", "gather", "all_to_all", "exact"),
+        values.choice("auto", "gather", "all_to_all", "exact"),
         "auto",
         "auto, gather, all_to_all, exact",
         "how tokens come to the experts of other ranks: all of them are gathered, or "
@@ -280,7 +158,7 @@ class Options:
         "auto: as is faster, into slots with expert_room alone",
     )
     replan: float | None = _option(
-        _share,
+        values.share,
         None,
         "1.2, ...",
         "sizes left open that come to twice or half of those planned for are planned "
@@ -288,65 +166,74 @@ class Options:
         "fast; unset: never",
     )
     codegen: str = _option(
-        _choice("inductor", "eager"),
+        values.choice("inductor", "eager"),
         "inductor",
         "inductor, eager",
         "eager: run the local graph op by op",
     )
     debug: int = _option(
-        _level, 0, "0 to 4", "print 1 the summary, 2 the plan, 3 local graph, 4 all"
+        values.level,
+        0,
+        "0 to 4",
+        "print 1 the summary, 2 the plan, 3 local graph, 4 all",
     )
     progress: bool = _option(
-        _switch,
+        values.switch,
         True,
         "0, 1",
         "rank 0 says what goes on where planning or compiling takes seconds; not with "
         "`FXPAR_DEBUG=0` either, if that is written out",
     )
     dump: str | None = _option(
-        _text, None, "directory", "write every stage of every graph there"
+        values.text, None, "directory", "write every stage of every graph there"
     )
     disable: frozenset[str] = _option(
-        _passes, frozenset(), "names", "passes to leave out, separated by commas"
+        values.passes(*PASSES),
+        frozenset(),
+        "names",
+        "passes to leave out, separated by commas",
     )
     strict: bool = _option(
-        _switch, False, "0, 1", "raise on an op without a rule instead of warning"
+        values.switch, False, "0, 1", "raise on an op without a rule instead of warning"
     )
     verify: bool = _option(
-        _switch, False, "0, 1", "simulate all ranks beside one device, once per graph"
+        values.switch,
+        False,
+        "0, 1",
+        "simulate all ranks beside one device, once per graph",
     )
     timeout: float = _option(
-        _positive,
+        values.positive,
         30.0,
         "seconds",
         "how long ranks wait for one that does not come and does not work",
     )
     param_dtype: str | None = _option(
-        _dtype,
+        values.dtype,
         None,
         "bfloat16, ...",
         "dtype of sharded parameters and inputs in the program, cast before the gather",
         env=False,
     )
     reduce_dtype: str | None = _option(
-        _dtype, None, "float32, ...", "dtype gradients are reduced in", env=False
+        values.dtype, None, "float32, ...", "dtype gradients are reduced in", env=False
     )
     reshard_after_forward: bool = _option(
-        _switch,
+        values.switch,
         True,
         "0, 1",
         "0: gathered parameters are kept for the backward",
         env=False,
     )
     search_seconds: float = _option(
-        _positive,
+        values.positive,
         30.0,
         "seconds of work",
         "how long a search may solve at most",
         env=False,
     )
     fuse: str = _option(
-        _choice("none", "interpret", "triton"),
+        values.choice("none", "interpret", "triton"),
         "none",
         "none, interpret, triton",
         "collectives with the compute around them as one op: by generated kernels, or "
@@ -354,17 +241,17 @@ class Options:
         env=False,
     )
     cache_plans: bool = _option(
-        _switch, True, "0, 1", "0: searched plans are not kept on disk", env=False
+        values.switch, True, "0, 1", "0: searched plans are not kept on disk", env=False
     )
     memory: float | None = _option(
-        _positive,
+        values.positive,
         None,
         "bytes",
         "what a searched plan may occupy on a rank; unset: the hardware's memory",
         env=False,
     )
     outputs: str = _option(
-        _choice("global", "dtensor"),
+        values.choice("global", "dtensor"),
         "global",
         "global, dtensor",
         "dtensor: results are DTensors, as the plan left them",
@@ -386,13 +273,13 @@ class Options:
         names = [row.name for row in fields(cls)]
         unknown = [key for key in options_given if key not in names]
         if unknown:
-            hints = [nearest(str(key), names) for key in unknown]
+            hints = [values.nearest(str(key), names) for key in unknown]
             raise OptionError(
                 f"unknown option {', '.join(map(repr, unknown))}",
                 fix=" ".join([*filter(None, hints), f"known are {', '.join(names)}"]),
             )
         _refuse_unknown(environ)
-        values = {}
+        chosen: dict[str, Any] = {}
         for row in fields(cls):
             variable = _variable(row)
             if row.name in options_given:
@@ -402,14 +289,14 @@ class Options:
             else:
                 continue
             try:
-                values[row.name] = row.metadata["read"](value)
+                chosen[row.name] = row.metadata["read"](value)
             except ValueError as error:
                 raise OptionError(
                     f"{where} cannot be {value!r}", fix=str(error)
                 ) from None
-        if values.get("debug") == 0:
-            values.setdefault("progress", False)
-        return cls(**values)
+        if chosen.get("debug") == 0:
+            chosen.setdefault("progress", False)
+        return cls(**chosen)
 
     def __str__(self) -> str:
         """What differs from the defaults; the same text in every process."""
@@ -431,7 +318,8 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     for name in environ:
         if name.startswith(PREFIX) and name not in variables:
             hint = (
-                nearest(name, filter(None, variables)) or "docs/debugging.md lists them"
+                values.nearest(name, filter(None, variables))
+                or "docs/debugging.md lists them"
             )
             raise OptionError(f"variable {name} is not one of fxpar's", fix=hint)
 

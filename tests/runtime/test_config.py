@@ -122,6 +122,8 @@ def test_typed_values() -> None:
         ({"hints": "/no/such/hints.toml"}, "no such file"),
         ({"mesh": 4}, "dp=2,tp=4"),
         ({"outputs": "local"}, "use global or dtensor"),
+        ({"timeout": "nan"}, "use a number above 0"),
+        ({"microbatches": "\u00b2"}, "use a whole number from 1 on"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from fxpar.config import nearest
 from fxpar.errors import HintError, MeshError
+from fxpar.option_values import nearest
 from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, axes_of, check, check_chunks, entries

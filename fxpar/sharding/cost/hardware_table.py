@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fxpar.config import nearest
 from fxpar.errors import DeviceError, OptionError
+from fxpar.option_values import nearest
 from fxpar.sharding.cost.hardware import (
     FORMAT,
     LIGHT,

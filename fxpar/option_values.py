@@ -1,0 +1,152 @@
+"""Values of options: what a user wrote, text or not, is read and checked.
+
+Each function takes what stands in ``options=`` or a variable and returns the value, or
+raises ValueError that says what to write instead. ``config`` has the options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Takes what the user wrote, text or not, and returns the value; raises ValueError.
+Reader = Callable[[Any], Any]
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The known word most like ``word``, as ``did you mean 'mesh'?``, or nothing."""
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def choice(*names: str) -> Reader:
+    """One of the names."""
+
+    def read(value: Any) -> str:
+        if value in names:
+            return value
+        hint = nearest(str(value), names)
+        raise ValueError(f"{hint} use {' or '.join(names)}".strip())
+
+    return read
+
+
+def level(value: Any) -> int:
+    """A number from 0 to 4."""
+    if str(value) in ("0", "1", "2", "3", "4") and not isinstance(value, bool):
+        return int(value)
+    raise ValueError("use a number from 0 to 4")
+
+
+def switch(value: Any) -> bool:
+    """Whether something is on."""
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    try:
+        return words[str(value).lower()]
+    except KeyError:
+        raise ValueError("use 1 or 0") from None
+
+
+def passes(*every: str) -> Reader:
+    """Names of passes that are one of ``every``, separated by commas or in a list."""
+
+    def read(value: Any) -> frozenset[str]:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
+            isinstance(part, str) for part in parts
+        ):
+            raise ValueError("use names separated by commas")
+        names = [part.strip() for part in parts if part.strip()]
+        for name in names:
+            if name not in every:
+                hint = nearest(name, every)
+                raise ValueError(f"{hint} passes are {', '.join(every)}".strip())
+        return frozenset(names)
+
+    return read
+
+
+def text(value: Any) -> str:
+    """Text, or a path."""
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    raise ValueError("use text")
+
+
+def file(value: Any) -> str:
+    """The path of a file that is there."""
+    path = text(value)
+    if not Path(path).is_file():
+        raise ValueError("there is no such file")
+    return path
+
+
+def hints(value: Any) -> Any:
+    """Hints in a mapping, or the path of a file of them."""
+    return value if isinstance(value, Mapping) else file(value)
+
+
+def positive(value: Any) -> float:
+    """A number above 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not number > 0:  # nor is NaN
+        raise ValueError("use a number above 0")
+    return number
+
+
+def count(value: Any) -> int:
+    """A whole number from 1 on."""
+    digits = str(value)
+    if isinstance(value, bool) or not digits.isdecimal() or int(digits) < 1:
+        raise ValueError("use a whole number from 1 on")
+    return int(digits)
+
+
+def share(value: Any) -> float:
+    """A number from 1 on."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 1 <= number < math.inf:
+        raise ValueError("use a number from 1 on, or leave it out")
+    return number
+
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def dtype(value: Any) -> str:
+    """The name of a floating-point dtype, without ``torch.``."""
+    name = str(value).removeprefix("torch.")
+    if name in _DTYPES:
+        return name
+    hint = nearest(name, _DTYPES)
+    raise ValueError(f"{hint} use {', '.join(_DTYPES)}".strip())
+
+
+def mesh(value: Any) -> Any:
+    """Text, a Mesh or a DeviceMesh: the latter two know their axes by these names."""
+    if isinstance(value, str) or any(
+        hasattr(value, name) for name in ("axes", "mesh_dim_names")
+    ):
+        return value
+    raise ValueError('write axes as "dp=2,tp=4", or pass a DeviceMesh')
+
+
+def plan(value: Any) -> str:
+    """How to plan, or the path of a saved plan."""
+    modes = ("propagate", "replicate", "search")
+    word = text(value)
+    if word in modes or Path(word).exists():
+        return word
+    hint = nearest(word, modes) or "there is no such file:"
+    raise ValueError(f"{hint} use search, propagate, replicate or a saved plan file")
