@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -97,12 +98,13 @@ def test_who_waits_compiles_what_no_thread_has_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     by, compile_cpp = [], codecache._worker_compile_cpp
-    here, may_go = threading.get_ident(), threading.Event()
+    here, begun, may_go = threading.get_ident(), threading.Event(), threading.Event()
 
     def compiled(*args: Any) -> None:
         if threading.get_ident() == here:
             may_go.set()
         else:
+            begun.set()
             assert may_go.wait(60.0)  # until the last was compiled by who waits
         by.append(threading.get_ident() == here)
         compile_cpp(*args)
@@ -111,8 +113,10 @@ def test_who_waits_compiles_what_no_thread_has_begun(
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
     monkeypatch.setattr(cpp_kernels, "LIBRARY", 1)
     x, out = torch.tensor([4.0]), torch.zeros(1)
+    new = f"0 * {time.time_ns()}.0"  # what was compiled before is found on disk
     with kernels_in_libraries():
-        module = loaded(*(source(f"{n} + 11 * in_ptr0[x0]") for n in (1, 2, 3)))
+        module = loaded(*(source(f"{n} + 11 * in_ptr0[x0] + {new}") for n in (1, 2, 3)))
+        assert begun.wait(60.0)
     for n, function in enumerate(module.values()):
         function(x, out, 1)
         assert out.item() == n + 45
