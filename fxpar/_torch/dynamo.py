@@ -186,7 +186,7 @@ def on_compile(
         if is_served(compiler) and self not in seen:
             seen.add(self)
             frames = self.callback._torchdynamo_orig_backend
-            self.callback._torchdynamo_orig_backend = _Traced(frames, tracing)
+            self.callback._torchdynamo_orig_backend = _InsideContext(frames, tracing)
             if compiler is backend:
                 look_after(self, fn, frames)
         return plain(self, fn)
@@ -227,7 +227,7 @@ class _Conversion:
         return _itself, (self._convert,)
 
 
-class _Traced(_Conversion):
+class _InsideContext(_Conversion):
     """What is done for all backends of fxpar."""
 
     def __init__(
