@@ -47,10 +47,10 @@ def losses_of_layers(net: Net, x: torch.Tensor, _: torch.Tensor) -> Any:
     return loss + x.mean()
 
 
-def more_in_each(net: Net, x: torch.Tensor, _: torch.Tensor) -> Any:
+def more_in_each(net: Net, x: torch.Tensor, positions: torch.Tensor) -> Any:
     """Layers that grow with a higher power each."""
-    for layer in net.layers:
-        x = layer(x) * x.sum() * 0.5
+    for _ in net.layers:
+        x = torch.relu(x) * x.sum() * 0.5
     return x.sum()
 
 
