@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.dynamo import example_of
+from fxpar._torch.objects import version_of
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar.passes.repeated_segments import repeated_segments
 
@@ -39,10 +40,10 @@ class LayersLeftOut:
     def leave_out(self, twins: dict[fx.Node, fx.Node]) -> None:
         """Take the layers out of a copy of the graph, in place. ``twins``: the nodes
         of the copy, by those of the graph."""
-        gone = {twins[node] for node in self.instead}
+        layers = {twins[node] for node in self.instead}
         for node, other in self.instead.items():
             twins[node].replace_all_uses_with(
-                twins[other], lambda user: user not in gone
+                twins[other], lambda user: user not in layers
             )
         for node in reversed(self.instead):
             twins[node].graph.erase_node(twins[node])
@@ -90,4 +91,4 @@ def _is_unwritten(node: fx.Node) -> bool:
     """Whether nothing in the graph writes to a tensor."""
     value = example_of(node)
     is_known = isinstance(value, torch.Tensor) and not value.is_inference()
-    return is_known and value._version == 0
+    return is_known and version_of(value) == 0

@@ -373,8 +373,8 @@ class _Traced:
         of them."""
         once, _ = self.graphs
         outputs = once.output_node().args[0]
-        made = [clone.args[0] for clone in outputs[len(outputs) - 2 * pairs :]]
-        return are_alike(*self.graphs, list(zip(made[::2], made[1::2], strict=True)))
+        left = [clone.args[0] for clone in outputs[len(outputs) - 2 * pairs :]]
+        return are_alike(*self.graphs, list(zip(left[::2], left[1::2], strict=True)))
 
 
 def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> tuple[fx.Graph, tuple[int, ...]]:
