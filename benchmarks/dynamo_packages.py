@@ -5,10 +5,10 @@
 Plain torch (``torch._dynamo.package``) under a backend of our own, whose product is
 kept. Two models: ``plain``, of modules of this file, and Hugging Face's ``llama``. One
 process traces a model and saves the package, another loads it and calls the model;
-``trace`` and ``load`` are their CPU seconds up to the end of the first call. ``error``:
-what loading ended with; ``graphs``: that were traced though there was a package;
-``unguarded``: guards that torch leaves out of a package, by kind. What those look at is
-compared by nobody, so a rank with another program would be given this one:
+``trace`` and ``load`` are their CPU seconds up to the end of the first call, or to the
+``error`` that loading ended with; ``graphs``: that were traced though there was a
+package; ``unguarded``: guards that torch leaves out of a package, by kind. What those
+look at is compared by nobody, so a rank with another program would be given this one:
 ``dynamo_guards.py`` shows the wrong numbers.
 """
 
