@@ -81,7 +81,7 @@ def fxpar(
 
 
 fxpar.reset = forget  # type: ignore[attr-defined]
-_torch.dynamo.on_compile(fxpar, outside_graphs.watch)
+_torch.dynamo.on_compile(fxpar, outside_graphs.watch, old_objects_kept)
 _torch.layer_regions.serve(fxpar)
 
 

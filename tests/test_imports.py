@@ -83,17 +83,19 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def nodes(path: Path) -> Iterator[tuple[ast.AST, bool]]:
+@functools.cache
+def nodes(path: Path) -> list[tuple[ast.AST, bool]]:
     """(node, whether it stands inside a function or a TYPE_CHECKING block)."""
-
-    def visit(node: ast.AST, deferred: bool) -> Iterator[tuple[ast.AST, bool]]:
-        yield node, deferred
+    found: list[tuple[ast.AST, bool]] = []
+    ahead: list[tuple[ast.AST, bool]] = [(tree(path), False)]
+    while ahead:
+        node, deferred = ahead.pop()
+        found.append((node, deferred))
         deferred |= isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         deferred |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, deferred)
-
-    yield from visit(tree(path), False)
+        children = list(ast.iter_child_nodes(node))
+        ahead += [(child, deferred) for child in reversed(children)]
+    return found
 
 
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
@@ -227,8 +229,13 @@ def test_planning_needs_no_process_group() -> None:
             assert not dotted.startswith("torch.distributed"), f"{name(path)}:{line}"
 
 
+_NAMES_TESTS = re.compile(r"\btests(\.(?!helpers\b)|\s+import)")
+
+
 def modules_of_tests(path: Path) -> list[str]:
     """Imports in a file of tests of any other one that pytest collects."""
+    if not _NAMES_TESTS.search(path.read_text()):  # most do not, and are not parsed
+        return []
     names = (dotted for dotted, *_ in imports(path) if dotted.startswith("tests."))
     return [dotted for dotted in names if not dotted.startswith("tests.helpers.")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
@@ -15,6 +16,13 @@ from fxpar._torch.inductor_shortcuts import unread_names
 
 # Raises in what is compiled, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
+
+# Backends of fxpar's own.
+SERVED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def is_served(backend: Any) -> bool:
+    return any(backend is each for each in SERVED)
 
 
 def example_of(node: fx.Node) -> Any:
@@ -144,15 +152,17 @@ def surrounding_ddp() -> torch.nn.Module | None:
 def on_compile(
     backend: Callable[..., Any],
     watch: Callable[[Any, Any], tuple[Callable[..., Any], ...]],
+    tracing: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> None:
-    """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for.
+    """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for,
+    and Dynamo trace inside ``tracing()`` for all backends that are ``SERVED``.
 
-    It returns three callables. The first is called before each call of the compiled
-    ``fn``, and what it returns after it. The second is called with each frame that
-    Dynamo is about to trace with sizes fixed unless it is told otherwise. The third is
-    called with each frame that Dynamo met there and could not compile, and Dynamo's
-    error; with None for the error of other frames. ``backend`` alone is told of graphs,
-    and not of what has none.
+    ``watch`` returns three callables. The first is called before each call of the
+    compiled ``fn``, and what it returns after it. The second is called with each frame
+    that Dynamo is about to trace with sizes fixed unless it is told otherwise. The
+    third is called with each frame that Dynamo met there and could not compile, and
+    Dynamo's error; with None for the error of other frames. ``backend`` alone is told
+    of graphs, and not of what has none.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
     its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
     of the batch and of a sequence, are different symbols. A deep copy of what is
@@ -172,22 +182,28 @@ def on_compile(
 
     def call(self: Any, fn: Any) -> Any:
         innermost: Any = innermost_backend(self.callback)
-        if getattr(innermost, "compiler_fn", innermost) is backend and self not in seen:
+        compiler = getattr(innermost, "compiler_fn", innermost)
+        if is_served(compiler) and self not in seen:
             seen.add(self)
-            options = getattr(innermost, "kwargs", {}).get("options")
-            enter, begins, on_frame = watch(innermost_fn(fn), options)
-            whole = config._make_closure_patcher(optimize_ddp=False)
-            own = shapes._make_closure_patcher(use_duck_shape=False)
-            others = [hook for hook in self.enter_exit_hooks if hook not in hooks]
-            self.enter_exit_hooks = [*others, enter, whole, own]
-            hooks.update((enter, whole, own))
             frames = self.callback._torchdynamo_orig_backend
-            if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
-                fixed = getattr(self, "_dynamic", None) is not True
-                frames._inner_convert = _Overheard(
-                    frames._inner_convert, begins if fixed else None, on_frame
-                )
+            self.callback._torchdynamo_orig_backend = _InsideContext(frames, tracing)
+            if compiler is backend:
+                look_after(self, fn, frames)
         return plain(self, fn)
+
+    def look_after(context: Any, fn: Any, frames: Any) -> None:
+        options = getattr(innermost_backend(frames), "kwargs", {}).get("options")
+        enter, begins, on_frame = watch(innermost_fn(fn), options)
+        whole = config._make_closure_patcher(optimize_ddp=False)
+        own = shapes._make_closure_patcher(use_duck_shape=False)
+        others = [hook for hook in context.enter_exit_hooks if hook not in hooks]
+        context.enter_exit_hooks = [*others, enter, whole, own]
+        hooks.update((enter, whole, own))
+        if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
+            fixed = getattr(context, "_dynamic", None) is not True
+            frames._inner_convert = _Overheard(
+                frames._inner_convert, begins if fixed else None, on_frame
+            )
 
     OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
@@ -196,16 +212,11 @@ def _itself(x: Any) -> Any:
     return x
 
 
-class _Overheard:
-    """Dynamo's conversion of frames, with what ``begins`` and ``met`` hear of each."""
+class _Conversion:
+    """Dynamo's conversion of frames, with more around it."""
 
-    def __init__(
-        self,
-        convert: Any,
-        begins: Callable[..., None] | None,
-        on_frame: Callable[..., None],
-    ) -> None:
-        self._convert, self._begins, self._on_frame = convert, begins, on_frame
+    def __init__(self, convert: Any) -> None:
+        self._convert = convert
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__getattribute__("_convert"), name)
@@ -215,14 +226,42 @@ class _Overheard:
         anew."""
         return _itself, (self._convert,)
 
+
+class _InsideContext(_Conversion):
+    """What is done for all backends of fxpar."""
+
+    def __init__(
+        self, convert: Any, tracing: Callable[[], contextlib.AbstractContextManager]
+    ) -> None:
+        super().__init__(convert)
+        self._tracing = tracing
+        # Dynamo's C++ reads it where it would trace what Python runs for that.
+        self._torchdynamo_orig_backend = convert
+
+    def __call__(self, *args: Any, skip: int = 0, **how: Any) -> Any:
+        with unread_names(), self._tracing():
+            return self._convert(*args, skip=skip + 1, **how)
+
+
+class _Overheard(_Conversion):
+    """What ``begins`` and ``on_frame`` hear of each frame."""
+
+    def __init__(
+        self,
+        convert: Any,
+        begins: Callable[..., None] | None,
+        on_frame: Callable[..., None],
+    ) -> None:
+        super().__init__(convert)
+        self._begins, self._on_frame = begins, on_frame
+
     def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
         from torch._dynamo import config
 
         if self._begins is not None and config.assume_static_by_default:
             self._begins(frame)
         try:
-            with unread_names():
-                converted = self._convert(frame, *args, skip=skip + 1, **how)
+            converted = self._convert(frame, *args, skip=skip + 1, **how)
         except Exception as error:
             self._on_frame(frame, error)
             raise

@@ -13,14 +13,15 @@ from torch import fx
 from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.fake import values_kept
-from fxpar._torch.inductor_shortcuts import shortcuts
+from fxpar._torch.inductor_shortcuts import late_templates, shortcuts
 from fxpar._torch.parts_apart import parts_apart
 from fxpar._torch.version import own_version
 
 
 def load() -> None:
     """Import what a graph is compiled with, which takes a second."""
-    import torch._inductor.compile_fx
+    with late_templates():
+        import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
     from torch._inductor.codegen.common import init_backend_registration
 
@@ -73,7 +74,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _own_decompositions() -> dict[Any, Callable[..., Any]]:
-    import torch._inductor.lowering  # noqa: F401  (some decompositions call it)
+    with late_templates():
+        import torch._inductor.lowering  # noqa: F401  (some decompositions call it)
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

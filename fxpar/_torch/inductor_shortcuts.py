@@ -7,7 +7,8 @@ the same numbers and code from them, in less time. Never changes what they decid
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -44,6 +45,36 @@ def unread_texts() -> Iterator[None]:
         return
     with mock.patch.object(fx.GraphModule, "print_readable", print_readable):
         yield
+
+
+def late_templates() -> contextlib.AbstractContextManager[Any]:
+    """Context of an import of Inductor in which templates of kernels are made of their
+    text when they are first read: torch (2.13) makes all at once, for GPUs alone, which
+    is half of what the import takes."""
+    from torch._inductor.codegen.common import KernelTemplate
+
+    name = "_template_from_string"
+    late = functools.partial(_LateTemplate, getattr(KernelTemplate, name))
+    return mock.patch.object(KernelTemplate, name, staticmethod(late))
+
+
+class _LateTemplate:
+    """A template that is made of its text when something of it is read."""
+
+    def __init__(self, make: Callable[[str], Any], source: str) -> None:
+        self._make, self._source = make, source
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        return self._make(self._source)
+
+    def __bool__(self) -> bool:
+        return bool(self._template)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._template, name)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from fxpar._torch.alike_layers import (
     reads_operands,
     reads_tensors,
 )
-from fxpar._torch.dynamo import trace_again
+from fxpar._torch.dynamo import SERVED, is_served, trace_again
 from fxpar._torch.flat_regions import (
     LINES,
     RENAMED,
@@ -45,8 +45,6 @@ _LEAST = 3
 # Of a class, layers of so many kinds are traced; of more, each layer is.
 _KINDS = 3
 
-_served: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
 # Classes whose layers are traced each, by what Dynamo is compiling: it begins anew when
 # one is found.
 _refused: weakref.WeakKeyDictionary[Any, set[type]] = weakref.WeakKeyDictionary()
@@ -58,7 +56,7 @@ _broken: weakref.WeakSet[type] = weakref.WeakSet()
 
 def serve(backend: Callable[..., Any]) -> None:
     """Let frames that Dynamo traces for ``backend`` have regions for their layers."""
-    _served.add(backend)
+    SERVED.add(backend)
     _teach_dynamo()
 
 
@@ -146,7 +144,7 @@ def _is_served(tx: Any) -> bool:
 
     innermost: Any = innermost_backend(tx.output.compiler_fn)
     backend = getattr(innermost, "compiler_fn", innermost)
-    return not tx.output.export and any(backend is each for each in _served)
+    return not tx.output.export and is_served(backend)
 
 
 def _compilation() -> Any:

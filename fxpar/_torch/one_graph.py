@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fxpar._torch.inductor_shortcuts import unread_names
 from fxpar._torch.layer_regions import serve
 
 
@@ -43,7 +42,7 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
         methods = {getattr(logging.Logger, name, None) for name in names} - {None}
         ignored = getattr(config, silent) | methods
         settings = {"specialize_float": True, silent: ignored}
-        with config.patch(settings), _settings_unwritten(), unread_names():
+        with config.patch(settings), _settings_unwritten():
             return compiled(*args, **kwargs)
 
     return call

@@ -14,7 +14,7 @@ sorted row: the parts of ranks, joined, are not sorted.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,14 @@ def compared_ids(once: fx.Graph, twice: fx.Graph) -> tuple[fx.Node, fx.Node] | N
     return None
 
 
+def are_alike(
+    once: fx.Graph, twice: fx.Graph, pairs: Sequence[tuple[fx.Node, fx.Node]]
+) -> bool:
+    """Whether the same is known of both values of each pair, nodes of ``once``."""
+    *_, (_, values) = _walk(once, twice)
+    return all(values.known_of(a) == values.known_of(b) for a, b in pairs)
+
+
 def _walk(once: fx.Graph, twice: fx.Graph) -> Iterator[tuple[fx.Node, _Values]]:
     """The calls of ``once``, in order, with what is known of the values before them."""
     values = _Values({}, {}, set(), {}, {})
@@ -158,6 +166,11 @@ class _Values:
     begins: dict[fx.Node, Any]
     # Differences of neighbours among positions, which add up to positions.
     steps: dict[fx.Node, fx.Node]
+
+    def known_of(self, node: fx.Node) -> Any:
+        is_counter = node in self.counters
+        tables = (self.grows, self.fed, self.begins, self.steps)
+        return is_counter, *(table.get(node) for table in tables)
 
     def note(self, node: fx.Node, name: str) -> None:
         """Take in the next node."""

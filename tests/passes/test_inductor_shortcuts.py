@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
 import sys
 from typing import Any
 from unittest import mock
@@ -145,3 +146,25 @@ def test_values_by_python_are_known_apart() -> None:
             known_values.result(mode, torch.ops.aten.mul.Tensor, (x, x), {})
             keys = [key for key in known_values._KNOWN if key[0] is args[1]]
             assert {key[6] for key in keys} == {False, True}
+
+
+IMPORTS = """
+import jinja2
+import fxpar._torch.inductor as inductor
+compiled, make = [], jinja2.Environment.compile
+jinja2.Environment.compile = lambda *a, **k: compiled.append(0) or make(*a, **k)
+inductor.load()
+assert not compiled, "templates were made"
+from torch._inductor.kernel.mm import mm_template
+from torch._inductor.codegen.common import KernelTemplate
+late = mm_template.template
+plain = KernelTemplate._template_from_string(late._source)
+assert type(plain) is jinja2.Template
+code = late.root_render_func.__code__
+assert late and code.co_code == plain.root_render_func.__code__.co_code
+assert len(compiled) == 2
+"""
+
+
+def test_templates_are_made_when_they_are_read() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)

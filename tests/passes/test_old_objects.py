@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 
+import fxpar
 from fxpar.passes.old_objects import OF_PYTHON, OLDER, RARER, old_objects_kept
 
 
@@ -89,3 +92,46 @@ def test_what_the_user_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+OPTIONS = {"mesh": "dp=1", "codegen": "eager"}
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether old objects were kept, of each frame that Dynamo traces."""
+    torch.compiler.reset()
+    run, frozen = InstructionTranslator.run, list[bool]()
+
+    def noted(self: Any) -> None:
+        frozen.append(gc.get_freeze_count() > OF_PYTHON)
+        run(self)
+
+    monkeypatch.setattr(InstructionTranslator, "run", noted)
+    return frozen
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_dynamo_traces_inside(frozen: list[bool], whole: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    compiled = torch.compile(
+        model, backend="fxpar", options=OPTIONS, dynamic=False, fullgraph=whole
+    )
+    torch.testing.assert_close(compiled(torch.ones(2, 2)), model(torch.ones(2, 2)))
+    assert frozen == [True]
+
+
+def test_dynamo_traces_a_step_inside(frozen: list[bool]) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    fxpar.train_step(model, loss, optimizer, options=OPTIONS)(torch.ones(2, 2))
+    assert frozen == [True]
+
+
+def test_other_backends_trace_outside(frozen: list[bool]) -> None:
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(2, 2))
+    assert frozen == [False]

@@ -11,7 +11,9 @@ count leaves as the rank's own.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from fxpar import _torch, cache_files
 from fxpar._torch.dynamo import example_of
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes.graph_bodies import show_bodies
+from fxpar.passes.layers_left_out import LayersLeftOut, layers_left_out
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.compile_once import first_does
@@ -37,7 +40,7 @@ from fxpar.runtime.calls.divide_summands import (
 )
 from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.batch_growth import growths
-from fxpar.sharding.fed_positions import compared_ids, fed_positions
+from fxpar.sharding.fed_positions import are_alike, compared_ids, fed_positions
 from fxpar.sharding.growth_powers import FIXED, Growth, unknown
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules import has_user_rules
@@ -208,42 +211,88 @@ class _Growths:
     ) -> _Known:
         """Of the results, then of ``ways``; and what is compared."""
         try:
-            traced = [self._traced(gm, names, sized(n)) for n in (parts, 2 * parts)]
-            inputs = [_of_input(names[i]) for i in traced[0].inputs]
-            grown = growths(traced[0].graph, traced[1].graph, inputs)
-            fed = fed_positions(traced[0].graph, traced[1].graph)
-            ids = compared_ids(traced[0].graph, traced[1].graph)
+            short = layers_left_out(gm, _parameters(gm, names))
+            traced, grown = self._of_layers(gm, names, sized, parts, short)
+            fed = fed_positions(*traced.graphs)
+            ids = compared_ids(*traced.graphs)
         except Exception as error:  # compiling it says what is wrong
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             return [unknown(f"it cannot be traced: {why}")] * 10**6, ()
         if fed is not None:
             lookup, place = fed
-            raise _positions(names[traced[0].position(place)], lookup)
+            raise _positions(names[traced.position(place)], lookup)
         if ids is None:
             return grown, ()
         comparison, place = ids
-        name = names[traced[0].position(place)].name
+        name = names[traced.position(place)].name
         return grown, (name, user_line(comparison) or "")
 
+    def _of_layers(
+        self,
+        gm: fx.GraphModule,
+        names: Sequence[NamedInput],
+        sized: Sized,
+        parts: int,
+        short: LayersLeftOut,
+    ) -> tuple[_Traced, list[Growth]]:
+        """The program without layers, and growths of its results and ``ways``; the
+        whole program if not the same is known of what both layers of a row leave."""
+        if short.instead:
+            with contextlib.suppress(Exception):  # the whole program says what is wrong
+                traced = self._traced(gm, names, sized, parts, short)
+                grown = traced.growths(names)
+                pairs = len(short.carried)
+                left = grown[len(grown) - 2 * pairs :]
+                if left[::2] == left[1::2] and traced.last_alike(pairs):
+                    return traced, grown[: len(grown) - 2 * pairs]
+        traced = self._traced(gm, names, sized, parts, LayersLeftOut())
+        return traced, traced.growths(names)
+
     def _traced(
-        self, gm: fx.GraphModule, inputs: Sequence[NamedInput], args: Sequence[Any]
+        self,
+        gm: fx.GraphModule,
+        names: Sequence[NamedInput],
+        sized: Sized,
+        parts: int,
+        short: LayersLeftOut,
     ) -> _Traced:
-        """The ATen graph of the program without its backward. Outputs: the results,
-        then the values of ``ways``."""
-        probe = _torch.dynamo.copy_graph(gm)
-        twins = dict(zip(gm.graph.nodes, probe.graph.nodes, strict=True))
-        output = probe.graph.output_node()
-        outputs = [x if isinstance(x, fx.Node) else None for x in output.args[0]]
-        for node in self.ways:
-            twin = twins[node]
-            with probe.graph.inserting_after(twin):
-                clone = probe.graph.call_method("clone", (twin,))
-            clone.meta = dict(twin.meta)
-            outputs.append(clone)
-        output.args = (tuple(outputs),)
-        probe.recompile()
-        forward = globally(probe, inputs, args)
-        return _aten(forward.module, args)
+        """The program with the batch and with one twice as large, without its backward.
+        Outputs: the results, the values of ``ways``, those that layers hand on."""
+        more = [*self.ways, *itertools.chain(*short.carried)]
+        both = []
+        for n in (parts, 2 * parts):
+            args = sized(n)
+            probe = _with_outputs(gm, more, short)
+            both.append(_aten(globally(probe, names, args).module, args))
+        (once, inputs), (twice, _) = both
+        return _Traced((once, twice), inputs)
+
+
+def _with_outputs(
+    gm: fx.GraphModule, more: Sequence[fx.Node], short: LayersLeftOut
+) -> fx.GraphModule:
+    """A copy of a Dynamo graph without layers, which also returns ``more``, as they are
+    when they are made."""
+    probe = _torch.dynamo.copy_graph(gm)
+    twins = dict(zip(gm.graph.nodes, probe.graph.nodes, strict=True))
+    short.leave_out(twins)
+    output = probe.graph.output_node()
+    outputs = [x if isinstance(x, fx.Node) else None for x in output.args[0]]
+    for node in more:
+        twin = twins[node]
+        with probe.graph.inserting_after(twin):
+            clone = probe.graph.call_method("clone", (twin,))
+        clone.meta = dict(twin.meta)
+        outputs.append(clone)
+    output.args = (tuple(outputs),)
+    probe.recompile()
+    return probe
+
+
+def _parameters(gm: fx.GraphModule, names: Sequence[NamedInput]) -> set[fx.Node]:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    kinds = ("parameter", "buffer")
+    return {x for x, y in zip(placeholders, names, strict=True) if y.kind in kinds}
 
 
 def _positions(entry: NamedInput, lookup: fx.Node) -> PlanError:
@@ -302,26 +351,41 @@ def _of_input(entry: NamedInput) -> Growth:
 
 @dataclass(frozen=True)
 class _Traced:
-    """An ATen graph."""
+    """A program as two ATen graphs."""
 
-    # Functional; its placeholders are all tensors.
-    graph: fx.Graph
+    # With the batch, and with one twice as large. Functional; their placeholders are
+    # all tensors.
+    graphs: tuple[fx.Graph, fx.Graph]
     # For each placeholder the position of the argument.
     inputs: tuple[int, ...]
 
     def position(self, placeholder: fx.Node) -> int:
         """Of the argument that a placeholder stands for."""
-        return self.inputs[self.graph.find_nodes(op="placeholder").index(placeholder)]
+        once, _ = self.graphs
+        return self.inputs[once.find_nodes(op="placeholder").index(placeholder)]
+
+    def growths(self, names: Sequence[NamedInput]) -> list[Growth]:
+        """Of the outputs."""
+        return growths(*self.graphs, [_of_input(names[i]) for i in self.inputs])
+
+    def last_alike(self, pairs: int) -> bool:
+        """Whether as much is known of positions in both of the last outputs, ``pairs``
+        of them."""
+        once, _ = self.graphs
+        outputs = once.output_node().args[0]
+        left = [clone.args[0] for clone in outputs[len(outputs) - 2 * pairs :]]
+        return are_alike(*self.graphs, list(zip(left[::2], left[1::2], strict=True)))
 
 
-def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
+def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> tuple[fx.Graph, tuple[int, ...]]:
     """The functional ATen graph of a Dynamo graph on concrete shapes, whose outputs are
-    those of ``gm``."""
+    those of ``gm``; and for each of its placeholders, which are those that are read,
+    the position of the argument."""
     mode = _torch.fake.fake_mode_of(args) or _torch.fake.new_fake_mode()
     tensors, places = [], []
     placeholders = gm.graph.find_nodes(op="placeholder")
     for i, (node, x) in enumerate(zip(placeholders, args, strict=True)):
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and node.users:
             tensors.append(fake_of(x, mode))
             places.append(i)
         else:
@@ -339,4 +403,4 @@ def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
     output.args = (tuple(values),)
     inputs = traced.graph.find_nodes(op="placeholder")
     positions = [_torch.descriptors.descriptor(node.meta["desc"])[1] for node in inputs]
-    return _Traced(traced.graph, tuple(places[i] for i in positions))
+    return traced.graph, tuple(places[i] for i in positions)
