@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fxpar.errors import FxparError, OptionError
@@ -66,11 +67,18 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--mesh", help="axes to measure; default: all ranks as one")
     one.add_argument(
-        "--ranks", type=int, help="start so many on CPU; default: the mesh"
+        "--ranks",
+        type=_at_least(1, int),
+        help="start so many on CPU; default: the mesh",
     )
     one.add_argument("--out", metavar="FILE", default="hardware.json")
     one.add_argument("--quick", action="store_true", help="few sizes, nothing compiled")
-    one.add_argument("--limit", type=float, default=300.0, help="seconds to measure in")
+    one.add_argument(
+        "--limit",
+        type=_at_least(0, float),
+        default=300.0,
+        help="seconds to measure in",
+    )
     one.set_defaults(run=_calibrate)
 
     one = commands.add_parser(
@@ -80,6 +88,19 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("arguments", nargs=argparse.REMAINDER)
     one.set_defaults(run=_run)
     return top
+
+
+def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Reads a number from the command line."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise ValueError
+        return value
+
+    number.__name__ = f"number of at least {least}"  # as argparse says it
+    return number
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -142,6 +163,11 @@ def _calibrate(args: argparse.Namespace) -> int:
     from fxpar.sharding.mesh import Mesh
 
     mesh = Mesh.parse(args.mesh) if args.mesh else None
+    writes = os.environ.get("RANK", "0") == "0"
+    folder = os.path.dirname(os.path.abspath(args.out))
+    if writes and not os.access(folder, os.W_OK):
+        what = f"{folder!r} is not there, or may not be written to"
+        raise OptionError(what, fix="name a file in another folder: --out FILE")
     ranks = args.ranks or (mesh.size if mesh else 1)
     if ranks > 1 and not launched(os.environ):
         options = ["--out", args.out, "--limit", str(args.limit)]
@@ -155,7 +181,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         hardware = calibrate(mesh, quick=args.quick, limit=args.limit)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    if os.environ.get("RANK", "0") == "0":
+    if writes:
         hardware.save(args.out)
         print(f"{describe(hardware)}\nFXPAR_HARDWARE={args.out}", flush=True)
     return 0

@@ -1,7 +1,9 @@
-"""Keep files beside Inductor's caches, for other ranks and later runs.
+"""Keep files beside Inductor's caches, for other ranks and later runs, and write those
+that a user asks for.
 
-In: a path below ``folder()`` and a text. Out: the file, written in one step, so that
-who reads it sees all of it or nothing. Files are never deleted here.
+In: a path (of what is kept, below ``folder()``) and a text. Out: the file, written in
+one step, so that who reads it sees all of it or nothing, also where several ranks write
+it. Files are never deleted here.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar import _torch
+from fxpar.errors import OptionError
 
 log = logging.getLogger("fxpar")
 
@@ -92,3 +95,25 @@ def write_file(path: Path, text: str) -> None:
     except OSError:
         os.unlink(name)
         raise
+
+
+def write_asked(path: str | Path, text: str) -> None:
+    """Write a file that a user asks for, in one step where it is a file of its own (a
+    pipe or a terminal takes it as it comes). Raises OptionError."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        path = path.resolve()  # where a link points
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}",
+            fix="name a file in a folder that is there and may be written to",
+        ) from error

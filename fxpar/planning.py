@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpar._torch.distributed import default_group, own_rank
 from fxpar._torch.fake import fake_mode_of
+from fxpar.cache_files import write_asked
 from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
 from fxpar.errors import DeviceError, MeshError, OptionError, PlanError
@@ -221,7 +222,7 @@ class TracedPlan(Plan):
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
         name = f"a rank of {self.mesh} on {self.hardware.name}"
         trace = chrome_trace(self.timeline, dict(self.values), name)
-        Path(path).write_text(json.dumps(trace))
+        write_asked(path, json.dumps(trace))
 
     def to_html(self, path: str | Path) -> None:
         """As ``Plan.to_html``, with ``timeline`` if the hardware is known."""
@@ -229,7 +230,7 @@ class TracedPlan(Plan):
         if self.result is not None:
             with contextlib.suppress(DeviceError):
                 timeline = self.timeline
-        Path(path).write_text(render(self, timeline), encoding="utf-8")
+        write_asked(path, render(self, timeline))
 
     def simulate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the local graph on every rank of the mesh, in lockstep in this process.

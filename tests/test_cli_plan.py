@@ -201,3 +201,8 @@ def test_as_a_command(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "mesh: tp=4" in done.stdout and "aten.relu" in done.stdout
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "missing.py"]) == 1
+    assert "there is no script 'missing.py'" in capsys.readouterr().err

@@ -130,6 +130,14 @@ def after_step(optimizer: torch.optim.Optimizer) -> None:
         hook(optimizer, (), {})
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What runs before a step of an optimizer: its own hooks, and those of all."""
+    from torch.optim import optimizer as module
+
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or {}
+    return [*own.values(), *module._global_optimizer_pre_hooks.values()]
+
+
 def share_step_hooks(optimizer: torch.optim.Optimizer, hooks: Any) -> None:
     """Let an optimizer made without its constructor have these step hooks."""
     optimizer._optimizer_step_pre_hooks = hooks

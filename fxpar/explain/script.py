@@ -24,8 +24,11 @@ FORM = "give file.py:function or module.path:function, to return (module, args, 
 def run(path: str, arguments: Sequence[str]) -> None:
     """Run a script as ``python path *arguments`` would.
 
-    The script sees its own ``sys.argv`` and directory; both are put back after.
+    The script sees its own ``sys.argv`` and directory; both are put back after. Raises
+    OptionError if there is none.
     """
+    if not os.path.isfile(path):
+        raise OptionError(f"there is no script {path!r}", fix="name a file of Python")
     argv, search = sys.argv[:], sys.path[:]
     sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))

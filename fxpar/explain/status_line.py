@@ -31,7 +31,8 @@ class _Status:
         self.now = ("tracing", 0)
         self.begun = time.monotonic()
         self.over = threading.Event()
-        follow = self._on_terminal if stream.isatty() else self._in_log
+        renews = getattr(stream, "isatty", lambda: False)()
+        follow = self._on_terminal if renews else self._in_log
         self.thread = threading.Thread(target=follow, daemon=True)
 
     def begin(self, step: str) -> None:
@@ -79,7 +80,7 @@ _CURRENT: list[_Status] = []
 def status_of(name: str, steps: Sequence[str], *, on: bool) -> Iterator[None]:
     """Show the progress of what runs inside. ``steps``: the names of all there may be;
     ``on``: whether this process shows it. Inside another the outer one is shown."""
-    if not on or _CURRENT:
+    if not on or _CURRENT or sys.stderr is None:
         yield
         return
     progress = _Status(name, steps, sys.stderr)

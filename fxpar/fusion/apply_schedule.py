@@ -369,6 +369,7 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
     try:
         arguments, options = read(edit, line)
         results = VERBS[line.verb](edit, *arguments, **options)
+        edit.trace_anew()
         _name(edit, line, results)
         if check:
             node_legality.check(edit.graph, line.verb, edit.ordered)

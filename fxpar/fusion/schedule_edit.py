@@ -10,7 +10,7 @@ it then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
+from fxpar.fusion.memory_order import Replaced, trace_anew
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.builder import Builder
@@ -50,6 +51,8 @@ class Edit:
     ordered: Counter[str] = field(default_factory=Counter)
     # What the last results are written to.
     written: tuple[Write, ...] = ()
+    # Values that a verb has put in the place of others.
+    replaced: list[Replaced] = field(default_factory=list)
     # What lines of the schedule call nodes.
     names: dict[str, fx.Node] = field(default_factory=dict)
     # Nodes by name, as ``look`` saw them.
@@ -103,8 +106,23 @@ class Edit:
 
     def swap(self, old: fx.Node, new: fx.Node) -> None:
         """Readers of ``old`` read ``new``; ``old`` goes, and what only it read."""
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self.read_instead(old, new, [user for user in old.users if user is not new])
         self.erase([old])
+
+    def read_instead(
+        self, old: fx.Node, new: fx.Node, readers: Collection[fx.Node]
+    ) -> None:
+        """These readers of ``old`` read ``new``."""
+        self.replaced.append(Replaced(new, old.meta.get("val"), tuple(readers)))
+        for reader in readers:
+            reader.replace_input_with(old, new)
+
+    def trace_anew(self) -> None:
+        """Give what reads a value in the place of another, which may lie in memory
+        otherwise, fake values of now. Raises ScheduleError."""
+        for replaced in self.replaced:
+            trace_anew(self.build, replaced)
+        self.replaced.clear()
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase nodes that nobody reads, and of what only they read all but what has

@@ -123,19 +123,30 @@ def _reduction(x: fx.Node, op: str) -> str:
     return "sum" if op == "avg" else op
 
 
+def divides_first(x: fx.Node) -> bool:
+    """Whether summands of a mean are divided, and not their sum, for which float16 may
+    have no room."""
+    return x.meta["val"].dtype == torch.float16
+
+
+def divided(build: Builder, x: fx.Node, count: int) -> fx.Node:
+    """``x`` by a number of ranks, in its dtype: whole numbers towards zero."""
+    dtype = x.meta["val"].dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return build.call(aten.div.Scalar, x, count)
+    return build.call(aten.div.Scalar_mode, x, count, rounding_mode="trunc")
+
+
 def _reduced(
     build: Builder, x: fx.Node, op: str, axes: Axes, target: Any, *args: Any
 ) -> fx.Node:
-    """``x`` reduced by a collective that takes the kind, ``args`` and the group. For a
-    mean float16 is divided first: it may have no room for the sum."""
+    """``x`` reduced by a collective that takes the kind, ``args`` and the group."""
     kind, group = _reduction(x, op), group_name(build.mesh, axes)
-    is_small = x.meta["val"].dtype == torch.float16
-    if op == "avg" and is_small:
-        x = build.call(aten.div.Scalar, x, build.mesh.count(axes))
+    count, early = build.mesh.count(axes), divides_first(x)
+    if op == "avg" and early:
+        x = divided(build, x, count)
     x = build.wait(build.call(target, contiguous(build, x), kind, *args, group))
-    if op == "avg" and not is_small:
-        x = build.call(aten.div.Scalar, x, build.mesh.count(axes))
-    return x
+    return divided(build, x, count) if op == "avg" and not early else x
 
 
 def _all_reduce(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:

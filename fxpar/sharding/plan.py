@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fxpar.cache_files import write_asked
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.pipeline_axis import PipelineStage, pipeline_axis, without_stages
@@ -261,8 +262,8 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json``."""
-        Path(path).write_text(self.to_json())
+        """Write ``to_json``. Raises OptionError if it cannot be written."""
+        write_asked(path, self.to_json())
 
     def to_json(self) -> str:
         """``to_record`` as text."""
@@ -327,7 +328,7 @@ class Plan:
         """Write the plan as one HTML page that needs no network and no other file."""
         from fxpar.explain.html import render
 
-        Path(path).write_text(render(self), encoding="utf-8")
+        write_asked(path, render(self))
 
     def __str__(self) -> str:
         from fxpar.sharding.plan_text import plan_text

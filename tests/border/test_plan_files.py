@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.errors import FxparError, PlanError, ScheduleError
+from fxpar.cache_files import write_asked
+from fxpar.errors import FxparError, OptionError, PlanError, ScheduleError
 from fxpar.sharding.plan import Plan
 
 MESH = "dp=2,tp=2"
@@ -155,3 +157,41 @@ def test_a_plan_of_other_shapes_is_refused(tmp_path: Path) -> None:
     plan.save(path)
     with pytest.raises(FxparError, match="does not fit .* not divide"):
         fxpar.plan(nn.Linear(8, 1), torch.randn(8, 8), mesh=MESH, mode=str(path))
+
+
+def test_ranks_that_write_one_file_leave_a_whole_one(tmp_path: Path) -> None:
+    """Who reads it meanwhile sees a whole file, of one of them."""
+    path, texts = tmp_path / "plan.json", ["a" * 400_000, "b" * 300_000]
+    seen, over = set[str](), threading.Event()
+
+    def write(text: str) -> None:
+        for _ in range(20):
+            write_asked(path, text)
+
+    def read() -> None:
+        while not over.is_set():
+            seen.add(path.read_text() if path.exists() else texts[0])
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    over.set()
+    reader.join()
+    assert seen <= set(texts) and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    plan = Plan.from_dict(json.loads(saved()))
+    for write in (plan.save, plan.to_html):
+        with pytest.raises(OptionError, match="cannot be written: No such file"):
+            write(tmp_path / "missing" / "plan")
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_asked(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "text"

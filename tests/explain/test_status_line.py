@@ -118,3 +118,20 @@ def test_steps_of_a_plan_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [step.name for step in pipeline.JOINT]
     assert steps == [name for name in names if name in steps]
     assert {"plan", "lower"} <= set(steps) and set(steps) <= set(pipeline.STEP_NAMES)
+
+
+class _Log:
+    """What a script puts in the place of stderr."""
+
+    def write(self, text: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [None, _Log()])
+def test_a_process_without_a_terminal(
+    stream: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon has no stderr, a logger is no terminal."""
+    monkeypatch.setattr("sys.stderr", stream)
+    with status_line.status_of("graph0", STEPS, on=True):
+        status_line.begin("plan")

@@ -23,6 +23,7 @@ c10d = torch.ops._c10d_functional
 SUMMANDS = "[_, _] partial(sum: tp)", (8, 4)
 WHOLE = "[_, _]", (8, 4)
 SPLIT = "split(all_reduce) -> rs, ag\n"
+GATHER = "all_gather_into_tensor"
 
 
 def refused(toy: Toy, schedule: str, reason: str, **how: Any) -> None:
@@ -510,3 +511,50 @@ def test_a_graph_must_know_its_values() -> None:
     graph = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
     with pytest.raises(ScheduleError, match="have no fake values"):
         apply("", graph, "tp=4")
+
+
+def test_a_gather_that_is_read_whole_once_another_is_dropped() -> None:
+    toy = Toy(lambda x: all_gather(torch.tanh(x)) * 2, ("[tp, _]", (8, 4)))
+    schedule = f"cut({GATHER}, axes=tp, dim=0) -> part, ag\ndrop(ag, {GATHER})"
+    refused(toy, schedule, "is read whole by mul")
+    toy.check(f"cut({GATHER}, axes=tp, dim=0) -> part, ag\ndrop(ag)")
+
+
+def test_state_that_is_a_result_twice() -> None:
+    def program(g: Any, m: Any) -> Any:
+        new = m + all_reduce(g)
+        return new, new
+
+    schedule = SPLIT + "reorder([add], ag) -> m\nas_slice(m_1, m)"
+    toy = Toy(program, SUMMANDS, WHOLE)
+    refused(toy, schedule, "is a result twice", permit=["m_1"])
+
+
+@pytest.mark.parametrize("wider", [torch.int32, torch.float32])
+def test_a_sum_of_whole_numbers_that_wraps(wider: torch.dtype) -> None:
+    """Sums of 8 bits wrap, those of what they were cast to do not."""
+    toy = Toy(lambda x: all_reduce(x).to(wider), SUMMANDS, dtype=torch.int8)
+    refused(toy, "reorder([_to_copy], all_reduce)", "is not linear")
+    most = Toy(lambda x: all_reduce(x, op="max").to(wider), SUMMANDS, dtype=torch.int8)
+    assert most.after("reorder([_to_copy], all_reduce)")
+
+
+def test_means_of_whole_numbers_are_rounded_once() -> None:
+    two = "[_, _] partial(sum: dp+tp)", (8, 4)
+    how: Any = {"dtype": torch.int32, "mesh": "dp=2,tp=2"}
+    over = Toy(lambda x: all_reduce(x, "dp+tp", "avg"), two, **how)
+    why = "is a mean that is rounded"
+    refused(over, "hierarchical(all_reduce, inner=tp, outer=dp)", why)
+    nested = Toy(
+        lambda x: all_reduce(all_reduce(x, "tp", "avg"), "dp", "avg"), two, **how
+    )
+    refused(nested, "merge(all_reduce, all_reduce_1)", why)
+    scaled = Toy(lambda x: all_reduce(x, op="avg") * 2, SUMMANDS, dtype=torch.int32)
+    refused(scaled, "reorder([mul], all_reduce)", why)
+
+
+def test_a_mean_of_whole_numbers_is_one() -> None:
+    toy = Toy(lambda x: all_reduce(x, op="avg") + 1, SUMMANDS, dtype=torch.int32)
+    parts = [[torch.full((8, 4), value, dtype=torch.int32)] for value in (1, 2, -9, 0)]
+    for out in toy.run(toy.after("split(all_reduce)", lowered=True), parts):
+        assert out.dtype == torch.int32 and out.eq(0).all()

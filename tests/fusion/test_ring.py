@@ -255,3 +255,18 @@ def test_parts_in_another_order_are_noticed(
     monkeypatch.setattr(Ring, "join", unturned)
     with pytest.raises(AssertionError):
         plain().check(f"overlap({GATHER}, mm, ring=1)")
+
+
+def test_a_mean_in_float16_has_room() -> None:
+    """Four times 60,000 is more than float16 holds."""
+
+    def program(x: Any) -> Any:
+        y = c10d.reduce_scatter_tensor(x * 2, "avg", 4, "fxpar:tp")
+        return c10d.wait_tensor(y)
+
+    given = "[_, _] partial(sum: tp)", (8, 4)
+    toy = Toy(program, given, dtype=torch.float16)
+    after = toy.after("overlap(mul, reduce_scatter_tensor, ring=2)", lowered=True)
+    parts = [[torch.full((8, 4), 30000, dtype=torch.float16)] for _ in range(4)]
+    for out in toy.run(after, parts):
+        assert out.eq(60000).all()

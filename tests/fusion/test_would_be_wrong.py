@@ -241,7 +241,7 @@ CASES: dict[str, Wrong] = {
         _any_order,
     ),
     "a sum that is rounded before": Wrong(
-        lambda: Toy(lambda x: all_reduce(x).to(torch.float16), SUMMANDS),
+        lambda: Toy(lambda x: all_reduce(x).to(torch.bfloat16), SUMMANDS),
         "reorder([_to_copy], all_reduce)",
         "would round what is reduced",
         _any_cast,

@@ -113,3 +113,15 @@ def test_what_is_wrong_is_noticed(
     broken(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check(program, (6, 5, 7), "dp=4")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [lambda x: x.mean(), lambda x: x.mean(0), lambda x: x.float().mean().half()],
+)
+@pytest.mark.parametrize(("rows", "mesh"), [(5, "tp=4"), (4, "tp=4"), (3, "tp=2")])
+def test_a_mean_in_float16_has_room(program: Any, rows: int, mesh: str) -> None:
+    """What ranks average is up to as many times the mean as there are ranks."""
+    x = torch.full((rows, 6), 60000, dtype=torch.float16)
+    plan = fxpar.plan(program, x, mesh=mesh, in_specs=[("tp", None)], mode="propagate")
+    assert plan.simulate(x).eq(60000).all()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import weakref
 
 import pytest
+import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
@@ -173,3 +176,35 @@ def test_a_new_process_group_starts_over() -> None:
     for _ in range(2):
         pool.renew()
         assert pool.run(lives) == [[1, 1]] * 4
+
+
+class _BusyStore:
+    """A store that is late at first, and then lost."""
+
+    def __init__(self) -> None:
+        self.asked, self.written = 0, list[str]()
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked += 1
+        if self.asked == 1:
+            raise dist.DistStoreError("wait timeout after 300000ms")
+        if self.asked > 2:
+            raise dist.DistNetworkError("Broken pipe")
+        return 1
+
+    def set(self, key: str, value: str) -> None:
+        self.written.append(key)
+
+
+def test_a_store_that_is_late_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that did not answer any more would pass for one that hangs."""
+    group, store = type("Group", (), {})(), _BusyStore()
+    monkeypatch.setattr(_torch.distributed, "default_group", lambda: group)
+    monkeypatch.setattr(presence, "BEAT", 0.01)
+    me = presence.Presence(weakref.ref(group), store, 1, 2, "it")
+    with caplog.at_level(logging.INFO, logger="fxpar"):
+        me._run()
+    assert store.asked == 3 and store.written == ["it/where/1"]
+    assert "rank 1 tells no other where it is: Broken pipe" in caplog.text

@@ -309,3 +309,15 @@ def test_mesh_and_ranks_must_fit() -> None:
     assert done.returncode == 1 and "cannot read mesh 'dp'" in done.stderr
     with pytest.raises(MeshError, match="has 2 ranks, but 1 process runs"):
         calibrate.calibrate("dp=2", quick=True)
+
+
+def test_what_cannot_be_is_said_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", None)
+    assert main(["calibrate", "--out", "/missing/machine.json"]) == 1
+    assert "'/missing' is not there" in capsys.readouterr().err
+    for wrong in (["--limit", "-1"], ["--limit", "nan"], ["--ranks", "0"]):
+        with pytest.raises(SystemExit):
+            main(["calibrate", *wrong])
+        assert "invalid number of at least" in capsys.readouterr().err

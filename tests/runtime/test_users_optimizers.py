@@ -131,8 +131,8 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     [
         (PrivateCount, "changes its attribute '_done'"),
         (CountInDict, "changes its attribute 'notes'"),
-        (TensorAttribute, "keeps a Tensor in its attribute 'scale'"),
-        (Wraps, "keeps a SGD in its attribute 'inner'"),
+        (TensorAttribute, "keeps an object of Tensor in its attribute 'scale'"),
+        (Wraps, "keeps an object of SGD in its attribute 'inner'"),
         (Drops, "takes 'once' away"),
         (OfNoParameter, "keeps state of no parameter, 'done'"),
         (History, "makes 'history', of several values, longer"),

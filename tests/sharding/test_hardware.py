@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -270,6 +271,12 @@ def test_unknown_names_list_the_known_ones() -> None:
         (lambda data: data.update(levels=[]), "level"),
         (lambda data: data["levels"][0].pop("kinds"), "kinds"),
         (lambda data: data["peaks"].pop("float32"), "float32"),
+        (lambda data: data.update(bandwidth=0), "bandwidth is 0, not a number that"),
+        (lambda data: data.update(memory=math.nan), "memory is nan"),
+        (lambda data: data.update(launch="fast"), "launch is 'fast'"),
+        (lambda data: data["peaks"]["float32"].update(flops=-1), "flops is -1"),
+        (lambda data: data["levels"][0].update(latency=math.inf), "latency is inf"),
+        (lambda data: data.update(light=[["exp", 0]]), "light exp is 0"),
     ],
 )
 def test_bad_files_are_refused(change, why: str, tmp_path: Path) -> None:

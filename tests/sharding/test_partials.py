@@ -95,3 +95,32 @@ def test_the_earliest_of_equal_cuts_is_taken(operands):
 def test_a_maximum_over_a_split_dim_is_one_small_reduction(operands):
     x, *_ = operands
     assert reductions(lambda x: x.amax(1).exp(), (x,), [(None, "a")]) == [8 * 8]
+
+
+@pytest.mark.parametrize("read", ["cast", "product", "mean"])
+def test_a_sum_that_wraps_is_reduced_in_its_own_dtype(read):
+    """Sums of 8 bits wrap; those of what each rank's sum was cast to would not."""
+    torch.manual_seed(0)
+    x, w = (torch.randint(-100, 100, s).to(torch.int8) for s in ((8, 16), (16, 8)))
+    scale = torch.randn(8, 8, dtype=torch.float32)
+
+    def fn(x, w, scale):
+        y = x @ w
+        if read == "cast":
+            return y + y.to(torch.float32)
+        return (
+            y * scale + y.to(torch.float32) if read == "product" else y.float().mean()
+        )
+
+    specs = [*SPLIT, (None, None)]
+    reductions(fn, (x, w, scale), specs)
+
+
+def test_counts_may_be_cast_first(operands):
+    """Of 64 bits nothing wraps."""
+    x, *_ = operands
+
+    def shares(x):
+        return (x > 0).sum(1).to(torch.float32) * 0.5 + (x > 0).sum(1).float()
+
+    assert len(reductions(shares, (x,), [(None, "a")])) == 1

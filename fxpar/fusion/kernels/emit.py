@@ -22,9 +22,13 @@ from fxpar.fusion.kernels.expressions import (
     DTYPES,
     SUMS,
     Text,
+    compares,
     constant,
     expression,
     kind_of,
+    narrowed,
+    promoted,
+    rounded,
 )
 from fxpar.fusion.kernels.index_arithmetic import (
     VIEWS,
@@ -184,6 +188,8 @@ class _Writer:
             for place in self.needs.places_of[t.name]:
                 self._load(t, self.needs.places[place], sources[t.name])
         for line in program.lines:
+            if line.op in SUMS:
+                formed(line, self._check_sum, line)
             for place in self.needs.places_of.get(line.name, {}):
                 self._line(line, self.needs.places[place])
         after: list[str] = []
@@ -240,15 +246,16 @@ class _Writer:
             raise CannotEmit(t.name, f"is of dtype {t.dtype}")
         self._reach(place)
         to = strided(t.shape, t.stride)
+        where = place if to.is_identity else self.needs.derive(place, to)
         offset = place.text if to.is_identity else self._offset(to, place)
-        lines, text = source.read(offset, place.mask)
+        lines, text = source.read(offset, where.mask)
         name = self._name(t.name)
         kind = kind or "float"
         narrow = {"float": "float32", "int": "int64", "bool": "bool"}[kind]
         if t.dtype != narrow:
             text += f".to({DTYPES[narrow]})"
         self.lines += [*lines, f"{name} = {text}  # {short(t)}"]
-        self.texts[t.name, place.text] = Text(name, kind, place.block)
+        self.texts[t.name, place.text] = Text(name, kind, where.block)
 
     def _offset(self, to: Map, place: Place) -> str:
         """A place in memory, from a place among elements."""
@@ -265,8 +272,7 @@ class _Writer:
             return
         if line.op in FILLED:
             value = line.args["full" in line.op]
-            kind = kind_of(line.dtype) or ""
-            self.texts[key] = Text(constant(value, kind), kind, literal=True)
+            self.texts[key] = formed(line, self._filled_with, value, line.dtype)
             return
         if line.op in SUMS:
             formed(line, self._reduce, line, place)
@@ -289,8 +295,9 @@ class _Writer:
         """The text of a line, and whether it differs between lanes."""
         if line.op == IOTA:
             options = dict(line.kwargs)
-            text = f"{place.text} * {options['step']} + {options['start']}"
-            return f"tl.cast({text}, tl.int64)", place.block
+            # Of 64 bits, which whole numbers take: places take 32.
+            at = f"tl.cast({place.text}, tl.int64)"
+            return f"{at} * {options['step']} + {options['start']}", place.block
         if line.op == SEED:
             # The seeds lie one after the other; which one is given.
             return self._seed(line), False
@@ -304,13 +311,26 @@ class _Writer:
         texts = [x for x in args if isinstance(x, Text)]
         if all(x.literal for x in texts):
             args = [_as_value(x) if isinstance(x, Text) else x for x in args]
-        return expression(line, args, kind), any(x.block for x in texts)
+        common = promoted(line, self.program.values) if compares(line) else ""
+        for i, x in enumerate(line.args):
+            if common and isinstance(x, Ref) and self._dtype(x) != common:
+                args[i] = narrowed(args[i], common)
+        return expression(line, args, kind, common), any(x.block for x in texts)
+
+    def _dtype(self, x: Ref) -> str:
+        return self.program.values[x.name].dtype
 
     def _operand(self, line: Statement, x: Ref, place: Place) -> Text:
         shape = self.program.values[x.name].shape
         return self.texts[
             x.name, self.needs.derive(place, broadcast(shape, line.shape)).text
         ]
+
+    @staticmethod
+    def _filled_with(value: bool | int | float, dtype: str) -> Text:
+        kind = kind_of(dtype) or ""
+        value = rounded(value, dtype)
+        return Text(constant(value, kind), kind, value=value)
 
     def _number(self, x: Any) -> str:
         if isinstance(x, Number):
@@ -345,13 +365,19 @@ class _Writer:
             self.needs.chosen[line.name, place.text]
         ):
             if where is None:
-                value = constant(source, kind)
+                value = constant(rounded(source, line.dtype), kind)
                 if condition:
                     self._reach(self.needs.places[condition])
             else:
                 value = self.texts[source.name, where.text].to(kind)
             text = f"tl.where({condition}, {value}, {text})" if text else value
         return text
+
+    def _check_sum(self, line: Statement) -> None:
+        """Raise LookupError where what is summed is rounded before."""
+        source = self.program.values[line.refs[0]].dtype
+        if line.dtype in ("bfloat16", "float16") and source != line.dtype:
+            raise LookupError(f"{line.op} of {source} in {line.dtype}")
 
     def _reduce(self, line: Statement, place: Place) -> None:
         """The lines of a reduction of a row."""
@@ -378,7 +404,7 @@ class _Writer:
             self.lines += [
                 f"{mean} = tl.sum({whole}, 0) / {columns}",
                 f"{apart} = {self._filled(f'{x} - {mean}', 0.0)}",
-                f"{name} = tl.sum({apart} * {apart}, 0) / {over}{note}",
+                f"{name} = tl.sum({apart} * {apart}, 0) / {max(over, 0.0)}{note}",
             ]
             self.texts[f"{line.name}.0", place.text] = Text(name, "float")
             self.texts[f"{line.name}.1", place.text] = Text(mean, "float")

@@ -11,13 +11,13 @@ at indices (``index_arithmetic``) or at memory (``emit``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fxpar.fusion.kernels.region_program import Statement, dtype_of
+from fxpar.fusion.kernels.region_program import Ref, Statement, dtype_of
 from fxpar.sharding.rules.op_facts import stated_facts
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -44,13 +44,20 @@ class Text:
     kind: str
     # Whether it differs within a block, or is one number of it.
     block: bool = False
-    # Whether it is a number as it is written.
-    literal: bool = False
+    # Of a number as it is written, that number.
+    value: bool | int | float | None = None
+
+    @property
+    def literal(self) -> bool:
+        """Whether it is a number as it is written."""
+        return self.value is not None
 
     def to(self, kind: str) -> str:
         """As another kind."""
         if kind == self.kind:
             return self.text
+        if self.value is not None:
+            return constant(self.value, kind)
         if kind == "bool":
             return f"({self.text} != 0)"
         return f"{self.text}.to({_CASTS[kind]})"
@@ -79,11 +86,14 @@ class ElementOp:
     write: Write
     # How they are read: RESULT, COMMON, BOOLS or PICK.
     operands: str = RESULT
+    # Whether numbers among them have the dtype that operands are read in; others have
+    # more bits.
+    rounds: bool = False
 
 
-def _form(template: str, operands: str = RESULT) -> ElementOp:
+def _form(template: str, operands: str = RESULT, *, rounds: bool = False) -> ElementOp:
     """``{0} * {1}``."""
-    return ElementOp(lambda *args: template.format(*args), operands)
+    return ElementOp(lambda *args: template.format(*args), operands, rounds)
 
 
 def _sum(sign: str) -> ElementOp:
@@ -163,7 +173,7 @@ def _extreme(sign: str) -> ElementOp:
 
 
 def _compared(sign: str) -> ElementOp:
-    return _form(f"{{0}} {sign} {{1}}", COMMON)
+    return _form(f"{{0}} {sign} {{1}}", COMMON, rounds=True)
 
 
 _SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -207,15 +217,17 @@ OPS: dict[str, ElementOp] = {
     "aten.sign.default": _form("lib.sign({0})"),
     "aten.gelu.default": ElementOp(_gelu),
     "aten.pow.Tensor_Scalar": ElementOp(_power),
-    "aten.clamp.default": ElementOp(_clamp),
-    "aten.clamp_min.default": ElementOp(_clamp),
-    "aten.clamp_max.default": ElementOp(lambda x, high: _clamp(x, None, high)),
+    "aten.clamp.default": ElementOp(_clamp, rounds=True),
+    "aten.clamp_min.default": ElementOp(_clamp, rounds=True),
+    "aten.clamp_max.default": ElementOp(
+        lambda x, high: _clamp(x, None, high), rounds=True
+    ),
     # Both give NaN where either is, as torch does.
     "aten.maximum.default": _extreme(">"),
     "aten.minimum.default": _extreme("<"),
     "aten.where.self": _form("tl.where({0}, {1}, {2})", PICK),
-    "aten.where.ScalarSelf": _form("tl.where({0}, {1}, {2})", PICK),
-    "aten.where.ScalarOther": _form("tl.where({0}, {1}, {2})", PICK),
+    "aten.where.ScalarSelf": _form("tl.where({0}, {1}, {2})", PICK, rounds=True),
+    "aten.where.ScalarOther": _form("tl.where({0}, {1}, {2})", PICK, rounds=True),
     "aten.logical_not.default": _form("{0} == 0", BOOLS),
     "aten.logical_and.default": _form(_AND, BOOLS),
     "aten.logical_or.default": _form(_OR, BOOLS),
@@ -239,7 +251,9 @@ OPS: dict[str, ElementOp] = {
     "aten._to_copy.default": ElementOp(lambda x, **_: x),
     "aten.copy.default": ElementOp(lambda _, x: x),
     # Gradients.
-    "aten.threshold_backward.default": _form("tl.where({1} <= {2}, 0, {0})"),
+    "aten.threshold_backward.default": _form(
+        "tl.where({1} <= {2}, 0, {0})", rounds=True
+    ),
     "aten.sigmoid_backward.default": _form("{0} * {1} * (1.0 - {1})"),
     "aten.tanh_backward.default": _form("{0} * (1.0 - {1} * {1})"),
     "aten.silu_backward.default": _form(
@@ -272,30 +286,35 @@ _ROUNDED = {name: f"({{}}).to(tl.{name}).to(tl.float32)" for name in FLOATS[1:]}
 _WRAPPED = {name: f"({{}}).to(tl.{name}).to(tl.int64)" for name in INTS[1:]}
 
 
-def expression(line: Statement, operands: Sequence[Text | Any], result: str) -> str:
+def expression(
+    line: Statement, operands: Sequence[Text | Any], result: str, common: str
+) -> str:
     """What computes a line. ``operands``: a Text for each value read, other arguments
-    as they are. ``result``: its kind. Raises LookupError, saying what, if there is
-    none."""
+    as they are. ``result``: its kind. ``common``: the dtype that operands are promoted
+    to. Raises LookupError, saying what, if there is none."""
     op = OPS[line.op]
     if result == "bool":
         op = _OF_BOOLS.get(line.op, op)
-    common = _common(operands)
-    kinds = {RESULT: result, COMMON: common, BOOLS: "bool", PICK: result}
+    kind = kind_of(common) or "float"
+    kinds = {RESULT: result, COMMON: kind, BOOLS: "bool", PICK: result}
+    if kinds[COMMON] == "bool":
+        kinds[COMMON] = "int"
     if result == "bool" and op.operands == RESULT and line.op not in _ALIKE:
         raise LookupError(f"{line.op} of bools")
+    dtype = common if op.operands == COMMON else line.dtype
     args = []
     for i, x in enumerate(operands):
         kind = "bool" if op.operands == PICK and i == 0 else kinds[op.operands]
         if isinstance(x, Text):
             args.append(x.to(kind))
         elif isinstance(x, (bool, int, float)):
-            if line.dtype in _WRAPPED and not _fits(x, line.dtype):
-                raise LookupError(f"{x} beside {line.dtype}")
-            args.append(constant(x, kind))
+            if dtype in _WRAPPED and not _fits(x, dtype):
+                raise LookupError(f"{x} beside {dtype}")
+            args.append(constant(rounded(x, dtype) if op.rounds else x, kind))
         else:
             args.append(x)
     kwargs = {k: v for k, v in line.kwargs if k not in ("dtype", "memory_format")}
-    if any(isinstance(v, (tuple, list)) for v in kwargs.values()):
+    if any(not _is_plain(v) for v in kwargs.values()):
         raise LookupError(f"arguments of {line.op}")
     text = op.write(*args, **kwargs)
     if line.op in CASTS and line.dtype in _ROUNDED:
@@ -303,13 +322,53 @@ def expression(line: Statement, operands: Sequence[Text | Any], result: str) -> 
     return _WRAPPED[line.dtype].format(text) if line.dtype in _WRAPPED else text
 
 
+def compares(line: Statement) -> bool:
+    """Whether operands of a line are read in the dtype that they are promoted to."""
+    return line.op in OPS and OPS[line.op].operands == COMMON
+
+
+def promoted(line: Statement, values: Mapping[str, Any]) -> str:
+    """The dtype that torch promotes a line's operands to. ``values``: those it reads,
+    by name."""
+    samples = []
+    for x in line.args:
+        if isinstance(x, Ref):
+            shape, dtype = values[x.name].shape, dtype_of(values[x.name].dtype)
+            samples.append(torch.empty([1] * len(shape), dtype=dtype))
+        else:
+            samples.append(x)
+    return str(torch.result_type(*samples)).removeprefix("torch.")
+
+
+def narrowed(text: Text, dtype: str) -> Text:
+    """A value in a dtype of fewer bits, which a number alone takes beside a tensor.
+    Raises LookupError if it is known, and does not fit."""
+    if text.value is not None:
+        value = rounded(text.value, dtype)
+        return Text(constant(value, text.kind), text.kind, value=value)
+    if dtype in _ROUNDED:
+        return Text(_ROUNDED[dtype].format(text.to("float")), "float", text.block)
+    if dtype in _WRAPPED:
+        return Text(_WRAPPED[dtype].format(text.to("int")), "int", text.block)
+    return text
+
+
+def rounded(x: bool | int | float, dtype: str) -> bool | int | float:
+    """A number as a tensor of a dtype has it. Raises LookupError if it does not fit."""
+    if dtype in _ROUNDED:
+        return float(torch.tensor(x, dtype=dtype_of(dtype)))
+    if dtype in INTS and not _fits(x, dtype):
+        raise LookupError(f"{x} as {dtype}")
+    return x
+
+
 def _fits(x: float, dtype: str) -> bool:
     ends = torch.iinfo(dtype_of(dtype))
     return ends.min <= x <= ends.max
 
 
-def _common(operands: Sequence[Any]) -> str:
-    """The kind that values and numbers are compared in."""
-    kinds = {x.kind for x in operands if isinstance(x, Text)}
-    kinds |= {"float" for x in operands if isinstance(x, float)}
-    return "float" if "float" in kinds else "int"
+def _is_plain(x: Any) -> bool:
+    """Whether an argument may stand in a kernel's text."""
+    return not isinstance(x, (tuple, list)) and (
+        not isinstance(x, float) or math.isfinite(x)
+    )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.fusion.schedule_edit import Axes, Edit, refuse
 from fxpar.passes import collective_nodes
 from fxpar.sharding.spec import Spec
@@ -51,8 +52,7 @@ def cut(
         whole = collective_nodes.step(
             edit.build, collective_nodes.all_gather, part, dim, axes
         )
-    for reader in readers:
-        reader.replace_input_with(value, whole)
+    edit.read_instead(value, whole, readers)
     return [part, whole]
 
 
@@ -66,6 +66,7 @@ def hierarchical(
     if sorted(inner + outer) != sorted(axes):
         why = f"reduces over {axes}, not {inner + outer}"
         raise refuse("hierarchical", reduced, why)
+    check_mean("hierarchical", reduced, op)
     dim = dividing("hierarchical", edit, reduced, dim, inner)
     return _split(edit, reduced, dim, op, inner, outer)
 
@@ -107,6 +108,14 @@ def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
         )
     op: Any = node.args[1]
     return axes, op
+
+
+def check_mean(verb: str, node: fx.Node, op: Any) -> None:
+    """Raise ScheduleError on a mean of whole numbers: rounded in two steps, or before
+    what comes after it, it is another."""
+    dtype = node.meta["val"].dtype
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise refuse(verb, node, "is a mean that is rounded to a whole number")
 
 
 def check_equal(verb: str, edit: Edit, value: fx.Node, axes: Axes) -> None:
@@ -163,6 +172,7 @@ def _nested(edit: Edit, first: fx.Node, node: fx.Node) -> fx.Node:
         raise refuse("merge", node, "is along another dim, or of another op")
     if len(set(axes)) < len(axes):
         raise refuse("merge", node, f"is along axes of {first.name} again")
+    check_mean("merge", node, node.args[1])
     with edit.before(node) as build:
         step = collective_nodes.step(
             build, node.target, first.args[0], node.args[1], axes
@@ -182,7 +192,6 @@ def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
         if whole and not _is_there(edit, node):
             names = ", ".join(user.name for user in whole[:3])
             raise refuse("drop", node, f"is read whole by {names}")
-    for node in nodes:
         take_back(edit, node)
         if node.users:
             edit.swap(node, node.all_input_nodes[0].all_input_nodes[0])
@@ -310,6 +319,8 @@ def _return_slice(edit: Edit, updated: fx.Node) -> None:
     output = edit.graph.output_node()
     if list(updated.users) != [output]:
         raise refuse("as_slice", updated, "is read whole within the graph")
+    if _torch.fake.tree_leaves(output.args).count(updated) > 1:
+        raise refuse("as_slice", updated, "is a result twice, whole in one of them")
     part = updated.all_input_nodes[0]
     output.replace_input_with(updated, part)
     edit.erase([updated])

@@ -223,7 +223,7 @@ def _collective_first(
             "overlap", read_outside[0], "is read outside of what runs in chunks"
         )
     for end, node in zip(ends, wholes, strict=True):
-        end.replace_all_uses_with(node)
+        edit.read_instead(end, node, list(end.users))
     edit.erase(reversed(region))
     first.replace_all_uses_with(whole)
     edit.erase([first, whole])

@@ -19,12 +19,10 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
-from fxpar.fusion.verbs.gathers import take_back
+from fxpar.fusion.verbs.gathers import check_mean, take_back
 from fxpar.passes import collective_nodes
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.read_program import RuleReader
-
-aten = torch.ops.aten
 
 
 def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.Node]:
@@ -95,13 +93,13 @@ def _gathered(
         with edit.after(part.node, node) as build:
             args = collective_nodes.all_gather, part.node, part.dim, cutter.axes
             gathered = collective_nodes.step(build, *args)
-            whole = _laid_out_as(build, gathered, node.meta["val"])
-        node.replace_all_uses_with(whole, delete_user_cb=lambda u: u not in slices)
+        outside = [user for user in node.users if user not in slices]
+        edit.read_instead(node, gathered, outside)
         take_back(edit, gathered)
-        if whole.users:
+        if gathered.users:
             gathers.append(gathered)
         else:
-            edit.erase([whole])
+            edit.erase([gathered])
     names = {part.node: node.name for node, part in slices.items()}
     names |= {part: node.name for node, part in cutter.pulled.items()}
     edit.erase(sorted({*slices, *region}))
@@ -110,19 +108,6 @@ def _gathered(
         if name not in present:
             node.name = name
     return gathers
-
-
-def _laid_out_as(build: Any, x: fx.Node, like: torch.Tensor) -> fx.Node:
-    """``x``, which is contiguous, with its dims in memory in the order of ``like``, so
-    that the same views of it are allowed."""
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: -strides[d])
-    if order == list(range(like.dim())):
-        return x
-    back = sorted(range(like.dim()), key=order.__getitem__)
-    x = build.call(aten.permute.default, x, order)
-    x = build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
-    return build.call(aten.permute.default, x, back)
 
 
 def _check_holds(node: fx.Node, reduced: fx.Node) -> None:
@@ -159,6 +144,7 @@ def _before_reduction(
     if extra:
         raise refuse("reorder", extra[0], "is a second collective beside an all-reduce")
     op, axes = reduced.args[1], collective_nodes.axes_of(reduced)
+    check_mean("reorder", reduced, op)
     varies, rules = edit.varies(), RuleReader()
     for node in nodes:
         if list(reduced.users) != [node]:
@@ -177,12 +163,12 @@ def _before_reduction(
                 "reorder", node, f"reads {unequal[0].name}, which differs along {axes}"
             )
         source = reduced.all_input_nodes[0]
-        node.replace_input_with(reduced, source)
+        edit.read_instead(reduced, source, [node])
         with edit.after(node) as build:
             after = collective_nodes.step(
                 build, collective_nodes.all_reduce, node, op, axes
             )
-        node.replace_all_uses_with(after, delete_user_cb=lambda u, a=after: u is not a)
+        edit.read_instead(node, after, [u for u in node.users if u is not after])
         edit.erase([reduced])
         reduced = after
         varies[after] = varies[node] - set(axes)

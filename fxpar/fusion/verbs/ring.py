@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
-from fxpar.passes.lower import contiguous
+from fxpar.passes.lower import contiguous, divided, divides_first
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -117,6 +117,9 @@ class Ring:
             summand = parts(i)
             shape = list(summand.meta["val"].shape)
             summand = build.call(aten.reshape.default, summand, [-1])
+            early = op == "avg" and divides_first(summand)
+            if early:
+                summand = divided(build, summand, self.chunks)
             for way in (1, -1):
                 if way in coming and part * way >= 0:
                     combine = collective_nodes.COMBINE[op]
@@ -124,6 +127,6 @@ class Ring:
             if part:
                 way = 1 if part > 0 else -1
                 coming[way] = self.passed(build, summand, way)
-        if op == "avg":
-            summand = build.call(aten.div.Scalar, summand, self.chunks)
+        if op == "avg" and not early:
+            summand = divided(build, summand, self.chunks)
         return build.call(aten.reshape.default, summand, shape)

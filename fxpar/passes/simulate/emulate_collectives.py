@@ -135,9 +135,13 @@ def _matmul_scatter(args: Ranks) -> Ranks:
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of values, the first ones first."""
-    if op == "avg":
-        return functools.reduce(torch.add, (x / len(values) for x in values))
-    return functools.reduce(COMBINE[op], values)
+    if op != "avg":
+        return functools.reduce(COMBINE[op], values)
+    count, dtype = len(values), values[0].dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return functools.reduce(torch.add, (x / count for x in values))
+    total = functools.reduce(torch.add, values)
+    return torch.div(total, count, rounding_mode="trunc")
 
 
 def all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.errors import FxparError
 from fxpar.runtime.stage_times import WAIT, stage
+
+log = logging.getLogger("fxpar")
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
@@ -158,23 +161,31 @@ class Presence:
         return states | dict.fromkeys(late, ("silent", text))
 
     def _run(self) -> None:
-        try:
-            while not self._stop.wait(BEAT):
-                group = self.group()
-                if group is None or group is not _torch.distributed.default_group():
-                    return
-                del group
-                questions = self.store.add(f"{self.prefix}/asked", 0)
-                if questions != self.questions:
-                    self._publish()
-                    self.questions = questions
-                self._cpu = _computed(), time.monotonic()
-                if self.watch is not None:
-                    self.watch()
-                while self.read:
-                    self.store.delete_key(self.read.pop())
-        except dist.DistError:
-            return  # the program meets the same error where it needs the store
+        while not self._stop.wait(BEAT):
+            group = self.group()
+            if group is None or group is not _torch.distributed.default_group():
+                return
+            del group
+            try:
+                self._beat()
+            except dist.DistStoreError:
+                pass  # not in time, of a store that has much to do: at the next beat
+            except dist.DistError as error:
+                # The program meets the same error where it needs the store.
+                log.info("rank %d tells no other where it is: %s", self.rank, error)
+                return
+
+    def _beat(self) -> None:
+        """Answer who asks, and do what waits for a beat."""
+        questions = self.store.add(f"{self.prefix}/asked", 0)
+        if questions != self.questions:
+            self._publish()
+            self.questions = questions
+        self._cpu = _computed(), time.monotonic()
+        if self.watch is not None:
+            self.watch()
+        while self.read:
+            self.store.delete_key(self.read.pop())
 
     def _publish(self) -> None:
         self._beats += 1

@@ -112,12 +112,20 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
             "graph of a step",
             fix="torch.compile the model, and call optimizer.step(closure) yourself",
         )
-    if getattr(optimizer, "_optimizer_step_pre_hooks", None):
+    if not all(map(_is_own, _torch.objects.step_pre_hooks(optimizer))):
         raise PlanError(
             f"{kind} has a hook that runs before its step, where fxpar.train_step has "
             "no gradients to show",
-            fix="remove the hook, or use train_step(..., clip=...) if it clips",
+            fix="remove the hook (it may be one of all optimizers), or use "
+            "train_step(..., clip=...) if it clips",
         )
+
+
+def _is_own(hook: Any) -> bool:
+    """Whether a hook is one of fxpar's, whose checks a step makes otherwise."""
+    function = inspect.unwrap(hook)
+    function = getattr(function, "func", function)
+    return str(getattr(function, "__module__", "")).startswith("fxpar.")
 
 
 def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:

@@ -45,8 +45,9 @@ def refuse_unseen(optimizer: torch.optim.Optimizer) -> None:
         for x in _leaves(value):
             if isinstance(x, (torch.Tensor, torch.optim.Optimizer, nn.Module)):
                 raise PlanError(
-                    f"{kind} keeps a {type(x).__name__} in its attribute {key!r}, "
-                    "where fxpar.train_step does not see what its step does to it",
+                    f"{kind} keeps an object of {type(x).__name__} in its attribute "
+                    f"{key!r}, where fxpar.train_step does not see what its step does "
+                    "to it",
                     fix="keep tensors in the state of a parameter, or in a group; "
                     "give fxpar.train_step the optimizer inside, or torch.compile the "
                     "model and call optimizer.step()",
@@ -122,4 +123,4 @@ def _copied(value: Any) -> Any:
 
 
 def _name(x: Any) -> str:
-    return repr(x) if isinstance(x, _PLAIN) else f"a {type(x).__name__}"
+    return repr(x) if isinstance(x, _PLAIN) else f"an object of {type(x).__name__}"

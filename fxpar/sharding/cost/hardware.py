@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fxpar.cache_files import write_asked
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.mesh import Link, Mesh
 
@@ -268,13 +269,13 @@ class Hardware:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the file that ``lookup`` reads."""
+        """Write the file that ``lookup`` reads. Raises OptionError if it cannot be."""
         data = {"format": FORMAT, **asdict(self)}
         data["peaks"] = dict(data["peaks"])
         data["levels"] = [
             level | {"kinds": dict(level["kinds"])} for level in data["levels"]
         ]
-        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        write_asked(path, json.dumps(data, indent=1) + "\n")
 
 
 # So many times the bytes of the last entry of ``near`` are out of reach of caches.

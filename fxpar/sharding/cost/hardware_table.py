@@ -11,7 +11,9 @@ Never measures anything (``runtime.calibrate`` does) and never chooses a plan.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,45 @@ def load(path: str | Path) -> Hardware:
         data["near"] = tuple((n, rate) for n, rate in data.get("near", ()))
         if not data["levels"] or "float32" not in dict(data["peaks"]):
             raise ValueError("it needs a level and a peak of float32")
-        return Hardware(**data)
+        hardware = Hardware(**data)
+        _check(hardware)
+        return hardware
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise OptionError(
             f"cannot read hardware file {str(path)!r}: {error}", fix=CALIBRATE
         ) from None
+
+
+# Figures by which others are divided.
+_RATES = {"flops", "efficiency", "bandwidth"}
+
+
+def _check(figures: Any) -> None:
+    """Raise ValueError on a figure that no machine has."""
+    for field in fields(figures):
+        value = getattr(figures, field.name)
+        if field.name in ("near", "light"):
+            for key, rate in value:
+                _check_figure(f"{field.name} {key}", rate, over=True)
+                if field.name == "near":
+                    _check_figure("near", key, over=True)
+        elif isinstance(value, tuple):
+            for entry in value:
+                _check(entry[1] if isinstance(entry, tuple) else entry)
+        elif (
+            field.type in ("float", "int")
+            or value is not None
+            and "float" in field.type
+        ):
+            _check_figure(field.name, value, over=field.name in _RATES)
+
+
+def _check_figure(name: str, value: Any, *, over: bool) -> None:
+    """Raise ValueError unless a figure is a number, not less than 0, or ``over`` it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (over and not value):
+        least = "more than 0" if over else "0 or more"
+        raise ValueError(f"{name} is {value!r}, not a number that is {least}")
 
 
 def _level(entry: Mapping[str, Any]) -> Level:

@@ -36,6 +36,8 @@ class OpFacts:
     splits: bool = False
     # It gives elements of its operands as they are, at other places, and constants.
     moves: bool = False
+    # It goes through its operand's memory by strides that the call gives.
+    by_strides: bool = False
     # It moves down with the wait whose result it rearranges: what lowering puts behind
     # a collective. (Of all that moves elements, some schedules come out slower.)
     sinks: bool = False
@@ -141,6 +143,8 @@ _ROWS: tuple[dict[str, dict], ...] = (
         "prims",
         moves=True,
     ),
+    _each("as_strided as_strided_copy as_strided_scatter", by_strides=True),
+    _each("as_strided as_strided_scatter", "prims", by_strides=True),
     _each("interleave", "fxpar", copies=True, moves=True),
     _each("split split_with_sizes", splits=True),
     _each("mul div", scales=True),

@@ -59,15 +59,15 @@ def _passing(reductions: Callable[..., Sequence[str]], *operands: int) -> Callab
 def _exact(source: torch.dtype, target: torch.dtype) -> Sequence[str]:
     """Reductions that pass through a cast.
 
-    Whole numbers wrap and fp8 saturates, so only casts that keep order pass a max, and
-    only casts between wider numbers a sum.
+    Whole numbers wrap, fp8 saturates and float16 has no room for every summand, so only
+    casts that keep order pass a max, and only casts between wider numbers a sum.
     """
     if source == target:
         return MOVEMENT
     if target.is_complex or source.is_complex:
         return LINEAR if target.is_complex else ()
     if target.is_floating_point:
-        wide = target.itemsize > 1 and source != torch.bool
+        wide = target.itemsize > 1 and target != torch.float16 and source != torch.bool
         if source.is_floating_point and source.itemsize == 1:
             return MONOTONE
         return LINEAR + MONOTONE if wide else MONOTONE

@@ -75,6 +75,19 @@ def over_all(**how: Any) -> Callable[..., Rule]:
     return rule_of_call
 
 
+def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
+    """A mean. Of shards that are not alike what ranks average is up to as many times
+    the mean as there are ranks, for which float16 may have no room."""
+
+    def rule_of_call(x: torch.Tensor, *args: Any, **how: Any) -> Rule:
+        mean = rule(x, *args, **how)
+        if (how.get("dtype") or x.dtype) != torch.float16:
+            return mean
+        return replace(mean, evenly=mean.contracted)
+
+    return rule_of_call
+
+
 def over_third(**how: Any) -> Callable[..., Rule]:
     """Reduction called as ``(x, dim, unbiased, keepdim)``."""
 
@@ -250,8 +263,8 @@ PRODUCT: dict[str, Any] = {"whole": False, "passes": ("product",)}
 ROWS = {
     **rows("sum", over_all(**ADDED), **SUM),
     **rows("sum.dim_IntList", over(**ADDED), **SUM),
-    **rows("mean", over_all(**ADDED), **MEAN),
-    **rows("mean.dim", over(**ADDED), **MEAN),
+    **rows("mean", averaged(over_all(**ADDED)), **MEAN),
+    **rows("mean.dim", averaged(over(**ADDED)), **MEAN),
     **rows("nansum count_nonzero count_nonzero.dim_IntList", over(**ADDED)),
     **rows("amax", over(**MAX), reduce="max"),
     **rows("amin", over(**MIN), reduce="min"),

@@ -124,21 +124,32 @@ def evaluate(
     even = rule.even or entry.even
     empty = entry.empty or rule.empty
     passages = rule.passages + passages
-    if not all(x.dtype == torch.bool for x in results):
-        passages = tuple(_of_bools(passage, operands) for passage in passages)
-        passages = tuple(passage for passage in passages if passage.reductions)
+    dtypes = {x.dtype for x in results}
+    passages = tuple(_of_dtypes(passage, operands, dtypes) for passage in passages)
+    passages = tuple(passage for passage in passages if passage.reductions)
     rule = replace(rule, passages=passages, even=even, empty=empty)
     shapes = [tuple(t.shape) for t in [*operands, *results]]
     return rule.with_sizes(shapes)
 
 
-def _of_bools(passage: Passage, operands: Sequence[torch.Tensor]) -> Passage:
-    """The passage to results that are numbers. A sum of bools is whether there is one,
-    and only the largest and smallest number tell that too."""
-    if all(operands[i].dtype != torch.bool for i in passage.operands):
+def _of_dtypes(
+    passage: Passage, operands: Sequence[torch.Tensor], results: Collection[torch.dtype]
+) -> Passage:
+    """The passage to results of these dtypes. Of what wraps only the largest and
+    smallest are in others what they were; that goes for sums of bools too, which are
+    whether there is one."""
+    read = [operands[i].dtype for i in passage.operands]
+    if not any(_wraps(dtype) and {dtype} != results for dtype in read):
         return passage
     reductions = tuple(op for op in passage.reductions if op in MONOTONE)
     return replace(passage, reductions=reductions)
+
+
+def _wraps(dtype: torch.dtype) -> bool:
+    """Whether a sum may leave the range. Of 64 bits, in which things are counted, it
+    would take for ever."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return is_whole and dtype.itemsize < 8
 
 
 def _is_whole(x: torch.Tensor) -> bool:

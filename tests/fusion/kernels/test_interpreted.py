@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fxpar.fusion.kernels import interpret, run_kernels
 from fxpar.fusion.kernels.emit import Sink, Source, emit_body, masked
@@ -219,3 +220,79 @@ def check_region(seed: int) -> bool:
 )
 def test_random_regions(seeds: range) -> None:
     assert sum(map(check_region, seeds)) >= 0.9 * len(seeds)
+
+
+# What one device computes of numbers of few bits: a constant beside them has their
+# bits, as a tensor that is filled with it has.
+CONSTANTS: dict[str, Any] = {
+    "equal": lambda x: x == 0.1,
+    "less": lambda x: x <= 0.2,
+    "filled": lambda x: x == torch.full_like(x, 0.1),
+    "filled and widened": lambda x: torch.full_like(x, 0.1).float() * x.float(),
+    "a number alone": lambda x: x == torch.full((), 0.1),
+    "picked": lambda x: torch.where(x > 0, x, 0.1).float() * 3,
+    "clamped": lambda x: x.clamp(0.1, 0.2) == 0.2,
+    "padded": lambda x: F.pad(x.view(2, 3), (1, 1), value=0.1).float() * 3,
+    "cut off": lambda x: F.hardshrink(x, 0.1),
+}
+
+
+def beside_eager(fn: Any, *given: torch.Tensor) -> Comparison:
+    """The kernel of a function beside the function as it stands."""
+    found, order = outlined(traced(fn, given))
+    return compared(found, [given[k] for k in order], [fn(*given)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_few_bits(name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([0.1, 0.2, 0.3, -0.1, 0.0, 5.0], dtype=dtype)
+    kernels = beside_eager(CONSTANTS[name], x)
+    assert kernels.kernels and kernels.same == [True]
+
+
+MIXED: dict[str, Any] = {
+    "a whole number among floats": lambda x, n: torch.where(
+        x > 0, x, torch.full((), 2, dtype=torch.int64)
+    ),
+    "a bool among whole numbers": lambda x, n: n + torch.full((6,), True),
+    "a bool compared": lambda x, n: (x > 0) == torch.full((6,), True),
+    "places times a large step": lambda x, n: n + torch.arange(0, 6 * 10**9, 10**9),
+    "places from a large start": lambda x, n: (
+        n + torch.arange(3 * 10**9, 3 * 10**9 + 6)
+    ),
+    "an expanded row": lambda x, n: x.view(6, 1).expand(6, 5).sum(-1),
+    "more degrees of freedom than numbers": lambda x, n: x.view(2, 3).var(
+        -1, correction=5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_constants_of_other_kinds(name: str) -> None:
+    x, n = torch.tensor([0.1, 0.2, 0.3, -0.1, 0.0, 5.0]), torch.arange(-3, 3)
+    kernels = beside_eager(MIXED[name], x, n)
+    assert kernels.kernels and kernels.error <= F32
+
+
+def test_an_expanded_input() -> None:
+    """Its strides are 0: an element of a row is read once."""
+    x = torch.tensor([0.1, 0.2, 0.3, -0.1]).view(4, 1).expand(4, 5)
+    kernels = beside_eager(lambda x: x.sum(-1) * 2, x)
+    assert kernels.kernels and kernels.error <= F32
+
+
+REFUSED: dict[str, Any] = {
+    "a number beyond the range": lambda x, n: n.to(torch.int8) > 300,
+    "a factor that is infinite": lambda x, n: torch.sub(x, x, alpha=float("inf")),
+    "a sum of what is rounded": lambda x, n: x.view(2, 3).sum(-1, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_kernel_runs_without(name: str) -> None:
+    x, n = torch.tensor([0.1, 0.2, 0.3, -0.1, 0.0, 5.0]), torch.arange(-3, 3)
+    found, order = outlined(traced(REFUSED[name], (x, n)))
+    given = [(x, n)[k] for k in order]
+    kernels = compared(found, given)
+    assert not kernels.kernels and kernels.error == 0

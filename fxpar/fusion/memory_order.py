@@ -1,0 +1,134 @@
+"""What reads a value that lies in memory otherwise than the one in whose place it is.
+
+In: a local graph in which a verb has put values in the place of others. Out: the same
+graph, traced anew from there: fake values have the strides that there are now, and an
+op that takes an operand as it lies in memory (a view that its strides do not allow,
+``as_strided``, random numbers drawn one after the other) reads a copy that lies as
+before. Never changes a number: all other ops go by places alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from torch import fx
+
+from fxpar import _torch
+from fxpar._torch import known_values
+from fxpar.errors import ScheduleError
+from fxpar.fusion.node_legality import CallableRegion
+from fxpar.passes import collective_nodes
+from fxpar.passes.attention.local_attention import laid_out
+from fxpar.passes.builder import Builder, value_of
+from fxpar.sharding.program import user_line
+from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
+from fxpar.sharding.rules.table import tensors_of
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A value in the place of another."""
+
+    # What is read now.
+    node: fx.Node
+    # The fake value that was read.
+    was: Any
+    # What reads it in that place.
+    readers: tuple[fx.Node, ...]
+
+
+def trace_anew(build: Builder, start: Replaced) -> None:
+    """Give what reads the value, and what reads that, the fake values of now. Nodes
+    stand in order. Raises ScheduleError on an op that cannot read it."""
+    tracer = _Tracer(build, {start.node: start.was})
+    if _strides(start.was) != _strides(start.node.meta["val"]):
+        tracer.run(r for r in start.readers if start.node in r.all_input_nodes)
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [x.stride() for x in tensors_of(value)]
+
+
+class _Tracer:
+    """Traces ops again. ``was``: the fake values that changed nodes had."""
+
+    def __init__(self, build: Builder, was: dict[fx.Node, Any]) -> None:
+        self.build, self.was = build, was
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def run(self, readers: Any) -> None:
+        """What reads changed values, in order, and what reads them then."""
+        pending = list(dict.fromkeys(readers))
+        queued = set(pending)
+        heapify(pending)
+        while pending:
+            node = heappop(pending)
+            before = node.meta.get("val")
+            value = self._value(node)
+            if _strides(before) == _strides(value):
+                continue
+            self.was[node], node.meta["val"] = before, value
+            node.meta.pop("tensor_meta", None)
+            for reader in node.users:
+                if reader not in queued:
+                    queued.add(reader)
+                    heappush(pending, reader)
+
+    def _value(self, node: fx.Node) -> Any:
+        """What an op gives, of its operands now."""
+        if isinstance(node.target, CallableRegion):
+            return self._of_region(node)
+        if node.target is operator.getitem:
+            return value_of(node.args[0])[node.args[1]]
+        if collective_nodes.is_step(node) or not _is_op(node):
+            return node.meta.get("val")
+        if not _by_strides(node) and not takes_from_generator(node):
+            args = value_of(node.args), value_of(node.kwargs)
+            try:
+                return known_values.result(self.build.fake_mode, node.target, *args)
+            except (RuntimeError, ValueError):
+                pass  # a view that strides do not allow
+        self._lay_operands(node)
+        return node.meta["val"]
+
+    def _lay_operands(self, node: fx.Node) -> None:
+        """Let an op read its operands as they lay."""
+        for operand in node.all_input_nodes:
+            if operand not in self.was:
+                continue
+            like = self.was[operand]
+            if operand not in self._copies:
+                with self.build.before(node):
+                    self._copies[operand] = laid_out(self.build, operand, like)
+            copy = self._copies[operand]
+            dense = copy.meta["val"].stride() == like.stride()
+            if _by_strides(node) and not dense:
+                raise ScheduleError(
+                    f"{node.name} reads {operand.name} by strides that skip memory",
+                    where=user_line(node),
+                    fix="index or slice the tensor instead of torch.as_strided",
+                )
+            node.replace_input_with(operand, copy)
+
+    def _of_region(self, node: fx.Node) -> Any:
+        graph = node.target.graph
+        build = Builder(graph, self.build.fake_mode, self.build.mesh)
+        inner = _Tracer(build, {})
+        inputs = graph.find_nodes(op="placeholder")
+        for read, placeholder in zip(node.args, inputs, strict=True):
+            if read in self.was:
+                inner.was[placeholder] = self.was[read]
+                placeholder.meta["val"] = read.meta["val"]
+        inner.run(reader for changed in inner.was for reader in changed.users)
+        return tuple(value_of(graph.output_node().args[0]))
+
+
+def _by_strides(node: fx.Node) -> bool:
+    return op_facts_of(node.target).by_strides
+
+
+def _is_op(node: fx.Node) -> bool:
+    return _torch.objects.schema_of(node.target) is not None
