@@ -20,7 +20,8 @@ over the next as well costs what the larger collective costs more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from fxpar.sharding.axis_parts import axis_of, split_name
 from fxpar.sharding.factors import Rule
@@ -34,6 +35,11 @@ from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
 # Of values, what they stay partial over.
 Kept = Mapping[int, Sequence[tuple[str, str]]]
+
+# A value, ("read", value) behind its reduction, "source" or "sink".
+_Node = int | str | tuple[str, int]
+# (from, to, price of a cut there; None: it is never cut).
+_Edge = tuple[_Node, _Node, int | None]
 
 _TICKS = 1e12  # prices become whole picoseconds, so that cuts are exact
 _NEVER = 10**18  # more than any sum of prices
@@ -247,40 +253,94 @@ def _reduced_beside(
 def _cut(
     program: Program, axis: str, region: _Region, prices: Mapping[int, int]
 ) -> _Passing:
-    from networkx import DiGraph
-    from networkx.algorithms.flow import preflow_push
+    """The cut of each part of the region that hangs together."""
+    reached: set[_Node] = set()
+    known: dict[tuple[Any, ...], list[int]] = {}  # layers repeat
+    for edges in _parts(_edges(program, axis, region, prices)):
+        number: dict[_Node, int] = {}
+        for node, to, _ in edges:
+            number.setdefault(node, len(number))
+            number.setdefault(to, len(number))
+        key = tuple((number[node], number[to], ticks) for node, to, ticks in edges)
+        if key not in known:
+            ends = number.get("source"), number.get("sink")
+            known[key] = _source_side(key, *ends)
+        nodes = list(number)
+        reached.update(nodes[i] for i in known[key])
+    return _passing(program, region, reached)
 
-    graph, outputs = DiGraph(), _reduced_outputs(program, axis)
-    graph.add_node("sink")
+
+def _edges(
+    program: Program, axis: str, region: _Region, prices: Mapping[int, int]
+) -> list[_Edge]:
+    """Of the graph that is cut."""
+    edges: list[_Edge] = [("source", v, None) for v in sorted(region.sources)]
+    outputs = _reduced_outputs(program, axis)
     early = alone(program, program.reduce_here) - program.reduce_here
-    for v in region.sources:
-        graph.add_edge("source", v)
-    for v in region.member:
+    for v in sorted(region.member):
         ticks = _NEVER if v in early else prices[v]
-        graph.add_edge(v, ("read", v), capacity=ticks)
+        edges.append((v, ("read", v), ticks))
         readers = program.uses[v]
         ends = v in outputs or v in program.reduce_here
         if ends or not (readers or v in program.outputs):
-            graph.add_edge(("read", v), "sink")
+            edges.append((("read", v), "sink", None))
         for index, position in readers:
             op = program.ops[index]
             passage = region.via.get(index)
             if passage is None or position not in op.rule.passages[passage].operands:
-                graph.add_edge(("read", v), "sink")
+                edges.append((("read", v), "sink", None))
                 continue
-            for result in op.results:
-                graph.add_edge(("read", v), result)
+            edges += [(("read", v), result, None) for result in op.results]
     for index, passage in region.via.items():
         op = program.ops[index]
         for result in op.results:
             for i in op.rule.passages[passage].operands:
                 if op.operands[i] in region.member:
-                    graph.add_edge(result, op.operands[i])
-            for other in op.results:
-                if other != result:
-                    graph.add_edge(result, other)
-    residual = preflow_push(graph, "source", "sink", capacity="capacity")
-    return _read_cut(program, region, residual)
+                    edges.append((result, op.operands[i], None))
+            edges += [(result, x, None) for x in op.results if x != result]
+    return edges
+
+
+def _parts(edges: Sequence[_Edge]) -> Iterable[list[_Edge]]:
+    """Edges by what hangs together other than by the source and the sink."""
+    root: dict[_Node, _Node] = {}
+
+    def find(node: _Node) -> _Node:
+        while root.setdefault(node, node) != node:
+            root[node] = node = root[root[node]]
+        return node
+
+    inner = [[n for n in edge[:2] if n not in ("source", "sink")] for edge in edges]
+    for ends in inner:
+        root[find(ends[0])] = find(ends[-1])
+    parts: dict[_Node, list[_Edge]] = {}
+    for edge, ends in zip(edges, inner, strict=True):
+        parts.setdefault(find(ends[0]), []).append(edge)
+    return parts.values()
+
+
+def _source_side(
+    edges: Sequence[tuple[int, int, int | None]], source: int | None, sink: int | None
+) -> list[int]:
+    """What augmenting paths still reach from the source: the smallest, earliest side
+    of a minimum cut. Nothing without a source; without a sink there is no cut."""
+    from networkx import DiGraph
+    from networkx.algorithms.flow import preflow_push
+
+    if source is None:
+        return []
+    graph = DiGraph()
+    for node, to, ticks in edges:
+        graph.add_edge(node, to, **({} if ticks is None else {"capacity": ticks}))
+    graph.add_node(end := -1 if sink is None else sink)
+    residual = preflow_push(graph, source, end, capacity="capacity")
+    reached, stack = {source}, [source]
+    while stack:
+        for node, edge in residual[stack.pop()].items():
+            if edge["flow"] < edge["capacity"] and node not in reached:
+                reached.add(node)
+                stack.append(node)
+    return sorted(reached)
 
 
 def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
@@ -296,14 +356,8 @@ def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
     return {v for out, v in declared if not may_be_partial(out)}
 
 
-def _read_cut(program: Program, region: _Region, residual) -> _Passing:
-    """The source side that augmenting paths still reach: the smallest, earliest one."""
-    reached, stack = {"source"}, ["source"]
-    while stack:
-        for node, edge in residual[stack.pop()].items():
-            if edge["flow"] < edge["capacity"] and node not in reached:
-                reached.add(node)
-                stack.append(node)
+def _passing(program: Program, region: _Region, reached: Collection[_Node]) -> _Passing:
+    """What the cut lets pass: ``reached`` is its source side."""
     out = _Passing()
     partial = {v for v in region.member if v in reached}
     for index, passage in region.via.items():
