@@ -295,7 +295,12 @@ def _update(
     values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
     double, stand_ins = stand_in(optimizer, TracedState(leaves, values))
     by_id = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
-    mode = Numbers(by_id)
+    narrow = {
+        id(x): inputs[slot]
+        for slot, x in values.items()
+        if slot not in numbers and x is not inputs[slot]
+    }
+    mode = Numbers(by_id, narrow)
     with torch.no_grad(), _torch.aot.as_compiling():
         if clip is not None:
             trained = [forward_args[i] for i in forward.trained]
