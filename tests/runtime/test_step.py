@@ -166,6 +166,18 @@ def test_schedulers_do_not_compile_again(
         assert compare(OPTIMIZERS[name][0], schedule=schedule, steps=8) == programs
 
 
+def test_how_an_optimizer_computes_stays_its_own() -> None:
+    """A traced step works without, as one that branches on its count must."""
+    model = build()
+    how = {"foreach": True, "capturable": False}
+    optimizer = torch.optim.RAdam(model.parameters(), 0.01, **how)
+    step = train_step(model, optimizer)
+    for batch in batches(2):
+        step(*batch)
+        (group,) = optimizer.param_groups
+        assert how.items() <= group.items()
+
+
 def test_groups() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *rest = parameters
