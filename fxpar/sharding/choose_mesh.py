@@ -1,8 +1,8 @@
 """The mesh with the fastest plan, of those that a request leaves open.
 
 In: a Program and a Request with ``meshes``. Out: the Decision on the best, with a note
-of what the others would take. ``decide_on`` decides on one mesh. Never searches longer
-than asked for, pricing apart.
+of what the others would take. ``decide_request`` decides on one mesh. Never searches
+longer than asked for, pricing apart.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.decide import Decision, decide, searched
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.decide_request import (
+    BatchInParts,
+    batch_in_parts,
+    constraints_of,
+    decide_in_parts,
+    decide_on,
+    parts_of,
+)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine, rounded
-from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
+from fxpar.sharding.search.batch_parts import SharedKernels
 from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.run_search import (
@@ -42,35 +48,6 @@ _TRIED = 0.75
 
 # What a mesh may do to a plan that it has none: hints and specs name axes, memory.
 _UNFIT = (HintError, MeshError, PlanError, SpecError)
-
-
-def decide_on(
-    program: Program,
-    request: Request,
-    before: SearchResult | None = None,
-    parts: PartProgram | None = None,
-) -> Decision:
-    """The decision on the request's mesh. ``before``: a shorter search of the same,
-    from which a search goes on; ``parts``: as for ``run_search.search``.
-
-    Raises HintError for hints that do not fit, PlanError if no searched plan does.
-    """
-    mesh, hints, mode = request.mesh, request.hints, request.mode
-    constraints = _constraints(program)
-    if isinstance(mode, SearchOptions):
-        return searched(
-            program,
-            mesh,
-            hints,
-            constraints,
-            mode,
-            keep_gathered=request.keep_gathered,
-            before=before,
-            parts=parts,
-        )
-    assert isinstance(mode, str)
-    hardware = request.named_hardware
-    return decide(program, mesh, hints, constraints, mode=mode, hardware=hardware)
 
 
 def balanced(
@@ -97,15 +74,6 @@ def balanced(
     )
 
 
-def _constraints(program: Program) -> list[tuple[int, list[str]]]:
-    """Hints in the code."""
-    return [
-        (op.results[0], op.node.args[1].split(","))
-        for op in program.ops
-        if op.target is torch.ops.fxpar.constrain.default
-    ]
-
-
 def open_meshes(program: Program, request: Request) -> tuple[Mesh, ...]:
     """The meshes to search: where nothing names an axis, one of each order alike.
 
@@ -129,7 +97,7 @@ def names_axes(program: Program, request: Request) -> bool:
     rests += [declared.rest for declared in signature.outputs]
     split = any(rest is not None and not rest.is_whole for rest in rests)
     used = any(declared.use is not None for declared in signature.inputs)
-    return bool(split or used or request.hints or _constraints(program))
+    return bool(split or used or request.hints or constraints_of(program))
 
 
 def _attempt(
@@ -137,14 +105,17 @@ def _attempt(
     request: Request,
     mesh: Mesh,
     options: SearchOptions,
+    batch: BatchInParts | None = None,
     before: SearchResult | None = None,
 ) -> Decision:
-    """A search on one mesh; of a shorter search before, it goes on from that."""
+    """A search on one mesh; of a shorter search before, it goes on from that.
+    ``batch``: that is cut."""
     mesh_request = replace(request.on(mesh), mode=options)
     mesh_request = mesh_request.on(refine(program, mesh_request))
-    return decide_on(
-        replace(program, signature=mesh_request.laid), mesh_request, before
-    )
+    program = replace(program, signature=mesh_request.laid)
+    if batch is None:
+        return decide_on(program, mesh_request, before)
+    return decide_in_parts(program, mesh_request, batch, before)
 
 
 @dataclass(frozen=True)
@@ -199,7 +170,8 @@ def _fastest(
     begun = work_clock.now()
     # Meshes are compared by one ruler.
     options = replace(options, ranked=False)
-    _check_memory(program, request, options, shared)
+    batch = batch_in_parts(program, request, shared)
+    _check_memory(program, request, options, shared, batch)
     glance, longest, end = options, 0.0, begun + _TRIED * options.seconds
     if len(meshes) > 1:
         share = options.seconds / 2 / len(meshes)
@@ -212,7 +184,7 @@ def _fastest(
             trials.append(_MeshTrial(mesh))
             continue
         try:
-            decision = _attempt(program, request, mesh, glance)
+            decision = _attempt(program, request, mesh, glance, batch)
         except _UNFIT as error:
             trials.append(_MeshTrial(mesh, bound=math.inf, error=error))
             continue
@@ -223,9 +195,9 @@ def _fastest(
             best = decision
             glance = replace(glance, enough=search.predicted)
     if best is None:
-        return _search_largest(trials, options, program, request)
+        return _search_largest(trials, options, program, request, batch)
     left = work_clock.left(begun + options.seconds)
-    return _search_longer(best, trials, left, program, request)
+    return _search_longer(best, trials, left, program, request, batch)
 
 
 def _check_memory(
@@ -233,11 +205,15 @@ def _check_memory(
     request: Request,
     options: SearchOptions,
     shared: SharedKernels | None,
+    batch: BatchInParts | None,
 ) -> None:
     """Raises PlanError if no plan on any mesh of so many ranks fits in memory."""
     ranks, limit = request.mesh.size, options.budget
     live = whole_entries(program, keep_gathered=request.keep_gathered, shared=shared)
-    least = least_bytes(program, live, ranks)
+    part = None
+    if batch is not None:
+        part = batch.part(program, parts_of(batch.cut.rows, batch.most))
+    least = least_bytes(program, live, ranks, part)
     if least > limit:
         room, need = sizes_as_text(limit, least)
         raise PlanError(
@@ -259,6 +235,7 @@ def _search_longer(
     left: float,
     program: Program,
     request: Request,
+    batch: BatchInParts | None,
 ) -> Decision:
     """The best mesh searched within the seconds that are ``left``."""
     first_search, mode = search_of(best), request.mode
@@ -267,7 +244,7 @@ def _search_longer(
         seconds = left / (1 + AGAIN)
         longer_options = replace(mode, ranked=False, seconds=seconds)
         longer = _attempt(
-            program, request, first_search.mesh, longer_options, first_search
+            program, request, first_search.mesh, longer_options, batch, first_search
         )
         if search_of(longer).predicted <= first_search.predicted:
             best = longer
@@ -292,6 +269,7 @@ def _search_largest(
     options: SearchOptions,
     program: Program,
     request: Request,
+    batch: BatchInParts | None,
 ) -> Decision:
     """No glance found a plan. The mesh of most axes has most plans: all of the time
     goes to it, unless hints fit none."""
@@ -300,7 +278,7 @@ def _search_largest(
         error = trials[-1].error
         assert error is not None
         raise error
-    return _attempt(program, request, searches[-1].mesh, options)
+    return _attempt(program, request, searches[-1].mesh, options, batch)
 
 
 def ms(seconds: float) -> str:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from fxpar.errors import PlanError
 from fxpar.sharding.choose_mesh import (
     ALIKE,
-    decide_on,
     fastest,
     ms,
     names_axes,
@@ -28,6 +27,13 @@ from fxpar.sharding.choose_mesh import (
 from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.decide_request import (
+    batch_in_parts,
+    decide_in_parts,
+    decide_on,
+    parts_of,
+    split_evenly,
+)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
@@ -99,13 +105,17 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
 
 
 def decide_in_stages(program: Program, request: Request, parts: int) -> Decision:
-    """The decision on a named mesh with stages: searched for a stage of one of
-    ``parts`` microbatches, as many as the batch has; else as ``decide_on``."""
+    """The decision on a named mesh: searched for a stage of one of ``parts``
+    microbatches, as many as the batch has; without stages for a step of all that are
+    asked for; else as ``decide_on``."""
     pipeline, options = request.pipeline, request.mode
     if pipeline is None or not isinstance(options, SearchOptions):
-        return decide_on(program, request)
+        batch = batch_in_parts(program, request)
+        if batch is None:
+            return decide_on(program, request)
+        return decide_in_parts(program, request, batch)
     cut = cut_in_time(program)
-    count = _parts_of(cut, parts) if cut else 1
+    count = parts_of(cut.rows, parts) if cut else 1
     if cut is None or count == 1:
         return decide_on(program, request)
     decision = decide_on(program, request, parts=one_part(program, request, cut, count))
@@ -116,17 +126,6 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     if max(step.memory) > options.budget:
         notes.append(_too_large(step, options.budget))
     return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)
-
-
-def split_evenly(program: Program) -> Program:
-    """The program whose ranks get alike shards, as stages need."""
-    ops = [replace(op, rule=replace(op.rule, even=True)) for op in program.ops]
-    return replace(program, ops=ops, even=True, balances=False)
-
-
-def _parts_of(cut: BatchCut, most: int) -> int:
-    """Microbatches of a batch: ``most``, or the next fewer that it has."""
-    return max(n for n in range(1, most + 1) if cut.rows % n == 0)
 
 
 def _too_large(step: StagedStep, budget: float) -> str:
@@ -165,6 +164,7 @@ def _fastest_staged(
     shared: SharedKernels | None,
 ) -> tuple[StagedChoice | None, tuple[str, ...]]:
     begun, program = work_clock.now(), split_evenly(program)
+    program = replace(program, balances=False)
     kernels = {key: x.of_alike_shards for key, x in (shared or {}).items()}
     live = whole_entries(program, keep_gathered=request.keep_gathered, shared=kernels)
     least = _least_seconds(next(iter(kernels.values())), options)
@@ -416,7 +416,7 @@ def _least_seconds(kernels: ProgramKernels, options: SearchOptions) -> float:
 def _parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
     """Microbatches to try on a mesh; 0: there is no number."""
     if request.microbatches is not None:
-        return _parts_of(cut, request.microbatches)
+        return parts_of(cut.rows, request.microbatches)
     places = mesh.axes[0][1]
     counts = [places * n for n in PARTS_A_PLACE if cut.rows % (places * n) == 0]
     feeds = mesh.axes[1][1] if len(mesh.axes) > 1 else 1

@@ -175,6 +175,7 @@ def searched(
     if program.signature.batch:
         propagated = decide(program, mesh, {}, hardware=options.hardware)
         program = with_rests(program, propagated.edges.outputs)
+        parts = parts and replace(parts, whole=program)
     seeds: dict[int, list[Seed]] = {}
     for seed in _given_seeds(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
@@ -190,7 +191,8 @@ def searched(
         )
         wide = result.solution.gap > _WIDE and result.bound < options.enough
         wide = wide and options.by_hand
-        rank = options.ranked and len(program.ops) <= _RANKED and parts is None
+        rank = options.ranked and len(program.ops) <= _RANKED
+        rank = rank and (parts is None or parts.is_step)
         # What one would begin with by hand.
         by_hand = [
             decide(

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.choose_mesh import decide_on, ms, search_of
+from fxpar.sharding.choose_mesh import ms, search_of
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.decide_request import decide_on
 from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.pipeline_schedule import stage_places
 from fxpar.sharding.plan_request import Request

@@ -630,3 +630,15 @@ def test_no_place_waits_for_what_only_results_read(
             waits += order[share] < last
             assert order[wait] > last
     assert waits
+
+
+def test_a_stage_does_not_blame_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stage gives to all fails at its own rank too when another has ended."""
+    raised: list[Any] = []
+    distributed = pipeline_ops._torch.distributed
+    monkeypatch.setattr(distributed, "place_in", lambda group: 1)
+    monkeypatch.setattr(distributed, "start_broadcast", lambda *x: raised.append(x[-1]))
+    pipeline_ops.share(torch.ones(2), None, 1, "g")
+    text = str(raised[0](1, RuntimeError("closed by peer")))
+    assert "what the stage at place 1 along the axis of stages (rank 1) gives" in text
+    assert "one of the stages ended" in text and "rank 1) ended" not in text

@@ -116,11 +116,13 @@ def test_clipping(norm: float) -> None:
     compare(OPTIMIZERS["sgd"][0], clip=norm)
 
 
-def test_single_precision_counts_steps_as_python_does() -> None:
+# NAdam keeps a product besides, rounded in every step before it is read.
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_single_precision_counts_steps_as_python_does(kind: Any) -> None:
     """``step`` is a float32 tensor, and what comes of it double in the eager loop."""
     torch.set_default_dtype(torch.float32)
     p, q = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
-    eager, ours = (torch.optim.AdamW([x], 0.01) for x in (p, q))
+    eager, ours = (kind([x], 0.01) for x in (p, q))
 
     class Held(nn.Module):
         def __init__(self) -> None:
@@ -162,6 +164,18 @@ def test_schedulers_do_not_compile_again(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step.*before")
         assert compare(OPTIMIZERS[name][0], schedule=schedule, steps=8) == programs
+
+
+def test_how_an_optimizer_computes_stays_its_own() -> None:
+    """A traced step works without, as one that branches on its count must."""
+    model = build()
+    how = {"foreach": True, "capturable": False}
+    optimizer = torch.optim.RAdam(model.parameters(), 0.01, **how)
+    step = train_step(model, optimizer)
+    for batch in batches(2):
+        step(*batch)
+        (group,) = optimizer.param_groups
+        assert how.items() <= group.items()
 
 
 def test_groups() -> None:

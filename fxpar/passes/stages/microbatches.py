@@ -191,9 +191,7 @@ def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
 def _batch_values(program: Program, planned: Program) -> list[int]:
     """Values that hold a rank's rows of the batch: inputs, or slices of those that a
     rank has whole. ``planned``: the program in global shapes, of the same inputs."""
-    inputs = (replace(declared, use=None) for declared in planned.signature.inputs)
-    signature = replace(planned.signature, inputs=tuple(inputs))
-    batch = set(batch_inputs(replace(planned, signature=signature)))
+    batch = set(batch_inputs(planned, fed=True))
     places = [i for i, v in enumerate(planned.inputs) if v in batch]
     queue = [v for i in places if (v := program.inputs[i]) is not None]
     values: list[int] = []

@@ -93,7 +93,7 @@ def share(
     if is_source:
         out.copy_(x)
     if out.numel():
-        flat, failed = _bytes(out), _failed(source)
+        flat, failed = _bytes(out), _failed_for_all(source)
         _torch.distributed.start_broadcast(flat, source, group, out, failed)
     return out
 
@@ -116,6 +116,23 @@ def _failed(place: int) -> _torch.distributed.Failed:
             f"({str(cause).splitlines()[0]})",
             fix=f"look at what rank {rank} printed; if it computes for longer than a "
             "message may take, give init_process_group a longer timeout",
+        )
+
+    return error
+
+
+def _failed_for_all(place: int) -> _torch.distributed.Failed:
+    """What is raised where what a place gives to all does not get through: members pass
+    it on to one another, and any of them may be the one that does not."""
+
+    def error(rank: int, cause: Exception) -> RankMismatchError:
+        return RankMismatchError(
+            f"what the stage at place {place} along the axis of stages (rank {rank}) "
+            "gives to all did not get through: one of the stages ended or hangs "
+            f"({str(cause).splitlines()[0]})",
+            fix="look at what the ranks printed, the first that failed above all; if "
+            "one computes for longer than a message may take, give init_process_group "
+            "a longer timeout",
         )
 
     return error

@@ -30,12 +30,9 @@ from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
 from fxpar.sharding import plan_facts
-from fxpar.sharding.choose_mesh import balanced, decide_on
-from fxpar.sharding.choose_stages import (
-    choose_with_stages,
-    decide_in_stages,
-    split_evenly,
-)
+from fxpar.sharding.choose_mesh import balanced
+from fxpar.sharding.choose_stages import choose_with_stages, decide_in_stages
+from fxpar.sharding.decide_request import decide_on, split_evenly
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan

@@ -303,12 +303,18 @@ class Numbers(TorchFunctionMode):
 
     ``by_id``: by id of a tensor the slot and the number it stands for. ``answers``:
     comparisons so far. A number changed in place is no longer known. ``item()`` of any
-    tensor gives one that stands for its value.
+    tensor gives one that stands for its value. ``narrow``: by id of a tensor that is
+    read in the precision of numbers what state keeps, in whose own it is changed.
     """
 
-    def __init__(self, by_id: dict[int, tuple[Slot, Any]]) -> None:
+    def __init__(
+        self,
+        by_id: dict[int, tuple[Slot, Any]],
+        narrow: dict[int, torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.by_id, self.answers = by_id, list[TracedComparison]()
+        self.narrow = narrow or {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), func.__name__.strip("_")
@@ -319,6 +325,8 @@ class Numbers(TorchFunctionMode):
                 return self._answer(args[0], name, args[1])
             if _is_in_place(func.__name__):
                 del self.by_id[id(args[0])]
+        if args and id(args[0]) in self.narrow and _is_in_place(func.__name__):
+            return self._in_own_precision(func, types, args, kwargs)
         if name == "item":
             return args[0].reshape(()).to(NUMBER)
         if name in _SCALED:
@@ -334,6 +342,17 @@ class Numbers(TorchFunctionMode):
             kwargs["weight"] = weight.to(args[0].dtype)
             args = args[:2]
         return func(*args, **kwargs)
+
+    def _in_own_precision(self, func, types, args, kwargs):
+        """Change state in place, rounded as the optimizer rounds it."""
+        x, narrow = args[0], self.narrow[id(args[0])]
+        others = (
+            other.to(narrow.dtype) if isinstance(other, torch.Tensor) else other
+            for other in args[1:]
+        )
+        new = self.__torch_function__(func, types, (narrow.clone(), *others), kwargs)
+        self.narrow[id(x)] = new
+        return x.copy_(new)
 
     def _answer(self, x: torch.Tensor, relation: str, other: Any) -> bool:
         slot, value = self.by_id[id(x)]

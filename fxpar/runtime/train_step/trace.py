@@ -294,8 +294,14 @@ def _update(
     leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
     values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
     double, stand_ins = stand_in(optimizer, TracedState(leaves, values))
+    flags = {slot: x for slot, x in slots_of(double, stand_ins).items() if is_flag(x)}
     by_id = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
-    mode = Numbers(by_id)
+    narrow = {
+        id(x): inputs[slot]
+        for slot, x in values.items()
+        if slot not in numbers and x is not inputs[slot]
+    }
+    mode = Numbers(by_id, narrow)
     with torch.no_grad(), _torch.aot.as_compiling():
         if clip is not None:
             trained = [forward_args[i] for i in forward.trained]
@@ -313,7 +319,7 @@ def _update(
             if slot.place == "group" and is_number(x) and plain.get(slot) != x:
                 findings.counted.add(slot)
         refuse_changes(optimizer, double, stand_ins)
-        return _results(double, stand_ins, inputs, values, numbers, findings)
+        return _results(double, stand_ins, inputs, values | flags, numbers, findings)
 
 
 def _as_read(
@@ -338,12 +344,12 @@ def _results(
     double: torch.optim.Optimizer,
     stand_ins: Mapping[int, torch.Tensor],
     inputs: Mapping[Slot, torch.Tensor],
-    values: Mapping[Slot, torch.Tensor],
+    values: Mapping[Slot, Any],
     numbers: Mapping[Slot, Any],
     findings: _Findings,
 ) -> list[torch.Tensor]:
-    """What the stand-in holds now, where it is not what it was given. State that is an
-    input is written."""
+    """What the stand-in holds now, where it is not what it was given, of ``values``.
+    State that is an input is written."""
     new_values = []
     for slot, x in slots_of(double, stand_ins).items():
         before = values.get(slot)
@@ -352,7 +358,8 @@ def _results(
                 findings.result_slots.append(slot)
                 new_values.append(as_tensor(x).to(NUMBER))
         elif not isinstance(x, torch.Tensor):
-            if is_flag(x) or (slot.place == "state" and is_number(x)):
+            is_new_flag = is_flag(x) and (slot not in values or x is not before)
+            if is_new_flag or (slot.place == "state" and is_number(x)):
                 findings.fixed[slot] = x
         elif before is None:
             findings.result_slots.append(slot)

@@ -53,12 +53,14 @@ def sequence_axes(mesh: Mesh) -> Axes:
     )
 
 
-def plain_inputs(program: Program) -> list[Value]:
-    """Inputs whose use nobody has said."""
+def plain_inputs(program: Program, *, fed: bool = False) -> list[Value]:
+    """Inputs whose use nobody has said; with ``fed`` the others too, as those of which
+    each rank feeds a part."""
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return [
         program.values[v]
-        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None and declared.kind == "input" and declared.use is None
+        for declared, v in pairs
+        if v is not None and declared.kind == "input" and (fed or declared.use is None)
     ]
 
 
@@ -100,9 +102,10 @@ def sequence_seeds(
     return seeds
 
 
-def batch_inputs(program: Program) -> list[int]:
-    """Values of the inputs that hold the batch: dim 0 as large as the first one's."""
-    inputs = plain_inputs(program)
+def batch_inputs(program: Program, *, fed: bool = False) -> list[int]:
+    """Values of the inputs that hold the batch: dim 0 as large as the first one's.
+    ``fed``: as for ``plain_inputs``."""
+    inputs = plain_inputs(program, fed=fed)
     first = next((v for v in inputs if len(v.shape) >= 2), None)
     first = first or next((v for v in inputs if v.shape), None)
     if first is None or first.shape[0] == 1:

@@ -2,9 +2,10 @@
 
 In: a Program and which factors of its ops follow the batch (``BatchCut``). Out: the
 ``PartProgram``: the same ops and values, at the sizes of one part; what is there once
-for all parts (weights, sums of gradients, the update) costs a part its share. Of a
-place of a pipeline it says what it holds: its stage's share of weights, activations of
-the parts in flight. Never looks at specs, and changes no graph.
+for all parts (weights, sums of gradients, the update) costs a part its share. What is
+priced is one part, as stages need, or a step of all of them. Of a place of a pipeline
+it says what it holds: its stage's share of weights, activations of the parts in flight.
+Never looks at specs, and changes no graph.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class BatchCut:
 
 @dataclass(frozen=True, eq=False)
 class PartProgram:
-    """One of several parts of a program that runs in stages."""
+    """One of several parts of a program."""
 
     # The program of the whole batch.
     whole: Program
@@ -62,6 +63,8 @@ class PartProgram:
     free_along_stages: str = "own"
     # Kernels of the whole, by what is gathered: parts of one program share them.
     whole_kernels: SharedKernels = field(default_factory=dict)
+    # So many parts are what is priced: one, or all.
+    paid: int = 1
 
     @cached_property
     def program(self) -> Program:
@@ -125,12 +128,21 @@ class PartProgram:
         )
 
     def op_share(self, index: int) -> float:
-        """The share of an op's seconds that one part pays."""
-        return 1.0 if self.cut.factors[index] else 1 / self.count
+        """How many times an op's seconds are paid; of one part a share of them, if the
+        op is there once for all."""
+        return self._share(bool(self.cut.factors[index]))
 
     def value_share(self, value: int) -> float:
-        """The share of the seconds that one part pays to bring a value elsewhere."""
-        return 1.0 if self.cut.dims[value] else 1 / self.count
+        """How many times the seconds are paid to bring a value elsewhere."""
+        return self._share(bool(self.cut.dims[value]))
+
+    def _share(self, with_each: bool) -> float:
+        return float(self.paid) if with_each else self.paid / self.count
+
+    @property
+    def is_step(self) -> bool:
+        """Whether what is priced is a step."""
+        return self.paid == self.count
 
     @cached_property
     def added(self) -> dict[int, tuple[tuple[int, float], ...]]:

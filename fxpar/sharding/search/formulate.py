@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -61,7 +62,8 @@ class Formulation:
     kernels: ProgramKernels
     # What occupies memory, and when.
     entries: Sequence[Entry] = ()
-    launches: float = 0.0  # seconds that no choice changes
+    # Seconds that a kernel takes to start.
+    launch: float = 0.0
     # Of each row of the problem's memory the entry it is of.
     memory_entries: tuple[Entry, ...] = ()
     # Where the program is one part of a batch.
@@ -69,6 +71,16 @@ class Formulation:
     # By node of an op, seconds of adding to sums over parts, by strategy: its costs
     # have them.
     adding: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+    def launches_of(self, index: int) -> float:
+        """Seconds that an op's kernels take to start, which no choice changes."""
+        share = 1.0 if self.parts is None else self.parts.op_share(index)
+        return self.launch * self.kernels.works[index].launches * share
+
+    @cached_property
+    def launches(self) -> float:
+        """Seconds that all kernels take to start."""
+        return sum(map(self.launches_of, range(len(self.kernels.works))))
 
 
 def formulate(
@@ -101,7 +113,6 @@ def formulate(
     if facts.parts is not None:
         live = facts.parts.held(live)
     memory = _memory(build, live, makers, readers)
-    launches = hardware.launch * sum(w.launches for w in build.kernels.works)
     problem = Problem(
         tuple(build.costs),
         tuple(build.edges),
@@ -119,7 +130,7 @@ def formulate(
         build.settling,
         build.kernels,
         live,
-        launches,
+        hardware.launch,
         tuple(entry for entry, _ in memory),
         facts.parts,
         build.adding,

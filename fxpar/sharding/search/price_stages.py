@@ -189,8 +189,6 @@ def _costs(form: Formulation, solution: Solution, chain: StageChain) -> _Costs:
         else:
             (out.backward if late else out.forward)[place] += seconds
 
-    works = form.kernels.works
-    launch = form.launches / max(1, sum(work.launches for work in works))
     places: list[tuple[int, bool, float]] = []
     for i, node in enumerate(form.nodes):
         if node.kind == "op":
@@ -202,7 +200,7 @@ def _costs(form: Formulation, solution: Solution, chain: StageChain) -> _Costs:
                 adding = float(form.adding[i][solution.choice[i]])
                 add(adding, place, late, 1.0)
                 seconds -= adding
-            seconds += launch * works[node.of].launches * share
+            seconds += form.launches_of(node.of)
         else:
             ends = {"input": program.inputs, "output": program.outputs}.get(node.kind)
             v = node.of if ends is None else ends[node.of]

@@ -130,7 +130,7 @@ class ProblemBuilder:
             axes = (self.pool.specs[n].sharded_axes for n in lie)
             sizes = (nbytes / self.mesh.count(split) for split in axes)
             seconds += np.array([self.hardware.fused(n, {}) for n in sizes])[each]
-        return seconds
+        return seconds * parts.paid
 
     def _keeping_apart(
         self, op: Op, of_samples: tuple[Dim, ...], numbers: np.ndarray
@@ -181,11 +181,11 @@ class ProblemBuilder:
         return sizes, value.nbytes, self.share(v)
 
     def op_share(self, index: int) -> float:
-        """The share of what an op takes that is paid."""
+        """How many times what an op takes is paid."""
         return self.facts.parts.op_share(index) if self.facts.parts else 1.0
 
     def share(self, v: int) -> float:
-        """The share of what it takes to bring a value elsewhere that is paid."""
+        """How many times what it takes to bring a value elsewhere is paid."""
         return self.facts.parts.value_share(v) if self.facts.parts else 1.0
 
     def edge(

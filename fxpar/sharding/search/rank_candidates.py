@@ -41,6 +41,16 @@ _Steps = tuple[tuple[float, int], ...]
 _Cell = tuple[bool, float, _Steps]
 
 
+@dataclass(frozen=True)
+class Portion:
+    """How much is simulated of what a formulation of a batch in parts prices."""
+
+    # Of what is done with each part.
+    each: float = 1.0
+    # Of what is done once for all.
+    once: float = 1.0
+
+
 class Overlap:
     """A simulated step. ``choice``: strategy per node, ``seconds``: of the step.
 
@@ -52,6 +62,7 @@ class Overlap:
         self, formulation: Formulation, choice: Sequence[int], *, overlap: bool = True
     ) -> None:
         self.formulation, self.problem = formulation, formulation.problem
+        self._portion = Portion()
         self.choice = list(choice)
         sizes = formulation.mesh.sizes
         self.axes = tuple(axis for axis in formulation.mesh.names if sizes[axis] > 1)
@@ -60,7 +71,6 @@ class Overlap:
             for node in {i, j}:
                 self.edges_of[node].append(e)
         self.layout = layout(formulation, self.axes)
-        self._launch = self._launches()
         self._cells: dict[tuple[int, int, int], _Cell] = {}
         self._overlap, tasks = overlap, self.layout.tasks
         if not overlap:
@@ -69,15 +79,31 @@ class Overlap:
         self._owed: _Runs = {}, {}
         self.seconds = self.change(dict(enumerate(self.choice)))
 
-    def _launches(self) -> dict[int, float]:
-        """Seconds that ops pay for starting their kernels, by node."""
-        works = self.formulation.kernels.works
-        each = self.formulation.launches / max(1, sum(work.launches for work in works))
-        return {
-            i: each * works[node.of].launches
-            for i, node in enumerate(self.formulation.nodes)
-            if node.kind == "op"
-        }
+    def _kernel(self, i: int, k: int) -> float:
+        """Seconds of a node's kernels under a strategy, with what they take to
+        start."""
+        form, node = self.formulation, self.formulation.nodes[i]
+        seconds = float(self.problem.costs[i][k])
+        if node.kind != "op":
+            return seconds * self._share_of_value(node.of)
+        seconds += form.launches_of(node.of)
+        if form.parts is None:
+            return seconds
+        adding = float(form.adding[i][k]) if i in form.adding else 0.0
+        is_cut = bool(form.parts.cut.factors[node.of])
+        share = self._portion.each if is_cut else self._portion.once
+        return (seconds - adding) * share + adding * self._portion.each
+
+    def _share_of_value(self, v: int) -> float:
+        """How much is run of what brings a value elsewhere."""
+        parts = self.formulation.parts
+        is_cut = parts is None or bool(parts.cut.dims[v])
+        return self._portion.each if is_cut else self._portion.once
+
+    def seconds_of(self, portion: Portion) -> float:
+        """``seconds``, if no more than a portion is run."""
+        self._portion, self._cells = portion, {}
+        return self.change(dict(enumerate(self.choice)))
 
     def change(self, strategies: Mapping[int, int]) -> float:
         """Give nodes other strategies; returns ``seconds``."""
@@ -106,8 +132,7 @@ class Overlap:
         problem, kernels, rows = self.problem, self.layout.kernels, self.layout.rows
         for node, k in strategies.items():
             if node in kernels:
-                duration = float(problem.costs[node][k])
-                seconds[kernels[node]] = duration + self._launch.get(node, 0.0)
+                seconds[kernels[node]] = self._kernel(node, k)
         for e in {e for node in strategies for e in self.edges_of[node]}:
             row = rows[e]
             if row.copy is None:
@@ -129,11 +154,13 @@ class Overlap:
             edge_value, formulation = self.layout.edge_values[e], self.formulation
             total = float(self.problem.tables[table][a, b])
             if edge_value is None:
+                total *= self._share_of_value(formulation.nodes[i].of)
                 self._cells[key] = False, total, ()
                 return self._cells[key]
             source = formulation.pool[formulation.nodes[i].specs[a, edge_value.source]]
             target = formulation.pool[formulation.nodes[j].specs[b, edge_value.target]]
             copies, steps = 0.0, tuple[tuple[float, int], ...]()
+            total *= self._share_of_value(edge_value.value)
             if 0 < total < FORBIDDEN:
                 copies, steps = self._steps(edge_value.value, source, target, total)
             self._cells[key] = bool(source.partial), copies, steps
@@ -168,6 +195,17 @@ class Overlap:
             return total, ()
         part = min(1.0, total / whole)
         return total - whole * part, tuple((x * part, bits) for x, bits in runs)
+
+
+def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
+    """Of a simulated step. Of a batch in parts that of the last, beside which gradients
+    are reduced, and of the others without what is done once."""
+    step, parts = Overlap(formulation, choice), formulation.parts
+    if parts is None:
+        return step.seconds
+    last = step.seconds_of(Portion(1 / parts.count))
+    other = step.seconds_of(Portion(1 / parts.count, once=0.0))
+    return last + (parts.count - 1) * other
 
 
 # Shares of its price at which communication that may be hidden stands for overlap. Not
@@ -218,7 +256,7 @@ def polish(
         *cheaper(result, discounts, seconds),
         *extra_choices,
     ]
-    times = [Overlap(form, choice).seconds for choice in choices]
+    times = [step_seconds(form, choice) for choice in choices]
     best = min(range(len(choices)), key=times.__getitem__)
     return Polished(with_choice(result, choices[best]), tuple(times))
 

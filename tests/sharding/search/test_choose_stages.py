@@ -39,33 +39,10 @@ from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 from tests.helpers.machines import machine
 from tests.helpers.programs import program_of
+from tests.helpers.wide_layers import FREE, LAYERS, ROWS, WIDTH, found_for, layers, rows
 
-WIDTH, ROWS, LAYERS = 64, 64, 8
-
-# Nothing has a fixed price, and a network carries anything at once.
-FREE = replace(machine(), levels=(Level(0, 1e30, 0.0, 0.0),))
 # A rank sends weights for longer than it computes, beside that.
 STARVED = replace(machine(), levels=(Level(0, 2e5, 0.0, 0.0),), beside=0.0)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def layers(count: int = LAYERS) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[Layer() for _ in range(count)]).double()
-
-
-def rows(count: int = ROWS) -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(count, WIDTH, dtype=torch.float64)
 
 
 @functools.cache
@@ -81,12 +58,6 @@ def part_of(
     cut = cut_in_time(program)
     assert cut is not None and cut.rows == ROWS
     return PartProgram(program, cut, count, places, flying)
-
-
-def found_for(
-    program: Program, mesh: str, on: Hardware, part: PartProgram | None = None
-) -> SearchResult:
-    return search(program, Mesh.parse(mesh), SearchOptions(on), {}, parts=part)
 
 
 def staged(

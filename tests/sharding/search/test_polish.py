@@ -127,7 +127,7 @@ def test_gradients_are_reduced_beside_the_backward() -> None:
     now = link = 0.0
     for i, node in enumerate(form.nodes):
         if node.kind == "op":
-            now += float(problem.costs[i][choice[i]]) + step._launch[i]
+            now += float(problem.costs[i][choice[i]]) + form.launches_of(node.of)
             if i in sent:
                 link = max(link, now) + sent[i]
     assert step.seconds == pytest.approx(max(now, link), rel=1e-12)
