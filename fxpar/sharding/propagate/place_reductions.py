@@ -255,18 +255,18 @@ def _cut(
 ) -> _Passing:
     """The cut of each part of the region that hangs together."""
     reached: set[_Node] = set()
-    known: dict[tuple[Any, ...], list[int]] = {}  # layers repeat
+    sides: dict[tuple[Any, ...], list[int]] = {}  # layers repeat
     for edges in _parts(_edges(program, axis, region, prices)):
         number: dict[_Node, int] = {}
         for node, to, _ in edges:
             number.setdefault(node, len(number))
             number.setdefault(to, len(number))
         key = tuple((number[node], number[to], ticks) for node, to, ticks in edges)
-        if key not in known:
+        if key not in sides:
             ends = number.get("source"), number.get("sink")
-            known[key] = _source_side(key, *ends)
+            sides[key] = _source_side(key, *ends)
         nodes = list(number)
-        reached.update(nodes[i] for i in known[key])
+        reached.update(nodes[i] for i in sides[key])
     return _passing(program, region, reached)
 
 
