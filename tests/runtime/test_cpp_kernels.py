@@ -72,9 +72,11 @@ def test_kernels_are_compiled_beside_what_comes_next(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go, compile_cpp = threading.Event(), codecache._worker_compile_cpp
+    here = threading.get_ident()
 
     def slowly(*args: Any) -> None:
-        assert may_go.wait(60.0)
+        if threading.get_ident() != here:  # torch 2.11 compiles a header at once
+            assert may_go.wait(60.0)
         compile_cpp(*args)
 
     monkeypatch.setattr(codecache, "_worker_compile_cpp", slowly)
@@ -128,6 +130,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_at_the_end() -> None:
         loaded(source("unheard_of(in_ptr0[x0])"))
 
 
+@pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other instructions")
 def test_no_instructions_are_tried_behind_the_best(
     monkeypatch: pytest.MonkeyPatch,
