@@ -22,6 +22,7 @@ SERVED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def is_served(backend: Any) -> bool:
+    """Whether a backend is one of fxpar's."""
     return any(backend is each for each in SERVED)
 
 

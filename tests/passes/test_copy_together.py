@@ -37,6 +37,17 @@ def test_what_lies_in_memory_is_copied_by_one_call() -> None:
     assert code.count("for(int64_t") < before.count("for(int64_t") / 3
 
 
+def test_a_dim_that_is_named_is_kept() -> None:
+    module, xs = graph_of(0, 9)
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    node.args, node.kwargs = node.args[:1], {"dim": node.args[1]}
+    want = module(*xs)
+    copy_together(module.graph)
+    module.recompile()
+    assert node.target is torch.ops.fxpar.join.default
+    assert torch.equal(module(*xs), want)
+
+
 def test_what_is_computed_goes_where_it_belongs() -> None:
     for computed, given in ((8, LEAST), (0, LEAST - 1)):
         module, _ = graph_of(computed, given)

@@ -28,12 +28,13 @@ LEAST = 8
 def copy_together(graph: fx.Graph) -> None:
     """Let torch copy the parts of buckets that lie in memory."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts = node.args[0]
+        parts = node.args[0] if node.args else node.kwargs["tensors"]
         in_memory = sum(map(_lies_in_memory, parts))
         if in_memory >= LEAST and 2 * in_memory > len(parts):
             register_joins()
-            dim = node.args[1] if len(node.args) > 1 else 0
-            node.target, node.args = torch.ops.fxpar.join.default, (parts, dim)
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            node.target = torch.ops.fxpar.join.default
+            node.args, node.kwargs = (parts, dim), {}
 
 
 def _lies_in_memory(part: fx.Node) -> bool:
