@@ -176,6 +176,18 @@ def _is_floating(x: fx.Node) -> bool:
 # Growth of the values of a Dynamo graph
 
 
+@dataclass(frozen=True)
+class _Fed:
+    """What a program is given."""
+
+    # Its inputs.
+    names: Sequence[NamedInput]
+    # Arguments, with so many parts of a batch.
+    sized: Sized
+    # Of a batch.
+    parts: int
+
+
 class _Growths:
     """``last``: of each result, as it leaves. ``of``: of nodes on linear ways to the
     results, when they are made. ``compared``: an input whose rows are compared with one
@@ -184,7 +196,7 @@ class _Growths:
     def __init__(
         self, gm: fx.GraphModule, names: Sequence[NamedInput], sized: Sized, parts: int
     ) -> None:
-        results = gm.graph.output_node().args[0]
+        results, fed = gm.graph.output_node().args[0], _Fed(names, sized, parts)
         self.ways = linear_ways(results)
         key = _key(gm, names, sized(parts), parts)
         program = _found_before(key)
@@ -192,7 +204,7 @@ class _Growths:
             traced = list[_Known]()
 
             def trace() -> None:
-                traced.append(self._growths(gm, names, sized, parts))
+                traced.append(self._growths(gm, fed))
                 _keep(key, traced[0])
 
             if key:
@@ -206,64 +218,50 @@ class _Growths:
         self.last = growths[:count]
         self.of = dict(zip(self.ways, growths[count:], strict=False))
 
-    def _growths(
-        self, gm: fx.GraphModule, names: Sequence[NamedInput], sized: Sized, parts: int
-    ) -> _Known:
+    def _growths(self, gm: fx.GraphModule, fed: _Fed) -> _Known:
         """Of the results, then of ``ways``; and what is compared."""
         try:
-            short = layers_left_out(gm, _parameters(gm, names))
-            traced, grown = self._of_layers(gm, names, sized, parts, short)
-            fed = fed_positions(*traced.graphs)
+            short = layers_left_out(gm, _parameters(gm, fed.names))
+            traced, grown = self._of_layers(gm, fed, short)
+            positions = fed_positions(*traced.graphs)
             ids = compared_ids(*traced.graphs)
         except Exception as error:  # compiling it says what is wrong
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             return [unknown(f"it cannot be traced: {why}")] * 10**6, ()
-        if fed is not None:
-            lookup, place = fed
-            raise _positions(names[traced.position(place)], lookup)
+        if positions is not None:
+            lookup, place = positions
+            raise _positions(fed.names[traced.position(place)], lookup)
         if ids is None:
             return grown, ()
         comparison, place = ids
-        name = names[traced.position(place)].name
+        name = fed.names[traced.position(place)].name
         return grown, (name, user_line(comparison) or "")
 
     def _of_layers(
-        self,
-        gm: fx.GraphModule,
-        names: Sequence[NamedInput],
-        sized: Sized,
-        parts: int,
-        short: LayersLeftOut,
+        self, gm: fx.GraphModule, fed: _Fed, short: LayersLeftOut
     ) -> tuple[_Traced, list[Growth]]:
         """The program without layers, and growths of its results and ``ways``; the
         whole program if not the same is known of what both layers of a row leave."""
         if short.instead:
             with contextlib.suppress(Exception):  # the whole program says what is wrong
-                traced = self._traced(gm, names, sized, parts, short)
-                grown = traced.growths(names)
+                traced = self._traced(gm, fed, short)
+                grown = traced.growths(fed.names)
                 pairs = len(short.carried)
                 left = grown[len(grown) - 2 * pairs :]
                 if left[::2] == left[1::2] and traced.last_alike(pairs):
                     return traced, grown[: len(grown) - 2 * pairs]
-        traced = self._traced(gm, names, sized, parts, LayersLeftOut())
-        return traced, traced.growths(names)
+        traced = self._traced(gm, fed, LayersLeftOut())
+        return traced, traced.growths(fed.names)
 
-    def _traced(
-        self,
-        gm: fx.GraphModule,
-        names: Sequence[NamedInput],
-        sized: Sized,
-        parts: int,
-        short: LayersLeftOut,
-    ) -> _Traced:
+    def _traced(self, gm: fx.GraphModule, fed: _Fed, short: LayersLeftOut) -> _Traced:
         """The program with the batch and with one twice as large, without its backward.
         Outputs: the results, the values of ``ways``, those that layers hand on."""
         more = [*self.ways, *itertools.chain(*short.carried)]
         both = []
-        for n in (parts, 2 * parts):
-            args = sized(n)
+        for n in (fed.parts, 2 * fed.parts):
+            args = fed.sized(n)
             probe = _with_outputs(gm, more, short)
-            both.append(_aten(globally(probe, names, args).module, args))
+            both.append(_aten(globally(probe, fed.names, args).module, args))
         (once, inputs), (twice, _) = both
         return _Traced((once, twice), inputs)
 
