@@ -84,6 +84,14 @@ class RankMismatchError(FxparError):
     """Ranks disagree about the program or the plan, or one did not answer."""
 
 
+class LostRankError(RankMismatchError):
+    """A rank ended, or hangs, in mid-step. ``rank``: which one, if one is meant."""
+
+    def __init__(self, what: str, *, rank: int | None, fix: str) -> None:
+        super().__init__(what, fix=fix)
+        self.rank = rank
+
+
 class RoomError(FxparError):
     """More rows for the experts of a rank than it was told to have room for."""
 

@@ -305,14 +305,21 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "end"),
+    ("victim", "end", "stages"),
     [
-        (1, "dies"),
-        pytest.param(0, "dies", marks=pytest.mark.slow),
-        pytest.param(1, "hangs", marks=pytest.mark.slow),
-        pytest.param(0, "raises", marks=pytest.mark.slow),
-        pytest.param(1, "raises", marks=pytest.mark.slow),
+        (1, "dies", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *((victim, end, 2) for victim in (0, 1) for end in ("dies", "raises")),
+                (1, "hangs", 2),
+                *((victim, "raises", 4) for victim in (0, 2, 3)),
+                *((victim, "hangs", 4) for victim in (1, 3)),
+            ]
+        ),
     ],
 )
-def test_a_rank_that_ends_in_its_stage_is_named(victim: int, end: str) -> None:
-    check_that_the_stage_is_named(victim, end)
+def test_a_rank_that_ends_in_its_stage_is_named(
+    victim: int, end: str, stages: int
+) -> None:
+    check_that_the_stage_is_named(victim, end, stages)

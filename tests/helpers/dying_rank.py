@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.helpers.scripts import run_script
 
 SCRIPT = """
@@ -31,7 +33,7 @@ def check_that_ranks_end(mesh: str, said: str) -> None:
     assert dead.code == 7
     assert survivor.code not in (0, None)
     assert "alive" in survivor.output and "went on" not in survivor.output
-    assert "RankMismatchError" in survivor.output
+    assert re.search("(RankMismatch|LostRank)Error: ", survivor.output)
     assert said in survivor.output, survivor.output
 
 
@@ -88,7 +90,8 @@ IN_STAGE = """
 import os, sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 import fxpar
-victim, end = int(sys.argv[1]), sys.argv[2]
+from fxpar.errors import RankMismatchError
+victim, end, stages = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 armed = False
 
 @torch.library.custom_op("dying::here", mutates_args=())
@@ -112,7 +115,7 @@ class Layer(torch.nn.Linear):
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=10))
 torch.manual_seed(0)
-model = torch.nn.Sequential(Layer(16, 16), Layer(16, 16))
+model = torch.nn.Sequential(*[Layer(16, 16) for _ in range(stages)])
 step = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
 x = torch.randn(8, 16)
 for _ in range(2):
@@ -122,19 +125,26 @@ armed = True
 begun = time.monotonic()
 try:
     step(x).sum().backward()
+except RankMismatchError as error:
+    print("says:", repr(error.what), flush=True)
+    raise
 finally:
     print("ended in time", time.monotonic() - begun < 14, flush=True)
 """
 
 
-def check_that_the_stage_is_named(victim: int, end: str) -> None:
-    """Where one of two ranks "raises", "dies" or "hangs" in its stage, the other fails
-    within the group's timeout, and says which stage it is."""
-    environment = {"FXPAR_MESH": "pp=2"}
-    ranks = run_script(IN_STAGE, str(victim), end, ranks=2, env=environment)
-    survivor, dead = ranks[1 - victim], ranks[victim]
+def check_that_the_stage_is_named(victim: int, end: str, stages: int = 2) -> None:
+    """Where one of the ranks "raises", "dies" or "hangs" in its stage, the others fail
+    within the group's timeout, and all say which stage it is, also those that fail
+    since another has."""
+    arguments, mesh = (str(victim), end, str(stages)), f"pp={stages}"
+    ranks = run_script(IN_STAGE, *arguments, ranks=stages, env={"FXPAR_MESH": mesh})
+    dead = ranks.pop(victim)
     assert dead.code == (1 if end == "raises" else 7)
     assert ("of this stage alone" in dead.output) == (end == "raises")
-    assert survivor.code not in (0, None)
-    assert "ended in time True" in survivor.output
-    assert f"the stage at place {victim} along the axis of stages" in survivor.output
+    for survivor in ranks:
+        assert survivor.code not in (0, None)
+        assert "ended in time True" in survivor.output
+        said = survivor.output.partition("says: ")[2].splitlines()[0]
+        last = said.rpartition("failed before")[2]
+        assert f"rank {victim}" in last, survivor.output

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import RankMismatchError
+from fxpar.errors import LostRankError
 from fxpar.sharding.cost.op import bytes_of
 
 ours = torch.ops.fxpar
@@ -109,11 +109,12 @@ def behind(x: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
 def _failed(place: int) -> _torch.distributed.Failed:
     """What is raised where a message from a place, or to it, does not get through."""
 
-    def error(rank: int, cause: Exception) -> RankMismatchError:
-        return RankMismatchError(
+    def error(rank: int, cause: Exception) -> LostRankError:
+        return LostRankError(
             f"the stage at place {place} along the axis of stages (rank {rank}) ended "
             f"or hangs: a message between it and this rank did not get through "
-            f"({str(cause).splitlines()[0]})",
+            f"({_reason(cause)})",
+            rank=rank,
             fix=f"look at what rank {rank} printed; if it computes for longer than a "
             "message may take, give init_process_group a longer timeout",
         )
@@ -125,17 +126,23 @@ def _failed_for_all(place: int) -> _torch.distributed.Failed:
     """What is raised where what a place gives to all does not get through: members pass
     it on to one another, and any of them may be the one that does not."""
 
-    def error(rank: int, cause: Exception) -> RankMismatchError:
-        return RankMismatchError(
+    def error(rank: int, cause: Exception) -> LostRankError:
+        return LostRankError(
             f"what the stage at place {place} along the axis of stages (rank {rank}) "
             "gives to all did not get through: one of the stages ended or hangs "
-            f"({str(cause).splitlines()[0]})",
+            f"({_reason(cause)})",
+            rank=None,
             fix="look at what the ranks printed, the first that failed above all; if "
             "one computes for longer than a message may take, give init_process_group "
             "a longer timeout",
         )
 
     return error
+
+
+def _reason(cause: Exception) -> str:
+    """What a backend says of a failure, less its advice."""
+    return str(cause).split(". ")[0].partition("\n")[0]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

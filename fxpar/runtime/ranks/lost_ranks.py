@@ -1,20 +1,27 @@
-"""Where a collective of a step fails: an error that names the ranks that are not in it.
+"""Where a collective or a message of a step fails: an error that names the ranks that
+are not in it.
 
 Backends say that a connection closed, or that time is over, and not whose fault it is.
 Ranks do (``presence``): one that has ended said so, one that died does not answer, one
-that went another way says which line it is at.
+that went another way says which line it is at. A rank that fails since another is lost
+ends, and is lost to others in its turn; so who is first to know which rank it was tells
+it through the store of the process group, and those who fail behind it say the same.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+
 import torch.distributed as dist
 
-from fxpar.errors import FxparError, RankMismatchError
+from fxpar.errors import FxparError, LostRankError, RankMismatchError
 from fxpar.runtime.ranks import presence
-from fxpar.runtime.ranks.meeting import current
+from fxpar.runtime.ranks.meeting import Channel, current
 
-# In what gloo and NCCL say of ranks that they do not reach.
-_SAID = ("gloo", "NCCL", "closed by peer", "pair closure", "Timed out waiting", "reset")
+# In what gloo and NCCL say of ranks that have ended, and of any they do not reach.
+_CLOSED = ("closed by peer", "pair closure", "reset")
+_SAID = ("gloo", "NCCL", "Timed out waiting", *_CLOSED)
 # Of ranks that may have come to the collective.
 _IN_STEP = ("waits", "in a graph", "works")
 _SHOWN = 8  # ranks
@@ -24,30 +31,84 @@ _FIX = (
 )
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the first rank to know says of a lost one."""
+
+    # The rank that says it.
+    rank: int
+    # Which rank is lost, and where it is.
+    what: str
+    # One thing to do.
+    fix: str
+
+
 def name_lost_ranks(error: RuntimeError) -> None:
-    """Raise RankMismatchError, which names them, if ``error`` is of a collective that
-    other ranks did not come to."""
+    """Raise RankMismatchError, which names them, if ``error`` is of a collective or a
+    message that other ranks did not come to."""
     text = str(error)
     is_of_others = isinstance(error, dist.DistError) or any(x in text for x in _SAID)
-    if isinstance(error, FxparError) or not is_of_others:
+    is_foreign = not isinstance(error, FxparError) and is_of_others
+    if not (is_foreign or isinstance(error, LostRankError)):
         return
     channel = current()
     if channel is None:
         return
-    reason = text.split(". ")[0].partition("\n")[0]
-    what = f"a collective of this step did not come to its end ({reason})"
+    what = _what_failed(error)
     try:
-        with presence.waits("asks where others are"):
-            states = channel.presence.answers()
+        told = _told(channel) or _learned(channel, error, what)
     except dist.DistError:
         raise RankMismatchError(
             f"{what}, and the store of the process group does not answer",
             fix="the process that holds it, mostly rank 0, has ended: see its output",
         ) from error
+    if told is None or (told.rank == channel.rank and told.what == what):
+        return
+    fact = told.what
+    if told.rank != channel.rank:
+        fact = f"{what}; rank {told.rank} failed before:\n{told.what}"
+    raise RankMismatchError(fact, fix=told.fix) from error
+
+
+def _what_failed(error: RuntimeError) -> str:
+    if isinstance(error, FxparError):
+        return error.what
+    reason = str(error).split(". ")[0].partition("\n")[0]
+    return f"a collective of this step did not come to its end ({reason})"
+
+
+def _learned(channel: Channel, error: RuntimeError, what: str) -> Told | None:
+    """Which ranks are lost, told to the others; None if nobody knows."""
+    is_closed = any(x in str(error) for x in _CLOSED)
+    if isinstance(error, LostRankError) and error.rank is not None and is_closed:
+        return _tell(channel, what, error.fix or _FIX)
+    with presence.waits("asks where others are"):
+        states = channel.presence.answers(unless=lambda: _told(channel) is not None)
+    told = _told(channel)
+    if told is not None:
+        return told
     absent = {r for r, (state, _) in states.items() if state not in _IN_STEP}
     late = {r for r, (state, _) in states.items() if state == "works"}
     lines = [f"\n  rank {r} {states[r][1]}" for r in sorted(absent or late)]
-    if lines:
-        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        facts = "".join(lines[:_SHOWN])
-        raise RankMismatchError(f"{what}:{facts}{more}", fix=_FIX) from error
+    if not lines:
+        return None
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return _tell(channel, f"{what}:{''.join(lines[:_SHOWN])}{more}", _FIX)
+
+
+def _told(channel: Channel) -> Told | None:
+    """What another rank has told, if one has."""
+    key = _key(channel)
+    store = channel.presence.store
+    return Told(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def _tell(channel: Channel, what: str, fix: str) -> Told:
+    """Say to all ranks which are lost; what was said first."""
+    own = json.dumps({"rank": channel.rank, "what": what, "fix": fix})
+    first = channel.presence.store.compare_set(_key(channel), "", own)
+    return Told(**json.loads(first))
+
+
+def _key(channel: Channel) -> str:
+    return f"{channel.prefix}/lost"

@@ -142,8 +142,11 @@ class Presence:
             states[rank] = (state, text)
         return states
 
-    def answers(self) -> dict[int, tuple[str, str]]:
-        """As ``others``, asked now: "silent" are those who do not answer in time."""
+    def answers(
+        self, unless: Callable[[], bool] = lambda: False
+    ) -> dict[int, tuple[str, str]]:
+        """As ``others``, asked now: "silent" are those who do not answer in time. Not
+        waited for any more once ``unless`` says so."""
         states, begin = self.others(), time.monotonic()
         late, before = list(states), dict(self._news)
         self.ask()
@@ -155,7 +158,7 @@ class Presence:
                 for rank, (state, _) in states.items()
                 if state != "ended" and self._news.get(rank) == before.get(rank)
             ]
-            if not late:
+            if not late or unless():
                 return states
         text = f"has ended or hangs: no answer for {ANSWER:.0f} s"
         return states | dict.fromkeys(late, ("silent", text))
