@@ -17,23 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
-from fxpar.sharding.choose_mesh import (
-    ALIKE,
-    fastest,
-    ms,
-    names_axes,
-    search_of,
-)
+from fxpar.sharding.choose_mesh import ALIKE, fastest, ms, names_axes, search_of
 from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.decide_request import (
-    batch_in_parts,
-    decide_in_parts,
-    decide_on,
-    parts_of,
-    split_evenly,
-)
+from fxpar.sharding.decide_request import parts_of, split_evenly
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
@@ -41,7 +29,7 @@ from fxpar.sharding.search.batch_parts import BatchCut, SharedKernels
 from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.least_memory import whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
-from fxpar.sharding.search.price_stages import StagedStep, least_staged
+from fxpar.sharding.search.price_stages import least_staged
 from fxpar.sharding.search.run_search import STOPPED, SearchOptions
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.try_stages import (
@@ -50,9 +38,7 @@ from fxpar.sharding.try_stages import (
     StagedTrial,
     attempt,
     attempt_in_memory,
-    one_part,
     parts_in_memory,
-    priced,
 )
 
 # By how much stages must be faster, and twice as many microbatches: nothing overlaps in
@@ -102,38 +88,6 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
         raise plan_error
     best = replace(best, notes=(*best.notes, *stage_notes))
     return best, request.on(best.mesh)
-
-
-def decide_in_stages(program: Program, request: Request, parts: int) -> Decision:
-    """The decision on a named mesh: searched for a stage of one of ``parts``
-    microbatches, as many as the batch has; without stages for a step of all that are
-    asked for; else as ``decide_on``."""
-    pipeline, options = request.pipeline, request.mode
-    if pipeline is None or not isinstance(options, SearchOptions):
-        batch = batch_in_parts(program, request)
-        if batch is None:
-            return decide_on(program, request)
-        return decide_in_parts(program, request, batch)
-    cut = cut_in_time(program)
-    count = parts_of(cut.rows, parts) if cut else 1
-    if cut is None or count == 1:
-        return decide_on(program, request)
-    decision = decide_on(program, request, parts=one_part(program, request, cut, count))
-    step = priced(decision, request, options)
-    if step is None:
-        return decision
-    notes = [f"stages: predicted {step}"]
-    if max(step.memory) > options.budget:
-        notes.append(_too_large(step, options.budget))
-    return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)
-
-
-def _too_large(step: StagedStep, budget: float) -> str:
-    largest, room = max(step.memory) / 2**30, budget / 2**30
-    return (
-        f"a rank needs {largest:.3g} GiB in the largest of {len(step.forward)} stages, "
-        f"and has {room:.3g} GiB: take more microbatches, or more stages"
-    )
 
 
 def fastest_staged(
@@ -316,11 +270,8 @@ def _with_fewer(x: _MeshTry, least: float) -> float:
     arithmetic. ``least``: seconds of that of all of them on one device."""
     if x.choice is None or not 2 < x.choice.step.parts <= x.parts:
         return math.inf
-    search, step, places = (
-        search_of(x.choice.decision),
-        x.choice.step,
-        x.mesh.axes[0][1],
-    )
+    search, step = search_of(x.choice.decision), x.choice.step
+    places = x.mesh.axes[0][1]
     counts = itertools.takewhile(
         lambda count: count > 1, (step.parts >> i for i in itertools.count(1))
     )

@@ -3,7 +3,8 @@
 In: a ``StagedProgram``, a Request on the mesh, and how many microbatches. Out: a
 ``StagedChoice``, or why there is none: the plan of a stage, searched for one part of
 the batch on all stages together, and cut (``search.price_stages``). Compares no meshes
-(``choose_stages`` does), and never looks at graphs.
+(``choose_stages`` does), and never looks at graphs. ``decide_in_stages`` has no
+choice: of a mesh that is named.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ from functools import cached_property
 
 from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
 from fxpar.sharding.choose_mesh import ms, search_of
+from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.decide_request import decide_on
+from fxpar.sharding.decide_request import (
+    batch_in_parts,
+    decide_in_parts,
+    decide_on,
+    parts_of,
+)
 from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.pipeline_schedule import stage_places
 from fxpar.sharding.plan_request import Request
@@ -223,3 +230,35 @@ def attempt(
 
 def _first_line(error: FxparError) -> str:
     return str(error.what).splitlines()[0]
+
+
+def decide_in_stages(program: Program, request: Request, parts: int) -> Decision:
+    """The decision on a named mesh: searched for a stage of one of ``parts``
+    microbatches, as many as the batch has; without stages for a step of all that are
+    asked for; else as ``decide_on``."""
+    pipeline, options = request.pipeline, request.mode
+    if pipeline is None or not isinstance(options, SearchOptions):
+        batch = batch_in_parts(program, request)
+        if batch is None:
+            return decide_on(program, request)
+        return decide_in_parts(program, request, batch)
+    cut = cut_in_time(program)
+    count = parts_of(cut.rows, parts) if cut else 1
+    if cut is None or count == 1:
+        return decide_on(program, request)
+    decision = decide_on(program, request, parts=one_part(program, request, cut, count))
+    step = priced(decision, request, options)
+    if step is None:
+        return decision
+    notes = [f"stages: predicted {step}"]
+    if max(step.memory) > options.budget:
+        notes.append(_too_large(step, options.budget))
+    return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)
+
+
+def _too_large(step: StagedStep, budget: float) -> str:
+    largest, room = max(step.memory) / 2**30, budget / 2**30
+    return (
+        f"a rank needs {largest:.3g} GiB in the largest of {len(step.forward)} stages, "
+        f"and has {room:.3g} GiB: take more microbatches, or more stages"
+    )

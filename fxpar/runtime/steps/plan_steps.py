@@ -31,7 +31,7 @@ from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
 from fxpar.sharding import plan_facts
 from fxpar.sharding.choose_mesh import balanced
-from fxpar.sharding.choose_stages import choose_with_stages, decide_in_stages
+from fxpar.sharding.choose_stages import choose_with_stages
 from fxpar.sharding.decide_request import decide_on, split_evenly
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
@@ -44,6 +44,7 @@ from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
+from fxpar.sharding.try_stages import decide_in_stages
 
 log = logging.getLogger("fxpar")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import PlanError
-from fxpar.sharding.choose_stages import choose_with_stages, decide_in_stages
+from fxpar.sharding.choose_stages import choose_with_stages
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import decide
@@ -23,6 +23,7 @@ from fxpar.sharding.search.formulate import cost_of
 from fxpar.sharding.search.rank_candidates import Overlap, Portion, step_seconds
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.try_stages import decide_in_stages
 from tests.helpers.machines import machine
 from tests.helpers.programs import program_of
 from tests.helpers.wide_layers import FREE, found_for, layers, rows
