@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,8 +88,12 @@ def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
 
     if not isinstance(error, (exc.Unsupported, exc.UserError)):
         return None
-    stack = getattr(error, "real_stack", None)
-    where = None
-    if stack:
-        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}"
+    stack = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in stack if not frame.filename.startswith(_LIBRARY)]
+    frame = next(reversed(own or stack), None)
+    where = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else None
     return str(error).splitlines()[0], where
+
+
+# Where the code of torch's modules is.
+_LIBRARY = os.path.dirname(torch.__file__)

@@ -517,6 +517,21 @@ def test_losses_that_are_none(loss: Any, says: str) -> None:
     assert "fix:" in str(raised.value)
 
 
+def test_the_line_of_what_is_not_one_graph_is_the_users() -> None:
+    """A module of torch's looks at the values of a mask."""
+    attention = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 1
+    )
+
+    def loss(m: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return m(x, mask=mask).square().mean()
+
+    step = train_step(attention, torch.optim.SGD(attention.parameters(), 0.1), loss)
+    with pytest.raises(PlanError, match="not one graph") as raised:
+        step(torch.randn(2, 3, 4), torch.full((3, 3), -1.0).triu(1))
+    assert "m(x, mask=mask)" in (raised.value.where or "")
+
+
 class Repeated(nn.Module):
     """Three rounds of a loop, whose result no gradient flows to unless ``trained``."""
 
