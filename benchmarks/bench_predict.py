@@ -1,7 +1,7 @@
 """What plans are predicted to take, against what they take: on CPU, by gloo ranks.
 
     python benchmarks/bench_predict.py calibrate measure report [--cells WORD]
-        [--folder FOLDER] [--lock FILE] [--hold] [--json FILE] [--svg FILE]
+        [--folder FOLDER] [--lock FILE] [--hold] [--pin] [--json FILE] [--svg FILE]
 
 - ``calibrate``: this machine with every number of ranks that cells have, all at work
   at once, into ``hardware_<ranks>.json``: ranks share the cores, so that rates differ.
@@ -18,7 +18,9 @@ while the model of costs was made; they are reported apart.
 A measurement is good on a quiet machine only: what share of the cores other processes
 took meanwhile is measured with it, and where it is above ``NOISE`` the cell is measured
 again, up to ``TRIES`` times; the quietest counts. ``--lock`` and ``--hold``: see
-``_quiet``.
+``_quiet``. ``--pin``: each rank keeps to one core, neighbours to the same, in
+calibration and measurement. Where ranks are more than cores, one that waits else lends
+its core to those it waits for, which no machine with a device for each rank does.
 """
 
 from __future__ import annotations
@@ -134,6 +136,14 @@ def alike(one: dict[str, int], other: dict[str, int]) -> bool:
     return sum(abs(one.get(k, 0) - other.get(k, 0)) for k in keys) < 0.02 * whole
 
 
+def pin(args: argparse.Namespace) -> None:
+    """Keep this rank to its core, if asked to, before it has threads."""
+    if args.pin:
+        rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank * len(cores) // ranks]})
+
+
 def launch(args: argparse.Namespace, ranks: int, *words: str) -> None:
     """Run this file in so many ranks."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -142,7 +152,7 @@ def launch(args: argparse.Namespace, ranks: int, *words: str) -> None:
     command += ["--nproc-per-node", str(ranks), __file__, *words]
     command += ["--hardware", str(_hardware(args.folder, ranks))]
     command += ["--lock", args.lock] if args.lock else []
-    command += ["--hold"] if args.hold else []
+    command += [f"--{word}" for word in ("hold", "pin") if getattr(args, word)]
     subprocess.run(command, env=environment, check=True, timeout=1800)
 
 
@@ -290,7 +300,7 @@ def report(args: argparse.Namespace) -> None:
         for ranks in CALIBRATED
         if _hardware(args.folder, ranks).exists()
     }
-    data = {"conditions": before, "summary": found, "cells": rows}
+    data = {"conditions": before, "summary": found, "cells": rows, "pinned": args.pin}
     write(args.json, "bench_predict", data | {"hardware": hardware})
 
 
@@ -302,11 +312,14 @@ def main() -> None:
     parser.add_argument("--folder", default=str(ROOT / ".benchmarks" / "predict"))
     parser.add_argument("--lock", help="file that is locked while measuring")
     parser.add_argument("--hold", action="store_true", help="keep other jobs waiting")
+    parser.add_argument("--pin", action="store_true", help="ranks keep to one core")
     parser.add_argument("--json")
     parser.add_argument("--svg")
     parser.add_argument("--hardware", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.stages[0] in ("worker", "calibrator"):
+        pin(args)
     if args.stages == ["worker"]:
         (cell,) = (cell for cell in CELLS if cell.name == args.cells)
         return worker(cell, args)
