@@ -95,6 +95,7 @@ def compile_step(
 
 
 @old_objects_kept()
+@_torch.quick_graphs.quick_graphs()
 def compile_graph(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
 ) -> Callable[..., Any]:

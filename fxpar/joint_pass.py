@@ -307,7 +307,7 @@ class JointPass:
         return unlike or bool(self.plan and self.plan.collectives)
 
     def _lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
-        with old_objects_kept():
+        with old_objects_kept(), _torch.quick_graphs.quick_graphs():
             self._schedule(graph, which)
             if self.job.options.codegen == "inductor":
                 return self._compile_once(graph, which, generate)

@@ -1,0 +1,131 @@
+"""Graphs built in less time: the same as without, and torch asked less."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree
+
+from fxpar._torch.quick_graphs import quick_graphs
+
+aten = torch.ops.aten
+
+
+def graph_of(*extra: Any) -> fx.Graph:
+    """x + 1, viewed; ``extra``: more arguments of the view's shape."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.add.Tensor, (x, 1))
+    z = graph.call_function(aten.view.default, (y, [2, 3, *extra]))
+    graph.output((z,))
+    return graph
+
+
+def test_plain_arguments_are_not_gone_through() -> None:
+    with mock.patch.object(_pytree, "tree_iter", side_effect=_pytree.tree_iter) as ask:
+        with quick_graphs(), quick_graphs():
+            quick = str(graph_of())
+        assert not ask.called
+        assert str(graph_of()) == quick
+
+
+@pytest.mark.skipif(not hasattr(fx.graph, "pytree"), reason="as torch 2.11 is")
+@pytest.mark.parametrize("quick", [False, True])
+def test_symbols_among_arguments_are_warned_of(quick: bool) -> None:
+    symbol = ShapeEnv().create_unbacked_symint()
+
+    def warned() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            graph_of(symbol)
+        return [str(x.message) for x in caught if "Raw SymInt" in str(x.message)]
+
+    plain = warned()
+    with quick_graphs():
+        assert warned() == plain
+
+
+def test_code_is_written_when_it_is_run() -> None:
+    x = torch.zeros(6)
+    with quick_graphs():
+        with mock.patch.object(fx.Graph, "python_code") as write:
+            gm = fx.GraphModule({}, graph_of())
+            gm.recompile()
+            copied = copy.deepcopy(gm)
+        assert not write.called
+    for module in (gm, copied):
+        assert "aten.view.default" in module.code
+        (result,) = module(x)
+        assert torch.equal(result, torch.ones(2, 3))
+    add = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)[0]
+    add.args = (add.args[0], 2)
+    gm.recompile()
+    (result,) = gm(x)
+    assert torch.equal(result, torch.full((2, 3), 2.0))
+    assert not isinstance(fx.GraphModule({}, graph_of()), _LazyGraphModule)
+
+
+def test_modules_of_a_users_class_stay_as_they_are() -> None:
+    class Own(fx.GraphModule):
+        pass
+
+    with quick_graphs():
+        own = Own({}, graph_of())
+        copied = copy.deepcopy(own)
+    for module in (own, copied):
+        assert isinstance(module, Own) and not isinstance(module, _LazyGraphModule)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_dead_code_goes(is_dead: bool) -> None:
+    graph = graph_of()
+    if is_dead:
+        view = graph.output_node().all_input_nodes[0]
+        with graph.inserting_after(view):
+            graph.call_function(aten.relu.default, (view,))
+    asked = fx.Node.is_impure
+    with (
+        quick_graphs(),
+        mock.patch.object(
+            fx.Node, "is_impure", autospec=True, side_effect=asked
+        ) as ask,
+    ):
+        assert graph.eliminate_dead_code() == is_dead
+    assert ask.called == is_dead
+    assert [n.name for n in graph.nodes] == [n.name for n in graph_of().nodes]
+
+
+def test_dead_code_goes_in_graphs_inside() -> None:
+    inner = graph_of()
+    view = inner.output_node().all_input_nodes[0]
+    with inner.inserting_after(view):
+        inner.call_function(aten.relu.default, (view,))
+    body = fx.GraphModule({}, inner)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    called = graph.call_function(operator.call, (graph.get_attr("body"), x))
+    graph.output((called,))
+    outer = fx.GraphModule({"body": body}, graph)
+    with quick_graphs():
+        outer.graph.eliminate_dead_code()
+    left = [n.target for n in outer.body.graph.nodes if n.op == "call_function"]
+    assert left == [aten.add.Tensor, aten.view.default]
+
+
+def test_nodes_out_of_order_are_refused() -> None:
+    graph = graph_of()
+    add, view = graph.find_nodes(op="call_function", target=aten.add.Tensor) + (
+        graph.find_nodes(op="call_function", target=aten.view.default)
+    )
+    view.append(add)
+    with quick_graphs(), pytest.raises(RuntimeError, match="before it has been"):
+        graph.eliminate_dead_code()
