@@ -25,6 +25,7 @@ from fxpar._torch.inductor import (
 )
 from fxpar._torch.inductor_shortcuts import unread_texts
 from fxpar._torch.loops import calls_rewritten
+from fxpar._torch.min_cut import quick_min_cut
 from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
 from fxpar._torch.version import own_version
@@ -238,6 +239,7 @@ def compile_fx(
     with (
         functorch_config.patch(settings),
         _views_recomputed(),
+        quick_min_cut(),
         _objects_behind_generators(),
         calls_rewritten(),
         traced_once(repeated),
