@@ -111,15 +111,15 @@ def _modules_lazy() -> contextlib.AbstractContextManager[Any]:
 
 
 def _dead_code_looked_for() -> contextlib.AbstractContextManager[Any]:
-    """Where each node is read there is no dead code: torch asks of each node whether it
-    has side effects, and then whether it is read."""
-    eliminate = fx.Graph.eliminate_dead_code
+    """What is read is no dead code: torch asks of each node whether it has side
+    effects, and only then whether it is read."""
+    eliminate, is_impure = fx.Graph.eliminate_dead_code, fx.Node.is_impure
+
+    def is_read_or_impure(self: fx.Node, *args: Any, **kwargs: Any) -> bool:
+        return bool(self.users) or is_impure(self, *args, **kwargs)
 
     def eliminate_dead_code(self: fx.Graph, *args: Any, **kwargs: Any) -> bool:
-        read = all(x.users or x.op in ("placeholder", "output") for x in self.nodes)
-        if read and not self.find_nodes(op="get_attr"):  # nor graphs inside
-            self.lint()
-            return False
-        return eliminate(self, *args, **kwargs)
+        with mock.patch.object(fx.Node, "is_impure", is_read_or_impure):
+            return eliminate(self, *args, **kwargs)
 
     return mock.patch.object(fx.Graph, "eliminate_dead_code", eliminate_dead_code)
