@@ -74,6 +74,12 @@ def hint_shape(sizes: Iterable[Any]) -> tuple[int, ...]:
     return tuple([x if type(x) is int else hint_of(x) for x in sizes])
 
 
+def hint_numel(x: torch.Tensor) -> int:
+    """Elements of a tensor, of sizes as they were when they were traced."""
+    count = x.numel()  # far less to ask for than the shape of a fake tensor
+    return count if type(count) is int else math.prod(hint_shape(x.shape))
+
+
 def expression(x: Any) -> Any:
     """What a number is of its symbols, hashable; a plain number as it is."""
     return x.node.expr if isinstance(x, SYMBOLIC) else x

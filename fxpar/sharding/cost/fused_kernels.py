@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.symbols import hint_shape
+from fxpar._torch.symbols import hint_numel
 from fxpar.sharding.cost.launch import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import (
     Domain,
@@ -163,10 +163,9 @@ class KernelReader:
             return [_view(operands[0], v) for v in tensors_in(value)]
         if op_facts_of(target).constant and self.fused:
             return [_value(node, None, value)]
-        flops = flops_of(node)
-        if flops or not is_light(target):
-            return self._alone(node, operands, flops)
-        return self._light(node, operands)
+        if is_light(target):
+            return self._light(node, operands)
+        return self._alone(node, operands, flops_of(node))
 
     def settle(self, of: Launch, nodes: list[fx.Node], at: float) -> None:
         self.done.append(Launch("wait", nodes, at, self.backward, of=of))
@@ -208,9 +207,10 @@ class KernelReader:
                 return None
             alone = kernel is None
             ready = self.at if alone else None
-            buffer = Buffer(node, nbytes_of(tensor), alone, ready)
-            launch.makes.append(buffer)
-            return _value(node, buffer, tensor, kernel)
+            view = _value(node, None, tensor, kernel)
+            view.buffer = Buffer(node, view.points * view.itemsize, alone, ready)
+            launch.makes.append(view.buffer)
+            return view
 
         nested = made_of(node.meta.get("val"))
         return nested if isinstance(nested, list) else [nested]
@@ -248,8 +248,7 @@ class KernelReader:
         self, node: fx.Node, operands: list[TensorView]
     ) -> list[TensorView | None]:
         """Let a light op join the kernels it reads from, or start one."""
-        reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
-        domain = domain_of(node, reads)
+        domain = domain_of(node, [value.points for value in operands])
         kernel = self._joined(operands, domain) if self.fused else None
         if kernel is None:
             launch = Launch("fused", [], self.at, self.backward)
@@ -360,8 +359,8 @@ def _value(
     tensor: torch.Tensor,
     kernel: _Growing | None = None,
 ) -> TensorView:
-    size = math.prod(hint_shape(tensor.shape))
-    return TensorView(node, buffer, size, tensor.dtype.itemsize, kernel)
+    size, itemsize = hint_numel(tensor), tensor.dtype.itemsize
+    return TensorView(node, buffer, size, itemsize, kernel)
 
 
 def _view(of: TensorView, tensor: torch.Tensor) -> TensorView:

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
-from fxpar._torch.symbols import hint_shape
+from fxpar._torch.symbols import hint_numel, hint_shape
 from fxpar.sharding.cost.hardware import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.visible_pairs import (
     hidden_share,
@@ -67,7 +67,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def nbytes_of(value: torch.Tensor) -> int:
     """Bytes of a tensor's elements, open sizes as they were traced."""
-    return math.prod(hint_shape(value.shape)) * value.dtype.itemsize
+    return hint_numel(value) * value.dtype.itemsize
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -307,8 +307,8 @@ def is_pointwise(node: fx.Node) -> bool:
         return False
     if is_unordered(node) or facts.random:
         return False
-    reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
-    return not domain_of(node, reads).rows
+    reads = (t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val")))
+    return not domain_of(node, map(hint_numel, reads)).rows
 
 
 def light_class(node: fx.Node) -> str:
@@ -324,7 +324,7 @@ def light_operations(node: fx.Node, points: int) -> int:
         return points
     window: Any = node.args[position]
     ends = node.args[0].meta["val"], tensors_in(node.meta["val"])[0]
-    return math.prod(window) * min(math.prod(hint_shape(x.shape)) for x in ends)
+    return math.prod(window) * min(map(hint_numel, ends))
 
 
 def is_unordered(node: fx.Node) -> bool:
@@ -386,18 +386,21 @@ class Domain:
 
     def joined(self, other: Domain) -> Domain:
         """That of both in one kernel."""
-        return Domain(max(self.points, other.points), self.rows or other.rows)
+        points, rows = max(self.points, other.points), self.rows or other.rows
+        if (points, rows) == (self.points, self.rows):
+            return self
+        return Domain(points, rows)
 
 
-def domain_of(node: fx.Node, operands: Iterable[torch.Tensor]) -> Domain:
-    """The domain of a light op."""
-    sizes = [math.prod(v.shape) for v in tensors_in(node.meta.get("val"))]
-    read = max((math.prod(v.shape) for v in operands), default=0)
+def domain_of(node: fx.Node, reads: Iterable[int]) -> Domain:
+    """The domain of a light op that reads tensors of so many elements."""
+    sizes = list(map(hint_numel, tensors_in(node.meta.get("val"))))
+    read = max(reads, default=0)
     most, least = max(sizes, default=0), min(sizes, default=0)
     facts = op_facts_of(node.target)
     if facts.rows is not None:
-        value, dim = node.args[0].meta["val"], node.args[facts.rows]
-        return Domain(read, read // max(1, value.shape[dim] if value.dim() else 1))
+        shape, dim = hint_shape(node.args[0].meta["val"].shape), node.args[facts.rows]
+        return Domain(read, read // max(1, shape[dim] if shape else 1))
     if facts.gathers:
         return Domain(most)
     if is_unordered(node):

@@ -30,6 +30,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[tuple, tuple[object, np.ndarray]] = {}
+        self._dead: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def once(
         self, key: tuple, sources: object, make: Callable[[], np.ndarray]
@@ -59,9 +60,13 @@ class Tables:
         """The rows of an index array."""
         return self.once(("rows", id(a), index.tobytes()), a, lambda: a[index])
 
-    def dead(self, a: np.ndarray) -> np.ndarray:
-        """(rows,) whether every entry of a row is forbidden."""
-        return self.once(("dead", id(a)), a, lambda: np.isinf(a).all(1))
+    def dead(self, a: np.ndarray) -> np.ndarray | None:
+        """(rows,) whether every entry of a row is forbidden; None if of no row."""
+        entry = self._dead.get(id(a))
+        if entry is None:
+            rows = np.isinf(a).all(1)
+            entry = self._dead[id(a)] = (a, rows if rows.any() else None)
+        return entry[1]
 
 
 @dataclass
@@ -176,12 +181,13 @@ def consistent(
     one. Raises Infeasible if a node loses all."""
     pending: dict[int, np.ndarray] = {}
 
-    def mark(i: int, bad: np.ndarray) -> None:
-        if bad.any():
+    def mark(i: int, bad: np.ndarray | None) -> None:
+        if bad is not None:
             pending[i] = bad | pending[i] if i in pending else bad
 
     for i in nodes:
-        mark(i, np.isinf(net.unary[i]))
+        bad = np.isinf(net.unary[i])
+        mark(i, bad if bad.any() else None)
     for i, j in edges:
         mark(i, net.tables.dead(net.adj[i][j]))
         mark(j, net.tables.dead(net.adj[j][i]))
