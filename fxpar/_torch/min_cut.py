@@ -82,8 +82,10 @@ def minimum_cut(
             b, capacity = number[y], edge["capacity"]
             if a in (b, _SINK) or b == _SOURCE or not capacity:
                 continue
-            if capacity != math.inf and capacity != int(capacity):
-                return None  # sums would be rounded
+            if capacity != math.inf:
+                if capacity != int(capacity):
+                    return None  # sums would be rounded
+                capacity = int(capacity)
             left[a][b] = left[a].get(b, 0) + capacity
             left[b].setdefault(a, 0)
     value = _fill(left)

@@ -45,7 +45,7 @@ def untraced() -> Iterator[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     mode = functional_mode()
-    with _disable_current_modes():
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield (
             (lambda x: x) if mode is None else PythonFunctionalizeAPI(mode).wrap_tensors
         )

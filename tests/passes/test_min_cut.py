@@ -35,7 +35,7 @@ def a_graph(seed: int) -> Any:
     graph.add_node(S)
     graph.add_node(T)
     for i in range(count):
-        size = draw.choice([0, 1, 1, 2, 3, 8, 2**70, 4.0, math.inf])
+        size = draw.choice([0, 1, 1, 2, 3, 8, 2**40, 4.0, math.inf])
         graph.add_edge(f"{i}_in", f"{i}_out", capacity=size)
         if draw.random() < 0.3:
             graph.add_edge(S, f"{i}_in", capacity=math.inf)

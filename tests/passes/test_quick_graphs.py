@@ -38,6 +38,17 @@ def test_plain_arguments_are_not_gone_through() -> None:
         assert str(graph_of()) == quick
 
 
+def test_names_are_those_of_torch() -> None:
+    def names() -> list[str]:
+        graph = fx.Graph()
+        asked = ["x", "x", "x_1", "x_7", "x", "x_7", "1y", "a b", "list", "x_07"]
+        return [graph.create_node("placeholder", "x", name=n).name for n in asked]
+
+    plain = names()
+    with quick_graphs():
+        assert [names(), names()] == [plain, plain]
+
+
 @pytest.mark.skipif(not hasattr(fx.graph, "pytree"), reason="as torch 2.11 is")
 @pytest.mark.parametrize("quick", [False, True])
 def test_symbols_among_arguments_are_warned_of(quick: bool) -> None:
