@@ -23,7 +23,7 @@ from fxpar._torch.inductor import (
     _take_strides,
     decompositions,
 )
-from fxpar._torch.inductor_shortcuts import unread_texts
+from fxpar._torch.inductor_shortcuts import quick_constants, unread_texts
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.min_cut import quick_min_cut
 from fxpar._torch.segment_kinds import FindKinds
@@ -246,6 +246,7 @@ def compile_fx(
         kernels_in_libraries(BEHIND_ALL),
         probes_remembered(),
         unread_texts(),
+        quick_constants(),
     ):
         if inner is None and not any(map(_on_accelerator, examples)):
             probe_beside()

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch.utils import _pytree
 
 from fxpar._torch import known_values
 
@@ -45,6 +46,30 @@ def unread_texts() -> Iterator[None]:
         return
     with mock.patch.object(fx.GraphModule, "print_readable", print_readable):
         yield
+
+
+class _NodesOfArguments:
+    """``torch.utils._pytree``, by which a look for constants goes through arguments."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_pytree, name)
+
+    def tree_map_only_(self, kind: Any, fn: Any, tree: Any, *how: Any) -> Any:
+        if kind is not fx.Node or how:
+            return _pytree.tree_map_only_(kind, fn, tree, *how)
+        fx.node.map_arg(tree, fn)  # which is C++, and changes nothing either
+        return tree
+
+
+def quick_constants() -> contextlib.AbstractContextManager[Any]:
+    """Context in which Inductor's look for constants in a graph, which calls a function
+    with each node that is read, finds the nodes quicker. Nothing to do for a torch that
+    finds them in another way."""
+    from torch._inductor import constant_folding
+
+    if getattr(constant_folding, "pytree", None) is not _pytree:
+        return contextlib.nullcontext()
+    return mock.patch.object(constant_folding, "pytree", _NodesOfArguments())
 
 
 def late_templates() -> contextlib.AbstractContextManager[Any]:

@@ -14,11 +14,13 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor import constant_folding
 from torch._inductor.codegen import cpp
 from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from fxpar._torch import inductor, inductor_shortcuts, known_values
@@ -85,6 +87,19 @@ def test_texts_for_traces_are_made_if_one_is_taken(
     with mock.patch.object(torch.fx.graph_module, "_print_readable", asked):
         code(shortcuts=True)
     assert asked.called == is_traced  # torch makes them, and makes them so
+
+
+def test_uses_of_constants_are_those_of_torch() -> None:
+    gm, _ = traced()
+    kinds = constant_folding.ConstantFolder(gm)
+    plain = kinds.node_to_last_non_output_use()
+    refuse = mock.Mock(side_effect=AssertionError)
+    with (
+        mock.patch.object(_pytree, "tree_map_only_", refuse),
+        inductor_shortcuts.quick_constants(),
+    ):
+        assert kinds.node_to_last_non_output_use() == plain
+    assert len(plain) > 5
 
 
 @pytest.mark.parametrize("divided", [False, True])
