@@ -1,7 +1,7 @@
 """The minimum cut by which AOTAutograd parts forward and backward, found quicker.
 
 In: a graph of networkx with capacities, some without limit. Out: the cut that networkx
-finds (3.6, as torch asks it): of all least ones that with the fewest nodes on the
+finds (3.7, as torch asks it): of all least ones that with the fewest nodes on the
 side of the sink, which is one and the same whatever the flow. Its preflow pushes take
 a third of the parting; here ends that no cut keeps apart are one node first, and what
 is left, a tenth, has its flow by Dinic's algorithm.
@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from unittest import mock
 
-# Successors of nodes, or what is left of the capacities to them.
-_Near = Mapping[Any, Iterable[Any]]
+# By node and neighbour, what is left of the capacity of the edge.
 _Left = list[dict[int, float]]
 
 _SOURCE, _SINK = 0, 1
@@ -64,7 +63,7 @@ def minimum_cut(
     edges = graph.adj
 
     def unlimited(near: Any) -> Callable[[Any], list[Any]]:
-        return lambda x: [y for y, e in near[x].items() if e["capacity"] == math.inf]
+        return lambda x: [y for y, e in near[x].items() if _capacity(e) == math.inf]
 
     early = _reached(source, unlimited(edges))
     late = _reached(sink, unlimited(graph.pred))
@@ -79,7 +78,7 @@ def minimum_cut(
     for x, near in edges.items():
         a = number[x]
         for y, edge in near.items():
-            b, capacity = number[y], edge["capacity"]
+            b, capacity = number[y], _capacity(edge)
             if a in (b, _SINK) or b == _SOURCE or not capacity:
                 continue
             if capacity != math.inf:
@@ -95,6 +94,12 @@ def minimum_cut(
     for x in edges:
         sides[number[x] in behind].add(x)
     return value, sides
+
+
+def _capacity(edge: Mapping[str, Any]) -> float:
+    """That of an edge; without limit where none is given, as for networkx."""
+    capacity: float = edge.get("capacity", math.inf)
+    return capacity
 
 
 def _reached(begin: Any, near: Callable[[Any], Iterable[Any]]) -> set[Any]:

@@ -64,6 +64,12 @@ def test_of_all_least_cuts_the_same(seeds: range) -> None:
     assert finite > len(seeds) // 5
 
 
+def test_an_edge_without_capacity_has_no_limit() -> None:
+    graph = graph_of((S, "a", 3), ("b", T, 2))
+    graph.add_edge("a", "b")
+    assert minimum_cut(graph, S, T) == networkx.minimum_cut(graph, S, T)
+
+
 def test_a_flow_is_sent_back() -> None:
     """The shortest way takes what a larger flow needs elsewhere."""
     graph = graph_of(
