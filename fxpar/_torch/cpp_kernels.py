@@ -3,7 +3,8 @@
 In: the kernels of a module that Inductor generated, which it hands to the compiler one
 by one when the module is loaded. Out: the same functions. Most of a compiler's call is
 for headers (0.4 of 0.65 s), which kernels of one library share. Libraries lie where
-Inductor keeps what it compiles, by their text, and are found again there.
+Inductor keeps what it compiles, by their text, and are found again there; a rank that is
+told where they lie starts no compiler to ask it for its version.
 """
 
 from __future__ import annotations
@@ -158,6 +159,37 @@ def take_instructions(name: str) -> None:
     _INSTRUCTIONS.name = name or _INSTRUCTIONS.name
 
 
+class _Place(NamedTuple):
+    """Where a library lies."""
+
+    path: str
+    # That Inductor knows it by.
+    key: str
+
+
+# Libraries that this process compiled or found, or another rank did, by ``_digest``.
+_LIBRARIES: dict[str, _Place] = {}
+
+
+def compiled_here() -> dict[str, Any]:
+    """What other ranks need not find out: vector instructions, and where libraries of
+    this machine lie. As data, for ``take_compiled``."""
+    return {
+        "instructions": instructions(),
+        "machine": _machine(),
+        "libraries": _LIBRARIES,
+    }
+
+
+def take_compiled(told: Mapping[str, Any]) -> None:
+    """Take over what ``compiled_here`` gave on another rank. A library is as good here
+    as there if both are one machine, and see its file."""
+    take_instructions(told["instructions"])
+    if told["machine"] == _machine():
+        places = {key: _Place(*place) for key, place in told["libraries"].items()}
+        _LIBRARIES.update(places)
+
+
 def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
     """The kind of vector instructions that was taken, if this machine has it, else the
     first that works here, by itself; ``every`` kind where the user chooses one, or on
@@ -178,11 +210,12 @@ def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
 
 def probe_beside() -> None:
     """Begin to try vector instructions beside what the caller does, so that Inductor,
-    which asks for them late, need not wait. Does nothing where ``probes_remembered``
-    remembers nothing: the two would try the same."""
+    which asks for them late, need not wait. Does nothing where some are known to work,
+    and where ``probes_remembered`` remembers nothing: the two would try the same."""
     from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
-    if not hasattr(getattr(VecISA, "_probe_load", None), "remembers"):
+    remembers = hasattr(getattr(VecISA, "_probe_load", None), "remembers")
+    if instructions() or not remembers:
         return
     settings = contextvars.copy_context()
     threading.Thread(target=settings.run, args=(pick_vec_isa,), daemon=True).start()
@@ -273,8 +306,8 @@ def _batches(kernels: Iterable[CppKernel]) -> Iterator[list[CppKernel]]:
         yield batch
 
 
-def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], Any]:
-    """A library whose compiling was begun; called, where it lies and its key."""
+def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], _Place]:
+    """A library whose compiling was begun, or that lies there; called, where."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     class Library(Bindings):
@@ -286,7 +319,28 @@ def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], Any]:
     headers = dict.fromkeys([_PREFIX, *_INCLUDE.findall(Bindings.suffix_template)])
     macro = "#define PY_SSIZE_T_CLEAN"  # stands before the headers
     text = "\n".join([macro, *map(str.strip, headers), *bound])
-    return Library.load_async(text, submit_fn=submit)
+    place = _LIBRARIES.get(_digest(text))
+    if place is not None and os.path.exists(place.path):
+        return lambda: place
+    compiled = Library.load_async(text, submit_fn=submit)
+
+    def ended() -> _Place:
+        library = compiled()
+        # By now it is known for which instructions.
+        place = _LIBRARIES[_digest(text)] = _Place(library.path, library.key)
+        return place
+
+    return ended
+
+
+def _digest(text: str) -> str:
+    """Of the text of a library, and of all that the user chose of how to compile it."""
+    from torch._inductor import config
+
+    parts = ("cpp.", "aot_inductor.")
+    chosen = [x for x in config.get_config_copy().items() if x[0].startswith(parts)]
+    how = sorted(chosen, key=lambda setting: setting[0]), instructions()
+    return sha256(f"{how}\n{text}".encode()).hexdigest()
 
 
 def _bound(kernel: CppKernel, i: int) -> str:
@@ -306,7 +360,7 @@ def _bound(kernel: CppKernel, i: int) -> str:
     return f"namespace of_{name} {{\n{source}\n{binding}\n}}"
 
 
-def _function(library: Any, i: int) -> Callable[..., Any]:
+def _function(library: _Place, i: int) -> Callable[..., Any]:
     """A function of a library: each is a module of Python in the same file."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 

@@ -155,7 +155,7 @@ def _compile_for_others(
         "folder": folders[channel.rank],
         "parts": parts,
         "key": entry and entry[0],
-        "instructions": _torch.cpp_kernels.instructions(),
+        "kernels": _torch.cpp_kernels.compiled_here(),
     }
     channel.store.set(f"{key}/done", json.dumps(outcome))
     return compiled
@@ -179,7 +179,7 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
             f"rank {leader} failed to compile {what}:\n{message['failed']}",
             fix="this rank only stopped with it: look at that rank's error",
         )
-    _torch.cpp_kernels.take_instructions(message["instructions"])
+    _torch.cpp_kernels.take_compiled(message["kernels"])
     if message["parts"] and message["folder"] != channel.folders()[channel.rank]:
         with contextlib.suppress(OSError):  # then this rank compiles
             content = _received(channel, key, message["parts"])

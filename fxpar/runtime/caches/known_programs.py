@@ -190,7 +190,7 @@ def tell_compiled(
     """Tell the other ranks that rank 0 has compiled a program, and what it found, or
     why sizes cannot be left open."""
     message = {"shared": shared, "launches": list(launches), "refused": refused}
-    message["instructions"] = _torch.cpp_kernels.instructions()
+    message["kernels"] = _torch.cpp_kernels.compiled_here()
     consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
 
 
@@ -201,7 +201,7 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
     """
     text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
     message = json.loads(text)
-    _torch.cpp_kernels.take_instructions(message.pop("instructions"))
+    _torch.cpp_kernels.take_compiled(message.pop("kernels"))
     return replace(program, **message | {"launches": tuple(message["launches"])})
 
 
