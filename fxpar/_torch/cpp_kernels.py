@@ -3,7 +3,7 @@
 In: the kernels of a module that Inductor generated, which it hands to the compiler one
 by one when the module is loaded. Out: the same functions. Most of a compiler's call is
 for headers (0.4 of 0.65 s), which kernels of one library share. Libraries lie where
-Inductor keeps what it compiles, by their text, and are found again there; a rank that is
+Inductor keeps what it compiles, by their text, and are found again there; one that is
 told where they lie starts no compiler to ask it for its version.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.inductor_shortcuts import unread_names
+from fxpar._torch.dynamo_shortcuts import shortcuts
 from fxpar._torch.quick_graphs import quick_graphs
 
 # Raises in what is compiled, with a message, where a tensor is False.
@@ -241,7 +241,7 @@ class _InsideContext(_Conversion):
         self._torchdynamo_orig_backend = convert
 
     def __call__(self, *args: Any, skip: int = 0, **how: Any) -> Any:
-        with unread_names(), quick_graphs(), self._tracing():
+        with shortcuts(), quick_graphs(), self._tracing():
             return self._convert(*args, skip=skip + 1, **how)
 
 

@@ -1,7 +1,7 @@
 """Shortcuts of tracing and codegen: what is computed anew of every op is known.
 
-In: the parts of Dynamo, AOTAutograd and Inductor that look at each op of a graph. Out:
-the same numbers and code from them, in less time. Never changes what they decide.
+In: the parts of AOTAutograd and Inductor that look at each op of a graph. Out: the same
+numbers and code from them, in less time. Never changes what they decide.
 """
 
 from __future__ import annotations
@@ -103,20 +103,6 @@ class _LateTemplate:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._template, name)
-
-
-@contextlib.contextmanager
-def unread_names() -> Iterator[None]:
-    """Context in which Dynamo does not look up in which function a line of the user's
-    stands: torch (2.13) parses whole files for a log of calls that few ask for."""
-    from torch._dynamo import symbolic_convert
-    from torch._logging._internal import log_state
-
-    if any(map(log_state.is_artifact_enabled, ("trace_call", "trace_source"))):
-        yield
-        return
-    with mock.patch.object(symbolic_convert, "get_funcname", lambda *_: None):
-        yield
 
 
 def _plain_indices_stay() -> contextlib.AbstractContextManager[Any]:
