@@ -159,7 +159,7 @@ def take_instructions(name: str) -> None:
     _INSTRUCTIONS.name = name or _INSTRUCTIONS.name
 
 
-class _Place(NamedTuple):
+class LibraryPlace(NamedTuple):
     """Where a library lies."""
 
     path: str
@@ -168,7 +168,7 @@ class _Place(NamedTuple):
 
 
 # Libraries that this process compiled or found, or another rank did, by ``_digest``.
-_LIBRARIES: dict[str, _Place] = {}
+_LIBRARIES: dict[str, LibraryPlace] = {}
 
 
 def compiled_here() -> dict[str, Any]:
@@ -186,7 +186,7 @@ def take_compiled(told: Mapping[str, Any]) -> None:
     as there if both are one machine, and see its file."""
     take_instructions(told["instructions"])
     if told["machine"] == _machine():
-        places = {key: _Place(*place) for key, place in told["libraries"].items()}
+        places = {key: LibraryPlace(*place) for key, place in told["libraries"].items()}
         _LIBRARIES.update(places)
 
 
@@ -306,7 +306,7 @@ def _batches(kernels: Iterable[CppKernel]) -> Iterator[list[CppKernel]]:
         yield batch
 
 
-def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], _Place]:
+def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], LibraryPlace]:
     """A library whose compiling was begun, or that lies there; called, where."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
@@ -324,10 +324,10 @@ def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], _Place]:
         return lambda: place
     compiled = Library.load_async(text, submit_fn=submit)
 
-    def ended() -> _Place:
+    def ended() -> LibraryPlace:
         library = compiled()
         # By now it is known for which instructions.
-        place = _LIBRARIES[_digest(text)] = _Place(library.path, library.key)
+        place = _LIBRARIES[_digest(text)] = LibraryPlace(library.path, library.key)
         return place
 
     return ended
@@ -360,7 +360,7 @@ def _bound(kernel: CppKernel, i: int) -> str:
     return f"namespace of_{name} {{\n{source}\n{binding}\n}}"
 
 
-def _function(library: _Place, i: int) -> Callable[..., Any]:
+def _function(library: LibraryPlace, i: int) -> Callable[..., Any]:
     """A function of a library: each is a module of Python in the same file."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 

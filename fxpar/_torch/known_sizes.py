@@ -27,7 +27,7 @@ _OPERATIONS = (
 _PLAIN = frozenset((int, bool, type(None)))
 
 
-class _Known:
+class SizeArithmetic:
     """What came of operations, in one environment of symbols."""
 
     def __init__(self) -> None:
@@ -56,9 +56,10 @@ def sizes_known() -> Iterator[None]:
     if is_seen or is_inside or not counts_replacements():
         yield
         return
-    known, expression = _Known(), _expression(ask)
+    arithmetic, expression = SizeArithmetic(), _expression(ask)
     each: dict[str, Any] = {
-        name: _operation(name, getattr(SymNode, name), known) for name in _OPERATIONS
+        name: _operation(name, getattr(SymNode, name), arithmetic)
+        for name in _OPERATIONS
     }
     with mock.patch.multiple(SymNode, expr=property(expression), **each):
         yield
@@ -73,7 +74,7 @@ def counts_replacements() -> bool:
 
 
 def _operation(
-    name: str, ask: Callable[[Any, Any], Any], known: _Known
+    name: str, ask: Callable[[Any, Any], Any], arithmetic: SizeArithmetic
 ) -> Callable[[Any, Any], Any]:
     """An operation of torch's, asked once for the same operands."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -89,7 +90,7 @@ def _operation(
             return ask(self, other)
         if env._translation_validation_enabled or get_proxy_mode() is not None:
             return ask(self, other)
-        results = known.results(env)
+        results = arithmetic.results(env)
         key = (name, *_operand(self), *_operand(other))
         node = results.get(key)
         if node is None:
