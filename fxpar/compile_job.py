@@ -113,12 +113,15 @@ def compile_graph(
     inductor = job.options.codegen == "inductor"
     if inductor and job.ranks.rank == 0:
         installation_keys.load()  # and leave them to the others, who come behind
-    entry, leads = _look_up(job, gm, examples, number), False
-    if inductor:
+    entry = _look_up(job, gm, examples, number)
+    is_led = entry is not None and known_programs.is_led(entry, examples)
+    leads = is_led and job.ranks.rank == 0
+    # With fixed sizes the others load what rank 0 compiles.
+    loads = is_led and not leads and job.open is None
+    if inductor and not loads:
         _load_inductor()
-    if entry is not None and known_programs.is_led(entry, examples):
-        leads = job.ranks.rank == 0
-        entry = entry if leads else _await_leader(job, entry, number)
+    if is_led and not leads:
+        entry = _await_leader(job, entry, number)
     _refuse_as_known(entry)
     step = JointPass(job, number, broken_at, entry, leads=leads)
     showing = status_line.status_of(
@@ -136,18 +139,8 @@ def compile_graph(
         open_way,
     ):
         with step.leading():
-            compiled = _torch.aot.compile_fx(
-                gm,
-                examples,
-                joint_pass=step,
-                lower=step.lower,
-                inner=None if job.options.codegen == "inductor" else run_op_by_op,
-                key=_cache_key(job, entry),
-                cached=entry is not None,
-                local_border=bool(job.local) or job.options.outputs == "dtensor",
-                symbolic=job.open is not None,
-                repeated=None if job.open is not None else repeated_segments,
-            )
+            compiled = _loaded(gm, examples, entry) if loads else None
+            compiled = compiled or _compiled(job, gm, examples, entry, step)
         step.report_known_plan()
         if job.open is not None:
             step.sizes = size_range(job.open, step.written())
@@ -166,6 +159,40 @@ def compile_graph(
         step.sizes,
         _made_at(gm),
         step.written(),
+    )
+
+
+def _loaded(
+    gm: fx.GraphModule, examples: Sequence[Any], entry: KnownProgram | None
+) -> Callable[..., Any] | None:
+    """What rank 0 compiled for all; None if there is nothing, and Inductor is to find
+    out."""
+    code = entry.code if entry is not None else ""
+    compiled = _torch.led_code.load(gm, examples, code) if code else None
+    if compiled is None:
+        _load_inductor()
+    return compiled
+
+
+def _compiled(
+    job: CompileJob,
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    entry: KnownProgram | None,
+    step: JointPass,
+) -> Callable[..., Any]:
+    """What AOTAutograd and Inductor make of a Dynamo graph, ``step`` in between."""
+    return _torch.aot.compile_fx(
+        gm,
+        examples,
+        joint_pass=step,
+        lower=step.lower,
+        inner=None if job.options.codegen == "inductor" else run_op_by_op,
+        key=_cache_key(job, entry),
+        cached=entry is not None,
+        local_border=bool(job.local) or job.options.outputs == "dtensor",
+        symbolic=job.open is not None,
+        repeated=None if job.open is not None else repeated_segments,
     )
 
 

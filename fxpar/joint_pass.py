@@ -95,6 +95,8 @@ class JointPass:
         self.is_taken = False  # from AOTAutograd's cache: there is no result
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
         self.is_agreed = False  # ranks know that they launch the same
+        # Keys of what was compiled, in AOTAutograd's cache.
+        self.keys: list[str] = []
 
     @property
     def plan(self) -> Any:
@@ -202,7 +204,10 @@ class JointPass:
             yield
             return
         name = self.request.name
-        with presence.works(f"compiles {name} for all ranks"):
+        with (
+            presence.works(f"compiles {name} for all ranks"),
+            _torch.led_code.keys_noted() as self.keys,
+        ):
             try:
                 yield
             except Exception as error:
@@ -210,7 +215,10 @@ class JointPass:
                 raise
         if self.has_told:
             known_programs.tell_compiled(
-                name, shared=self.is_shared, launches=self.launches
+                name,
+                shared=self.is_shared,
+                launches=self.launches,
+                code=self.keys[0] if len(self.keys) == 1 else "",
             )
         else:
             known_programs.tell_plan(name, None)

@@ -235,7 +235,7 @@ def compile_fx(
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
     if (symbolic or cached) and can_compile_backward():
-        settings[_NOW] = True
+        settings[NOW] = True
     with (
         functorch_config.patch(settings),
         _views_recomputed(),
@@ -252,7 +252,7 @@ def compile_fx(
             probe_beside()
         compiled = inductor(
             gm,
-            examples if symbolic else _with_symbols(gm, examples),
+            examples if symbolic else with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
             decompositions=decompositions(),
@@ -266,14 +266,14 @@ def _on_accelerator(x: Any) -> bool:
 
 
 # Of AOTAutograd's configuration: a backward is compiled with its forward.
-_NOW = "force_non_lazy_backward_lowering"
+NOW = "force_non_lazy_backward_lowering"
 
 
 def can_compile_backward() -> bool:
     """Whether a backward can be compiled with its forward, not when it is called."""
     import torch._functorch.config as functorch_config
 
-    return hasattr(functorch_config, _NOW)
+    return hasattr(functorch_config, NOW)
 
 
 _VIEWS: list[Any] = []  # op packets
@@ -332,7 +332,7 @@ def _objects_behind_generators() -> Any:
     return mock.patch.object(partitioners, "functionalize_rng_ops", in_order)
 
 
-def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
+def with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
     """Examples as fakes among which symbols can be made: Inductor asks for that to keep
     what it compiled on disk, and to lower loops."""
     from torch._subclasses.fake_tensor import FakeTensor

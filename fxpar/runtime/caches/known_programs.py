@@ -66,6 +66,8 @@ class KnownProgram:
     divisors: Mapping[str, int] = field(default_factory=dict)
     # Why its sizes cannot be left open; "" if they can.
     refused: str = ""
+    # Its key in AOTAutograd's cache, if rank 0 compiled it for all now.
+    code: str = ""
 
     def name_of(self, rank: int) -> str:
         """What torch's caches know it by on a rank."""
@@ -185,11 +187,17 @@ def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
 
 
 def tell_compiled(
-    graph: str, *, shared: bool, launches: Sequence[str], refused: str = ""
+    graph: str,
+    *,
+    shared: bool,
+    launches: Sequence[str],
+    refused: str = "",
+    code: str = "",
 ) -> None:
     """Tell the other ranks that rank 0 has compiled a program, and what it found, or
-    why sizes cannot be left open."""
-    message = {"shared": shared, "launches": list(launches), "refused": refused}
+    why sizes cannot be left open. ``code``: its key in AOTAutograd's cache."""
+    message: dict[str, Any] = {"shared": shared, "launches": list(launches)}
+    message |= {"refused": refused, "code": code if shared else ""}
     message["kernels"] = _torch.cpp_kernels.compiled_here()
     consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
 

@@ -25,7 +25,9 @@ from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import Channel, current
 from fxpar.runtime.ranks.presence import Patience
 
-SLOWEST_POLL = 0.05
+# Who waits asks at least so often, in seconds; for long, at every so much of its wait: a
+# look costs 0.2 ms, and the rank that answers as much.
+SLOWEST_POLL, OF_WAIT, LONGEST_PAUSE = 0.05, 0.01, 0.2
 # Others wait longer for the verdict than rank 0 does for them, so that it arrives.
 GRACE = 5.0
 DIFF_LINES = 60
@@ -300,12 +302,13 @@ def poll(
     done: Callable[[], bool], patience: Patience, missing: Callable[[], Sequence[int]]
 ) -> bool:
     """Whether ``done`` holds before patience is over; asks ever more seldom."""
-    pause = 0.0005
+    pause, begin = 0.0005, time.monotonic()
     while not done():
         if patience.is_over(missing):
             return done()
         time.sleep(pause)
-        pause = min(pause * 1.5, SLOWEST_POLL)
+        slowest = max(SLOWEST_POLL, OF_WAIT * (time.monotonic() - begin))
+        pause = min(pause * 1.5, slowest, LONGEST_PAUSE)
     return True
 
 
