@@ -116,11 +116,11 @@ def compile_graph(
     entry = _look_up(job, gm, examples, number)
     is_led = entry is not None and known_programs.is_led(entry, examples)
     leads = is_led and job.ranks.rank == 0
-    # With fixed sizes the others load what rank 0 compiles.
-    loads = is_led and not leads and job.open is None
+    follows = is_led and not leads
+    loads = follows and job.open is None  # what rank 0 compiles, if sizes are fixed
     if inductor and not loads:
         _load_inductor()
-    if is_led and not leads:
+    if entry is not None and follows:
         entry = _await_leader(job, entry, number)
     _refuse_as_known(entry)
     step = JointPass(job, number, broken_at, entry, leads=leads)

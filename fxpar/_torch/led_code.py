@@ -1,10 +1,10 @@
 """Code that another rank compiled, by its key in AOTAutograd's cache.
 
-In: a graph, and the key under which the rank that compiled it left it. Out: the callable
-that it has; None where nothing lies under the key. Inductor's lowerings, a quarter of a
-second of imports, are left alone: what is loaded asks for names of a few modules that
-come with them, and is given these late. On CPUs; where nothing is loaded, compiling
-(``aot.compile_fx``) finds out by itself.
+In: a graph, and the key under which the rank that compiled it left it. Out: the
+callable that it has; None where nothing lies under the key. Inductor's lowerings, a
+quarter of a second of imports, are left alone: what is loaded asks for names of a few
+modules that come with them, and is given these late. On CPUs; where nothing is loaded,
+compiling (``aot.compile_fx``) finds out by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _NothingThere(Exception):
 
 @contextlib.contextmanager
 def keys_noted() -> Iterator[list[str]]:
-    """Context that gives the keys of what is compiled inside, in AOTAutograd's cache."""
+    """Context that gives the keys in AOTAutograd's cache of what is compiled inside."""
     from torch._functorch._aot_autograd import autograd_cache
 
     keys: list[str] = []
@@ -54,7 +54,7 @@ def load(
     gm: fx.GraphModule, examples: Sequence[Any], key: str
 ) -> Callable[..., Any] | None:
     """What another rank's ``compile_fx`` gave for this graph, with fixed sizes."""
-    import torch._inductor.debug  # compiled code looks into it when it runs
+    import torch._inductor.debug  # noqa: F401  (code looks into it when it runs)
     from torch._functorch._aot_autograd import autograd_cache
 
     cache = autograd_cache.AOTAutogradCache
@@ -83,10 +83,8 @@ def _compiled(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
     import torch._functorch.config as functorch_config
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import compiled_autograd
-    from torch._functorch.aot_autograd import (
-        SerializableAOTDispatchCompiler,
-        aot_module_simplified,
-    )
+    from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+    from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor.output_code import OutputCode
     from torch._inductor.virtualized import V

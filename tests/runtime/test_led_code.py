@@ -49,7 +49,8 @@ want = fn(x, w)[0]
 
 COMPILES = """
 with led_code.keys_noted() as keys:
-    compiled = _torch.aot.compile_fx(gm, [x, w], joint_pass=lambda gm: None, cached=True)
+    how = {"joint_pass": lambda gm: None, "cached": True}
+    compiled = _torch.aot.compile_fx(gm, [x, w], **how)
 assert torch.allclose(compiled(x, w)[0], want)
 assert len(keys) == 1
 print(keys[0])

@@ -25,8 +25,8 @@ from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import Channel, current
 from fxpar.runtime.ranks.presence import Patience
 
-# Who waits asks at least so often, in seconds; for long, at every so much of its wait: a
-# look costs 0.2 ms, and the rank that answers as much.
+# Who waits asks at least so often, in seconds; who waits long, after every so much of
+# its wait: asking costs 0.2 ms, and the rank that answers as much.
 SLOWEST_POLL, OF_WAIT, LONGEST_PAUSE = 0.05, 0.01, 0.2
 # Others wait longer for the verdict than rank 0 does for them, so that it arrives.
 GRACE = 5.0
