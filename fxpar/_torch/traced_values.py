@@ -44,7 +44,9 @@ def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tenso
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(attributes, fake_mode=mode)
+    for name, value in attributes.items():
+        object.__setattr__(fake, name, value)  # a dict of its own would be larger
+    fake.fake_mode = mode
     return fake
 
 
