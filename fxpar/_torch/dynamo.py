@@ -41,6 +41,7 @@ def trace_instead(original: Callable[..., Any], instead: Callable[..., Any]) -> 
     torch.compiler.substitute_in_graph(original)(instead)
 
 
+@quick_graphs()
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that compiling may consume, bodies of its regions included; parameters and
     constants are shared."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fxpar._torch.objects import is_mutable, memory_of
+from fxpar._torch.traced_values import new_fake
 
 aten = torch.ops.aten
 
@@ -269,10 +270,7 @@ def _made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def _tensor(form: _Form, mode: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A new value of a form."""
-    from torch._subclasses.fake_tensor import (
-        FakeTensor,
-        in_kernel_invocation_manager,
-    )
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
     is_fake = not isinstance(mode, contextlib.nullcontext)
     is_inside = is_fake and torch._C._len_torch_dispatch_stack() > 0
@@ -285,4 +283,4 @@ def _tensor(form: _Form, mode: Any, tensors: Sequence[torch.Tensor]) -> torch.Te
             operand = tensors[form.operand]
             offset = int(operand.storage_offset()) + form.offset
             x.set_(operand.untyped_storage(), offset, form.shape, form.stride)
-    return FakeTensor(mode, x, form.device) if is_fake else x
+    return new_fake(mode, x, form.device) if is_fake else x

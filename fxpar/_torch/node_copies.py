@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,31 @@ class TracedNode:
         return copy
 
 
-def copy_node(
-    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
+def add_node(
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    type_expr: Any = None,
 ) -> fx.Node:
-    """As ``graph.node_copy``, the node's operands being ``copies`` of its own. Half of
-    what that takes is a look for symbols in arguments, which a node that was made went
-    through before, and what torch does when a node that is in a graph is written to."""
-    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    args = fx.node.map_arg(node.args, copies.__getitem__)
-    kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__) if node.kwargs else {}
-    copy._update_args_kwargs(args, kwargs)
+    """As ``graph.create_node``, without a look for symbols in arguments, which takes
+    half of its time: what is given here are nodes and numbers."""
+    node = graph.create_node(op, target, name=name, type_expr=type_expr)
+    if args or kwargs:
+        node._update_args_kwargs(args, kwargs or {})
+    return node
+
+
+def copy_node(
+    graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any]
+) -> fx.Node:
+    """As ``graph.node_copy``; by ``add_node``, and without what torch does when a node
+    that is in a graph is written to."""
+    args = fx.node.map_arg(node.args, value_of)
+    kwargs = fx.node.map_arg(node.kwargs, value_of) if node.kwargs else {}
+    copy = add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
     copy.meta.update(node.meta)
     return copy
 

@@ -33,7 +33,7 @@ from fxpar.fusion.fewer_layers import (
 from fxpar.fusion.halo_candidates import halo_candidates
 from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.schedule_attempts import LEAST, Attempts, with_room
+from fxpar.fusion.schedule_attempts import LEAST, Attempts, SimulatedRun, with_room
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.unlike_shards import UnlikeOp, closed
 from fxpar.fusion.varying_axes import varying
@@ -94,6 +94,8 @@ class Chosen:
     others: tuple[Schedule, ...] = ()
     # Ops on shards that are not alike, which stay as they are.
     unlike: int = 0
+    # What was simulated of it, if that was not forgotten.
+    run: SimulatedRun | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ def choose(
         tuple(dict.fromkeys(state.near)),
         state.others(),
         sum(isinstance(node.target, UnlikeOp) for node in graph.nodes),
+        state.run,
     )
 
 

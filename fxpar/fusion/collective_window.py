@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.node_copies import copy_node
+from fxpar._torch.node_copies import add_node
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.schedule import Argument, Line, Schedule
@@ -122,6 +122,8 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
     empty = cache(partial(torch.empty_strided, device="meta"))
 
     def on_meta(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return copies[value]
         if isinstance(value, torch.device):
             return torch.device("meta")
         if isinstance(value, torch.Tensor):
@@ -130,10 +132,10 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
         return value
 
     for node in graph.nodes:
-        copies[node] = copy = copy_node(shapes, node, copies)
-        copy.args, copy.kwargs = fx.node.map_aggregate(
-            (copy.args, copy.kwargs), on_meta
-        )
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), on_meta)
+        copy = add_node(shapes, node.op, node.target, args, kwargs, node.name)
+        copies[node] = copy
+        copy.meta.update(node.meta)
         if "val" in node.meta:
             copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], on_meta)
         if isinstance(node.target, CallableRegion):

@@ -206,7 +206,7 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
                 if instead[read] not in copies:
                     return None
                 copies[read] = copies[instead[read]]
-        copies[node] = copy_node(shorter, node, copies)
+        copies[node] = copy_node(shorter, node, copies.__getitem__)
     shorter.output([copies.get(r, r) for r in results])
     shorter.output_node().meta = dict(output.meta)
     return shorter

@@ -7,6 +7,7 @@ why. Knows nothing of where schedules come from. Never changes the graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -22,8 +23,10 @@ from fxpar.passes.order.forward_backward import (
     parted,
     parted_as_run,
 )
-from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.simulate_step import Timeline, timed
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.mesh import Mesh
 
 # A schedule that saves no more than this share of a step is not worth its name.
@@ -35,6 +38,18 @@ _CLOSE = 1.25
 # By what buckets and gathers under way may raise a step's peak memory at most: a share
 # of it, or bytes that are little to any device.
 _ROOM, _LITTLE = 0.1, 8 << 20
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """A local graph that was simulated."""
+
+    # Collectives as they run, before it was ordered.
+    lowered: fx.Graph
+    # In the order in which it runs.
+    graph: fx.Graph
+    # Of that.
+    launches: Launches
 
 
 class Attempts:
@@ -51,8 +66,10 @@ class Attempts:
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
         self._last: tuple[tuple[Line, ...], PartedGraph] | None = None
         self._last_steps: tuple[tuple[Line, ...], fx.Graph] | None = None
+        self._last_run: tuple[Schedule, SimulatedRun] | None = None
         self.schedule = Schedule()
         self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
+        self.run = self._run_of(self.schedule)
 
     def others(self) -> tuple[Schedule, ...]:
         """All that were simulated but the one taken, and those that need much more
@@ -78,8 +95,17 @@ class Attempts:
         """A step as it would run. Raises ScheduleError."""
         if schedule in self.simulated:
             return self.simulated[schedule]
-        run = parted_as_run(self._lowered(schedule), settings=schedule.settings)
-        return simulate(run, self.mesh, self.hardware)
+        parts = self._lowered(schedule)
+        graph = parted_as_run(parts, settings=schedule.settings)
+        launches = launches_of(graph)
+        self._last_run = schedule, SimulatedRun(parts.graph, graph, launches)
+        return timed(launches, self.mesh, self.hardware)
+
+    def _run_of(self, schedule: Schedule) -> SimulatedRun | None:
+        """What was simulated of a schedule, if that is the last one."""
+        if self._last_run is None or self._last_run[0] != schedule:
+            return None
+        return self._last_run[1]
 
     def orders(self) -> Orders:
         """Which settings order the lines so far alike."""
@@ -117,6 +143,7 @@ class Attempts:
         if not is_better(then, self.now):
             return False
         self.schedule, self.now = schedule, then
+        self.run = self._run_of(schedule)
         return True
 
 

@@ -7,7 +7,8 @@ changes a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ ALIGNED = 16
 
 def labels_of(nodes: Iterable[fx.Node]) -> np.ndarray:
     """A number per call: of its op, its constants, and all shapes at it."""
-    return _numbers(map(_label, nodes))
+    value_key = cache(_value_key)
+    return _numbers(_label(node, value_key) for node in nodes)
 
 
 def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
@@ -42,11 +44,11 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.storage_offset() * x.dtype.itemsize % ALIGNED == 0
 
 
-def _label(node: fx.Node) -> Any:
+def _label(node: fx.Node, value_key: Callable[[fx.Node], Any]) -> Any:
     """Equal for ops that are alike, what they read left out."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
-    reads = map(_value_key, node.all_input_nodes)
-    return node.target, repr(args), repr(kwargs), _value_key(node), tuple(reads)
+    reads = map(value_key, node.all_input_nodes)
+    return node.target, repr(args), repr(kwargs), value_key(node), tuple(reads)
 
 
 def _value_key(node: fx.Node) -> tuple[Any, ...]:

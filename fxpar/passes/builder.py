@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpar._torch import known_values, parts_apart
-from fxpar._torch.node_copies import copy_node
+from fxpar._torch.node_copies import add_node, copy_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
@@ -89,7 +89,7 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
     copied_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        copies[node] = copy_node(copied_graph, node, copies)
+        copies[node] = copy_node(copied_graph, node, copies.__getitem__)
     return copied_graph
 
 
@@ -134,7 +134,7 @@ class Builder:
         which become nodes."""
         args = size_nodes.as_nodes(self.graph, args)
         kwargs = size_nodes.as_nodes(self.graph, kwargs)
-        node = self.graph.call_function(target, args, kwargs)
+        node = add_node(self.graph, "call_function", target, args, kwargs)
         values = value_of(args), value_of(kwargs)
         node.meta["val"] = known_values.result(self.fake_mode, target, *values)
         self.stamp(node)

@@ -26,8 +26,10 @@ def decompose(graph: fx.Graph, fake_mode: Any) -> None:
     """Rewrite a graph in place."""
     build = Builder(graph, fake_mode)
     table = _torch.inductor.decompositions()
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    decomposed = set(filter(_torch.inductor.is_decomposed, targets))
     for node in list(graph.nodes):
-        if node.op == "call_function" and _torch.inductor.is_decomposed(node.target):
+        if node.op == "call_function" and node.target in decomposed:
             _decompose_node(build, node, node.target, table)
         elif node.op == "call_function" and written_out_flex.is_written_out(node):
             _decompose_node(build, node, written_out_flex.attend, table)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.node_copies import copy_node
 from fxpar.passes.builder import PROVENANCE
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan_facts import cause
@@ -71,8 +72,7 @@ class _Inserter:
                 return self.versions[next(reads)]
             return self.copies[n]
 
-        copy = self.resharded.node_copy(node, argument)
-        copy.meta = dict(node.meta)
+        copy = copy_node(self.resharded, node, argument)
         self.copies[node] = copy
         v = self.program.value_of.get((node, 0))
         if v is not None and isinstance(node.meta.get("val"), torch.Tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of
@@ -88,6 +89,10 @@ class Decision:
 
     def first_uneven(self) -> tuple[Value, Spec] | None:
         """The first value of which ranks hold unlike parts, and its spec there."""
+        return self._first_uneven
+
+    @cached_property
+    def _first_uneven(self) -> tuple[Value, Spec] | None:
         edges, values = self.edges, self.program.values
         specs = [*zip(values, edges.specs, strict=True)]
         specs += [(values[r.value], r.target) for r in edges.reshards]

@@ -347,6 +347,12 @@ class Rule:
         )
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        """All calls that are alike have one rule."""
+
         def tensor(dims: Dims) -> str:
             words = []
             for dim in dims:

@@ -355,8 +355,13 @@ def _compared(plan_a: Plan, plan_b: Plan) -> Iterator[tuple[str, int, int]]:
             yield kind, a, b
 
 
+_AS_IT_IS = frozenset((str, int, float, bool, type(None)))
+
+
 def _plain(x: Any) -> Any:
     """Ready for JSON: specs as text."""
+    if type(x) in _AS_IT_IS:
+        return x
     if isinstance(x, Spec):
         return str(x)
     if isinstance(x, dict):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -75,6 +76,12 @@ def _module_path(node: fx.Node) -> Path | None:
     if not stack:
         return None
     text, _ = list(stack.values())[-1]
+    return _path_of(text)
+
+
+@lru_cache(maxsize=1 << 12)
+def _path_of(text: str) -> Path:
+    """Of a module, as Dynamo writes it; all ops of a module have one."""
     text = _KEY.sub(r".\1", _ROOT.sub("", text))
     return tuple(part for part in text.split(".") if part)
 

@@ -20,7 +20,8 @@ from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
-from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.passes.simulate.launches import launches_of
+from fxpar.sharding.cost.launch import Launches
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.toy_blocks import BLOCKS
@@ -210,11 +211,11 @@ def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("[_, _]", (1024, 64)), *[("[_, _]", (64, 64))] * 3
     toy, programs = Toy(gathered_activations, *given), list[str]()
 
-    def seen(run: fx.Graph, *args: Any) -> Timeline:
+    def seen(run: fx.Graph) -> Launches:
         programs.append(str(run))
-        return simulate(run, *args)
+        return launches_of(run)
 
-    monkeypatch.setattr(schedule_attempts, "simulate", seen)
+    monkeypatch.setattr(schedule_attempts, "launches_of", seen)
     chosen = choose(graph_of(toy), toy.mesh, hardware_of("slow"))
     assert chosen.seconds[0] > 0
     assert len(programs) == len(set(programs))

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.node_copies import add_node
 from fxpar.errors import PlanError
 from fxpar.passes import size_nodes
 from fxpar.passes.attention import local_attention, local_documents
@@ -276,8 +277,8 @@ def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """An op on whole values is the op itself, fake value included."""
     args = size_nodes.as_nodes(build.graph, args)
     kwargs = size_nodes.as_nodes(build.graph, kwargs)
-    copy = build.graph.create_node(node.op, node.target, args, kwargs)
-    copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
+    copy = add_node(build.graph, node.op, node.target, args, kwargs)
+    copy.meta.update({k: v for k, v in node.meta.items() if k != "tensor_meta"})
     copy.meta["fxpar_origin"] = node.name
     return copy
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.node_copies import copy_node
 from fxpar.errors import PlanError
 from fxpar.passes.builder import UNEVEN, Builder, shape_of
 from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
@@ -99,8 +100,7 @@ class _Localizer:
         return self._copy(node)
 
     def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
-        copy = self.graph.node_copy(node)
-        copy.meta = dict(node.meta)
+        copy = copy_node(self.graph, node, self.map.__getitem__)
         if v is not None:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.specs[v]
             copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
@@ -216,8 +216,7 @@ class _Localizer:
             results = self.map[node.args[0]]
             if isinstance(results, tuple):
                 return results[node.args[1]]
-        copy = self.graph.node_copy(node, self.map.__getitem__)
-        copy.meta = dict(node.meta)
+        copy = copy_node(self.graph, node, self.map.__getitem__)
         copy.meta.pop("tensor_meta", None)
         if node.target is operator.getitem:
             source, key = copy.args

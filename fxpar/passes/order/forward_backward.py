@@ -159,6 +159,47 @@ def as_run(
     return parted_as_run(parted(graph), disable=disable, settings=settings)
 
 
+# What else than its ops and values tells how a graph is parted and ordered.
+_TAGS = ("recompute", "ac_graph_id", "custom", "fxpar_chunk")
+
+
+def are_run_alike(graph: fx.Graph, shapes: fx.Graph) -> bool:
+    """Whether a graph, and one of the meta device, are the same program, and ``as_run``
+    so gives the same of both."""
+    place: dict[Any, fx.Node] = {}
+
+    def on_meta(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        return place[value] if isinstance(value, fx.Node) else value
+
+    if len(graph.nodes) != len(shapes.nodes):
+        return False
+    for node, other in zip(graph.nodes, shapes.nodes, strict=True):
+        place[node] = other
+        if node.op == "output":
+            args = fx.node.map_aggregate(node.args, on_meta)
+            return bool(tuple(args[0]) == tuple(other.args[0]))
+        if node.op == "placeholder":
+            same = other.op == node.op and _lies_as(node) == _lies_as(other)
+        else:
+            reads = fx.node.map_aggregate((node.args, node.kwargs), on_meta)
+            same = (node.op, node.target) == (other.op, other.target)
+            same = same and reads == (other.args, other.kwargs)
+        a, b = node.meta, other.meta
+        if not same or any(a.get(tag) != b.get(tag) for tag in _TAGS):
+            return False
+    return True
+
+
+def _lies_as(node: fx.Node) -> Any:
+    """How the value of a node lies in memory; where sizes are open, whatever it is."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, tuple(value.shape), value.stride()
+
+
 def parted_as_run(
     parts: PartedGraph,
     *,
@@ -203,12 +244,12 @@ def _graph(
     copies: dict[Any, Any] = {}
     for node in inputs:
         if node.op == "placeholder":
-            copies[node] = copy_node(graph, node, copies)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
         else:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
     for node in calls:
-        copies[node] = copy_node(graph, node, copies)
+        copies[node] = copy_node(graph, node, copies.__getitem__)
     graph.output([copies.get(r, r) for r in results])
     return graph
 
@@ -239,7 +280,7 @@ def _append(
     copies = dict(zip(backward.find_nodes(op="placeholder"), inputs, strict=True))
     for node in backward.nodes:
         if node.op not in ("placeholder", "output"):
-            copies[node] = copy_node(graph, node, copies)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
             copies[node].meta["partitioner_tag"] = "is_backward"
     results = backward.output_node().args[0]
     return [copies[r] if isinstance(r, fx.Node) else r for r in results]

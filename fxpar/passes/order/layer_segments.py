@@ -60,11 +60,12 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
     be alike on other ranks, which must start collectives in the same order: then bodies
     have none, and what starts behind them passes no other."""
     label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
-    pairs = _repeated_pairs(graph, label_of) if even else {}
+    facts = _Facts()
+    pairs = _repeated_pairs(graph, label_of, facts) if even else {}
     crossing = set[fx.Node]()  # which start in a body, and end outside
     while True:
         pairs = {start: pairs[start] for start in pairs if start not in crossing}
-        nodes, ends = _computing(graph, {*pairs, *pairs.values()})
+        nodes, ends = _computing(graph, {*pairs, *pairs.values()}, facts)
         labels = np.array([label_of[node] for node in nodes], int)
         patterns = _patterns(nodes, ends, labels)
         place = {node: i for i, node in enumerate(nodes)}
@@ -84,18 +85,59 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
                     yield _segment(nodes[at], labels[at])
 
 
+class _Facts:
+    """What is asked of nodes again and again while their graph stays as it is."""
+
+    def __init__(self) -> None:
+        self.is_known = cache(_is_known)
+        self.shows = cache(_shows)
+        self.fits = cache(self._fits)
+
+    def _fits(self, node: fx.Node) -> bool:
+        results = tensors_in(node.meta.get("val"))
+        if node.op != "call_function" or not results or is_of_first_rows(node):
+            return False
+        if node.target is operator.getitem:
+            return self.fits(node.args[0])
+        if takes_from_generator(node):
+            return False
+        return _computes(node.target) and self.is_of_known_tensors(node)
+
+    def is_of_known_tensors(self, node: fx.Node) -> bool:
+        """Whether a node reads and gives tensors, of sizes that are numbers, where
+        bodies are as fast."""
+        reads = node.all_input_nodes
+        return all(map(self.is_known, (node, *reads))) and all(
+            tensors_in(read.meta.get("val")) for read in reads
+        )
+
+
+def fits(node: fx.Node) -> bool:
+    """Whether an op may be in a body: not if its rows are counted when it runs."""
+    return _Facts().fits(node)
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether what a node gives has sizes that are numbers, and is where bodies are as
+    fast."""
+    tensors = tensors_in(node.meta.get("val"))
+    sizes = (n for x in tensors for n in (*x.shape, *x.stride()))
+    here = all(x.device.type in DEVICES for x in tensors)
+    return here and all(type(n) is int for n in sizes)
+
+
 def _repeated_pairs(
-    graph: fx.Graph, label_of: Mapping[fx.Node, int]
+    graph: fx.Graph, label_of: Mapping[fx.Node, int], facts: _Facts
 ) -> dict[fx.Node, fx.Node]:
     """Of collectives that start and end at the same place of all layers but one: the op
     that starts them, and their wait."""
-    nodes, _ = _computing(graph, ())
+    nodes, _ = _computing(graph, (), facts)
     inside, kinds = set(nodes), defaultdict[Any, dict[fx.Node, fx.Node]](dict)
     counts = np.cumsum([node in inside for node in graph.nodes]).tolist()
     place = dict(zip(graph.nodes, counts, strict=True))
     pairs: dict[fx.Node, fx.Node] = {}
     for begin, end, distance in _rows(nodes, np.array([label_of[n] for n in nodes])):
-        for start, wait in _pairs(graph):
+        for start, wait in _pairs(graph, facts):
             first, length = place[start] - begin, place[wait] - place[start]
             if first >= 0 and place[wait] <= end and length < distance:
                 kind = begin, first % distance, length, label_of[start]
@@ -105,10 +147,10 @@ def _repeated_pairs(
     return pairs
 
 
-def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _pairs(graph: fx.Graph, facts: _Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Of collectives that may be in bodies: the op that starts one, and its wait."""
     for start in graph.nodes:
-        if start.target in STARTS and _is_of_known_tensors(start):
+        if start.target in STARTS and facts.is_of_known_tensors(start):
             wait, *others = start.users
             if wait.target is WAIT and not others:
                 yield start, wait
@@ -162,7 +204,7 @@ def _matches(
 
 
 def _computing(
-    graph: fx.Graph, communicating: Collection[fx.Node]
+    graph: fx.Graph, communicating: Collection[fx.Node], facts: _Facts
 ) -> tuple[list[fx.Node], np.ndarray]:
     """The ops that may be in bodies, those that communicate among them; and for each
     place before one of them, and behind the last, how far a body that begins before may
@@ -171,14 +213,14 @@ def _computing(
     can be put off; or to the end."""
     kinds: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
+        if facts.shows(node) and kinds[node.all_input_nodes[0]] != "computes":
             kinds[node] = "shows"
         else:
-            is_inside = node in communicating or fits(node)
+            is_inside = node in communicating or facts.fits(node)
             kinds[node] = "computes" if is_inside else "cuts"
     packs: set[fx.Node] = set()  # what a collective is given
     for node in reversed(graph.nodes):
-        is_pack = node.target is aten.cat.default or _shows(node)
+        is_pack = node.target is aten.cat.default or facts.shows(node)
         is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
         if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
             kinds[node] = "cuts"
@@ -218,30 +260,6 @@ def may_come_later(node: fx.Node) -> bool:
         return _may_start_later(node)
     ends = (node.args[0], *node.users)
     return bool(node.users) and all(map(_may_start_later, ends))
-
-
-def fits(node: fx.Node) -> bool:
-    """Whether an op may be in a body: not if its rows are counted when it runs."""
-    results = tensors_in(node.meta.get("val"))
-    if node.op != "call_function" or not results or is_of_first_rows(node):
-        return False
-    if node.target is operator.getitem:
-        return fits(node.args[0])
-    if takes_from_generator(node):
-        return False
-    return _is_of_known_tensors(node) and _computes(node.target)
-
-
-def _is_of_known_tensors(node: fx.Node) -> bool:
-    """Whether a node reads and gives tensors, of sizes that are numbers, where bodies
-    are as fast."""
-    results = tensors_in(node.meta.get("val"))
-    read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
-    every = [*results, *(x for each in read for x in each)]
-    if not {x.device.type for x in every} <= DEVICES:
-        return False
-    sizes = (n for x in every for n in (*x.shape, *x.stride()))
-    return all(read) and all(type(n) is int for n in sizes)
 
 
 @cache

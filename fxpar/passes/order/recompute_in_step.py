@@ -89,5 +89,5 @@ def _copy_operands(
             continue
         with graph.inserting_before(reader):
             operands = {n: copies.get(n, n) for n in node.all_input_nodes}
-            copies[node] = copy = copy_node(graph, node, operands)
+            copies[node] = copy = copy_node(graph, node, operands.__getitem__)
         copy.meta["custom"] = {**(node.meta.get("custom") or {}), PHASE: "backward"}

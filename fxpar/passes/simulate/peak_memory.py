@@ -118,14 +118,17 @@ def _bytes_by_launch(
         total += allocated - freed[i]
 
 
-def by_kind(graph: fx.Graph, signature: Signature) -> tuple[tuple[str, int], ...]:
+def by_kind(
+    graph: fx.Graph, signature: Signature, launches: Launches | None = None
+) -> tuple[tuple[str, int], ...]:
     """(kind, bytes a rank holds) at the peak of a local graph as it runs
     (``forward_backward.as_run``), kinds of which there is nothing left out.
+    ``launches``: those of the graph, if they are known.
 
     Optimizer state is that of ``memory_constraints.MOMENTS``, of parameters that have a
     gradient. Raises PlanError as ``launches_of`` does.
     """
-    launches = launches_of(graph)
+    launches = launches or launches_of(graph)
     resident = residency(launches)
     kinds = _kinds(graph, signature, launches)
     total = dict.fromkeys(KINDS, 0)

@@ -43,6 +43,7 @@ __all__ = [
     "launch_seconds",
     "simulate",
     "tasks_of",
+    "timed",
 ]
 
 COMPUTE = "compute"
@@ -171,6 +172,22 @@ def simulate(
     Raises PlanError on a collective it does not know or of a group that names no axes.
     """
     launches = launches_of(graph, fused=fused)
+    return timed(
+        launches, mesh, hardware, keep_inputs=keep_inputs, fused=fused, tf32=tf32
+    )
+
+
+def timed(
+    launches: Launches,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    keep_inputs: bool = True,
+    fused: bool = True,
+    tf32: bool = False,
+) -> Timeline:
+    """The timeline of launches; arguments as of ``simulate``, errors too but those of
+    reading the graph."""
     work = _work(launches, mesh, _machine(hardware, fused), tf32)
     times = Simulation(work.tasks, compiled=False)
     live = residency(launches, keep_inputs=keep_inputs, in_place=fused)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.node_copies import add_node
 from fxpar.passes import custom_ops, number_keys, size_nodes
 from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
@@ -128,8 +129,8 @@ def bind(
         if uneven and node.target is _PAD and not any(args[1]):
             bound[node] = args[0]  # it holds what is to be had
             continue
-        copy = rank_graph.create_node(node.op, target, args, kwargs, node.name)
-        copy.meta = dict(node.meta)
+        copy = add_node(rank_graph, node.op, target, args, kwargs, node.name)
+        copy.meta.update(node.meta)
         copy.meta[OF_RANK] = depends_on_rank or uneven
         if uneven:
             _note_largest(copy, node)

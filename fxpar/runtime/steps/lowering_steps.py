@@ -145,7 +145,7 @@ def apply_schedule(state: JointState) -> None:
         if chosen is None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
-        state.schedule, after = chosen.schedule, chosen.graph
+        state.schedule, after, state.run = chosen.schedule, chosen.graph, chosen.run
         state.notes += chosen.notes
     else:
         text = "" if request.schedule == "none" else request.schedule

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.schedule_attempts import SimulatedRun
 from fxpar.passes.builder import Builder
 from fxpar.passes.order.order_collectives import PhaseGraph
 from fxpar.passes.writes_as_results import Write
@@ -79,6 +80,8 @@ class JointState(PipelineState):
     unscheduled: fx.Graph | None = None
     # Given, recalled or chosen.
     schedule: Schedule = field(default_factory=Schedule)
+    # Of a schedule that was chosen: what was simulated of it.
+    run: SimulatedRun | None = None
     # What came near to be the schedule.
     near: tuple[str, ...] = ()
     # Schedules that were simulated and not taken, the fastest first.

@@ -21,7 +21,7 @@ from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import size_nodes
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.old_objects import old_objects_kept
-from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.forward_backward import are_run_alike, as_run
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.passes.stages.program_at_place import program_at
@@ -244,7 +244,15 @@ def _at_hints(state: JointState) -> fx.Graph:
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
     settings, disable = state.schedule.settings, state.request.disable
-    pipeline, peaks = state.request.pipeline, []
+    pipeline, peaks, run = state.request.pipeline, [], state.run
+    signature = state.decided.program.signature
+    if (
+        run
+        and not disable
+        and not state.open
+        and are_run_alike(state.graph, run.lowered)
+    ):
+        return by_kind(run.graph, signature, run.launches), ()
     graphs = [_at_hints(state)]
     if pipeline is not None:
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
@@ -253,7 +261,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
             with _torch.fake.shapes_alone():
                 shapes = shapes_of(graph)
                 graph = as_run(shapes, disable=disable, settings=settings)
-            peaks.append(by_kind(graph, state.decided.program.signature))
+            peaks.append(by_kind(graph, signature))
         return max(peaks, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives
         return (), (f"memory is not known: {error.what}",)

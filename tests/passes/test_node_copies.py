@@ -1,0 +1,81 @@
+"""Nodes, copies of graphs and fake tensors made in less time: as torch makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpar._torch import node_copies
+from fxpar._torch.dynamo import copy_graph
+from fxpar._torch.objects import memory_of
+from fxpar._torch.traced_values import new_fake
+
+
+def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+    y = F.gelu(x @ w).view(4, 2, 6).transpose(0, 1)
+    return torch.softmax(y, -1), torch.cat([y, y], dim=1), y[:, 1:]
+
+
+def traced() -> torch.fx.GraphModule:
+    with FakeTensorMode():
+        fakes = [torch.empty(8, 4), torch.empty(4, 6)]
+    return make_fx(program)(*fakes)
+
+
+def test_a_copy_is_not_written_down() -> None:
+    """Nor when it is changed: Python code is made of it when it is run."""
+    gm = traced()
+    x, w = torch.randn(8, 4), torch.randn(4, 6)
+    first, *_ = gm(x, w)
+    with mock.patch.object(torch.fx.Graph, "python_code") as write:
+        copied = copy_graph(gm)
+        output = copied.graph.output_node()
+        output.args = (output.args[0][:1],)
+        copied.recompile()
+    assert not write.called
+    torch.testing.assert_close(copied(x, w), [first])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_fake_tensors_are_as_torch_makes_them(device: str) -> None:
+    where, meta = torch.device(device), torch.empty(2, 3, device="meta").t()
+    known, strict = FakeTensorMode(), FakeTensorMode()
+    strict._allow_unsafe_data_ptr_access = False
+    new_fake(known, meta, where)
+    for mode in (known, strict):
+        want = FakeTensor(mode, meta, where)
+        with mock.patch.object(FakeTensor, "__new__") as asked:
+            fake = new_fake(mode, meta, where)
+        assert not asked.called
+        assert type(fake) is FakeTensor and vars(fake) == vars(want)
+        assert fake.device == where and fake.stride() == (1, 3)
+        assert torch._C._dispatch_keys(fake) == torch._C._dispatch_keys(want)
+        assert memory_of(fake) == memory_of(meta)
+        for x in (fake, want) if mode is strict else ():
+            with pytest.raises(RuntimeError, match="data pointer"):
+                x.data_ptr()
+        assert type(fake + 1) is FakeTensor
+
+
+def test_added_nodes_are_as_torch_adds_them() -> None:
+    """No symbols are looked for in their arguments."""
+    gm = traced()
+    plain, added = torch.fx.Graph(), torch.fx.Graph()
+    plain_of: dict[Any, Any] = {}
+    added_of: dict[Any, Any] = {}
+    for node in gm.graph.nodes:
+        plain_of[node] = plain.node_copy(node, plain_of.__getitem__)
+    with mock.patch("torch.utils._pytree.tree_iter") as looked:
+        for node in gm.graph.nodes:
+            added_of[node] = node_copies.copy_node(added, node, added_of.__getitem__)
+    assert not looked.called
+    assert str(added) == str(plain)
+    for a, b in zip(added.nodes, plain.nodes, strict=True):
+        assert a.meta == b.meta and a.meta is not b.meta
+        assert [n.name for n in a.users] == [n.name for n in b.users]
