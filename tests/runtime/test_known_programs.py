@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -341,13 +342,15 @@ def test_a_rank_whose_folder_is_lost_plans_what_the_others_found(
     assert all(each["planned"] == 1 and each["apart"] < 1e-12 for each in after)
 
 
-def led(fails: str) -> list[str]:
+def led(fails: str, factor: float) -> list[str]:
     """What a call says where rank 0 fails to plan, or to compile, for both."""
     options: dict[str, Any] = {"mesh": "dp=2", "plan": "propagate"}
     if fails == "plan":
         options["hints"] = {"x": ("dp", "dp")}
     torch.compiler.reset()
-    program = torch.compile(lambda x: (x * 2).relu(), backend="fxpar", options=options)
+    program = torch.compile(
+        lambda x: (x * factor).relu(), backend="fxpar", options=options
+    )
 
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no compiler here")
@@ -366,11 +369,11 @@ def led(fails: str) -> list[str]:
 
 @pytest.mark.multiprocess
 def test_who_follows_hears_of_a_failure() -> None:
-    pool = shared_pool(2)
+    pool, factor = shared_pool(2), float(time.time_ns())  # a program of this run alone
     # What is wrong with the program, all ranks say by themselves.
-    for kind, text in pool.run(led, "plan"):
+    for kind, text in pool.run(led, "plan", factor):
         assert kind == "HintError" and "used twice" in text
-    (kind, _), (other, told) = pool.run(led, "compile")
+    (kind, _), (other, told) = pool.run(led, "compile", factor)
     assert kind == "ValueError" and other == "RankMismatchError"
     assert "rank 0 failed" in told and "no compiler here" in told
-    assert pool.run(led, "") == [["", ""]] * 2
+    assert pool.run(led, "", factor) == [["", ""]] * 2
