@@ -26,6 +26,7 @@ from fxpar.passes.normalize import random
 from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.stages import sums_of_parts
+from fxpar.python_frames import in_one_block
 from fxpar.runtime.caches import installation_keys, known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -94,6 +95,7 @@ def compile_step(
     return compile_graph(job, step.module, step.fakes)
 
 
+@in_one_block
 @old_objects_kept()
 @_torch.quick_graphs.quick_graphs()
 def compile_graph(

@@ -39,6 +39,7 @@ from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.pipeline import STEP_NAMES, Result
+from fxpar.python_frames import in_one_block
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -286,6 +287,7 @@ class TracedPlan(Plan):
         return self.result, self.call
 
 
+@in_one_block
 def plan(
     fn: Callable[..., Any],
     *args: Any,

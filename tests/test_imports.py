@@ -20,7 +20,7 @@ ROOT = TESTS.parent / "fxpar"
 
 # A module imports from its own part and from parts on lower levels.
 LEVELS = [
-    {"errors", "option_values"},
+    {"errors", "option_values", "python_frames"},
     {"config", "_torch"},
     {"cache_files"},
     {"sharding"},
@@ -46,7 +46,15 @@ LAZY = {
 }
 
 # Parts that are pure planning and rewriting: no process group, ever.
-RANKLESS = {"errors", "option_values", "config", "sharding", "passes", "fusion"}
+RANKLESS = {
+    "errors",
+    "option_values",
+    "python_frames",
+    "config",
+    "sharding",
+    "passes",
+    "fusion",
+}
 
 HEAVY = ("torch._inductor", "torch._dynamo", "transformers", "networkx", "scipy")
 HEAVY += ("sympy", "triton", "fxpar.backend", "fxpar.passes", "fxpar.fusion")

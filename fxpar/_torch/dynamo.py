@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpar._torch.dynamo_shortcuts import shortcuts
 from fxpar._torch.quick_graphs import quick_graphs
+from fxpar.python_frames import in_one_block
 
 # Raises in what is compiled, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
@@ -241,9 +242,11 @@ class _InsideContext(_Conversion):
         # Dynamo's C++ reads it where it would trace what Python runs for that.
         self._torchdynamo_orig_backend = convert
 
+    @in_one_block
     def __call__(self, *args: Any, skip: int = 0, **how: Any) -> Any:
         with shortcuts(), quick_graphs(), self._tracing():
-            return self._convert(*args, skip=skip + 1, **how)
+            # Frames of this one, and of ``in_one_block``.
+            return self._convert(*args, skip=skip + 2, **how)
 
 
 class _Overheard(_Conversion):
