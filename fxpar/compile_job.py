@@ -119,7 +119,8 @@ def compile_graph(
     is_led = entry is not None and known_programs.is_led(entry, examples)
     leads = is_led and job.ranks.rank == 0
     follows = is_led and not leads
-    loads = follows and job.open is None  # what rank 0 compiles, if sizes are fixed
+    # What rank 0 compiles, if sizes are fixed.
+    loads = follows and job.open is None and _torch.led_code.can_load()
     if inductor and not loads:
         _load_inductor()
     if entry is not None and follows:

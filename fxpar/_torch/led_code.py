@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,15 @@ def keys_noted() -> Iterator[list[str]]:
 
     with mock.patch.object(autograd_cache, "autograd_cache_key", key_of):
         yield keys
+
+
+def can_load() -> bool:
+    """Whether this torch's cache gives what lies in it as 2.13's does, together with
+    the settings that it is to be run by; 2.11's gives a function alone."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    takes = inspect.signature(AOTAutogradCache.try_load).parameters
+    return aot.can_compile_backward() and "compiler_config_extra" in takes
 
 
 def load(
