@@ -238,7 +238,7 @@ def test_keys_need_no_reading_behind_the_wait(monkeypatch: pytest.MonkeyPatch) -
     def late(*_: Any) -> None:
         raise AssertionError("is read late")
 
-    monkeypatch.setattr(codecache, "triton_key", late)
+    monkeypatch.setattr(codecache, "triton_key", late, raising=False)  # not 2.11
     monkeypatch.setattr(codecache, "build_code_hash", late)
     assert codecache.CacheBase.get_system()["hash"]
     assert codecache.torch_key()
