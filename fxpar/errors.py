@@ -87,7 +87,9 @@ class RankMismatchError(FxparError):
 class LostRankError(RankMismatchError):
     """A rank ended, or hangs, in mid-step. ``rank``: which one, if one is meant."""
 
-    def __init__(self, what: str, *, rank: int | None, fix: str) -> None:
+    def __init__(
+        self, what: str, *, rank: int | None = None, fix: str | None = None
+    ) -> None:
         super().__init__(what, fix=fix)
         self.rank = rank
 

@@ -96,4 +96,4 @@ def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
 
 
 # Where the code of torch's modules is.
-_LIBRARY = os.path.dirname(torch.__file__)
+_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "")

@@ -24,7 +24,7 @@ from fxpar.passes.order.forward_backward import (
     parted_as_run,
 )
 from fxpar.passes.simulate.launches import launches_of
-from fxpar.passes.simulate.simulate_step import Timeline, timed
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.mesh import Mesh
@@ -99,7 +99,7 @@ class Attempts:
         graph = parted_as_run(parts, settings=schedule.settings)
         launches = launches_of(graph)
         self._last_run = schedule, SimulatedRun(parts.graph, graph, launches)
-        return timed(launches, self.mesh, self.hardware)
+        return simulate(graph, self.mesh, self.hardware, launches=launches)
 
     def _run_of(self, schedule: Schedule) -> SimulatedRun | None:
         """What was simulated of a schedule, if that is the last one."""

@@ -43,7 +43,6 @@ __all__ = [
     "launch_seconds",
     "simulate",
     "tasks_of",
-    "timed",
 ]
 
 COMPUTE = "compute"
@@ -162,6 +161,7 @@ def simulate(
     keep_inputs: bool = True,
     fused: bool = True,
     tf32: bool = False,
+    launches: Launches | None = None,
 ) -> Timeline:
     """The timeline of one step of a local graph, joint or not, in its order of nodes.
 
@@ -171,23 +171,7 @@ def simulate(
 
     Raises PlanError on a collective it does not know or of a group that names no axes.
     """
-    launches = launches_of(graph, fused=fused)
-    return timed(
-        launches, mesh, hardware, keep_inputs=keep_inputs, fused=fused, tf32=tf32
-    )
-
-
-def timed(
-    launches: Launches,
-    mesh: Mesh,
-    hardware: Hardware,
-    *,
-    keep_inputs: bool = True,
-    fused: bool = True,
-    tf32: bool = False,
-) -> Timeline:
-    """The timeline of launches; arguments as of ``simulate``, errors too but those of
-    reading the graph."""
+    launches = launches or launches_of(graph, fused=fused)
     work = _work(launches, mesh, _machine(hardware, fused), tf32)
     times = Simulation(work.tasks, compiled=False)
     live = residency(launches, keep_inputs=keep_inputs, in_place=fused)

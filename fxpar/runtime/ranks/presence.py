@@ -324,7 +324,7 @@ def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
             distributed = True
         elif file.startswith(generated):
             in_graph = True
-        elif not file.startswith((_TORCH, _OWN, _PYTHON, "<frozen")):
+        elif not file.startswith((f"{_TORCH}/", f"{_OWN}/", _PYTHON, "<frozen")):
             break
         frame = frame.f_back
     return last, distributed, in_graph
