@@ -120,7 +120,7 @@ def compile_graph(
     leads = is_led and job.ranks.rank == 0
     follows = is_led and not leads
     # What rank 0 compiles, if sizes are fixed.
-    loads = follows and job.open is None and _torch.led_code.can_load()
+    loads = follows and job.open is None and _torch.leader_code.can_load()
     if inductor and not loads:
         _load_inductor()
     if entry is not None and follows:
@@ -171,7 +171,7 @@ def _loaded(
     """What rank 0 compiled for all; None if there is nothing, and Inductor is to find
     out."""
     code = entry.code if entry is not None else ""
-    compiled = _torch.led_code.load(gm, examples, code) if code else None
+    compiled = _torch.leader_code.load(gm, examples, code) if code else None
     if compiled is None:
         _load_inductor()
     return compiled
@@ -246,7 +246,7 @@ def _look_up(
 def _load_inductor() -> None:
     """Import Inductor, with lowerings of our own: a rank does so before it waits for
     the one that compiles for it."""
-    with stage(TRACE):
+    with stage(TRACE), _torch.leader_code.NO_STAND_INS:
         _torch.inductor.load()
         installation_keys.load()
         random.register_lowering()

@@ -206,7 +206,7 @@ class JointPass:
         name = self.request.name
         with (
             presence.works(f"compiles {name} for all ranks"),
-            _torch.led_code.keys_noted() as self.keys,
+            _torch.leader_code.keys_noted() as self.keys,
         ):
             try:
                 yield

@@ -168,6 +168,7 @@ def simulate(
     mesh: with the hardware's links (``hardware.on(mesh)``). keep_inputs: whether inputs
     stay in memory throughout, as parameters do, or to their last use. fused: False for
     a kernel an op, launched eagerly. tf32: contractions of float32 run as such.
+    launches: those of the graph, if they are known.
 
     Raises PlanError on a collective it does not know or of a group that names no axes.
     """

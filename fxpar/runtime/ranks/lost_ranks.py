@@ -32,7 +32,7 @@ _FIX = (
 
 
 @dataclass(frozen=True)
-class Told:
+class LostRankReport:
     """What the first rank to know says of a lost one."""
 
     # The rank that says it.
@@ -56,18 +56,18 @@ def name_lost_ranks(error: RuntimeError) -> None:
         return
     what = _what_failed(error)
     try:
-        told = _told(channel) or _learned(channel, error, what)
+        report = _reported(channel) or _learned(channel, error, what)
     except dist.DistError:
         raise RankMismatchError(
             f"{what}, and the store of the process group does not answer",
             fix="the process that holds it, mostly rank 0, has ended: see its output",
         ) from error
-    if told is None or (told.rank == channel.rank and told.what == what):
+    if report is None or (report.rank == channel.rank and report.what == what):
         return
-    fact = told.what
-    if told.rank != channel.rank:
-        fact = f"{what}; rank {told.rank} failed before:\n{told.what}"
-    raise RankMismatchError(fact, fix=told.fix) from error
+    fact = report.what
+    if report.rank != channel.rank:
+        fact = f"{what}; rank {report.rank} failed before:\n{report.what}"
+    raise RankMismatchError(fact, fix=report.fix) from error
 
 
 def _what_failed(error: RuntimeError) -> str:
@@ -77,37 +77,37 @@ def _what_failed(error: RuntimeError) -> str:
     return f"a collective of this step did not come to its end ({reason})"
 
 
-def _learned(channel: Channel, error: RuntimeError, what: str) -> Told | None:
+def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport | None:
     """Which ranks are lost, told to the others; None if nobody knows."""
     is_closed = any(x in str(error) for x in _CLOSED)
     if isinstance(error, LostRankError) and error.rank is not None and is_closed:
-        return _tell(channel, what, error.fix or _FIX)
+        return _report(channel, what, error.fix or _FIX)
     with presence.waits("asks where others are"):
-        states = channel.presence.answers(unless=lambda: _told(channel) is not None)
-    told = _told(channel)
-    if told is not None:
-        return told
+        states = channel.presence.answers(unless=lambda: _reported(channel) is not None)
+    report = _reported(channel)
+    if report is not None:
+        return report
     absent = {r for r, (state, _) in states.items() if state not in _IN_STEP}
     late = {r for r, (state, _) in states.items() if state == "works"}
     lines = [f"\n  rank {r} {states[r][1]}" for r in sorted(absent or late)]
     if not lines:
         return None
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return _tell(channel, f"{what}:{''.join(lines[:_SHOWN])}{more}", _FIX)
+    return _report(channel, f"{what}:{''.join(lines[:_SHOWN])}{more}", _FIX)
 
 
-def _told(channel: Channel) -> Told | None:
+def _reported(channel: Channel) -> LostRankReport | None:
     """What another rank has told, if one has."""
     key = _key(channel)
     store = channel.presence.store
-    return Told(**json.loads(store.get(key))) if store.check([key]) else None
+    return LostRankReport(**json.loads(store.get(key))) if store.check([key]) else None
 
 
-def _tell(channel: Channel, what: str, fix: str) -> Told:
+def _report(channel: Channel, what: str, fix: str) -> LostRankReport:
     """Say to all ranks which are lost; what was said first."""
     own = json.dumps({"rank": channel.rank, "what": what, "fix": fix})
     first = channel.presence.store.compare_set(_key(channel), "", own)
-    return Told(**json.loads(first))
+    return LostRankReport(**json.loads(first))
 
 
 def _key(channel: Channel) -> str:

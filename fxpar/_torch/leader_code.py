@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -28,6 +29,10 @@ from fxpar._torch.inductor_shortcuts import unread_texts
 
 # Kernels that Inductor calls by the names that torch has for them.
 KERNELS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_int_mm")
+
+
+# Who imports lowerings meanwhile would be given the stand-ins, and keep them.
+NO_STAND_INS = threading.RLock()
 
 
 class _NothingThere(Exception):
@@ -77,6 +82,7 @@ def load(
         return compiled, config
 
     with (
+        NO_STAND_INS,
         mock.patch.object(cache, "try_load", staticmethod(try_load)),
         mock.patch.object(autograd_cache, "autograd_cache_key", lambda *_: (key, [])),
         late_modules(),

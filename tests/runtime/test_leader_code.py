@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 
 from fxpar import compile_job
-from fxpar._torch import led_code
+from fxpar._torch import leader_code
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.skipif(not led_code.can_load(), reason="torch 2.11")
+pytestmark = pytest.mark.skipif(not leader_code.can_load(), reason="torch 2.11")
 
 
 def test_kernels_are_those_of_torch() -> None:
     from torch._inductor import lowering  # noqa: F401  (brings them)
     from torch._inductor.select_algorithm import extern_kernels
 
-    late = led_code._Kernels()
-    for name in led_code.KERNELS:
+    late = leader_code._Kernels()
+    for name in leader_code.KERNELS:
         assert getattr(late, name) is getattr(extern_kernels, name)
     assert late.bias_addmm is extern_kernels.bias_addmm
 
@@ -34,7 +34,7 @@ PROGRAM = """
 import sys, torch
 from torch import fx
 from fxpar import _torch
-from fxpar._torch import led_code
+from fxpar._torch import leader_code
 
 def fn(x, w):
     return (torch.sin(torch.softmax(torch.mm(x, w), -1)),)
@@ -46,7 +46,7 @@ want = fn(x, w)[0]
 """
 
 COMPILES = """
-with led_code.keys_noted() as keys:
+with leader_code.keys_noted() as keys:
     how = {"joint_pass": lambda gm: None, "cached": True}
     compiled = _torch.aot.compile_fx(gm, [x, w], **how)
 assert torch.allclose(compiled(x, w)[0], want)
@@ -55,8 +55,8 @@ print(keys[0])
 """
 
 LOADS = """
-assert led_code.load(gm, [x, w], "another") is None
-compiled = led_code.load(gm, [x, w], sys.argv[1])
+assert leader_code.load(gm, [x, w], "another") is None
+compiled = leader_code.load(gm, [x, w], sys.argv[1])
 got = compiled(x, w)[0]
 assert torch.allclose(got, want)
 (given,) = torch.autograd.grad(got.sum(), [w])
@@ -86,7 +86,7 @@ def test_a_module_is_imported_for_another_name() -> None:
     names = ["torch._inductor.codegen.memory_planning", "torch._inductor.graph"]
     before = {name: sys.modules.pop(name, None) for name in names}
     try:
-        with led_code.late_modules():
+        with leader_code.late_modules():
             from torch._inductor.codegen.memory_planning import _align
 
             assert callable(_align)
@@ -106,14 +106,14 @@ def stepped(folder: str, is_lost: bool) -> dict[str, Any]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     torch.compiler.reset()
     imports, loads = [], []
-    load_inductor, load = compile_job._load_inductor, led_code.load
+    load_inductor, load = compile_job._load_inductor, leader_code.load
 
     def noted(*args: Any) -> Any:
         loads.append(None if is_lost else load(*args))
         return loads[-1]
 
     compile_job._load_inductor = lambda: imports.append(0) or load_inductor()
-    led_code.load = noted
+    leader_code.load = noted
     try:
         torch.manual_seed(0)
         w = torch.randn(16, 24, requires_grad=True)
@@ -132,7 +132,7 @@ def stepped(folder: str, is_lost: bool) -> dict[str, Any]:
             "loads": [compiled is not None for compiled in loads],
         }
     finally:
-        compile_job._load_inductor, led_code.load = load_inductor, load
+        compile_job._load_inductor, leader_code.load = load_inductor, load
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
