@@ -3,6 +3,7 @@ stages are contiguous, one message a value and microbatch crosses a border."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -642,3 +643,10 @@ def test_a_stage_does_not_blame_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(raised[0](1, RuntimeError("closed by peer")))
     assert "what the stage at place 1 along the axis of stages (rank 1) gives" in text
     assert "one of the stages ended" in text and "rank 1) ended" not in text
+
+
+def test_a_lost_rank_can_be_handed_on() -> None:
+    """To another process: launchers pickle what a rank raises."""
+    error = pipeline_ops._failed(1)(3, RuntimeError("closed by peer"))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.rank) == (str(error), 3)
