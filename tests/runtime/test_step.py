@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -530,6 +531,16 @@ def test_the_line_of_what_is_not_one_graph_is_the_users() -> None:
     with pytest.raises(PlanError, match="not one graph") as raised:
         step(torch.randn(2, 3, 4), torch.full((3, 3), -1.0).triu(1))
     assert "m(x, mask=mask)" in (raised.value.where or "")
+
+
+def test_a_folder_beside_torchs_is_the_users() -> None:
+    torch_file, beside = torch.__file__, torch.__file__.replace("/torch/", "/torchx/")
+    error = torch._dynamo.exc.Unsupported("no", case_name="")
+    frames = [(beside, 3, "f"), (torch_file, 7, "g")]
+    error.real_stack = traceback.StackSummary.from_list(
+        [traceback.FrameSummary(*frame, line="x") for frame in frames]
+    )
+    assert _torch.one_graph.why_not_one_graph(error) == ("no", f"{beside}:3: x")
 
 
 class Repeated(nn.Module):
