@@ -127,9 +127,8 @@ try:
     step(x).sum().backward()
 except RankMismatchError as error:
     print("says:", repr(error.what), flush=True)
-    raise
-finally:
     print("ended in time", time.monotonic() - begun < 14, flush=True)
+    os._exit(1)  # at once: others wait for that
 """
 
 
