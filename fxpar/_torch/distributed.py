@@ -145,9 +145,12 @@ def forget_meshes() -> None:
     """Empty DTensor's caches of results, which hold the meshes they were made on. Equal
     meshes are one to them (2.13), although another process group's names mean others.
     """
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import DTensor
 
-    debug._clear_sharding_prop_cache()
+    # As ``tensor.debug`` does, which imports what memory is watched with.
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def default_store() -> Any:

@@ -69,9 +69,9 @@ def load(
     gm: fx.GraphModule, examples: Sequence[Any], key: str
 ) -> Callable[..., Any] | None:
     """What another rank's ``compile_fx`` gave for this graph, with fixed sizes."""
-    import torch._inductor.debug  # noqa: F401  (code looks into it when it runs)
     from torch._functorch._aot_autograd import autograd_cache
 
+    _late_debug()
     cache = autograd_cache.AOTAutogradCache
     ask: Any = cache.try_load
 
@@ -128,6 +128,17 @@ def _compiled(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
         )
     disabled: Any = torch._dynamo.disable(compiled)
     return cast(Callable[..., Any], disabled)
+
+
+def _late_debug() -> None:
+    """Where code looks into ``torch._inductor.debug`` when it runs: a module with the
+    one switch it looks at, off, until somebody imports the one that can set it."""
+    import torch._inductor
+
+    if not hasattr(torch._inductor, "debug"):
+        switches = {"RECORD_GRAPH_EXECUTION": False}
+        late: Any = _LateModule("torch._inductor.debug", switches)
+        torch._inductor.debug = late
 
 
 @contextlib.contextmanager

@@ -62,11 +62,16 @@ assert torch.allclose(got, want)
 (given,) = torch.autograd.grad(got.sum(), [w])
 (taken,) = torch.autograd.grad(want.sum(), [w])
 assert torch.allclose(given, taken, atol=1e-6)
-late = ("select_algorithm", "lowering", "compile_fx", "graph")
+late = ("select_algorithm", "lowering", "compile_fx", "graph", "debug", "ir")
 assert not [name for name in late if f"torch._inductor.{name}" in sys.modules]
 from torch._inductor.select_algorithm import extern_kernels, AlgorithmSelectorCache
 from torch._inductor.graph import GraphLowering
 assert callable(GraphLowering.run_node)
+import torch._inductor.debug as debug
+with debug.record_and_log_graph_execution_order():
+    assert torch._inductor.debug.RECORD_GRAPH_EXECUTION
+    compiled(x, w)
+    assert len(debug.GRAPH_EXECUTION_ORDER) == 1
 assert torch.allclose(torch.compile(fn)(x, w)[0], want)
 """
 

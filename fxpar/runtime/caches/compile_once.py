@@ -15,6 +15,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -34,6 +35,9 @@ from fxpar.runtime.stage_times import INDUCTOR, stage
 # Of one message through the store, which takes 8 MB at most.
 CHUNK = 4 << 20
 
+# How long rank 0, which imports anyway what others need not, is left to come first.
+LEAD = timedelta(seconds=1)
+
 # Compiles; given a text that stands for the graph in the keys of Inductor's cache.
 CompileGraph = Callable[[str | None], Any]
 
@@ -48,15 +52,22 @@ def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any
         return _once(graph, what, compile_graph)
 
 
-def first_does(what: str, key: str, work: Callable[[], None]) -> None:
-    """Run ``work``, which leaves a file, on the first rank that comes; the others wait
-    until it has ended. Where ranks see files of their own, all run it, and so does one
-    whose wait was in vain. ``what``: the work, in words; ``key``: its name."""
+def one_does(what: str, key: str, work: Callable[[], None]) -> None:
+    """Run ``work``, which leaves a file, on one rank: rank 0 if it comes soon, else the
+    first that came; the others wait until it has ended. Where ranks see files of their
+    own, all run it, and so does one whose wait was in vain. ``what``: the work, in
+    words; ``key``: its name."""
     channel = current()
     if channel is None or len(set(channel.folders())) > 1:
         work()
         return
     name, word = f"{channel.prefix}/done/{key}", str(channel.rank)
+    if channel.rank:
+        with (
+            contextlib.suppress(dist.DistStoreError),
+            presence.waits("waits for rank 0"),
+        ):
+            channel.store.wait([name], LEAD)
     first = channel.store.compare_set(name, "", word).decode()
     if first == word:
         try:

@@ -30,7 +30,7 @@ from fxpar.passes.graph_bodies import show_bodies
 from fxpar.passes.layers_left_out import LayersLeftOut, layers_left_out
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.caches import plan_store
-from fxpar.runtime.caches.compile_once import first_does
+from fxpar.runtime.caches.compile_once import one_does
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.calls.divide_summands import (
     divided,
@@ -208,7 +208,7 @@ class _Growths:
                 _keep(key, traced[0])
 
             if key:
-                first_does("traces how results grow with the batch", key, trace)
+                one_does("traces how results grow with the batch", key, trace)
                 program = _found_before(key)
             if program is None and not traced:
                 trace()
