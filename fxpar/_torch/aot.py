@@ -196,8 +196,9 @@ def compile_fx(
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if joint_pass is None:
-        with calls_rewritten():
-            return cast(Callable[..., Any], inductor(gm, examples))
+        with _shortcuts(not any(map(_on_accelerator, examples))):
+            plain: Any = inductor(gm, examples, inner_compile=_compile_inner)
+        return cast(Callable[..., Any], plain)
     parallelize = joint_pass
 
     class Hook(CustomGraphPass):
@@ -239,17 +240,10 @@ def compile_fx(
     with (
         functorch_config.patch(settings),
         _views_recomputed(),
-        quick_min_cut(),
         _objects_behind_generators(),
-        calls_rewritten(),
         traced_once(repeated),
-        kernels_in_libraries(BEHIND_ALL),
-        probes_remembered(),
-        unread_texts(),
-        quick_constants(),
+        _shortcuts(inner is None and not any(map(_on_accelerator, examples))),
     ):
-        if inner is None and not any(map(_on_accelerator, examples)):
-            probe_beside()
         compiled = inductor(
             gm,
             examples if symbolic else with_symbols(gm, examples),
@@ -259,6 +253,31 @@ def compile_fx(
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )
     return cast(Callable[..., Any], compiled)
+
+
+def _compile_inner(*args: Any, **kwargs: Any) -> Any:
+    """Inductor's own, which a backward comes to when it is first called."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with _shortcuts(False):
+        return compile_fx_inner(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _shortcuts(with_kernels: bool) -> Iterator[None]:
+    """Context in which Inductor does in less time what it does. ``with_kernels``: C++
+    ones will be compiled."""
+    with (
+        quick_min_cut(),
+        calls_rewritten(),
+        kernels_in_libraries(BEHIND_ALL),
+        probes_remembered(),
+        unread_texts(),
+        quick_constants(),
+    ):
+        if with_kernels:
+            probe_beside()
+        yield
 
 
 def _on_accelerator(x: Any) -> bool:
