@@ -180,6 +180,18 @@ def test_a_captured_gradient_of_one_part_is_noticed(
         matches(plan, args)
 
 
+def test_captured_integers_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch)
+
+    def near(q, k, v, documents, bias, block):
+        def score(s, b, h, i, j):
+            return torch.where(documents[i] == documents[j], s, s / 2) + bias[h, j]
+
+        return flex_attention(q, k, v, score_mod=score, enable_gqa=True)
+
+    matches(*planned(None, 2, grad=True, fn=near, out_specs=[SPLIT]))
+
+
 def test_the_largest_score_is_that_of_all_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -158,7 +158,8 @@ class FlexRing(RingAttention):
         summed = super()._summed(build, attention)
         gradients = build.call(operator.getitem, attention, _CAPTURED)
         for k, value in enumerate(captured):
-            if value is not None:
+            # Of integers kernels make no gradient, though fakes of kernels have one.
+            if value is not None and value.is_floating_point():
                 item = build.call(operator.getitem, gradients, k)
                 summed[_CAPTURED, k] = item, value
         return summed
