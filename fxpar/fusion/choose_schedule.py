@@ -41,7 +41,7 @@ from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes import collective_nodes
 from fxpar.passes.old_objects import old_objects_kept
-from fxpar.passes.simulate.simulate_step import Timeline
+from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
@@ -153,7 +153,7 @@ def choose(
             _by_phase(state)
     return Chosen(
         state.schedule,
-        apply(state.schedule, graph, state.mesh),
+        apply(state.schedule, graph, state.mesh) if state.schedule.lines else graph,
         (before.seconds, state.now.seconds),
         (before.peak_bytes, state.now.peak_bytes),
         tuple(dict.fromkeys(state.near)),
@@ -382,9 +382,11 @@ def _key(node: fx.Node) -> tuple[Any, ...]:
 
 def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
     """Seconds that collectives are waited for, by kind, axes and bytes."""
-    of = {event.name: event for event in now.events if event.axes}
+    of: dict[str, Event] = {}  # that a phase does again has its name again
     out: dict[tuple[Any, ...], float] = {}
     for event in now.events:
+        if event.axes:
+            of[event.name] = event
         if event.of is not None:
             begun = of[event.of]
             key = begun.kind, begun.axes, begun.bytes

@@ -17,13 +17,10 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.passes.order.forward_backward import (
-    Orders,
-    PartedGraph,
-    parted,
-    parted_as_run,
-)
-from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.order.forward_backward import parted
+from fxpar.passes.order.phase_orders import Orders
+from fxpar.passes.simulate.launches import launches_of_phases
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.launch import Launches
@@ -47,7 +44,7 @@ class SimulatedRun:
     # Collectives as they run, before it was ordered.
     lowered: fx.Graph
     # In the order in which it runs.
-    graph: fx.Graph
+    phases: PhasesAsRun
     # Of that.
     launches: Launches
 
@@ -64,7 +61,7 @@ class Attempts:
         self.left: list[Schedule] = []
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
-        self._last: tuple[tuple[Line, ...], PartedGraph] | None = None
+        self._last: tuple[tuple[Line, ...], Orders] | None = None
         self._last_steps: tuple[tuple[Line, ...], fx.Graph] | None = None
         self._last_run: tuple[Schedule, SimulatedRun] | None = None
         self.schedule = Schedule()
@@ -95,10 +92,10 @@ class Attempts:
         """A step as it would run. Raises ScheduleError."""
         if schedule in self.simulated:
             return self.simulated[schedule]
-        parts = self._lowered(schedule)
-        graph = parted_as_run(parts, settings=schedule.settings)
-        launches = launches_of(graph)
-        self._last_run = schedule, SimulatedRun(parts.graph, graph, launches)
+        orders = self._lowered(schedule)
+        phases, graph = orders.as_run(schedule.settings), orders.parts.graph
+        launches = launches_of_phases(phases)
+        self._last_run = schedule, SimulatedRun(graph, phases, launches)
         return simulate(graph, self.mesh, self.hardware, launches=launches)
 
     def _run_of(self, schedule: Schedule) -> SimulatedRun | None:
@@ -109,14 +106,14 @@ class Attempts:
 
     def orders(self) -> Orders:
         """Which settings order the lines so far alike."""
-        return Orders(self._lowered(self.schedule))
+        return self._lowered(self.schedule)
 
-    def _lowered(self, schedule: Schedule) -> PartedGraph:
-        """After the lines of a schedule, collectives as they run; the last one asked
-        for is remembered."""
+    def _lowered(self, schedule: Schedule) -> Orders:
+        """After the lines of a schedule, collectives as they run, to be ordered; the
+        last one asked for is remembered."""
         if self._last is None or self._last[0] != schedule.lines:
             lowered = apply(schedule, self.first, self.mesh, lowered=True)
-            self._last = schedule.lines, parted(lowered)
+            self._last = schedule.lines, Orders(parted(lowered))
         return self._last[1]
 
     def attempt(self, schedule: Schedule, what: str) -> Timeline | None:

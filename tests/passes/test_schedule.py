@@ -20,9 +20,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.passes.order.forward_backward import (
-    Orders,
     PartedGraph,
-    most_started,
     parted,
     parted_as_run,
 )
@@ -33,6 +31,7 @@ from fxpar.passes.order.order_collectives import (
     prefetch,
     schedule,
 )
+from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.order.sink_waits import WAIT
 from tests.helpers.sketch import (
     COUNT,
@@ -488,7 +487,7 @@ def test_more_ahead_is_another_order_where_a_gather_could_start_earlier(
     sketch = Sketch()
     layers(sketch, count)
     parts = parted(sketch.graph)
-    assert most_started(parts) == count
+    assert Orders(parts).started == count
     settings = [Settings(ahead=ahead, gathers=0) for ahead in (1, 2, 4)]
     check_orders(parts, settings)
 
@@ -525,7 +524,7 @@ def test_gathers_that_start_ahead_are_those_that_are_read_next(sketch: Sketch) -
     x, w = sketch.input(4, 4), sketch.input(1, 4)
     h = sketch.call(aten.mm, x, sketch.gather(sketch.gather(w, TP)))
     sketch.output(sketch.gather(sketch.call(aten.sin, h)))
-    assert most_started(parted(sketch.graph)) == 1
+    assert Orders(parted(sketch.graph)).started == 1
 
 
 def test_gathers_at_the_top_go_to_where_they_are_read(sketch: Sketch) -> None:

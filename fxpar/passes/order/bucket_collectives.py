@@ -13,7 +13,7 @@ the reductions, as the output does elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,63 +52,90 @@ _REDUCE = c10d.all_reduce.default
 class _Bucket:
     """Collectives of one kind that become one."""
 
-    # In graph order.
-    members: list[fx.Node] = field(default_factory=list)
+    # Names, in graph order.
+    members: list[str] = field(default_factory=list)
     size: int = 0  # bytes
 
 
 @dataclass(frozen=True)
-class Joinable:
-    """The collectives of a phase that could be joined, whatever their sizes."""
+class JoinableCollective:
+    """What of a collective tells which others it may be joined with."""
 
-    # In graph order.
-    nodes: tuple[fx.Node, ...]
-    # For each of them the reductions among them that it depends on.
-    before: Mapping[fx.Node, frozenset[fx.Node]]
+    name: str
+    # Not a reduction.
+    is_gather: bool
+    # Equal for those that may be joined.
+    kind: Hashable
+    # As ``whole_bytes``.
+    size: int
+    # Names of the reductions among those that could be joined that it depends on.
+    before: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Joinable:
+    """The collectives of a phase that could be joined, whatever their sizes; in graph
+    order."""
+
+    collectives: tuple[JoinableCollective, ...]
 
     @staticmethod
     def of(graph: fx.Graph, *, reductions: bool) -> Joinable:
         """Gathers of parameters; ``reductions`` of gradients too."""
-        input_derived = from_inputs(graph)
-        near_output = _near_output(graph) if reductions else set[fx.Node]()
-        nodes = []
-        for node in graph.nodes:
-            if node.target is _GATHER:
-                joins = node.args[0] in input_derived and (
-                    not reductions or _is_read_alike(node)
+        gathers = graph.find_nodes(op="call_function", target=_GATHER)
+        joined = set[fx.Node]()
+        if gathers:
+            derived = from_inputs(graph)
+            joined.update(
+                node
+                for node in gathers
+                if node.args[0] in derived and (not reductions or _is_read_alike(node))
+            )
+        before: Mapping[fx.Node, frozenset[str]] = {}
+        if reductions:
+            near_output = _near_output(graph)
+            found = {n for n in near_output if n.target in (_SCATTER, _REDUCE)}
+            joined |= found
+            before = _reductions_before(found)
+        none = frozenset[str]()
+        return Joinable(
+            tuple(
+                JoinableCollective(
+                    node.name,
+                    node.target is _GATHER,
+                    _kind_of(node),
+                    whole_bytes(node),
+                    before.get(node, none),
                 )
-            else:
-                joins = node.target in (_SCATTER, _REDUCE) and node in near_output
-            if joins and _may_join(node):
-                nodes.append(node)
-        before = _reductions_before(graph, near_output)
-        return Joinable(tuple(nodes), {node: before[node] for node in nodes})
+                for node in sorted(joined)
+                if _may_join(node)
+            )
+        )
 
-    def buckets(self, most: int, gathers: int) -> list[list[fx.Node]]:
-        """Those that are joined, by bucket. ``most``: bytes of a full bucket,
+    def buckets(self, most: int, gathers: int) -> tuple[tuple[str, ...], ...]:
+        """Names of those that are joined, by bucket. ``most``: bytes of a full bucket,
         ``gathers``: of one of gathers."""
-        opened: dict[Any, _Bucket] = {}
+        opened: dict[Hashable, _Bucket] = {}
         filled: list[_Bucket] = []
-        home: dict[fx.Node, _Bucket] = {}
-        for node in self.nodes:
-            value, size = node.args[0].meta["val"], whole_bytes(node)
-            room = gathers if node.target is _GATHER else most
-            if size >= room:
+        home: dict[str, _Bucket] = {}
+        before = {each.name: each.before for each in self.collectives}
+        for each in self.collectives:
+            room = gathers if each.is_gather else most
+            if each.size >= room:
                 continue
-            key = node.target, node.args[1:], value.dtype, value.device
-            open_bucket = opened.get(key)
-            needs = _buckets(self.before[node], home, self.before)
+            open_bucket = opened.get(each.kind)
+            needs = _buckets(each.before, home, before)
             if (
                 open_bucket is None
                 or id(open_bucket) in needs
-                or open_bucket.size + size > room
+                or open_bucket.size + each.size > room
             ):
-                open_bucket = opened[key] = _Bucket()
+                open_bucket = opened[each.kind] = _Bucket()
                 filled.append(open_bucket)
-            open_bucket.members.append(node)
-            open_bucket.size += size
-            home[node] = open_bucket
-        return [bucket.members for bucket in filled if len(bucket.members) > 1]
+            open_bucket.members.append(each.name)
+            open_bucket.size += each.size
+            home[each.name] = open_bucket
+        return tuple(tuple(b.members) for b in filled if len(b.members) > 1)
 
 
 def bucket(
@@ -122,16 +149,31 @@ def bucket(
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
     views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
     ``gathers``: of one of gathers."""
-    buckets = Joinable.of(graph, reductions=reductions).buckets(most, gathers)
-    for members in buckets:
+    joinable = Joinable.of(graph, reductions=reductions)
+    join_buckets(graph, rewriter, joinable.buckets(most, gathers))
+
+
+def join_buckets(
+    graph: fx.Graph, rewriter: Builder, buckets: Iterable[Sequence[str]]
+) -> None:
+    """Join the collectives of these names, bucket by bucket, in place."""
+    names = {name for bucket in buckets for name in bucket}
+    nodes = {node.name: node for node in graph.nodes if node.name in names}
+    for bucket in buckets:
+        members = [nodes[name] for name in bucket]
         _JOIN[members[0].target](rewriter, members)
         for member in members:
             graph.erase_node(member)
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and _is_cheap(node):
             graph.erase_node(node)
-    if buckets:
+    if names:
         _sort(graph)
+
+
+def _kind_of(node: fx.Node) -> Hashable:
+    value = node.args[0].meta["val"]
+    return node.target, node.args[1:], value.dtype, value.device
 
 
 def _may_join(node: fx.Node) -> bool:
@@ -149,20 +191,26 @@ def _is_read_alike(node: fx.Node) -> bool:
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
     """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
-    inputs = graph.find_nodes(op="placeholder")
-    return derived_from(graph.nodes, inputs, through)
+    return derived_from(graph.find_nodes(op="placeholder"), through)
 
 
 def derived_from(
-    nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], through: Collection[Any] = ()
+    inputs: Iterable[fx.Node],
+    through: Collection[Any] = (),
+    within: Collection[fx.Node] | None = None,
 ) -> set[fx.Node]:
-    """Inputs, and what of some nodes, in order, is made of these so."""
+    """Inputs, and what is made of these so; ``within`` some nodes, if they are given."""
     derived = set(inputs)
-    for node in nodes:
-        if derived.issuperset(node.all_input_nodes) and (
-            node.target in through or _is_cheap(node)
-        ):
-            derived.add(node)
+    pending = list(derived)
+    while pending:
+        for user in pending.pop().users:
+            if user in derived or not (within is None or user in within):
+                continue
+            if (_is_cheap(user) or user.target in through) and derived.issuperset(
+                user.all_input_nodes
+            ):
+                derived.add(user)
+                pending.append(user)
     return derived
 
 
@@ -175,24 +223,30 @@ def _is_cheap(node: fx.Node) -> bool:
 def _near_output(graph: fx.Graph) -> set[fx.Node]:
     """Nodes between which and the output there is nothing but cheap work."""
     ends: set[fx.Node] = set()
-    passing = {WAIT, _SCATTER, _REDUCE}
-    for node in reversed(list(graph.nodes)):
-        read = all(
-            user.op == "output"
-            or phase_of(user) == "update"
-            or (
-                user in ends
-                and (
-                    user.target in passing
-                    or _is_cheap(user)
-                    or op_facts_of(user.target).scales
-                )
-            )
+    borders = {graph.output_node()}
+    borders.update(node for node in graph.nodes if phase_of(node) == "update")
+    pending = [read for border in borders for read in border.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in ends and all(
+            user in borders or (user in ends and _leads_on(user.target))
             for user in node.users
-        )
-        if node.users and read:
+        ):
             ends.add(node)
+            pending += node.all_input_nodes if _leads_on(node.target) else ()
     return ends
+
+
+def _leads_on(target: Any) -> bool:
+    """Whether what an op reads may be near the output, if the op is."""
+    facts = op_facts_of(target)
+    return (
+        facts.moves
+        or facts.reshapes
+        or facts.casts
+        or facts.scales
+        or target in (WAIT, _SCATTER, _REDUCE)
+    )
 
 
 def region_of(node: fx.Node) -> str | None:
@@ -205,33 +259,32 @@ def _custom(node: fx.Node) -> dict[str, Any]:
 
 
 def _reductions_before(
-    graph: fx.Graph, near_output: Collection[fx.Node]
-) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For each node the reductions it depends on that could be joined. (Gathers that
-    could be depend on nothing.)"""
-    none: frozenset[fx.Node] = frozenset()
-    if not any(node.target in (_SCATTER, _REDUCE) for node in near_output):
-        return dict.fromkeys(graph.nodes, none)
-    out: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        reductions = none.union(*(out[read] for read in node.all_input_nodes))
-        out[node] = reductions
-        if node.target is WAIT:
-            source = node.args[0]
-            if source in near_output and source.target in (_SCATTER, _REDUCE):
-                out[node] = reductions | {source}
+    reductions: Collection[fx.Node],
+) -> dict[fx.Node, frozenset[str]]:
+    """For nodes that depend on some reductions, the names of these."""
+    waits = {u: n for n in reductions for u in n.users if u.target is WAIT}
+    behind, pending = set(waits), list(waits)
+    while pending:
+        new = [user for user in pending.pop().users if user not in behind]
+        behind.update(new)
+        pending += new
+    none = frozenset[str]()
+    out: dict[fx.Node, frozenset[str]] = {}
+    for node in sorted(behind):
+        own = (waits[node].name,) if node in waits else ()
+        out[node] = none.union(own, *(out.get(r, none) for r in node.all_input_nodes))
     return out
 
 
 def _buckets(
-    nodes: Iterable[fx.Node],
-    home: Mapping[fx.Node, _Bucket],
-    before: Mapping[fx.Node, Iterable[fx.Node]],
+    names: Iterable[str],
+    home: Mapping[str, _Bucket],
+    before: Mapping[str, Iterable[str]],
 ) -> set[int]:
-    """Ids of the buckets that must be done before ``nodes`` are: theirs, and those that
-    any member of these depends on."""
+    """Ids of the buckets that must be done before what depends on collectives is:
+    theirs, and those that any member of these depends on."""
     ids: set[int] = set()
-    stack = list(nodes)
+    stack = list(names)
     while stack:
         bucket_of_node = home.get(stack.pop())
         if bucket_of_node is not None and id(bucket_of_node) not in ids:

@@ -5,8 +5,8 @@ In: a local graph, joint or not. Out: a new graph of the same results, in which 
 stand as they do in what is compiled: what the backward needs of the forward is kept or
 computed again in the backward, and ``schedule`` has been applied to either. For
 ``simulate_step``; what runs is parted by AOTAutograd on the bound graph. What the
-backward computes again says ``sharding.cost.recompute``. ``Orders``: with which
-settings that is one and the same graph, so that none is made twice.
+backward computes again says ``sharding.cost.recompute``; ``phase_orders`` has a parted
+graph in the orders of several settings.
 
 ``regather``, local -> local: what is made of resting parameters by communication, and
 of that alone, is tagged to be recomputed, so that the partitioner saves this rank's
@@ -25,8 +25,9 @@ not take part in a second gather.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,15 +36,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._torch.node_copies import copy_node
 from fxpar.passes.builder import PLACE
-from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable
+from fxpar.passes.order.bucket_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import (
-    BEFORE_BUCKETS,
     DEFAULT,
     PhaseGraph,
     Settings,
-    gathers_started,
-    prefetched,
-    rooms,
     schedule,
 )
 from fxpar.passes.order.sink_waits import WAIT
@@ -104,6 +101,20 @@ class PartedGraph:
     # Of each result, whether the backward gives it.
     is_gradient: tuple[bool, ...]
 
+    @cached_property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(self.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def saved(self) -> tuple[fx.Node, ...]:
+        """What the backward reads of the forward."""
+        return tuple(given_of(self.forward, self.backward))
+
+    @property
+    def count(self) -> int:
+        """How many phases there are."""
+        return 1 + bool(self.backward)
+
 
 def parted(graph: fx.Graph) -> PartedGraph:
     """What the forward and what the backward of a local graph runs."""
@@ -111,38 +122,6 @@ def parted(graph: fx.Graph) -> PartedGraph:
     forward, backward = phases(graph)
     is_gradient = (result in backward_nodes for result in graph.output_node().args[0])
     return PartedGraph(graph, tuple(forward), tuple(backward), tuple(is_gradient))
-
-
-def most_started(parts: PartedGraph) -> int:
-    """Gathers that may start ahead, in the phase that has most of them."""
-    inputs = parts.graph.find_nodes(op="placeholder")
-    saved = given_of(parts.forward, parts.backward)
-    return max(
-        gathers_started(parts.forward, inputs),
-        gathers_started(parts.backward, [*inputs, *saved]),
-    )
-
-
-class Orders:
-    """Which settings order a graph alike, without trying them."""
-
-    def __init__(self, parts: PartedGraph) -> None:
-        self._started = most_started(parts)
-        self._joinable: list[Joinable] = []
-        for phase in phase_graphs(parts):
-            for row in BEFORE_BUCKETS:
-                row.run(phase)
-            joinable = Joinable.of(phase.graph, reductions=phase.backward)
-            self._joinable.append(joinable)
-
-    def of(self, settings: Settings) -> Hashable:
-        """Equal for settings with which the graph runs in one order."""
-        buckets = (joinable.buckets(*rooms(settings)) for joinable in self._joinable)
-        names = tuple(
-            tuple(tuple(node.name for node in bucket) for bucket in of_phase)
-            for of_phase in buckets
-        )
-        return prefetched(settings.ahead, self._started), names
 
 
 def as_run(
@@ -207,7 +186,7 @@ def parted_as_run(
     settings: Settings = DEFAULT,
 ) -> fx.Graph:
     """``as_run`` of a graph that was parted before."""
-    phases = phase_graphs(parts)
+    phases = [phase_graph(parts, i) for i in range(parts.count)]
     for phase in phases:
         schedule(
             phase.graph, backward=phase.backward, disable=disable, settings=settings
@@ -218,22 +197,23 @@ def parted_as_run(
     return _joined(forward, backward, parts.is_gradient)
 
 
-def phase_graphs(parts: PartedGraph) -> tuple[PhaseGraph, ...]:
-    """Copies of the forward and of the backward, each by itself, before they are
-    ordered; one of all where there is no backward."""
-    inputs = parts.graph.find_nodes(op="placeholder")
+def phase_graph(
+    parts: PartedGraph, i: int, settings: Settings = DEFAULT
+) -> PhaseGraph:
+    """A copy of the forward (0) or of the backward (1) by itself, before it is ordered;
+    of all where there is no backward."""
     results = list(parts.graph.output_node().args[0])
-    if not parts.backward:
-        whole = _graph(inputs, parts.forward, results)
+    if parts.count == 1:
+        whole = _graph(parts.inputs, parts.forward, results)
         of_step = any(map(phase_of, parts.forward))  # which has its backward inside
-        return (PhaseGraph(whole, of_step),)
-    saved = given_of(parts.forward, parts.backward)
-    of_phase: tuple[list[Any], list[Any]] = [], []
-    for result, is_gradient in zip(results, parts.is_gradient, strict=True):
-        of_phase[is_gradient].append(result)
-    forward = _graph(inputs, parts.forward, [*of_phase[False], *saved])
-    backward = _graph([*inputs, *saved], parts.backward, of_phase[True])
-    return PhaseGraph(forward, False), PhaseGraph(backward, True)
+        return PhaseGraph(whole, of_step, settings)
+    pairs = zip(results, parts.is_gradient, strict=True)
+    own = [result for result, is_gradient in pairs if is_gradient == bool(i)]
+    if i == 0:
+        graph = _graph(parts.inputs, parts.forward, [*own, *parts.saved])
+    else:
+        graph = _graph([*parts.inputs, *parts.saved], parts.backward, own)
+    return PhaseGraph(graph, bool(i), settings)
 
 
 def _graph(

@@ -22,9 +22,10 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import register_lowering
 from fxpar.passes.order.bucket_collectives import (
     FULL,
-    bucket,
+    Joinable,
     derived_from,
     from_inputs,
+    join_buckets,
 )
 from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.recompute_in_step import recompute_in_step
@@ -100,21 +101,18 @@ def schedule(
 
 def join(phase: PhaseGraph) -> None:
     """Collectives in buckets of the sizes that the settings say."""
-    most, gathers = rooms(phase.settings)
     if phase.waits:
-        bucket(
-            phase.graph,
-            phase.rewriter,
-            reductions=phase.backward,
-            most=most,
-            gathers=gathers,
-        )
+        joinable = Joinable.of(phase.graph, reductions=phase.backward)
+        buckets = buckets_of(joinable, phase.settings)
+        join_buckets(phase.graph, phase.rewriter, buckets)
 
 
-def rooms(settings: Settings) -> tuple[int, int]:
-    """Bytes of a bucket of reductions, and of gathers."""
+def buckets_of(joinable: Joinable, settings: Settings) -> tuple[tuple[str, ...], ...]:
+    """The buckets of collectives that could be joined."""
     most = FULL if settings.bucket is None else settings.bucket
-    return most, most if settings.gathers is None else settings.gathers
+    return joinable.buckets(
+        most, most if settings.gathers is None else settings.gathers
+    )
 
 
 def drop_unread(graph: fx.Graph) -> None:
@@ -176,8 +174,10 @@ def prefetched(ahead: int, started: int) -> int:
 def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
     """How many gathers ``prefetch`` may move at most in a phase of these nodes: passes
     before it only make fewer of them."""
-    derived = derived_from(nodes, inputs, through=(_GATHER, WAIT))
     gathers = [node for node in nodes if node.target is _GATHER]
+    if not gathers:
+        return 0
+    derived = derived_from(inputs, (_GATHER, WAIT), within=set(nodes))
     return len(_read_next(gathers, derived))
 
 
@@ -304,5 +304,6 @@ ORDER = (
 )
 DELAY = PhasePass("delay", lambda phase: delay(phase.graph))
 
-# What of ``ORDER`` comes before buckets, whatever the settings are.
-BEFORE_BUCKETS = ORDER[: [row.name for row in ORDER].index("bucket")]
+# What of ``ORDER`` comes before buckets, whatever the settings are, and behind them.
+_BUCKETS = [row.name for row in ORDER].index("bucket")
+BEFORE_BUCKETS, BEHIND_BUCKETS = ORDER[:_BUCKETS], ORDER[_BUCKETS + 1 :]

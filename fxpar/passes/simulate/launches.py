@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from fxpar.errors import PlanError
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes, group_of_call
 from fxpar.passes.experts import exact_ops
 from fxpar.passes.lower import LOWERINGS
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.fused_kernels import KernelReader, TensorView
 from fxpar.sharding.cost.launch import Launches
@@ -66,14 +68,35 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     reader = _LocalReader(fused)
     backward = backward_of(graph)
     for i, node in enumerate(graph.nodes):
-        if is_collective(node) and not group_of_call(node).startswith(GROUP_PREFIX):
-            raise PlanError(
-                f"{node.name} runs on group {group_of_call(node)!r}, which names no "
-                "mesh axes",
-                fix="simulate the local graph, before it is bound to process groups",
-            )
+        _check_group(node)
         reader.step(node, float(i), node in backward)
     return reader.launches()
+
+
+def launches_of_phases(phases: PhasesAsRun) -> Launches:
+    """The launches of a local graph as it runs; errors as of ``launches_of``."""
+    if len(phases.graphs) == 1:
+        return launches_of(phases.graphs[0])
+    reader, place = _LocalReader(), count()
+    for is_backward, graph in enumerate(phases.graphs):
+        for node in graph.nodes:
+            if node in phases.given:
+                reader.values[node] = reader.values[phases.given[node]]
+            elif node.op != "output":
+                _check_group(node)
+                reader.step(node, float(next(place)), bool(is_backward))
+    reader.returned(phases.results)
+    return reader.launches()
+
+
+def _check_group(node: fx.Node) -> None:
+    """Raise PlanError on a collective of a group that is not named by axes."""
+    if is_collective(node) and not group_of_call(node).startswith(GROUP_PREFIX):
+        raise PlanError(
+            f"{node.name} runs on group {group_of_call(node)!r}, which names no "
+            "mesh axes",
+            fix="simulate the local graph, before it is bound to process groups",
+        )
 
 
 def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Launches:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.launches import launches_of_phases
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.sharding.cost.launch import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
 from fxpar.sharding.program import Signature
@@ -119,22 +120,21 @@ def _bytes_by_launch(
 
 
 def by_kind(
-    graph: fx.Graph, signature: Signature, launches: Launches | None = None
+    phases: PhasesAsRun, signature: Signature, launches: Launches | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """(kind, bytes a rank holds) at the peak of a local graph as it runs
-    (``forward_backward.as_run``), kinds of which there is nothing left out.
-    ``launches``: those of the graph, if they are known.
+    """(kind, bytes a rank holds) at the peak of a local graph as it runs, kinds of which
+    there is nothing left out. ``launches``: those of the graph, if they are known.
 
     Optimizer state is that of ``memory_constraints.MOMENTS``, of parameters that have a
     gradient. Raises PlanError as ``launches_of`` does.
     """
-    launches = launches or launches_of(graph)
+    launches = launches or launches_of_phases(phases)
     resident = residency(launches)
-    kinds = _kinds(graph, signature, launches)
+    kinds = _kinds(phases, signature, launches)
     total = dict.fromkeys(KINDS, 0)
     for buffer in resident.at(resident.peak[1]):
         total[kinds[buffer]] += buffer.nbytes
-    inputs = graph.find_nodes(op="placeholder")
+    inputs = phases.inputs
     for k in {out.of for out in signature.outputs if out.kind == "gradient"}:
         if k is not None and signature.inputs[k].kind == "parameter":
             total["optimizer state"] += MOMENTS * bytes_of(inputs[k])
@@ -142,14 +142,12 @@ def by_kind(
 
 
 def _kinds(
-    graph: fx.Graph, signature: Signature, launches: Launches
+    phases: PhasesAsRun, signature: Signature, launches: Launches
 ) -> dict[Buffer, str]:
     """The kind of each buffer."""
-    declared = dict(
-        zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True)
-    )
+    declared = dict(zip(phases.inputs, signature.inputs, strict=True))
     parameters = {node for node, x in declared.items() if x.kind == "parameter"}
-    gathered = _derived_from({n for n in parameters if _is_split(n)}, graph)
+    gathered = _derived_from({n for n in parameters if _is_split(n)}, phases)
     # What later lines say of a buffer holds.
     kinds: dict[Buffer, str] = {}
     for launch in launches.launches:
@@ -178,11 +176,13 @@ def _is_split(node: fx.Node) -> bool:
     return spec is not None and bool(spec.sharded_axes)
 
 
-def _derived_from(roots: set[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+def _derived_from(roots: set[fx.Node], phases: PhasesAsRun) -> set[fx.Node]:
     """``roots`` and what is computed from them alone."""
     derived = set(roots)
-    for node in graph.nodes:
-        read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
-        if node.op == "call_function" and read and derived.issuperset(read):
-            derived.add(node)
+    for graph in phases.graphs:
+        derived.update(n for n, of in phases.given.items() if of in derived)
+        for node in graph.nodes:
+            read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
+            if node.op == "call_function" and read and derived.issuperset(read):
+                derived.add(node)
     return derived

@@ -24,6 +24,7 @@ from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.order.forward_backward import are_run_alike, as_run
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
@@ -252,7 +253,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         and not state.open
         and are_run_alike(state.graph, run.lowered)
     ):
-        return by_kind(run.graph, signature, run.launches), ()
+        return by_kind(run.phases, signature, run.launches), ()
     graphs = [_at_hints(state)]
     if pipeline is not None:
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
@@ -261,7 +262,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
             with _torch.fake.shapes_alone():
                 shapes = shapes_of(graph)
                 graph = as_run(shapes, disable=disable, settings=settings)
-            peaks.append(by_kind(graph, signature))
+            peaks.append(by_kind(PhasesAsRun.whole(graph), signature))
         return max(peaks, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives
         return (), (f"memory is not known: {error.what}",)

@@ -18,6 +18,7 @@ from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes.builder import copy_of
 from fxpar.passes.order.forward_backward import are_run_alike, as_run, regather
 from fxpar.passes.simulate.peak_memory import by_kind
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.runtime.steps import plan_steps
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.program_kernels import kernels_of
@@ -61,7 +62,7 @@ def held_by(decision: Decision, *, keep: bool = False) -> dict[str, int]:
     if not keep:
         regather(graph)
     run = as_run(graph, disable=MOVES.split(","))
-    return dict(by_kind(run, decision.program.signature))
+    return dict(by_kind(PhasesAsRun.whole(run), decision.program.signature))
 
 
 def at_rest_on(program: Program, mesh: Mesh) -> Program:

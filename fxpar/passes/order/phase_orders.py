@@ -1,0 +1,97 @@
+"""A local graph in the orders in which settings let it run, each phase ordered once.
+
+In: a local graph parted in forward and backward. Out: for settings the two, each as
+``order_collectives`` orders it; those that order a phase alike are given the very same
+graph, so that what is tried costs what it changes. Never changes the parted graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from torch import fx
+
+from fxpar.passes.order.bucket_collectives import Joinable, join_buckets
+from fxpar.passes.order.forward_backward import PartedGraph, phase_graph
+from fxpar.passes.order.order_collectives import (
+    BEFORE_BUCKETS,
+    BEHIND_BUCKETS,
+    DEFAULT,
+    DELAY,
+    PhaseGraph,
+    Settings,
+    buckets_of,
+    gathers_started,
+    prefetched,
+)
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
+
+
+class Orders:
+    """A parted graph, ordered with one settings after the other."""
+
+    def __init__(self, parts: PartedGraph) -> None:
+        self.parts = parts
+        self._phases = [_PhaseOrders(parts, i) for i in range(parts.count)]
+
+    @property
+    def started(self) -> int:
+        """Gathers that may start ahead, in the phase that has most of them."""
+        return max(phase.started for phase in self._phases)
+
+    def of(self, settings: Settings) -> Hashable:
+        """Equal for settings with which the graph runs in one order."""
+        return tuple(phase.of(settings) for phase in self._phases)
+
+    def as_run(self, settings: Settings) -> PhasesAsRun:
+        """The graph in the order of settings."""
+        graphs = [phase.graph(settings) for phase in self._phases]
+        return PhasesAsRun(tuple(graphs), self.parts.is_gradient)
+
+
+class _PhaseOrders:
+    """One phase of it. ``started``: gathers that may start ahead."""
+
+    def __init__(self, parts: PartedGraph, i: int) -> None:
+        self._parts, self._i = parts, i
+        given = (*parts.inputs, *parts.saved) if i else parts.inputs
+        self.started = gathers_started((parts.forward, parts.backward)[i], given)
+        self._ordered: dict[Hashable, fx.Graph] = {}
+        first = self._fresh(DEFAULT)
+        self._first: PhaseGraph | None = first
+        self._joinable = (
+            Joinable.of(first.graph, reductions=first.backward)
+            if first.waits
+            else Joinable(())
+        )
+
+    def _fresh(self, settings: Settings) -> PhaseGraph:
+        """A copy, as it is before buckets."""
+        phase = phase_graph(self._parts, self._i, settings)
+        for row in BEFORE_BUCKETS:
+            row.run(phase)
+        return phase
+
+    def of(self, settings: Settings) -> Hashable:
+        """Equal for settings that order it alike."""
+        ahead = prefetched(settings.ahead, self.started)
+        return ahead, buckets_of(self._joinable, settings)
+
+    def graph(self, settings: Settings) -> fx.Graph:
+        """In the order of settings; not to be changed."""
+        order = self.of(settings)
+        if order not in self._ordered:
+            self._ordered[order] = self._order(settings)
+        return self._ordered[order]
+
+    def _order(self, settings: Settings) -> fx.Graph:
+        """A copy, ordered: the one that was read first, while that is left."""
+        first, self._first = self._first, None
+        phase = replace(first, settings=settings) if first else self._fresh(settings)
+        if phase.waits:
+            buckets = buckets_of(self._joinable, settings)
+            join_buckets(phase.graph, phase.rewriter, buckets)
+        for row in (*BEHIND_BUCKETS, DELAY):
+            row.run(phase)
+        return phase.graph
