@@ -410,4 +410,5 @@ def scheduled(
         inductor=inductor,
     )
     run_steps(PHASE, state)
+    graph.lint()
     return state.regions

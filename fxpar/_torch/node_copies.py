@@ -6,6 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,11 +66,43 @@ def add_node(
     type_expr: Any = None,
 ) -> fx.Node:
     """As ``graph.create_node``, without a look for symbols in arguments, which takes
-    half of its time: what is given here are nodes and numbers."""
-    node = graph.create_node(op, target, name=name, type_expr=type_expr)
-    if args or kwargs:
-        node._update_args_kwargs(args, kwargs or {})
+    half of its time: what is given here are nodes and numbers. A name is one that
+    another node has."""
+    if getattr(graph.owning_module, "_create_node_hooks", None) is not None:
+        return graph.create_node(op, target, args, dict(kwargs or {}), name, type_expr)
+    names = graph._graph_namespace
+    if name is None:
+        name = names.create_name(graph._target_to_str(target), None)
+    else:
+        name = _name_in(names, name)
+    node = fx.Node(graph, name, op, target, args, kwargs or {}, type_expr)
+    names._obj_to_name[node] = name
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
     return node
+
+
+def _name_in(names: Any, name: str) -> str:
+    """A node's name, in the names of another graph, as ``names.create_name`` gives it:
+    itself, where it is not used there."""
+    if name in names._used_names:
+        return names.create_name(name, None)
+    base, number = _name_parts(name)
+    if number is None:
+        number = names._base_count.get(base, 0)
+    names._used_names.add(name)
+    names._base_count[base] = number
+    return name
+
+
+@lru_cache(maxsize=1 << 15)
+def _name_parts(name: str) -> tuple[str, int | None]:
+    """The word of a name, and its number."""
+    base, _, digits = name.rpartition("_")
+    if base and digits.isascii() and digits.isdigit():
+        return base, int(digits)
+    return name, None
 
 
 def copy_node(

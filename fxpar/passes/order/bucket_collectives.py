@@ -434,15 +434,19 @@ def _sort(graph: fx.Graph) -> None:
     """Move what reads a result of a bucket behind it, else keep the order."""
     placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
+    is_moved = False  # anything so far
     *nodes, output = graph.nodes
     for first in nodes:
         stack = [first]
         while stack:
             node = stack.pop()
-            missing = next((r for r in node.all_input_nodes if r not in placed), None)
-            if missing is not None:
+            reads = node.all_input_nodes
+            if not placed.issuperset(reads):
+                missing = next(read for read in reads if read not in placed)
                 waiting.setdefault(missing, []).append(node)
+                is_moved = True
                 continue
-            output.prepend(node)
+            if is_moved:
+                output.prepend(node)
             placed.add(node)
             stack.extend(reversed(waiting.pop(node, [])))

@@ -15,11 +15,13 @@ longer: the nearest are moved, up to ``HELD`` times the bytes of the collective.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from torch import fx
 
+from fxpar._torch.nodes_by_target import calls_where
 from fxpar.passes.order.bucket_collectives import from_inputs, region_of
 from fxpar.passes.order.parted_gradients import computed_of, join, part_nearest
 from fxpar.passes.order.sink_waits import is_chunk
@@ -38,20 +40,27 @@ _FAR = 1000
 
 def delay(graph: fx.Graph) -> None:
     """Put work behind each collective that has none beside it."""
+    waits_of = _all_waits_of(graph)
+    if not waits_of:
+        return
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    work = list(accumulate((_is_work(n) for n in nodes), initial=0))
+    heavy = set(calls_where(graph, _is_work))
+    work = list(accumulate((n in heavy for n in nodes), initial=0))
+    borders = set(calls_where(graph, _is_border))
     delayed: set[fx.Node] = set()
     # ``prefetch`` hides these.
-    input_derived = from_inputs(graph, through=(*KINDS, *WAITS))
+    input_derived = from_inputs(graph, through={*KINDS, *WAITS})
     begin = 0  # behind the last wait or write
     waited_at: set[int] = set()  # where results of no wait are first read
     for at, node in enumerate(nodes):
-        if node.target in WAITS or op_facts_of(node.target).mutates:
+        if node in borders:
             begin = at + 1
         if at in waited_at:
             begin = at
-        end = min(map(place.__getitem__, _waits_of(node)), default=at)
+        if node not in waits_of:
+            continue
+        end = min(map(place.__getitem__, waits_of[node]))
         if end > at and nodes[end].target not in WAITS:
             waited_at.add(end)
         has_work_beside = end <= at or work[end] > work[at + 1] or node in input_derived
@@ -64,27 +73,33 @@ def delay(graph: fx.Graph) -> None:
         ):
             continue
         movable = _movable(node, nodes[max(begin, at - _FAR) : at], delayed)
-        if any(map(_is_work, movable)):
+        if any(_is_work(moved.target) for moved in movable):
             movable = _without_operands(movable, nodes[at + 1 : end])
-            behind = _last_start(nodes[at:end], movable)
+            behind = _last_start(nodes[at:end], movable, waits_of)
             for work_node in reversed(movable):
                 behind.append(work_node)
             delayed.update(movable)
-    if delayed:
-        graph.lint()
 
 
-def _is_work(node: fx.Node) -> bool:
-    return contracts(node.target) or node.target in PRODUCTS
+def _is_work(target: Any) -> bool:
+    return contracts(target) or target in PRODUCTS
 
 
-def _waits_of(node: fx.Node) -> list[fx.Node]:
-    """Nodes that wait for a collective; its readers, where it is not lowered yet to one
-    with a wait."""
-    waits = [u for u in node.users if u.target in WAITS and u.args[0] is node]
-    if not waits and node.target in KINDS and is_collective(node):
-        return list(node.users)
-    return waits
+def _is_border(target: Any) -> bool:
+    """Whether an op waits, or writes: nothing is moved across it."""
+    return target in WAITS or op_facts_of(target).mutates
+
+
+def _all_waits_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each collective the nodes that wait for it; its readers, where it is not
+    lowered yet to one with a wait."""
+    waits_of: dict[fx.Node, list[fx.Node]] = {}
+    for wait in calls_where(graph, WAITS.__contains__):
+        waits_of.setdefault(wait.args[0], []).append(wait)
+    for node in calls_where(graph, KINDS.__contains__):
+        if node.users and node not in waits_of and is_collective(node):
+            waits_of[node] = list(node.users)
+    return waits_of
 
 
 def _without_operands(
@@ -93,7 +108,7 @@ def _without_operands(
     """Without light work that what starts next needs, and which needs no other."""
     heavy: set[fx.Node] = set()
     for node in movable:
-        if _is_work(node) or not heavy.isdisjoint(node.all_input_nodes):
+        if _is_work(node.target) or not heavy.isdisjoint(node.all_input_nodes):
             heavy.add(node)
     staying = set(then)
     for node in reversed(movable):
@@ -102,14 +117,18 @@ def _without_operands(
     return [node for node in movable if node not in staying]
 
 
-def _last_start(nodes: Sequence[fx.Node], movable: Sequence[fx.Node]) -> fx.Node:
+def _last_start(
+    nodes: Sequence[fx.Node],
+    movable: Sequence[fx.Node],
+    waits_of: Mapping[fx.Node, Sequence[fx.Node]],
+) -> fx.Node:
     """Of collectives from the first of ``nodes`` on, up to a node that reads what is
     moved, the last: all are under way then."""
     last, moved = nodes[0], set(movable)
     for node in nodes:
         if not moved.isdisjoint(node.all_input_nodes):
             break
-        if _waits_of(node):
+        if node in waits_of:
             last = node
     return last
 

@@ -197,16 +197,21 @@ def gather_before_messages(graph: fx.Graph) -> None:
     """Start gathers of graph inputs that ranks of all stages take part in before the
     first message between stages, in their order. Where they are first read differs by
     stage: a rank would wait for a message of one that waits for it in a gather."""
-    messages = [node for node in graph.nodes if node.target in MESSAGES]
+    messages = _messages(graph)
     for gather in _gathers_of_stages(graph):
         for node in needed(gather):
             if messages[0] < node:
                 messages[0].prepend(node)
 
 
+def _messages(graph: fx.Graph) -> list[fx.Node]:
+    """Messages between stages, in order."""
+    return _torch.nodes_by_target.calls_where(graph, MESSAGES.__contains__)
+
+
 def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
     """Gathers of graph inputs along the axis of stages, in order."""
-    groups = {node.args[-1] for node in graph.nodes if node.target in MESSAGES}
+    groups = {node.args[-1] for node in _messages(graph)}
     if not groups:
         return []
     input_derived = from_inputs(graph, through=(_GATHER, WAIT))

@@ -61,7 +61,6 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
             calls[name] = [_call(graph, segment, name) for segment in alike]
     for name, of_body in calls.items():
         _make_views_inside(getattr(root, name), of_body)
-    graph.lint()
     return sum(map(len, calls.values()))
 
 

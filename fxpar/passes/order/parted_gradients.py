@@ -22,6 +22,8 @@ BACKWARD = torch.ops.aten.convolution_backward.default
 def part_nearest(node: fx.Node, since: Sequence[fx.Node]) -> fx.Node | None:
     """Part the last of the convolutions' backwards ``since`` whose gradient of the
     input ``node`` needs, and no other; the call that makes these."""
+    if all(call.target is not BACKWARD for call in since):
+        return None
     sources = _sources(node, since)
     for call in reversed(since):
         if call in sources and call.target is BACKWARD:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.node_copies import copy_node
+from fxpar._torch.nodes_by_target import calls_where
 from fxpar.passes.order.bucket_collectives import region_of
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.passes.stages.stage_kinds import draws
@@ -30,14 +31,15 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 def recompute_in_step(graph: fx.Graph) -> None:
     """Copy what the backward computes again to before what reads it first."""
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    writes = {node for node in calls if op_facts_of(node.target).mutates}
+    behind = {node for node in calls if phase_of(node) in ("backward", "update")}
+    if not behind:
+        return
+    writes = set(calls_where(graph, lambda target: op_facts_of(target).mutates))
     late: dict[fx.Node, None] = {}  # what passes made of them says no phase
     for node in calls:
         if node in writes:
             continue  # a value that one reads was computed before the writes
-        if phase_of(node) in ("backward", "update") or any(
-            read in late for read in node.all_input_nodes
-        ):
+        if node in behind or any(read in late for read in node.all_input_nodes):
             late[node] = None
     if not late:
         return

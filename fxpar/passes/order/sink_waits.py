@@ -9,10 +9,12 @@ the backward. It never moves a collective, so all ranks keep one order of them.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.passes.simulate.launches import WAITS
 from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -27,7 +29,7 @@ def sink_waits(graph: fx.Graph) -> None:
     """Move every wait, and views of its result, before their first readers; that of a
     message which was sent, and has none, to the end."""
     waited = _waited(graph)
-    for node in [n for n in graph.nodes if n in waited and not n.users]:
+    for node in sorted(n for n in waited if not n.users):
         if node.target is WAIT and node.args[0].target is _SEND:
             graph.output_node().prepend(node)
     sink(graph, waited)
@@ -45,10 +47,12 @@ def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
     their order."""
     writes = _writes(graph)
     first: dict[fx.Node, fx.Node] = {}
-    for node in reversed(list(graph.nodes)):
-        if node in nodes and node.users:
-            after = [w for m in _reads(node) for w in writes.get(m, ()) if node < w]
-            reader = min([*node.users, *after])
+    for node in sorted(nodes, reverse=True):
+        if node.users:
+            reader = min(node.users)
+            if writes:
+                after = [w for m in _reads(node) for w in writes.get(m, ()) if node < w]
+                reader = min([reader, *after])
             first.get(reader, reader).prepend(node)
             first[reader] = node
 
@@ -56,11 +60,14 @@ def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
 def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """What writes to a memory, by the node that it belongs to."""
     out: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if op_facts_of(node.target).mutates and node.target not in WAITS:
-            for read in node.all_input_nodes:
-                out.setdefault(viewed(read), []).append(node)
+    for node in _torch.nodes_by_target.calls_where(graph, _changes_memory):
+        for read in node.all_input_nodes:
+            out.setdefault(viewed(read), []).append(node)
     return out
+
+
+def _changes_memory(target: Any) -> bool:
+    return op_facts_of(target).mutates and target not in WAITS
 
 
 def _reads(node: fx.Node) -> set[fx.Node]:
@@ -73,10 +80,12 @@ def _reads(node: fx.Node) -> set[fx.Node]:
 
 def _waited(graph: fx.Graph) -> set[fx.Node]:
     """Waits, and nodes that only rearrange a waited result."""
-    waited: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.target is WAIT or (
-            op_facts_of(node.target).sinks and waited.issuperset(node.all_input_nodes)
-        ):
-            waited.add(node)
+    waited = set(graph.find_nodes(op="call_function", target=WAIT))
+    pending = list(waited)
+    while pending:
+        for user in pending.pop().users:
+            sinks = user not in waited and op_facts_of(user.target).sinks
+            if sinks and waited.issuperset(user.all_input_nodes):
+                waited.add(user)
+                pending.append(user)
     return waited

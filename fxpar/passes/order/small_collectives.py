@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar._torch.nodes_by_target import calls_where
 from fxpar.passes.order.bucket_collectives import LARGEST, from_inputs, region_of
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
 from fxpar.passes.simulate.launches import KINDS
@@ -37,16 +39,17 @@ ROOM = 1 << 20
 def start_first(graph: fx.Graph) -> None:
     """Move collectives of small values, which light ops make of graph inputs, with
     these ops, before all other work, in their order."""
-    if _has_messages(graph):
+    collectives = calls_where(graph, lambda target: KINDS.get(target) in _STARTED)
+    if not collectives or _has_messages(graph):
         return
-    placed_by_prefetch = from_inputs(graph, through=(*KINDS, WAIT))
-    sources = _made_lightly(graph)
+    placed_by_prefetch = from_inputs(graph, through={*KINDS, WAIT})
+    sources = _LightSources(graph)
     started: dict[fx.Node, None] = {}
     room = ROOM
-    for node in graph.nodes:
+    for node in collectives:
         if not _may_start(node) or node in placed_by_prefetch:
             continue
-        if not sources.issuperset(node.all_input_nodes):
+        if not all(map(sources.has, node.all_input_nodes)):
             continue
         moved = dict.fromkeys(needed(node))
         held = {viewed(n) for n in moved if not moved.keys() >= n.users.keys()}
@@ -60,7 +63,7 @@ def start_first(graph: fx.Graph) -> None:
         return
     with graph.inserting_before(first):
         anchor = graph.call_function(_begin)
-    for node in [n for n in graph.nodes if n in started]:
+    for node in sorted(started):
         anchor.prepend(node)
     graph.erase_node(anchor)
 
@@ -68,16 +71,18 @@ def start_first(graph: fx.Graph) -> None:
 def wait_last(graph: fx.Graph) -> None:
     """Move waits, and light ops behind them, that lead to outputs of one element alone,
     to the end."""
-    if _has_messages(graph):
+    if _has_messages(graph) or not any(map(_is_one, graph.output_node().all_input_nodes)):
         return
-    waited: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.target is WAIT or not waited.isdisjoint(node.all_input_nodes):
-            waited.add(node)
+    waited = set(graph.find_nodes(op="call_function", target=WAIT))
+    pending = list(waited)
+    while pending:
+        new = [user for user in pending.pop().users if user not in waited]
+        waited.update(new)
+        pending += new
     last: set[fx.Node] = set()
     room = ROOM
-    for node in reversed(list(graph.nodes)):
-        if node not in waited or not _leads_out(node, last) or not _may_wait(node):
+    for node in sorted(waited, reverse=True):
+        if not _leads_out(node, last) or not _may_wait(node):
             continue
         reads = {viewed(n) for n in node.all_input_nodes}
         size = bytes_of(node) + sum(map(bytes_of, reads))
@@ -126,31 +131,31 @@ def _begin() -> None:
 
 
 def _has_messages(graph: fx.Graph) -> bool:
-    return any(node.target in MESSAGES for node in graph.nodes)
+    return bool(calls_where(graph, MESSAGES.__contains__))
 
 
 def _may_start(node: fx.Node) -> bool:
     """Whether a collective may come before others: all ranks answer alike, which they
     would not by the sizes of shards that are not alike."""
     alike = LARGEST not in (node.meta.get("custom") or {})
-    return (
-        KINDS.get(node.target) in _STARTED
-        and alike
-        and not is_chunk(node)
-        and not region_of(node)
-    )
+    return alike and not is_chunk(node) and not region_of(node)
 
 
 def _leads_out(node: fx.Node, last: Collection[fx.Node]) -> bool:
     """Whether it leads to outputs of one element alone, as a loss is."""
     for user in node.users:
         if user.op == "output":
-            value = node.meta.get("val")
-            if not isinstance(value, torch.Tensor) or value.dim():
+            if not _is_one(node):
                 return False
         elif user not in last:
             return False
     return bool(node.users)
+
+
+def _is_one(node: fx.Node) -> bool:
+    """Whether it gives one element."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.dim()
 
 
 def _may_wait(node: fx.Node) -> bool:
@@ -163,14 +168,34 @@ def _is_light_work(node: fx.Node) -> bool:
     return only_computes(node) and not contracts(node.target)
 
 
-def _made_lightly(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that light ops make of graph inputs, before anything writes to memory."""
-    derived: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.target is not WAIT and op_facts_of(node.target).mutates:
-            return derived
-        if node.op in _INPUTS or (
-            derived.issuperset(node.all_input_nodes) and _is_light_work(node)
-        ):
-            derived.add(node)
-    return derived
+class _LightSources:
+    """What light ops make of graph inputs, before anything writes to memory."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._write = min(calls_where(graph, _changes_memory), default=None)
+        self._known: dict[fx.Node, bool] = {}
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether a node is made so."""
+        pending = [node]
+        while pending:
+            last = pending[-1]
+            if last in self._known:
+                pending.pop()
+            elif self._write is not None and not last < self._write:
+                self._known[last] = False
+            elif last.op in _INPUTS:
+                self._known[last] = True
+            elif not _is_light_work(last):
+                self._known[last] = False
+            else:
+                reads = [r for r in last.all_input_nodes if not self._known.get(r)]
+                if any(read in self._known for read in reads) or not reads:
+                    self._known[last] = not reads
+                else:
+                    pending.append(reads[0])
+        return self._known[node]
+
+
+def _changes_memory(target: Any) -> bool:
+    return target is not WAIT and op_facts_of(target).mutates
