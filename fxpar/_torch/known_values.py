@@ -44,6 +44,11 @@ _RELATIVE = frozenset(
     )
 )
 
+_RESHAPES = frozenset((aten.reshape.default, aten.view.default))
+
+# Place of the stride of a tensor among its parts of a key.
+_STRIDE = 2
+
 # Around a tensor that is made where no mode is on.
 _ALONE: Any = contextlib.nullcontext()
 
@@ -161,14 +166,24 @@ def _key(
         torch.is_inference_mode_enabled(),
         _by_python_first(),
     ]
+    first = len(parts)
     for arg in args:
         _add(arg, mode, parts, tensors)
+    if target in _RESHAPES and _is_row_spread(*args):
+        parts[first + _STRIDE] = None
     for name, arg in kwargs.items():
         parts.append(name)
         _add(arg, mode, parts, tensors)
     if target not in _RELATIVE:
         parts += [x.storage_offset() for x in tensors]
     return tuple(parts)
+
+
+def _is_row_spread(x: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether one row is seen in another shape, none of whose dims tells how long the
+    row is that it was cut out of."""
+    is_row = x.dim() == 2 and x.shape[0] == 1 and x.stride(1) == 1
+    return is_row and {1, -1}.isdisjoint(shape)
 
 
 def _by_python_first() -> bool:
@@ -182,7 +197,7 @@ def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> 
     if isinstance(arg, torch.Tensor):
         _check(arg, mode)
         tensors.append(arg)
-        parts += (
+        parts += (  # the stride is at _STRIDE
             arg.dtype,
             arg.shape,
             arg.stride(),

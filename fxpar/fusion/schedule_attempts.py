@@ -19,7 +19,7 @@ from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.order.forward_backward import parted
 from fxpar.passes.order.phase_orders import Orders
-from fxpar.passes.simulate.launches import launches_of_phases
+from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -61,6 +61,7 @@ class Attempts:
         self.left: list[Schedule] = []
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
+        self._reader = PhaseReader()
         self._last: tuple[tuple[Line, ...], Orders] | None = None
         self._last_steps: tuple[tuple[Line, ...], fx.Graph] | None = None
         self._last_run: tuple[Schedule, SimulatedRun] | None = None
@@ -94,7 +95,7 @@ class Attempts:
             return self.simulated[schedule]
         orders = self._lowered(schedule)
         phases, graph = orders.as_run(schedule.settings), orders.parts.graph
-        launches = launches_of_phases(phases)
+        launches = self._reader.launches_of(phases)
         self._last_run = schedule, SimulatedRun(graph, phases, launches)
         return simulate(graph, self.mesh, self.hardware, launches=launches)
 
@@ -114,6 +115,7 @@ class Attempts:
         if self._last is None or self._last[0] != schedule.lines:
             lowered = apply(schedule, self.first, self.mesh, lowered=True)
             self._last = schedule.lines, Orders(parted(lowered))
+            self._reader = PhaseReader()
         return self._last[1]
 
     def attempt(self, schedule: Schedule, what: str) -> Timeline | None:

@@ -23,18 +23,25 @@ ALIGNED = 16
 
 def labels_of(nodes: Iterable[fx.Node]) -> np.ndarray:
     """A number per call: of its op, its constants, and all shapes at it."""
-    value_key = cache(_value_key)
-    return _numbers(_label(node, value_key) for node in nodes)
+    numbers: dict[Any, int] = {}
+
+    @cache
+    def number_of(node: fx.Node) -> int:
+        return numbers.setdefault(_value_key(node), len(numbers))
+
+    return _numbers(_label(node, number_of) for node in nodes)
 
 
 def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
     """Labels in which those of what an op reads count too, and of what that reads, so
     that few ops of one layer are alike."""
+    place = {node: i for i, node in enumerate(nodes)}
+    last = len(nodes)  # of what is not among the nodes
+    reads = [[place.get(r, last) for r in node.all_input_nodes] for node in nodes]
     for _ in range(3):
-        at = dict(zip(nodes, labels.tolist(), strict=True))
+        at = [*labels.tolist(), -1]
         labels = _numbers(
-            (at[node], *(at.get(read, -1) for read in node.all_input_nodes))
-            for node in nodes
+            (at[i], *[at[j] for j in read]) for i, read in enumerate(reads)
         )
     return labels
 
@@ -44,16 +51,17 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.storage_offset() * x.dtype.itemsize % ALIGNED == 0
 
 
-def _label(node: fx.Node, value_key: Callable[[fx.Node], Any]) -> Any:
-    """Equal for ops that are alike, what they read left out."""
+def _label(node: fx.Node, number_of: Callable[[fx.Node], int]) -> Any:
+    """Equal for ops that are alike, what they read left out; ``number_of``: equal for
+    values that are alike."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
-    reads = map(value_key, node.all_input_nodes)
-    return node.target, repr(args), repr(kwargs), value_key(node), tuple(reads)
+    values = tuple(map(number_of, node.all_input_nodes))
+    return node.target, repr(args), repr(kwargs), number_of(node), values
 
 
 def _value_key(node: fx.Node) -> tuple[Any, ...]:
     return tuple(
-        (x.dtype, tuple(x.shape), x.stride(), str(x.device), is_aligned(x))
+        (x.dtype, tuple(x.shape), x.stride(), x.device, is_aligned(x))
         for x in tensors_in(node.meta.get("val"))
     )
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
+from fxpar._torch.nodes_by_target import calls_where
 from fxpar.passes.attention import written_out_flex
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of
@@ -26,14 +27,15 @@ def decompose(graph: fx.Graph, fake_mode: Any) -> None:
     """Rewrite a graph in place."""
     build = Builder(graph, fake_mode)
     table = _torch.inductor.decompositions()
-    targets = {node.target for node in graph.nodes if node.op == "call_function"}
-    decomposed = set(filter(_torch.inductor.is_decomposed, targets))
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in decomposed:
-            _decompose_node(build, node, node.target, table)
-        elif node.op == "call_function" and written_out_flex.is_written_out(node):
-            _decompose_node(build, node, written_out_flex.attend, table)
-    graph.lint()
+    decomposed = calls_where(graph, _torch.inductor.is_decomposed)
+    written_out = calls_where(graph, written_out_flex.may_be_written_out)
+    written_out = [n for n in written_out if written_out_flex.is_written_out(n)]
+    for node in decomposed:
+        _decompose_node(build, node, node.target, table)
+    for node in written_out:
+        _decompose_node(build, node, written_out_flex.attend, table)
+    if decomposed or written_out:
+        graph.lint()
 
 
 def _decompose_node(

@@ -110,7 +110,9 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
         n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)
     }
     pending = [node for node in inputs if node in overwritten]
-    late = depending_on_tangents(graph) if pending else set()
+    if not pending:
+        return
+    late = depending_on_tangents(graph)
     while pending:
         node = pending.pop()
         for user in list(node.users):

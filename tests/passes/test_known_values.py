@@ -177,6 +177,21 @@ def test_slices_of_one_width_are_asked_for_once() -> None:
         assert value.storage_offset() == 3
 
 
+@pytest.mark.parametrize("shape", [[2, 3], [6], [1, 6], [2, 1, 3], [2, -1]])
+def test_pieces_of_rows_of_any_length(shape: list[int]) -> None:
+    """A reshape of one is known of a shorter row, unless the result tells of that."""
+    mode, knows = FakeTensorMode(), shape in ([2, 3], [6])
+    for length in (40, 60, 80):
+        row = maker(mode)(1, length)
+        piece = result(mode, aten.slice.Tensor, (row, 1, 6, 12), {})
+        is_known = knows and length > 40
+        with torch_not_asked() if is_known else torch_asked():
+            value = result(mode, aten.reshape.default, (piece, shape), {})
+        with mode:
+            assert facts(value) == facts(aten.reshape.default(piece, shape))
+        assert memory_of(value) == memory_of(row)
+
+
 def test_what_is_unlike_is_asked_for() -> None:
     """Equal numbers of two types, other defaults, and other shapes."""
     mode = FakeTensorMode()

@@ -24,9 +24,14 @@ Function = Callable[..., torch.Tensor]
 _DIMS = (3, 2, 1, 0)
 
 
+def may_be_written_out(target: Any) -> bool:
+    """Whether calls of a target may be such."""
+    return _torch.aot.higher_order_name(target) == "higher_order::flex_attention"
+
+
 def is_written_out(node: fx.Node) -> bool:
     """Whether a call is one that Inductor has no kernel for."""
-    if _torch.aot.higher_order_name(node.target) != "higher_order::flex_attention":
+    if not may_be_written_out(node.target):
         return False
     query, options = node.args[0], node.args[6]
     on_cpu = query.meta["val"].device.type == "cpu"

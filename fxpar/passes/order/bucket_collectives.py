@@ -199,7 +199,7 @@ def derived_from(
     through: Collection[Any] = (),
     within: Collection[fx.Node] | None = None,
 ) -> set[fx.Node]:
-    """Inputs, and what is made of these so; ``within`` some nodes, if they are given."""
+    """Inputs, and what is made of these so; ``within`` some nodes, if told."""
     derived = set(inputs)
     pending = list(derived)
     while pending:

@@ -197,9 +197,7 @@ def parted_as_run(
     return _joined(forward, backward, parts.is_gradient)
 
 
-def phase_graph(
-    parts: PartedGraph, i: int, settings: Settings = DEFAULT
-) -> PhaseGraph:
+def phase_graph(parts: PartedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
     """A copy of the forward (0) or of the backward (1) by itself, before it is ordered;
     of all where there is no backward."""
     results = list(parts.graph.output_node().args[0])

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.nodes_by_target import calls_where
 from fxpar.passes.alike_nodes import labels_of, with_reads
 from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
@@ -120,10 +121,10 @@ def fits(node: fx.Node) -> bool:
 def _is_known(node: fx.Node) -> bool:
     """Whether what a node gives has sizes that are numbers, and is where bodies are as
     fast."""
-    tensors = tensors_in(node.meta.get("val"))
-    sizes = (n for x in tensors for n in (*x.shape, *x.stride()))
-    here = all(x.device.type in DEVICES for x in tensors)
-    return here and all(type(n) is int for n in sizes)
+    return all(
+        x.device.type in DEVICES and {int}.issuperset(map(type, (*x.shape, *x.stride())))
+        for x in tensors_in(node.meta.get("val"))
+    )
 
 
 def _repeated_pairs(
@@ -131,13 +132,15 @@ def _repeated_pairs(
 ) -> dict[fx.Node, fx.Node]:
     """Of collectives that start and end at the same place of all layers but one: the op
     that starts them, and their wait."""
-    nodes, _ = _computing(graph, (), facts)
+    node_kinds, _ = _kinds(graph, (), facts)
+    nodes = [node for node in graph.nodes if node_kinds[node] == "computes"]
     inside, kinds = set(nodes), defaultdict[Any, dict[fx.Node, fx.Node]](dict)
     counts = np.cumsum([node in inside for node in graph.nodes]).tolist()
     place = dict(zip(graph.nodes, counts, strict=True))
-    pairs: dict[fx.Node, fx.Node] = {}
-    for begin, end, distance in _rows(nodes, np.array([label_of[n] for n in nodes])):
-        for start, wait in _pairs(graph, facts):
+    pairs, candidates = dict[fx.Node, fx.Node](), list(_pairs(graph, facts))
+    rows = _rows(nodes, np.array([label_of[n] for n in nodes])) if candidates else ()
+    for begin, end, distance in rows:
+        for start, wait in candidates:
             first, length = place[start] - begin, place[wait] - place[start]
             if first >= 0 and place[wait] <= end and length < distance:
                 kind = begin, first % distance, length, label_of[start]
@@ -149,8 +152,8 @@ def _repeated_pairs(
 
 def _pairs(graph: fx.Graph, facts: _Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Of collectives that may be in bodies: the op that starts one, and its wait."""
-    for start in graph.nodes:
-        if start.target in STARTS and facts.is_of_known_tensors(start):
+    for start in calls_where(graph, STARTS.__contains__):
+        if facts.is_of_known_tensors(start):
             wait, *others = start.users
             if wait.target is WAIT and not others:
                 yield start, wait
@@ -211,20 +214,7 @@ def _computing(
     reach: to there, where what stands there cuts, for it may not be in a body, and does
     more than show memory that is not of one; as far as a reduction that starts there
     can be put off; or to the end."""
-    kinds: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if facts.shows(node) and kinds[node.all_input_nodes[0]] != "computes":
-            kinds[node] = "shows"
-        else:
-            is_inside = node in communicating or facts.fits(node)
-            kinds[node] = "computes" if is_inside else "cuts"
-    packs: set[fx.Node] = set()  # what a collective is given
-    for node in reversed(graph.nodes):
-        is_pack = node.target is aten.cat.default or facts.shows(node)
-        is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
-        if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
-            kinds[node] = "cuts"
-            packs.add(node)
+    kinds, packs = _kinds(graph, communicating, facts)
     nodes = [node for node in graph.nodes if kinds[node] == "computes"]
     counts = np.cumsum([kinds[node] == "computes" for node in graph.nodes]).tolist()
     place = dict(zip(graph.nodes, counts, strict=True))  # ops of bodies up to a node
@@ -241,6 +231,28 @@ def _computing(
         if kinds[node] == "cuts":
             ends[place[node]] = min(ends[place[node]], put_off[node])
     return nodes, ends
+
+
+def _kinds(
+    graph: fx.Graph, communicating: Collection[fx.Node], facts: _Facts
+) -> tuple[dict[fx.Node, str], set[fx.Node]]:
+    """Of each node whether it "computes" in a body, "cuts", or "shows" memory that is
+    not of one; and those that are what a collective is given."""
+    kinds: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if facts.shows(node) and kinds[node.all_input_nodes[0]] != "computes":
+            kinds[node] = "shows"
+        else:
+            is_inside = node in communicating or facts.fits(node)
+            kinds[node] = "computes" if is_inside else "cuts"
+    packs: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_pack = node.target is aten.cat.default or facts.shows(node)
+        is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
+        if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
+            kinds[node] = "cuts"
+            packs.add(node)
+    return kinds, packs
 
 
 def _may_start_later(node: fx.Node) -> bool:
@@ -371,6 +383,12 @@ def _shows(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _shows(node.args[0])
-    schema = _torch.objects.schema_of(node.target)
+    return is_view(node) or _may_alias(node.target)
+
+
+@cache
+def _may_alias(target: Any) -> bool:
+    """Whether the schema of an op says that it may give memory that it is given."""
+    schema = _torch.objects.schema_of(target)
     returns = schema.returns if schema is not None else ()
-    return is_view(node) or any(x.alias_info is not None for x in returns)
+    return any(x.alias_info is not None for x in returns)

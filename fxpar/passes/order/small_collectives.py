@@ -71,7 +71,8 @@ def start_first(graph: fx.Graph) -> None:
 def wait_last(graph: fx.Graph) -> None:
     """Move waits, and light ops behind them, that lead to outputs of one element alone,
     to the end."""
-    if _has_messages(graph) or not any(map(_is_one, graph.output_node().all_input_nodes)):
+    results = graph.output_node().all_input_nodes
+    if _has_messages(graph) or not any(map(_is_one, results)):
         return
     waited = set(graph.find_nodes(op="call_function", target=WAIT))
     pending = list(waited)

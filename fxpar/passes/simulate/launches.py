@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -68,41 +70,36 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     reader = _LocalReader(fused)
     backward = backward_of(graph)
     for i, node in enumerate(graph.nodes):
-        _check_group(node)
         reader.step(node, float(i), node in backward)
     return reader.launches()
 
 
-def launches_of_phases(phases: PhasesAsRun) -> Launches:
-    """The launches of a local graph as it runs; errors as of ``launches_of``."""
-    if len(phases.graphs) == 1:
-        return launches_of(phases.graphs[0])
-    reader, place = _LocalReader(), count()
-    for is_backward, graph in enumerate(phases.graphs):
-        for node in graph.nodes:
-            if node in phases.given:
-                reader.values[node] = reader.values[phases.given[node]]
-            elif node.op != "output":
-                _check_group(node)
-                reader.step(node, float(next(place)), bool(is_backward))
-    reader.returned(phases.results)
-    return reader.launches()
+class PhaseReader:
+    """Reads the launches of a local graph in several orders, each forward once."""
 
+    def __init__(self) -> None:
+        self._forwards: dict[fx.Graph, _LocalReader] = {}
 
-def _check_group(node: fx.Node) -> None:
-    """Raise PlanError on a collective of a group that is not named by axes."""
-    if is_collective(node) and not group_of_call(node).startswith(GROUP_PREFIX):
-        raise PlanError(
-            f"{node.name} runs on group {group_of_call(node)!r}, which names no "
-            "mesh axes",
-            fix="simulate the local graph, before it is bound to process groups",
+    def launches_of(self, phases: PhasesAsRun) -> Launches:
+        """The launches of a local graph as it runs; errors as of ``launches_of``."""
+        forward, *backward = phases.graphs
+        if not backward:
+            return launches_of(forward)
+        if forward not in self._forwards:
+            self._forwards[forward] = _LocalReader()
+            self._forwards[forward].read_phase(forward, {})
+        reader = self._forwards[forward].continued(
+            [*phases.inputs, *forward.output_node().all_input_nodes]
         )
+        reader.read_phase(backward[0], phases.given)
+        reader.returned(phases.results)
+        return reader.launches()
 
 
 def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Launches:
     """The launches of some nodes of one phase, in order, if these alone were compiled,
     to return ``results``. The graph may be bound."""
-    reader, inside = _LocalReader(), set(nodes)
+    reader, inside = _LocalReader(is_bound=True), set(nodes)
     reads = (read for node in nodes for read in node.all_input_nodes)
     for node in dict.fromkeys(reads):
         if node not in inside:
@@ -135,15 +132,73 @@ def message_of(node: fx.Node) -> tuple[str, float]:
     return message(Exchange.parse(text), Mesh.parse(mesh), row)
 
 
+@cache
+def _role_of(target: Any) -> str:
+    """What a call of a target may do besides to compute; nothing, most often."""
+    if target in WAITS:
+        return "waits"
+    if target in KINDS:
+        return "sends"
+    namespace = getattr(target, "namespace", "")
+    return "unknown" if namespace == "_c10d_functional" else ""
+
+
 class _LocalReader(KernelReader):
-    """Reads the nodes of a local graph, collectives among them."""
+    """Reads the nodes of a local graph, collectives among them; ``is_bound``: their
+    groups may be those of a rank."""
+
+    def __init__(self, fused: bool = True, *, is_bound: bool = False) -> None:
+        super().__init__(fused)
+        self.is_bound = is_bound
+        self.place = count()
+
+    def read_phase(self, graph: fx.Graph, given: Mapping[fx.Node, fx.Node]) -> None:
+        """The next phase of a graph but what it returns. ``given``: of its inputs what
+        they are in phases before."""
+        backward = bool(given)
+        for node in graph.nodes:
+            if node in given:
+                self.values[node] = self.values[given[node]]
+            elif node.op != "output":
+                self.step(node, float(next(self.place)), backward)
+
+    def continued(self, given: Iterable[fx.Node]) -> _LocalReader:
+        """A reader that goes on behind the phase that was read, while this one stays as
+        it is. ``given``: nodes whose values are read behind it."""
+        self.close_all()
+        reader = _LocalReader(self.fused, is_bound=self.is_bound)
+        reader.place = count(next(self.place))
+        made = (buffer for launch in self.done for buffer in launch.makes)
+        buffers = {buffer: copy(buffer) for buffer in (*self.inputs, *made)}
+        launches = {launch: copy(launch) for launch in self.done}
+        for buffer in buffers.values():
+            buffer.late = buffer.late and launches[buffer.late]
+        for launch in launches.values():
+            launch.of = launch.of and launches[launch.of]
+            launch.reads = {buffers[b]: size for b, size in launch.reads.items()}
+            launch.makes = [buffers[b] for b in launch.makes]
+        reader.done = list(launches.values())
+        reader.inputs = [buffers[b] for b in self.inputs]
+        views: dict[TensorView, TensorView] = {}
+
+        def on_copies(view: Any) -> Any:
+            if not isinstance(view, TensorView):
+                return view and [on_copies(each) for each in view]
+            if view not in views:
+                views[view] = copy(view)
+                views[view].buffer = view.buffer and buffers[view.buffer]
+            return views[view]
+
+        reader.values = {node: on_copies(self.values[node]) for node in given}
+        return reader
 
     def call(self, node: fx.Node) -> list[TensorView | None]:
-        if node.target in WAITS:
+        role = _role_of(node.target)
+        if role == "waits":
             return self._wait(node)
-        if is_collective(node):
+        if role == "sends" and is_collective(node):
             return self._collective(node)
-        if getattr(node.target, "namespace", "") == "_c10d_functional":
+        if role == "unknown":
             raise PlanError(f"cannot simulate {node.target} ({node.name})")
         return super().call(node)
 
@@ -158,10 +213,14 @@ class _LocalReader(KernelReader):
 
     def _collective(self, node: fx.Node) -> list[TensorView | None]:
         group = group_of_call(node)
+        has_axes = group.startswith(GROUP_PREFIX)
+        if not (has_axes or self.is_bound):
+            raise PlanError(
+                f"{node.name} runs on group {group!r}, which names no mesh axes",
+                fix="simulate the local graph, before it is bound to process groups",
+            )
         launch = self.alone_launch(node, KINDS[node.target])
-        launch.axes = (group,)
-        if group.startswith(GROUP_PREFIX):
-            launch.axes = group_axes(group)
+        launch.axes = group_axes(group) if has_axes else (group,)
         launch.before = sum(self.read(launch, v) for v in self.operands(node))
         views = self.make(node, launch)
         launch.after = sum(buffer.nbytes for buffer in launch.makes)

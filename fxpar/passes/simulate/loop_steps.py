@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.nodes_by_target import calls_where
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder, copy_of, value_of
 from fxpar.passes.graph_bodies import bodies_of, body_of, module_of, new_body
@@ -90,6 +91,8 @@ def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
     """Make the steps of loops unknown again, in place. ``fake_mode``: makes symbols,
     also of what a tensor holds."""
     evaluated: set[fx.Node] = set()
+    if not calls_where(graph, _is_counted):
+        return
     for node in graph.nodes:
         name = _torch.aot.higher_order_name(node.target)
         if name == _torch.loops.COUNTED:
@@ -108,6 +111,10 @@ def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
             _torch.loops.takes_a_step(node.meta["val"][0])
         if _has_unknown_size(node):
             evaluated.add(node)
+
+
+def _is_counted(target: Any) -> bool:
+    return _torch.aot.higher_order_name(target) == _torch.loops.COUNTED
 
 
 def _has_unknown_size(node: fx.Node) -> bool:
@@ -178,10 +185,11 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     """Put the steps of scans that are of a backward in their places.
 
     Raises PlanError if that were too many nodes."""
+    scans = calls_where(graph, _is_scan)
+    if not scans:
+        return
     build, backward = Builder(graph, fake_mode, mesh), depending_on_tangents(graph)
-    for node in list(graph.nodes):
-        if _torch.aot.higher_order_name(node.target) != "higher_order::scan":
-            continue
+    for node in scans:
         if node not in backward and not node.meta.get("autograd_backward"):
             continue
         with graph.inserting_before(node), build.at(node):
@@ -192,6 +200,10 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
     graph.lint()
+
+
+def _is_scan(target: Any) -> bool:
+    return _torch.aot.higher_order_name(target) == "higher_order::scan"
 
 
 def _steps(build: Builder, node: fx.Node) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.passes.simulate.launches import launches_of_phases
+from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.sharding.cost.launch import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
@@ -122,13 +122,13 @@ def _bytes_by_launch(
 def by_kind(
     phases: PhasesAsRun, signature: Signature, launches: Launches | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """(kind, bytes a rank holds) at the peak of a local graph as it runs, kinds of which
-    there is nothing left out. ``launches``: those of the graph, if they are known.
+    """(kind, bytes a rank holds) at the peak of a local graph as it runs, kinds of
+    which there is nothing left out. ``launches``: those of the graph, if known.
 
     Optimizer state is that of ``memory_constraints.MOMENTS``, of parameters that have a
     gradient. Raises PlanError as ``launches_of`` does.
     """
-    launches = launches or launches_of_phases(phases)
+    launches = launches or PhaseReader().launches_of(phases)
     resident = residency(launches)
     kinds = _kinds(phases, signature, launches)
     total = dict.fromkeys(KINDS, 0)

@@ -12,6 +12,7 @@ sharded compiles as on one device; what is drawn comes from rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -174,6 +175,8 @@ def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def _with_group(args: Any, group_of: GroupOf) -> Any:
     """Arguments with symbolic group names replaced."""
+    if str not in map(type, args):
+        return args
     return tuple(
         group_of(custom_ops.group_axes(a))
         if isinstance(a, str) and a.startswith(custom_ops.GROUP_PREFIX)
@@ -303,14 +306,18 @@ def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
 def _draws(node: fx.Node) -> bool:
     """Whether a node draws from the generator of a rank: seeds, or numbers that depend
     on what was drawn before them, which every rank draws whole."""
-    target, value = node.target, node.meta.get("val")
-    if target is torch.ops.fxpar.seeds.default:
+    if node.target is torch.ops.fxpar.seeds.default:
         return True
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and _draws_whole(node.target)
+
+
+@cache
+def _draws_whole(target: Any) -> bool:
     return (
         isinstance(target, _torch.inductor.OpOverload)
         and target.namespace == "aten"
         and torch.Tag.nondeterministic_seeded in target.tags
-        and isinstance(value, torch.Tensor)
     )
 
 

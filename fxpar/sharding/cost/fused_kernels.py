@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,15 +38,14 @@ from fxpar.sharding.cost.op import (
     is_light,
     is_unordered,
     is_view,
-    light_class,
     light_operations,
     nbytes_of,
     tensors_in,
 )
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.rules.op_facts import OpFacts, op_facts_of
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class TensorView:
     """A tensor as a node gives it."""
 
@@ -65,7 +65,24 @@ class TensorView:
         return self.kernel.now() if self.kernel is not None else None
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is asked of the target of every call, asked once."""
+
+    facts: OpFacts
+    # Inductor can fuse it.
+    light: bool
+    # Gives memory of its operand, or may.
+    views: bool
+
+    @staticmethod
+    @cache
+    def of(target: Any) -> _Target:
+        facts = op_facts_of(target)
+        return _Target(facts, is_light(target), facts.view or facts.reshapes)
+
+
+@dataclass(eq=False, slots=True)
 class _Growing:
     """A kernel of light ops."""
 
@@ -115,13 +132,13 @@ class KernelReader:
             self.returned(node.args[0])
             return
         if backward and not self.backward:
-            self._close_all()
+            self.close_all()
             self.backward = True
         self.values[node] = self.call(node)
 
     def launches(self) -> Launches:
         """What was read."""
-        self._close_all()
+        self.close_all()
         used = [x for x in self.done if x.kind != "fused" or x.writes]
         used.sort(key=lambda launch: launch.order)
         return Launches(used, self.inputs, self.outputs)
@@ -147,8 +164,13 @@ class KernelReader:
             self.outputs.append([self._touch(v) for v in values if v is not None])
 
     def operands(self, node: fx.Node) -> list[TensorView]:
-        views = (v for read in node.all_input_nodes for v in self.values[read])
-        return [v for v in views if v is not None]
+        values = self.values
+        return [
+            view
+            for read in node.all_input_nodes
+            for view in values[read]
+            if view is not None
+        ]
 
     def call(self, node: fx.Node) -> list[TensorView | None]:
         """The values that a call gives."""
@@ -159,12 +181,13 @@ class KernelReader:
         operands = self.operands(node)
         if not operands and not tensors_in(value):
             return []
-        if operands and is_view(node):
+        of = _Target.of(target)
+        if of.views and operands and (of.facts.view or is_view(node)):
             return [_view(operands[0], v) for v in tensors_in(value)]
-        if op_facts_of(target).constant and self.fused:
+        if of.facts.constant and self.fused:
             return [_value(node, None, value)]
-        if is_light(target):
-            return self._light(node, operands)
+        if of.light:
+            return self._light(node, operands, of.facts)
         return self._alone(node, operands, flops_of(node))
 
     def settle(self, of: Launch, nodes: list[fx.Node], at: float) -> None:
@@ -245,10 +268,10 @@ class KernelReader:
         return nbytes
 
     def _light(
-        self, node: fx.Node, operands: list[TensorView]
+        self, node: fx.Node, operands: list[TensorView], facts: OpFacts
     ) -> list[TensorView | None]:
         """Let a light op join the kernels it reads from, or start one."""
-        domain = domain_of(node, [value.points for value in operands])
+        domain = domain_of(node, [value.points for value in operands], facts)
         kernel = self._joined(operands, domain) if self.fused else None
         if kernel is None:
             launch = Launch("fused", [], self.at, self.backward)
@@ -256,7 +279,7 @@ class KernelReader:
             self.growing[kernel] = None
         launch = kernel.launch
         launch.nodes.append(node)
-        launch.light[light_class(node)] += light_operations(node, domain.points)
+        launch.light[facts.work] += light_operations(node, domain.points, facts)
         kernel.domain = kernel.domain.joined(domain)
         if not kernel.closed:
             launch.order = self.at
@@ -267,7 +290,7 @@ class KernelReader:
             if value.buffer is not None:  # constants are made on the way
                 kernel.seen[value] = self.read(launch, value, most)
         result = self.make(node, launch, kernel)
-        kernel.final = domain.is_split or is_unordered(node)
+        kernel.final = domain.is_split or (facts.scatters and is_unordered(node))
         if kernel.closed:
             for buffer in launch.makes:
                 buffer.ready = launch.order
@@ -340,7 +363,8 @@ class KernelReader:
         for buffer in kernel.launch.makes:
             buffer.ready = kernel.launch.order
 
-    def _close_all(self) -> None:
+    def close_all(self) -> None:
+        """Let no kernel grow further."""
         for kernel in list(self.growing):
             self._close(kernel)
 

@@ -16,7 +16,7 @@ from torch import fx
 from fxpar.sharding.cost.hardware import NO_DIMS, ProductDims
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Buffer:
     """One tensor."""
 
@@ -32,7 +32,7 @@ class Buffer:
     late: Launch | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Launch:
     """A kernel, a collective, or a wait."""
 

@@ -29,7 +29,7 @@ from fxpar.sharding.cost.visible_pairs import (
     sequence_dim,
 )
 from fxpar.sharding.program import tensor_nodes
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.rules.op_facts import OpFacts, op_facts_of
 
 aten = torch.ops.aten
 _DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``
@@ -311,15 +311,10 @@ def is_pointwise(node: fx.Node) -> bool:
     return not domain_of(node, map(hint_numel, reads)).rows
 
 
-def light_class(node: fx.Node) -> str:
-    """What a light op does with each point, a class of ``hardware.LIGHT``."""
-    return op_facts_of(node.target).work
-
-
-def light_operations(node: fx.Node, points: int) -> int:
+def light_operations(node: fx.Node, points: int, facts: OpFacts) -> int:
     """How often a light op over so many points does it: a pool with each element of
     each window, of which there are as many as elements of what it makes smaller."""
-    position = op_facts_of(node.target).window
+    position = facts.window
     if position is None:
         return points
     window: Any = node.args[position]
@@ -392,18 +387,21 @@ class Domain:
         return Domain(points, rows)
 
 
-def domain_of(node: fx.Node, reads: Iterable[int]) -> Domain:
-    """The domain of a light op that reads tensors of so many elements."""
+def domain_of(
+    node: fx.Node, reads: Iterable[int], facts: OpFacts | None = None
+) -> Domain:
+    """The domain of a light op that reads tensors of so many elements. ``facts``: of
+    its target, if they are known."""
     sizes = list(map(hint_numel, tensors_in(node.meta.get("val"))))
     read = max(reads, default=0)
     most, least = max(sizes, default=0), min(sizes, default=0)
-    facts = op_facts_of(node.target)
+    facts = facts or op_facts_of(node.target)
     if facts.rows is not None:
         shape, dim = hint_shape(node.args[0].meta["val"].shape), node.args[facts.rows]
         return Domain(read, read // max(1, shape[dim] if shape else 1))
     if facts.gathers:
         return Domain(most)
-    if is_unordered(node):
+    if facts.scatters and is_unordered(node):
         return Domain(max(read, most))
     if least < max(read, most):
         return Domain(max(read, most), max(1, least))
