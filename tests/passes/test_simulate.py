@@ -26,9 +26,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 import fxpar
 from fxpar._torch.fake import new_fake_mode
+from fxpar._torch.node_copies import copy_node
 from fxpar.errors import PlanError
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.builder import Builder
+from fxpar.passes.order import forward_backward
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.simulate_step import (
@@ -780,12 +782,12 @@ def test_the_backward_begins_where_tangents_are_read():
 
 def test_a_forward_is_copied_once():
     """And a backward twice: each candidate for a schedule is parted anew."""
-    graph, create = joint(), fx.Graph.create_node
+    graph = joint()
     names = [node.name for node in graph.nodes]
-    with mock.patch.object(fx.Graph, "create_node", autospec=True) as created:
-        created.side_effect = create
+    copied = mock.patch.object(forward_backward, "copy_node", side_effect=copy_node)
+    with copied as copy:
         run = as_run(graph, disable={"bucket", "prefetch"})
-    made = Counter(call.args[2] for call in created.call_args_list if call.args[2:])
+    made = Counter(call.args[1].target for call in copy.call_args_list)
     assert (made[aten.relu.default], made[c10d.reduce_scatter_tensor.default]) == (1, 2)
     assert names == [node.name for node in graph.nodes]  # it stays as it is
     kept = {id(node.meta) for node in graph.nodes}

@@ -61,14 +61,14 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
     be alike on other ranks, which must start collectives in the same order: then bodies
     have none, and what starts behind them passes no other."""
     label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
-    facts = _Facts()
+    facts = _Facts(graph, label_of)
     pairs = _repeated_pairs(graph, label_of, facts) if even else {}
     crossing = set[fx.Node]()  # which start in a body, and end outside
     while True:
         pairs = {start: pairs[start] for start in pairs if start not in crossing}
         nodes, ends = _computing(graph, {*pairs, *pairs.values()}, facts)
         labels = np.array([label_of[node] for node in nodes], int)
-        patterns = _patterns(nodes, ends, labels)
+        patterns = _patterns(nodes, ends, facts.rows(tuple(nodes)))
         place = {node: i for i, node in enumerate(nodes)}
         places = [(place[start], place[wait]) for start, wait in pairs.items()]
         crossing = {
@@ -89,10 +89,21 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
 class _Facts:
     """What is asked of nodes again and again while their graph stays as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: fx.Graph, label_of: Mapping[fx.Node, int]) -> None:
+        self.graph, self.label_of = graph, label_of
         self.is_known = cache(_is_known)
         self.shows = cache(_shows)
         self.fits = cache(self._fits)
+        self.kinds = cache(self._kinds)
+        self.rows = cache(self._rows)
+
+    def _kinds(
+        self, communicating: frozenset[fx.Node]
+    ) -> tuple[dict[fx.Node, str], set[fx.Node]]:
+        return _kinds(self.graph, communicating, self)
+
+    def _rows(self, nodes: tuple[fx.Node, ...]) -> list[tuple[int, int, int]]:
+        return list(_rows(nodes, np.array([self.label_of[n] for n in nodes], int)))
 
     def _fits(self, node: fx.Node) -> bool:
         results = tensors_in(node.meta.get("val"))
@@ -115,14 +126,15 @@ class _Facts:
 
 def fits(node: fx.Node) -> bool:
     """Whether an op may be in a body: not if its rows are counted when it runs."""
-    return _Facts().fits(node)
+    return _Facts(node.graph, {}).fits(node)
 
 
 def _is_known(node: fx.Node) -> bool:
     """Whether what a node gives has sizes that are numbers, and is where bodies are as
     fast."""
     return all(
-        x.device.type in DEVICES and {int}.issuperset(map(type, (*x.shape, *x.stride())))
+        x.device.type in DEVICES
+        and {int}.issuperset(map(type, (*x.shape, *x.stride())))
         for x in tensors_in(node.meta.get("val"))
     )
 
@@ -132,14 +144,13 @@ def _repeated_pairs(
 ) -> dict[fx.Node, fx.Node]:
     """Of collectives that start and end at the same place of all layers but one: the op
     that starts them, and their wait."""
-    node_kinds, _ = _kinds(graph, (), facts)
+    node_kinds, _ = facts.kinds(frozenset())
     nodes = [node for node in graph.nodes if node_kinds[node] == "computes"]
     inside, kinds = set(nodes), defaultdict[Any, dict[fx.Node, fx.Node]](dict)
     counts = np.cumsum([node in inside for node in graph.nodes]).tolist()
     place = dict(zip(graph.nodes, counts, strict=True))
     pairs, candidates = dict[fx.Node, fx.Node](), list(_pairs(graph, facts))
-    rows = _rows(nodes, np.array([label_of[n] for n in nodes])) if candidates else ()
-    for begin, end, distance in rows:
+    for begin, end, distance in facts.rows(tuple(nodes)) if candidates else ():
         for start, wait in candidates:
             first, length = place[start] - begin, place[wait] - place[start]
             if first >= 0 and place[wait] <= end and length < distance:
@@ -165,11 +176,11 @@ def _parts(whole: slice, *pair: int) -> bool:
 
 
 def _patterns(
-    nodes: Sequence[fx.Node], ends: np.ndarray, labels: np.ndarray
+    nodes: Sequence[fx.Node], ends: np.ndarray, rows: Sequence[tuple[int, int, int]]
 ) -> list[slice]:
     """What of each layer may be one body."""
     patterns: list[slice] = []
-    for begin, end, distance in _rows(nodes, labels):
+    for begin, end, distance in rows:
         first = _border(nodes, ends, begin, end, distance)
         for layer in range(first, end - distance + 1, distance):
             patterns += _runs(ends, layer, layer + distance)
@@ -214,7 +225,7 @@ def _computing(
     reach: to there, where what stands there cuts, for it may not be in a body, and does
     more than show memory that is not of one; as far as a reduction that starts there
     can be put off; or to the end."""
-    kinds, packs = _kinds(graph, communicating, facts)
+    kinds, packs = facts.kinds(frozenset(communicating))
     nodes = [node for node in graph.nodes if kinds[node] == "computes"]
     counts = np.cumsum([kinds[node] == "computes" for node in graph.nodes]).tolist()
     place = dict(zip(graph.nodes, counts, strict=True))  # ops of bodies up to a node

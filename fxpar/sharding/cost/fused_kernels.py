@@ -222,21 +222,22 @@ class KernelReader:
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
     ) -> list[TensorView | None]:
         """Fresh buffers for what a node gives, in lists as that is nested."""
+        made = self._made_of(node, node.meta.get("val"), launch, kernel)
+        return made if isinstance(made, list) else [made]
 
-        def made_of(tensor: Any) -> Any:
-            if isinstance(tensor, (list, tuple)):
-                return [made_of(each) for each in tensor]
-            if not isinstance(tensor, torch.Tensor):
-                return None
-            alone = kernel is None
-            ready = self.at if alone else None
-            view = _value(node, None, tensor, kernel)
-            view.buffer = Buffer(node, view.points * view.itemsize, alone, ready)
+    def _made_of(
+        self, node: fx.Node, value: Any, launch: Launch, kernel: _Growing | None
+    ) -> Any:
+        if isinstance(value, torch.Tensor):
+            ready = self.at if kernel is None else None
+            view = _value(node, None, value, kernel)
+            nbytes = view.points * view.itemsize
+            view.buffer = Buffer(node, nbytes, kernel is None, ready)
             launch.makes.append(view.buffer)
             return view
-
-        nested = made_of(node.meta.get("val"))
-        return nested if isinstance(nested, list) else [nested]
+        if isinstance(value, (list, tuple)):
+            return [self._made_of(node, each, launch, kernel) for each in value]
+        return None
 
     def _touch(self, value: TensorView) -> Buffer:
         """The buffer of what a launch reads from memory: there, and finished."""

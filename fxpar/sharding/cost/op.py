@@ -364,6 +364,12 @@ class Domain:
     # That it reduces ``points`` to; 0: it reduces nothing.
     rows: int = 0
 
+    @staticmethod
+    @lru_cache(maxsize=1 << 12)
+    def of(points: int, rows: int = 0) -> Domain:
+        """The same one for the same numbers: most ops run over what others do."""
+        return Domain(points, rows)
+
     @property
     def is_split(self) -> bool:
         """Whether it takes a kernel more to add up."""
@@ -382,9 +388,9 @@ class Domain:
     def joined(self, other: Domain) -> Domain:
         """That of both in one kernel."""
         points, rows = max(self.points, other.points), self.rows or other.rows
-        if (points, rows) == (self.points, self.rows):
+        if points == self.points and rows == self.rows:
             return self
-        return Domain(points, rows)
+        return Domain.of(points, rows)
 
 
 def domain_of(
@@ -398,11 +404,11 @@ def domain_of(
     facts = facts or op_facts_of(node.target)
     if facts.rows is not None:
         shape, dim = hint_shape(node.args[0].meta["val"].shape), node.args[facts.rows]
-        return Domain(read, read // max(1, shape[dim] if shape else 1))
+        return Domain.of(read, read // max(1, shape[dim] if shape else 1))
     if facts.gathers:
-        return Domain(most)
+        return Domain.of(most)
     if facts.scatters and is_unordered(node):
-        return Domain(max(read, most))
+        return Domain.of(max(read, most))
     if least < max(read, most):
-        return Domain(max(read, most), max(1, least))
-    return Domain(most)
+        return Domain.of(max(read, most), max(1, least))
+    return Domain.of(most)
