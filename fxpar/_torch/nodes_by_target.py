@@ -11,10 +11,10 @@ from torch import fx
 def calls_where(graph: fx.Graph, holds: Callable[[Any], bool]) -> list[fx.Node]:
     """The calls of functions of which that holds, in order."""
     table = graph._find_nodes_lookup_table.table
-    found = [
+    calls = [
         node
         for (op, target), nodes in table.items()
         if op == "call_function" and nodes and holds(target)
         for node in nodes
     ]
-    return sorted(found)
+    return sorted(calls)

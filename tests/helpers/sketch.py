@@ -10,7 +10,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from fxpar.passes.builder import Builder
-from fxpar.passes.order.bucket_collectives import bucket
+from fxpar.passes.order.bucket_collectives import FULL, join_buckets
+from fxpar.passes.order.joinable_collectives import Joinable
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
@@ -83,8 +84,12 @@ class Sketch:
         ]
         return run_lockstep(self.graph, MESH, inputs)
 
-    def bucket(self, *, reductions: bool = True, **sizes: int) -> None:
-        bucket(self.graph, self.rewriter, reductions=reductions, **sizes)
+    def bucket(
+        self, *, reductions: bool = True, most: int = FULL, gathers: int = FULL
+    ) -> None:
+        joinable = Joinable.of(self.graph, reductions=reductions)
+        buckets = joinable.buckets(most, gathers)
+        join_buckets(self.graph, self.rewriter, buckets)
 
     def moved(self) -> list[tuple[str, Shape, Shape]]:
         """Each collective with the shapes of operand and result, in order."""

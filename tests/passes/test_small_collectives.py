@@ -15,8 +15,8 @@ import torch
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order.bucket_collectives import LARGEST
 from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.joinable_collectives import LARGEST
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.order.small_collectives import start_first, wait_last
 from fxpar.passes.simulate.launches import KINDS

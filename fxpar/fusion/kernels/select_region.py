@@ -36,7 +36,7 @@ from fxpar.fusion.kernels.split_at_collectives import (
     stages_of,
 )
 from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
-from fxpar.passes.order.bucket_collectives import region_of
+from fxpar.passes.order.joinable_collectives import region_of
 from fxpar.sharding.cost.op import (
     contracts,
     is_light,

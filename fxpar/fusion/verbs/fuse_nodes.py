@@ -2,7 +2,7 @@
 
 ``fuse([nodes]) -> region``: the nodes, compute and at most one reduction and the
 gathers or sends that end it, are one call of a subgraph. In the graph that runs they
-are nodes again that say which region they are of (``bucket_collectives.REGION``); of
+are nodes again that say which region they are of (``joinable_collectives.REGION``); of
 these ``kernels.fuse_regions`` makes one op. A region must be convex: no path leads out
 of it and back, for then it would wait for itself (CoCoNeT, section 3.3).
 
@@ -30,7 +30,7 @@ from fxpar.fusion.unlike_shards import UnlikeOp
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous
-from fxpar.passes.order.bucket_collectives import REGION
+from fxpar.passes.order.joinable_collectives import REGION
 
 _REDUCING = {collective_nodes.all_reduce, collective_nodes.reduce_scatter}
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from fxpar._torch.nodes_by_target import calls_where
-from fxpar.passes.order.bucket_collectives import from_inputs, region_of
+from fxpar.passes.order.joinable_collectives import from_inputs, region_of
 from fxpar.passes.order.parted_gradients import computed_of, join, part_nearest
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.passes.order.small_collectives import only_computes

@@ -20,14 +20,13 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import register_lowering
-from fxpar.passes.order.bucket_collectives import (
-    FULL,
+from fxpar.passes.order.bucket_collectives import FULL, join_buckets
+from fxpar.passes.order.delay_work import delay
+from fxpar.passes.order.joinable_collectives import (
     Joinable,
     derived_from,
     from_inputs,
-    join_buckets,
 )
-from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.recompute_in_step import recompute_in_step
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.order.small_collectives import (

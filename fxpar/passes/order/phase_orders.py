@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.passes.order.bucket_collectives import Joinable, join_buckets
+from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.forward_backward import PartedGraph, phase_graph
+from fxpar.passes.order.joinable_collectives import Joinable
 from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
     BEHIND_BUCKETS,
@@ -55,8 +56,8 @@ class _PhaseOrders:
 
     def __init__(self, parts: PartedGraph, i: int) -> None:
         self._parts, self._i = parts, i
-        given = (*parts.inputs, *parts.saved) if i else parts.inputs
-        self.started = gathers_started((parts.forward, parts.backward)[i], given)
+        inputs = (*parts.inputs, *parts.saved) if i else parts.inputs
+        self.started = gathers_started((parts.forward, parts.backward)[i], inputs)
         self._ordered: dict[Hashable, fx.Graph] = {}
         first = self._fresh(DEFAULT)
         self._first: PhaseGraph | None = first

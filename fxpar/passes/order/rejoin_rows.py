@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.passes.order.bucket_collectives import REGATHERED
+from fxpar.passes.order.joinable_collectives import REGATHERED
 
 aten = torch.ops.aten
 

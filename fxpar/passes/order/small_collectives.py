@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.nodes_by_target import calls_where
-from fxpar.passes.order.bucket_collectives import LARGEST, from_inputs, region_of
+from fxpar.passes.order.joinable_collectives import LARGEST, from_inputs, region_of
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
 from fxpar.passes.simulate.launches import KINDS
 from fxpar.passes.stages.pipeline_ops import MESSAGES
@@ -174,28 +174,28 @@ class _LightSources:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._write = min(calls_where(graph, _changes_memory), default=None)
-        self._known: dict[fx.Node, bool] = {}
+        self._is_light: dict[fx.Node, bool] = {}
 
     def has(self, node: fx.Node) -> bool:
         """Whether a node is made so."""
         pending = [node]
         while pending:
             last = pending[-1]
-            if last in self._known:
+            if last in self._is_light:
                 pending.pop()
             elif self._write is not None and not last < self._write:
-                self._known[last] = False
+                self._is_light[last] = False
             elif last.op in _INPUTS:
-                self._known[last] = True
+                self._is_light[last] = True
             elif not _is_light_work(last):
-                self._known[last] = False
+                self._is_light[last] = False
             else:
-                reads = [r for r in last.all_input_nodes if not self._known.get(r)]
-                if any(read in self._known for read in reads) or not reads:
-                    self._known[last] = not reads
+                reads = [r for r in last.all_input_nodes if not self._is_light.get(r)]
+                if any(read in self._is_light for read in reads) or not reads:
+                    self._is_light[last] = not reads
                 else:
                     pending.append(reads[0])
-        return self._known[node]
+        return self._is_light[node]
 
 
 def _changes_memory(target: Any) -> bool:

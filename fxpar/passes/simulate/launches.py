@@ -152,24 +152,24 @@ class _LocalReader(KernelReader):
         self.is_bound = is_bound
         self.place = count()
 
-    def read_phase(self, graph: fx.Graph, given: Mapping[fx.Node, fx.Node]) -> None:
-        """The next phase of a graph but what it returns. ``given``: of its inputs what
-        they are in phases before."""
-        backward = bool(given)
+    def read_phase(self, graph: fx.Graph, source_of: Mapping[fx.Node, fx.Node]) -> None:
+        """The next phase of a graph but what it returns. ``source_of``: of its inputs
+        what they are in phases before."""
+        backward = bool(source_of)
         for node in graph.nodes:
-            if node in given:
-                self.values[node] = self.values[given[node]]
+            if node in source_of:
+                self.values[node] = self.values[source_of[node]]
             elif node.op != "output":
                 self.step(node, float(next(self.place)), backward)
 
-    def continued(self, given: Iterable[fx.Node]) -> _LocalReader:
+    def continued(self, results: Iterable[fx.Node]) -> _LocalReader:
         """A reader that goes on behind the phase that was read, while this one stays as
-        it is. ``given``: nodes whose values are read behind it."""
+        it is. ``results``: nodes whose values are read behind it."""
         self.close_all()
         reader = _LocalReader(self.fused, is_bound=self.is_bound)
         reader.place = count(next(self.place))
-        made = (buffer for launch in self.done for buffer in launch.makes)
-        buffers = {buffer: copy(buffer) for buffer in (*self.inputs, *made)}
+        outputs = (buffer for launch in self.done for buffer in launch.makes)
+        buffers = {buffer: copy(buffer) for buffer in (*self.inputs, *outputs)}
         launches = {launch: copy(launch) for launch in self.done}
         for buffer in buffers.values():
             buffer.late = buffer.late and launches[buffer.late]
@@ -189,7 +189,7 @@ class _LocalReader(KernelReader):
                 views[view].buffer = view.buffer and buffers[view.buffer]
             return views[view]
 
-        reader.values = {node: on_copies(self.values[node]) for node in given}
+        reader.values = {node: on_copies(self.values[node]) for node in results}
         return reader
 
     def call(self, node: fx.Node) -> list[TensorView | None]:

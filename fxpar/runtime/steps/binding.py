@@ -26,7 +26,7 @@ from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
 from fxpar.passes.local import own_shard
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.op_by_op import op_by_op
-from fxpar.passes.order.bucket_collectives import LARGEST, whole_bytes
+from fxpar.passes.order.joinable_collectives import LARGEST, whole_bytes
 from fxpar.passes.rank_sizes import is_size, is_uneven, restate
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding import rank_ints

@@ -69,6 +69,7 @@ class TensorView:
 class _Target:
     """What is asked of the target of every call, asked once."""
 
+    # Of the op.
     facts: OpFacts
     # Inductor can fuse it.
     light: bool
@@ -222,8 +223,8 @@ class KernelReader:
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
     ) -> list[TensorView | None]:
         """Fresh buffers for what a node gives, in lists as that is nested."""
-        made = self._made_of(node, node.meta.get("val"), launch, kernel)
-        return made if isinstance(made, list) else [made]
+        views = self._made_of(node, node.meta.get("val"), launch, kernel)
+        return views if isinstance(views, list) else [views]
 
     def _made_of(
         self, node: fx.Node, value: Any, launch: Launch, kernel: _Growing | None
