@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion import schedule_attempts
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
-from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.launches import PhaseReader
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.sharding.cost.launch import Launches
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
 from tests.helpers.models import NAMES, build_loss
@@ -211,11 +210,12 @@ def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("[_, _]", (1024, 64)), *[("[_, _]", (64, 64))] * 3
     toy, programs = Toy(gathered_activations, *given), list[str]()
 
-    def seen(run: fx.Graph) -> Launches:
-        programs.append(str(run))
-        return launches_of(run)
+    def seen(self: PhaseReader, phases: PhasesAsRun) -> Launches:
+        programs.append("".join(map(str, phases.graphs)))
+        return launches_of(self, phases)
 
-    monkeypatch.setattr(schedule_attempts, "launches_of", seen)
+    launches_of = PhaseReader.launches_of
+    monkeypatch.setattr(PhaseReader, "launches_of", seen)
     chosen = choose(graph_of(toy), toy.mesh, hardware_of("slow"))
     assert chosen.seconds[0] > 0
     assert len(programs) == len(set(programs))

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -79,3 +80,18 @@ def test_added_nodes_are_as_torch_adds_them() -> None:
     for a, b in zip(added.nodes, plain.nodes, strict=True):
         assert a.meta == b.meta and a.meta is not b.meta
         assert [n.name for n in a.users] == [n.name for n in b.users]
+
+
+@pytest.mark.parametrize("names", ["a a_1 a", "a_3 a a", "a_1_2 a_1 a_1", "a_ a_0 a_"])
+def test_names_are_as_torch_makes_them(names: str) -> None:
+    """Of copies, and of what is added behind."""
+    graphs = fx.Graph(), fx.Graph()
+    nodes = [fx.Graph().placeholder(name) for name in names.split()]
+    for node in nodes:
+        graphs[0].node_copy(node)
+        node_copies.copy_node(graphs[1], node, {}.__getitem__)
+    for graph in graphs:
+        for name in ("a", "a_1", "a_"):
+            graph.create_node("placeholder", name, name=name)
+    plain, added = ([node.name for node in graph.nodes] for graph in graphs)
+    assert added == plain

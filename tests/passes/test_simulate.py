@@ -13,6 +13,7 @@ import math
 import operator
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -31,8 +32,10 @@ from fxpar.errors import PlanError
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.builder import Builder
 from fxpar.passes.order import forward_backward
-from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.order.forward_backward import as_run, parted, parted_as_run
+from fxpar.passes.order.order_collectives import Settings
+from fxpar.passes.order.phase_orders import Orders
+from fxpar.passes.simulate.launches import PhaseReader, launches_of
 from fxpar.passes.simulate.simulate_step import (
     Simulation,
     Task,
@@ -792,6 +795,32 @@ def test_a_forward_is_copied_once():
     assert names == [node.name for node in graph.nodes]  # it stays as it is
     kept = {id(node.meta) for node in graph.nodes}
     assert kept.isdisjoint(id(node.meta) for node in run.nodes)
+
+
+def test_launches_of_phases_are_those_of_both_in_one_graph():
+    """Again and again, a forward read once: reading a backward changes none of it."""
+    for tag in (False, True):
+        parts, reader = parted(joint(tag=tag)), PhaseReader()
+        orders, steps = Orders(parts), []
+        for settings in (Settings(), Settings(bucket=0), Settings()):
+            phases = orders.as_run(settings)
+            launches = reader.launches_of(phases)
+            again = reader.launches_of(phases)
+            apart = [
+                simulate(parts.graph, machine().on(MESH), machine(), launches=each)
+                for each in (launches, again)
+            ]
+            whole = parted_as_run(parts, settings=settings)
+            together = simulate(whole, machine().on(MESH), machine())
+            for step in apart:
+                assert [replace(e, name="", of=None) for e in step.events] == [
+                    replace(e, name="", of=None) for e in together.events
+                ]
+                assert replace(step, events=(), held=()) == replace(
+                    together, events=(), held=()
+                )
+            steps.append(apart[0])
+        assert steps[0] == steps[2]
 
 
 def test_tagged_values_are_made_again_in_the_backward():
