@@ -41,6 +41,7 @@ def _dims(dims: Dims, axes: Mapping[str, Axes]) -> tuple[Axes, ...]:
     return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
 
 
+@lru_cache(maxsize=1 << 14)
 def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that operand ``i`` must have under a strategy."""
     dims = _dims(rule.operands[i], strategy.axes_of)
@@ -58,6 +59,7 @@ def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     return _spec(dims, tuple(partial))
 
 
+@lru_cache(maxsize=1 << 14)
 def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that result ``i`` has under a strategy, before any reduction."""
     dims = _dims(rule.results[i], strategy.axes_of)

@@ -27,6 +27,7 @@ import heapq
 import itertools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fxpar.sharding.factors import Axes, Dims
 from fxpar.sharding.mesh import Mesh
@@ -124,6 +125,15 @@ class Propagation:
         self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
+        # Ops of equal numbers do the same on values in equal states (``_state_key``),
+        # and these visits did nothing: (number, level, states).
+        kinds: dict[Any, int] = {}
+        self._kind = [
+            kinds.setdefault(self._kind_key(op), len(kinds)) for op in program.ops
+        ]
+        self._idle: set[tuple[int, int, tuple[Any, ...]]] = set()
+        # So many values were changed, and axes found to be indivisible.
+        self._steps = 0
 
     def tie(self, a: int, b: int) -> None:
         """Make two values of equal shape (a parameter, its gradient) share axes."""
@@ -189,9 +199,43 @@ class Propagation:
                 return
             index = heapq.heappop(self._heaps[level])
             self._queued[level].discard(index)
-            self._apply(self.program.ops[index], level)
+            self._visit(self.program.ops[index], level)
+
+    def _visit(self, op: Op, level: int) -> None:
+        """Apply an op, unless one of its kind did nothing where values were alike."""
+        key = (self._kind[op.index], level, tuple(map(self._state_key, op.tensors)))
+        if key in self._idle:
+            return
+        steps = self._steps
+        self._apply(op, level)
+        if self._steps == steps:
+            self._idle.add(key)
+
+    def _kind_key(self, op: Op) -> Any:
+        """All that a visit reads but the state: the rule, sizes, which of its tensors
+        are one, whether the op goes by the order of rows."""
+        places = {v: i for i, v in reversed(list(enumerate(op.tensors)))}
+        values = [self.program.values[v] for v in op.tensors]
+        sizes = tuple((value.shape, value.nbytes) for value in values)
+        same = tuple(places[v] for v in op.tensors)
+        return op.rule, sizes, same, op_facts_of(op.target).orders
+
+    def _state_key(self, v: int) -> Any:
+        """What a visit reads of the state of a value."""
+        state = self.state
+        if not state.origins[v] and state.active[v]:
+            return None if not any(state.closed[v]) else tuple(state.closed[v])
+        split = tuple((a, o.batch) for a, o in state.origins[v].items())
+        dims, closed = tuple(state.dims[v]), tuple(state.closed[v])
+        return dims, closed, state.active[v], split
+
+    def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
+        """Note an axis that wanted a dim."""
+        self._steps += 1
+        self.state.indivisible.setdefault((v, d, axis), origin)
 
     def _changed(self, v: int) -> None:
+        self._steps += 1
         for index in self._touching[v]:
             for level in self._levels[index]:
                 if index not in self._queued[level]:
@@ -224,7 +268,7 @@ class Propagation:
             origin = state.origins[source][axis]
             split = (*state.dims[v][d], axis)
             if not may_split(size, self.mesh, split, even=self.program.even):
-                state.indivisible.setdefault((v, d, axis), origin)
+                self._cannot_split(v, d, axis, origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
             state.origins[v][axis] = replace(origin, op=op, source=source)
@@ -305,7 +349,7 @@ class Propagation:
                 undealt = axes[dealt:] if len(dim) > 1 else ()
                 for axis in () if dealt_axes.intersection(undealt) else undealt:
                     origin = self.state.origins[v][axis]
-                    self.state.indivisible.setdefault((v, d, axis), origin)
+                    self._cannot_split(v, d, axis, origin)
 
     def _agreed(
         self, op: Op, level: int, views: list[dict[str, Axes]]
@@ -402,7 +446,7 @@ class Propagation:
                 size[factor], self.mesh, split[factor], even=self.program.even
             ) or not expressible((dims[d],), split, size, self.mesh, even=even):
                 origin = self.state.origins[op.tensors[source]][axis]
-                self.state.indivisible.setdefault((v, d, axis), origin)
+                self._cannot_split(v, d, axis, origin)
                 break
             fit.append(axis)
         if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):
