@@ -169,6 +169,9 @@ class Op:
     node: fx.Node = field(repr=False)
     # Without, the table has none: ``rule`` keeps all dims whole.
     has_rule: bool = True
+    # Equal for calls of one op on equal constants, dtypes, shapes and strides; of one
+    # program.
+    kind: int = -1
 
     @property
     def tensors(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ that the call runs; an op without one is read as whole.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,6 +73,8 @@ def _key(target: Any, args: Any, kwargs: Any) -> Any:
             return tuple(freeze(y) for y in x)
         if isinstance(x, dict):
             return tuple((k, freeze(y)) for k, y in x.items())
+        if type(x) is float:
+            return (float, repr(x))  # zeros are of two signs
         return (type(x), x)
 
     return target, freeze(args), freeze(kwargs)
@@ -81,12 +84,19 @@ class RuleReader:
     """Rules of calls, shared by calls of equal op, shapes and attributes."""
 
     def __init__(self) -> None:
-        self._cache: dict[Any, tuple[Rule, bool]] = {}
+        self._cache: dict[Any, tuple[Rule, bool, int]] = {}
+        self._kinds = itertools.count()
 
     def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
         """(rule, known). Raises RuleError naming the node if a row does not fit."""
+        return self.with_kind(node)[:2]
+
+    def with_kind(self, node: fx.Node) -> tuple[Rule, bool, int]:
+        """(rule, known, a number that is equal for calls that share it). Raises as
+        above."""
         if node.meta.get("fxpar_whole"):
-            return _whole(node), not _torch.aot.higher_order_name(node.target)
+            known = not _torch.aot.higher_order_name(node.target)
+            return _whole(node), known, next(self._kinds)
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda n: n.meta["val"]
         )
@@ -103,7 +113,7 @@ class RuleReader:
             rule = near(rule, node, reaches)
         if has_rule and length is not None:
             rule = in_bags(rule, node, length)
-        answer = rule, has_rule
+        answer = rule, has_rule, next(self._kinds)
         if key is not None:
             self._cache[key] = answer
         return answer
@@ -201,7 +211,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             tensors = tensors_of(val)
             if not tensors:
                 continue
-            rule, has_rule = rules(node)
+            rule, has_rule, kind = rules.with_kind(node)
             rule = _at_open_sizes(rule, node)
             rule = pinned(rule, manual.get(node, {}))
             operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
@@ -219,6 +229,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 results,
                 node,
                 has_rule,
+                kind,
             )
             ops.append(op)
             for position, v in enumerate(operands):

@@ -125,13 +125,9 @@ class Propagation:
         self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
-        # Ops of equal numbers do the same on values in equal states (``_state_key``),
-        # and these visits did nothing: (number, level, states).
-        kinds: dict[Any, int] = {}
-        self._kind = [
-            kinds.setdefault(self._kind_key(op), len(kinds)) for op in program.ops
-        ]
-        self._idle: set[tuple[int, int, tuple[Any, ...]]] = set()
+        # Visits that did nothing, of ops of one kind and rule, that read and make
+        # values in equal states (``_state_key``).
+        self._idle: set[tuple[Any, ...]] = set()
         # So many values were changed, and axes found to be indivisible.
         self._steps = 0
 
@@ -203,22 +199,16 @@ class Propagation:
 
     def _visit(self, op: Op, level: int) -> None:
         """Apply an op, unless one of its kind did nothing where values were alike."""
-        key = (self._kind[op.index], level, tuple(map(self._state_key, op.tensors)))
+        tensors = op.tensors
+        places = tuple(map(tensors.index, tensors))  # one may be there twice
+        states = tuple(map(self._state_key, tensors))
+        key = op.kind, op.rule, level, places, states
         if key in self._idle:
             return
         steps = self._steps
         self._apply(op, level)
         if self._steps == steps:
             self._idle.add(key)
-
-    def _kind_key(self, op: Op) -> Any:
-        """All that a visit reads but the state: the rule, sizes, which of its tensors
-        are one, whether the op goes by the order of rows."""
-        places = {v: i for i, v in reversed(list(enumerate(op.tensors)))}
-        values = [self.program.values[v] for v in op.tensors]
-        sizes = tuple((value.shape, value.nbytes) for value in values)
-        same = tuple(places[v] for v in op.tensors)
-        return op.rule, sizes, same, op_facts_of(op.target).orders
 
     def _state_key(self, v: int) -> Any:
         """What a visit reads of the state of a value."""
