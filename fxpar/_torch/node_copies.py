@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,10 +67,18 @@ def add_node(
 ) -> fx.Node:
     """As ``graph.create_node``, without a look for symbols in arguments, which takes
     half of its time: what is given here are nodes and numbers."""
+    if name is None and isinstance(target, torch._ops.OpOverload):
+        name = _name_of(target)
     node = graph.create_node(op, target, name=name, type_expr=type_expr)
     if args or kwargs:
         node._update_args_kwargs(args, kwargs or {})
     return node
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _name_of(target: Any) -> str:
+    """What a graph calls a node of an op."""
+    return fx.Graph()._target_to_str(target)
 
 
 def copy_node(

@@ -268,13 +268,12 @@ def local_op(
     )
     all_whole = all(s.is_whole for s in operands + results)
     if all_whole and op.target not in _OWN and _laid_out_alike(node, local):
-        result = _same(build, node, args, kwargs)
-    else:
-        shapes = _shapes(op, program)
-        call = LocalCall(build, node, op.rule, operands, results, shapes)
-        if _torch.aot.higher_order_name(node.target) in TIES:
-            args = _local_bodies(call, args, strategy.axes_of)
-        result = local_form(call, args, kwargs)
+        return _same(build, node, args, kwargs)
+    shapes = _shapes(op, program)
+    call = LocalCall(build, node, op.rule, operands, results, shapes)
+    if _torch.aot.higher_order_name(node.target) in TIES:
+        args = _local_bodies(call, args, strategy.axes_of)
+    result = local_form(call, args, kwargs)
     _check(result, op, program, results, build.mesh)
     return result
 
