@@ -32,7 +32,10 @@ class Strategy:
 
 
 @lru_cache(maxsize=1 << 14)
-def _spec(dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...]) -> Spec:
+def spec_of(
+    dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...] = ()
+) -> Spec:
+    """As ``Spec.of``; values that are alike have one."""
     return Spec.of(dims, partial)
 
 
@@ -56,7 +59,7 @@ def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
             if f in rule.contracted and f not in have
             for axis in split
         ]
-    return _spec(dims, tuple(partial))
+    return spec_of(dims, tuple(partial))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -70,7 +73,7 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
         for axis in split
     ]
     partial += [(axis, op) for axis, op, _ in strategy.passes]
-    return _spec(dims, tuple(partial))
+    return spec_of(dims, tuple(partial))
 
 
 def project(

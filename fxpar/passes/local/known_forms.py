@@ -9,6 +9,7 @@ its nodes those of the others are copies, on what they read.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar._torch import known_values
-from fxpar._torch.node_copies import add_node, last_node
+from fxpar._torch.node_copies import add_node
 from fxpar.passes.builder import OURS, PROVENANCE, Builder
 from fxpar.passes.local.local_ops import Local, is_by_values, local_op
 from fxpar.sharding.program import Op, Program
@@ -79,7 +80,7 @@ class KnownForms:
         form = self._forms.get(key)
         if form is not None:
             return self._copied(form, near)
-        last = last_node(self.build.graph)
+        last = next(iter(reversed(self.build.graph.nodes)), None)
         result = local_op(self.build, node, op, self.program, strategy, local)
         if key not in self._forms:
             self._forms[key] = self._form(near, last, result)
@@ -132,22 +133,23 @@ class KnownForms:
         return number
 
     def _form(
-        self, near: tuple[fx.Node, ...], last: fx.Node, result: Any
+        self, near: tuple[fx.Node, ...], last: fx.Node | None, result: Any
     ) -> _LocalForm | None:
         """What was appended behind ``last``; None if that is not known to be all."""
         present, nodes = set(near), list[_NodeForm]()
-        node = last.next
-        while node.op != "root":
+        behind = itertools.takewhile(
+            lambda node: node is not last, reversed(self.build.graph.nodes)
+        )
+        for node in reversed(list(behind)):
             if not present.issuperset(node.all_input_nodes) or node.meta.keys() - _NOTED:
                 return None
-            read = [x.meta["val"] for x in node.all_input_nodes]
+            read = _tensors_read(node)
             known = known_values.form_of(node.meta["val"], self.build.fake_mode, read)
             if known is None:
                 return None
             stamped = "fxpar_origin" in node.meta
             nodes.append(_NodeForm(node, node.args, node.kwargs, known, stamped))
             present.add(node)
-            node = node.next
         results = result if isinstance(result, tuple) else (result,)
         if not present.issuperset(x for x in results if x is not None):
             return None
@@ -162,12 +164,17 @@ class KnownForms:
             kwargs = each.kwargs and fx.node.map_arg(each.kwargs, to.__getitem__)
             target = each.node.target
             node = add_node(build.graph, "call_function", target, args, kwargs)
-            read = [x.meta["val"] for x in node.all_input_nodes]
+            read = _tensors_read(node)
             node.meta["val"] = known_values.made(each.value, build.fake_mode, read)
             if each.is_stamped:
                 build.stamp(node)
             to[each.node] = node
         return fx.node.map_arg(form.result, to.__getitem__)
+
+
+def _tensors_read(node: fx.Node) -> list[torch.Tensor]:
+    values = (x.meta["val"] for x in node.all_input_nodes)
+    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def _shown(node: fx.Node) -> fx.Node | None:

@@ -35,7 +35,7 @@ from fxpar.sharding.program import Op, Program
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.shard_sizes import is_even, may_split
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import expressible, project
+from fxpar.sharding.strategy import expressible, project, spec_of
 
 LEVELS = 5
 PASS, KEPT, ALL, RESOLVE, TURN = range(LEVELS)
@@ -98,7 +98,7 @@ class State:
     indivisible: dict[tuple[int, int, str], Origin] = field(default_factory=dict)
 
     def spec(self, value: int) -> Spec:
-        return Spec.of(self.dims[value])
+        return spec_of(tuple(self.dims[value]))
 
 
 class Propagation:
