@@ -32,9 +32,7 @@ class Strategy:
 
 
 @lru_cache(maxsize=1 << 14)
-def spec_of(
-    dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...] = ()
-) -> Spec:
+def spec_of(dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...] = ()) -> Spec:
     """As ``Spec.of``; values that are alike have one."""
     return Spec.of(dims, partial)
 

@@ -141,7 +141,8 @@ class KnownForms:
             lambda node: node is not last, reversed(self.build.graph.nodes)
         )
         for node in reversed(list(behind)):
-            if not present.issuperset(node.all_input_nodes) or node.meta.keys() - _NOTED:
+            is_plain = not node.meta.keys() - _NOTED
+            if not is_plain or not present.issuperset(node.all_input_nodes):
                 return None
             read = _tensors_read(node)
             known = known_values.form_of(node.meta["val"], self.build.fake_mode, read)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -266,19 +267,34 @@ def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKerne
     run = _Run(program, gathered)
     base = run.base()
     moved, launched = run.moved(base), Counter(run.leaders())
-    works = tuple(
-        work_of(op, program.values, tuple(moved[i]), launched[i], program.balances)
-        for i, op in enumerate(program.ops)
-    )
+    works = _works(program, moved, launched)
     return ProgramKernels(
         program,
         tuple(base),
         frozenset(v for buffer, v in run.value_of.items() if buffer.written),
         frozenset(v for v in run.recomputed if base[v] == v),
-        works,
+        tuple(works),
         tuple(run.runs()),
         tuple(_read_by_light(program)),
     )
+
+
+def _works(
+    program: Program,
+    moved: Mapping[int, list[tuple[int, float]]],
+    launched: Mapping[int, int],
+) -> Iterator[Work]:
+    """Of each op; those that are alike have one. An attention looks at its mask."""
+    known: dict[Any, Work] = {}
+    for i, op in enumerate(program.ops):
+        traffic, launches = tuple(moved.get(i, ())), launched[i]
+        key = op.kind, op.rule, traffic, launches
+        work = known.get(key)
+        if work is None:
+            work = work_of(op, program.values, traffic, launches, program.balances)
+            if query_position(op.target) is None:
+                known[key] = work
+        yield work
 
 
 class _Run:

@@ -101,6 +101,10 @@ class State:
         return spec_of(tuple(self.dims[value]))
 
 
+# (tensor of an op, one of its dims, axes that it got, the tensor they came from)
+_Growth = tuple[int, int, Axes, int]
+
+
 class Propagation:
     """The fixed-point engine; ``seed`` and ``run`` may be called repeatedly."""
 
@@ -125,11 +129,13 @@ class Propagation:
         self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
-        # Visits that did nothing, of ops of one kind and rule, that read and make
-        # values in equal states (``_state_key``).
-        self._idle: set[tuple[Any, ...]] = set()
-        # So many values were changed, and axes found to be indivisible.
-        self._steps = 0
+        # What visits did of ops of one kind and rule, that read and make values in
+        # equal states (``_state_key``).
+        self._grown: dict[tuple[Any, ...], list[_Growth]] = {}
+        # What the visit that is under way did: the growth of each tensor.
+        self._growth: list[_Growth] = []
+        # So many axes were found to be indivisible.
+        self._refusals = 0
 
     def tie(self, a: int, b: int) -> None:
         """Make two values of equal shape (a parameter, its gradient) share axes."""
@@ -198,17 +204,29 @@ class Propagation:
             self._visit(self.program.ops[index], level)
 
     def _visit(self, op: Op, level: int) -> None:
-        """Apply an op, unless one of its kind did nothing where values were alike."""
+        """Apply an op; as one of its kind did, where values were alike."""
         tensors = op.tensors
         places = tuple(map(tensors.index, tensors))  # one may be there twice
         states = tuple(map(self._state_key, tensors))
         key = op.kind, op.rule, level, places, states
-        if key in self._idle:
+        # Values that are tied to others change these in between.
+        alone = self._ties.keys().isdisjoint(tensors)
+        known = self._grown.get(key)
+        if known is not None and (alone or not known):
+            self._grow_again(op, known)
             return
-        steps = self._steps
+        self._growth, refusals = [], self._refusals
         self._apply(op, level)
-        if self._steps == steps:
-            self._idle.add(key)
+        is_all = self._refusals == refusals and level != TURN
+        if is_all and (alone or not self._growth):
+            self._grown[key] = self._growth
+
+    def _grow_again(self, op: Op, growth: Sequence[_Growth]) -> None:
+        """Do what a visit did."""
+        for i, each in itertools.groupby(growth, key=lambda step: step[0]):
+            for _, d, axes, source in each:
+                self._extend(op.tensors[i], d, axes, op.tensors[source], op.name)
+            self._changed(op.tensors[i])
 
     def _state_key(self, v: int) -> Any:
         """What a visit reads of the state of a value."""
@@ -221,11 +239,10 @@ class Propagation:
 
     def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
         """Note an axis that wanted a dim."""
-        self._steps += 1
+        self._refusals += 1
         self.state.indivisible.setdefault((v, d, axis), origin)
 
     def _changed(self, v: int) -> None:
-        self._steps += 1
         for index in self._touching[v]:
             for level in self._levels[index]:
                 if index not in self._queued[level]:
@@ -261,7 +278,8 @@ class Propagation:
                 self._cannot_split(v, d, axis, origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
-            state.origins[v][axis] = replace(origin, op=op, source=source)
+            seed, batch, experts = origin.seed, origin.batch, origin.experts
+            state.origins[v][axis] = Origin(seed, batch, experts, op, source)
             added = True
         return added
 
@@ -441,6 +459,7 @@ class Propagation:
             fit.append(axis)
         if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):
             return False
+        self._growth.append((i, d, tuple(fit), source))
         view[factor] = view.get(factor, ()) + tuple(fit)
         return True
 

@@ -71,6 +71,8 @@ class ProblemBuilder:
         self.columns: dict[Any, tuple[tuple[Strategy, ...], np.ndarray]] = {}
         self.matrices: dict[Any, np.ndarray] = {}
         self.prices: dict[Any, np.ndarray] = {}
+        self._columns: dict[tuple[int, int], tuple[np.ndarray, bytes]] = {}
+        self._like: dict[Any, tuple[Any, ...]] = {}
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
         # Values that forward and backward bring, each for itself, to what they read.
@@ -177,8 +179,11 @@ class ProblemBuilder:
     def like(self, v: int) -> tuple[Any, ...]:
         """What prices of resharding a value depend on."""
         value = self.program.values[v]
-        sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
-        return sizes, value.nbytes, self.share(v)
+        key = value.shape, value.dtype
+        if key not in self._like:
+            sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
+            self._like[key] = sizes, value.nbytes
+        return *self._like[key], self.share(v)
 
     def op_share(self, index: int) -> float:
         """How many times what an op takes is paid."""
@@ -188,17 +193,26 @@ class ProblemBuilder:
         """How many times what it takes to bring a value elsewhere is paid."""
         return self.facts.parts.value_share(v) if self.facts.parts else 1.0
 
+    def _column(self, end: EdgeEnd) -> tuple[np.ndarray, bytes]:
+        """The numbers of the specs at an end of an edge, and their bytes; nodes that
+        are alike have one array, and all keep theirs."""
+        specs = self.nodes[end.node].specs
+        known = self._columns.get((id(specs), end.column))
+        if known is None:
+            column = specs[:, end.column]
+            known = self._columns[id(specs), end.column] = column, column.tobytes()
+        return known
+
     def edge(
         self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
     ) -> None:
         """Resharding ``v`` from what node ``a`` has to what ``b`` needs. ``also``: it
         is there besides, in this spec if that is one."""
-        have = self.nodes[a.node].specs[:, a.column]
-        need = self.nodes[b.node].specs[:, b.column]
+        (have, have_bytes), (need, need_bytes) = self._column(a), self._column(b)
         alone = self.alone(v, a, b)
         in_kernel = self.kernels.base[v] not in self.kernels.written
         there = None if also is None or len(also) > 1 else also.item()
-        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel, there)
+        key = (have_bytes, need_bytes, self.like(v), alone, in_kernel, there)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)
