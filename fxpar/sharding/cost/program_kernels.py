@@ -49,7 +49,6 @@ from fxpar.sharding.program import (
     Op,
     Program,
     Value,
-    backward_ops,
     contracts,
     is_view,
     values_by_node,
@@ -318,7 +317,7 @@ class _Run:
     def _read(self, graph: fx.Graph, gathered: Collection[int]) -> None:
         anew = values_by_node(self.program).items() if gathered else ()
         first, second = phases(graph, {node for node, v in anew if v in gathered})
-        backward = backward_ops(self.program)
+        backward = self.program.backward
         phase_ops = [
             [self.op_of.get(node, NEVER) for node in part] for part in (first, second)
         ]
@@ -431,7 +430,7 @@ def _times(ops: Sequence[int], own: Collection[int], end: int) -> list[int]:
 
 
 def _read_by_light(program: Program) -> list[bool]:
-    out = [v.index not in program.outputs for v in program.values]
+    out = [v.index not in program.returned for v in program.values]
     read = {v for op in program.ops for v in op.operands}
     for op in reversed(program.ops):
         light = is_light(op.target)

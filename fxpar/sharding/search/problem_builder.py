@@ -18,7 +18,7 @@ from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program, backward_ops
+from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
@@ -59,7 +59,7 @@ class ProblemBuilder:
     ) -> None:
         self.program, self.mesh, self.hardware = program, mesh, hardware
         self.facts = facts
-        self.backward = backward_ops(program)
+        self.backward = program.backward
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []

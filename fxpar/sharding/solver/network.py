@@ -146,7 +146,8 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
     tables = Tables()
     count = len(problem.costs)
     work_clock.did(_BUILD * (count + len(problem.edges)))
-    unary = [_forbid(np.array(cost, float)) for cost in problem.costs]
+    own = {id(cost): _forbid(np.array(cost, float)) for cost in problem.costs}
+    unary = [own[id(cost)] for cost in problem.costs]
     net = Network(
         unary,
         [{} for _ in range(count)],
