@@ -7,6 +7,7 @@ edges, shared by what they say. Which nodes and edges there are says ``formulate
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class ProblemBuilder:
         self.matrices: dict[Any, np.ndarray] = {}
         self.prices: dict[Any, np.ndarray] = {}
         self._columns: dict[tuple[int, int], tuple[np.ndarray, bytes]] = {}
+        self._met: dict[tuple[bytes, ...], np.ndarray] = {}
         self._like: dict[Any, tuple[Any, ...]] = {}
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
@@ -202,6 +204,19 @@ class ProblemBuilder:
             column = specs[:, end.column]
             known = self._columns[id(specs), end.column] = column, column.tobytes()
         return known
+
+    def met(self, v: int, ends: Sequence[EdgeEnd]) -> np.ndarray:
+        """(K, 1): the specs that a value has at ends of edges, each once, as far as
+        hints allow them; values that are alike have one array."""
+        columns = [self._column(end) for end in ends]
+        key = tuple(as_bytes for _, as_bytes in columns)
+        if v in self.facts.seeds or key not in self._met:
+            numbers = dict.fromkeys(itertools.chain(*(column for column, _ in columns)))
+            specs = self.allowed(v, (self.pool.specs[n] for n in numbers))
+            if v in self.facts.seeds:
+                return self.pool.numbers(specs)
+            self._met[key] = self.pool.numbers(specs)
+        return self._met[key]
 
     def edge(
         self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
