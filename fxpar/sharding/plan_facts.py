@@ -220,7 +220,7 @@ def _notes(decision: Decision) -> tuple[str, ...]:
 def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, ...]:
     """Of each op; what calls of one kind have alike is written once."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
-    joined = cache(lambda spec: spec.joined(mesh))
+    as_written = cache(lambda spec: spec.joined(mesh))
     joined_factors = cache(
         lambda factors: tuple((name, mesh.joined(axes)) for name, axes in factors)
     )
@@ -234,9 +234,9 @@ def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, .
             str(op.target),
             joined_factors(strategy.factors),
             strategy.passes,
-            tuple(map(joined, reads)),
-            tuple(joined(edges.specs[v]) for v in op.results),
-            tuple(joined(decision.settled[v]) for v in op.results),
+            tuple(map(as_written, reads)),
+            tuple(as_written(edges.specs[v]) for v in op.results),
+            tuple(as_written(decision.settled[v]) for v in op.results),
             *shapes_and_dtypes(
                 tuple(
                     (program.values[v].shape, program.values[v].dtype)

@@ -80,8 +80,8 @@ class RuleReader:
         """(rule, known, a number that is equal for calls that share it). Raises as
         above."""
         if node.meta.get("fxpar_whole"):
-            known = not _torch.aot.higher_order_name(node.target)
-            return _whole(node), known, next(self._kinds)
+            has_rule = not _torch.aot.higher_order_name(node.target)
+            return _whole(node), has_rule, next(self._kinds)
         reaches = reaches_of(node)
         length = bag_length(node)
         call = self._frozen(node.args), self._frozen(node.kwargs)

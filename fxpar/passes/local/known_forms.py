@@ -28,7 +28,7 @@ from fxpar.sharding.strategy import Strategy
 _NOTED = {"val", "fxpar_origin", *PROVENANCE, *OURS}
 
 
-class _NotKnown(Exception):
+class _NoKind(Exception):
     """A call is of no kind that is kept."""
 
 
@@ -75,7 +75,7 @@ class KnownForms:
         """As ``local_ops.local_op``."""
         try:
             key, near = self._key(node, op, strategy, local)
-        except _NotKnown:
+        except _NoKind:
             return local_op(self.build, node, op, self.program, strategy, local)
         form = self._forms.get(key)
         if form is not None:
@@ -90,14 +90,14 @@ class KnownForms:
         self, node: fx.Node, op: Op, strategy: Strategy, local: Local
     ) -> tuple[Any, tuple[fx.Node, ...]]:
         """Equal for calls whose local nodes are alike, and what a call reads. Raises
-        _NotKnown."""
+        _NoKind."""
         if not is_by_values(op.target, op.rule, strategy):
-            raise _NotKnown
+            raise _NoKind
         near: list[fx.Node] = []
         numbers: list[int] = []
         for operand in map(local, node.all_input_nodes):
             if not isinstance(operand, fx.Node):
-                raise _NotKnown
+                raise _NoKind
             numbers.append(self._number(operand))
             near += self._near(operand)
         operands = op.operands
@@ -111,23 +111,23 @@ class KnownForms:
         looks for it."""
         near = self._near_nodes.get(node)
         if near is None:
-            shown = _shown(node)
-            near = (node, *(self._near(shown) if shown is not None else ()))
+            source = _shown(node)
+            near = (node, *(self._near(source) if source is not None else ()))
             self._near_nodes[node] = near
         return near
 
     def _number(self, node: fx.Node) -> int:
         """Equal for local nodes that a form which looks at values may not tell apart.
-        Raises _NotKnown."""
+        Raises _NoKind."""
         number = self._numbers.get(node)
         if number is None:
-            value, shown = node.meta.get("val"), _shown(node)
+            value, source = node.meta.get("val"), _shown(node)
             if not isinstance(value, torch.Tensor):
-                raise _NotKnown
+                raise _NoKind
             facts = known_values.facts_of(value, self.build.fake_mode)
             if facts is None:
-                raise _NotKnown
-            key = facts, None if shown is None else self._number(shown)
+                raise _NoKind
+            key = facts, None if source is None else self._number(source)
             number = self._number_of.setdefault(key, len(self._number_of))
             self._numbers[node] = number
         return number
@@ -145,11 +145,13 @@ class KnownForms:
             if not is_plain or not present.issuperset(node.all_input_nodes):
                 return None
             read = _tensors_read(node)
-            known = known_values.form_of(node.meta["val"], self.build.fake_mode, read)
-            if known is None:
+            value_form = known_values.form_of(
+                node.meta.get("val"), self.build.fake_mode, read
+            )
+            if value_form is None:
                 return None
             stamped = "fxpar_origin" in node.meta
-            nodes.append(_NodeForm(node, node.args, node.kwargs, known, stamped))
+            nodes.append(_NodeForm(node, node.args, node.kwargs, value_form, stamped))
             present.add(node)
         results = result if isinstance(result, tuple) else (result,)
         if not present.issuperset(x for x in results if x is not None):
@@ -182,5 +184,5 @@ def _shown(node: fx.Node) -> fx.Node | None:
     """What a node shows in another shape."""
     if not op_facts_of(node.target).reshapes:
         return None
-    shown = node.args[0]
-    return shown if isinstance(shown, fx.Node) else None
+    source = node.args[0]
+    return source if isinstance(source, fx.Node) else None

@@ -284,15 +284,15 @@ def _works(
     launched: Mapping[int, int],
 ) -> Iterator[Work]:
     """Of each op; those that are alike have one. An attention looks at its mask."""
-    known: dict[Any, Work] = {}
+    work_of_key: dict[Any, Work] = {}
     for i, op in enumerate(program.ops):
         traffic, launches = tuple(moved.get(i, ())), launched[i]
         key = op.kind, op.rule, traffic, launches
-        work = known.get(key)
+        work = work_of_key.get(key)
         if work is None:
             work = work_of(op, program.values, traffic, launches, program.balances)
             if query_position(op.target) is None:
-                known[key] = work
+                work_of_key[key] = work
         yield work
 
 

@@ -211,9 +211,9 @@ class Propagation:
         key = op.kind, op.rule, level, places, states
         # Values that are tied to others change these in between.
         alone = self._ties.keys().isdisjoint(tensors)
-        known = self._grown.get(key)
-        if known is not None and (alone or not known):
-            self._grow_again(op, known)
+        growth = self._grown.get(key)
+        if growth is not None and (alone or not growth):
+            self._grow_again(op, growth)
             return
         self._growth, refusals = [], self._refusals
         self._apply(op, level)

@@ -73,7 +73,7 @@ class ProblemBuilder:
         self.matrices: dict[Any, np.ndarray] = {}
         self.prices: dict[Any, np.ndarray] = {}
         self._columns: dict[tuple[int, int], tuple[np.ndarray, bytes]] = {}
-        self._met: dict[tuple[bytes, ...], np.ndarray] = {}
+        self._specs_met: dict[tuple[bytes, ...], np.ndarray] = {}
         self._like: dict[Any, tuple[Any, ...]] = {}
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
@@ -199,24 +199,24 @@ class ProblemBuilder:
         """The numbers of the specs at an end of an edge, and their bytes; nodes that
         are alike have one array, and all keep theirs."""
         specs = self.nodes[end.node].specs
-        known = self._columns.get((id(specs), end.column))
-        if known is None:
+        key = id(specs), end.column
+        if key not in self._columns:
             column = specs[:, end.column]
-            known = self._columns[id(specs), end.column] = column, column.tobytes()
-        return known
+            self._columns[key] = column, column.tobytes()
+        return self._columns[key]
 
     def met(self, v: int, ends: Sequence[EdgeEnd]) -> np.ndarray:
         """(K, 1): the specs that a value has at ends of edges, each once, as far as
         hints allow them; values that are alike have one array."""
         columns = [self._column(end) for end in ends]
         key = tuple(as_bytes for _, as_bytes in columns)
-        if v in self.facts.seeds or key not in self._met:
+        if v in self.facts.seeds or key not in self._specs_met:
             numbers = dict.fromkeys(itertools.chain(*(column for column, _ in columns)))
             specs = self.allowed(v, (self.pool.specs[n] for n in numbers))
             if v in self.facts.seeds:
                 return self.pool.numbers(specs)
-            self._met[key] = self.pool.numbers(specs)
-        return self._met[key]
+            self._specs_met[key] = self.pool.numbers(specs)
+        return self._specs_met[key]
 
     def edge(
         self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
