@@ -166,9 +166,7 @@ def sequence_parallel(
     sequence does not divide."""
     import torch
 
-    from fxpar.sharding.program import backward_ops
-
-    backward, out = backward_ops(program), {}
+    backward, out = program.backward, {}
     batch, length = ((), others) if model.one else (others, ())
     owner = owners(program)
     for op in program.ops:

@@ -63,10 +63,9 @@ def read_record(path: Path, form: str, key: str) -> dict[str, Any] | None:
 def write_record(path: Path, form: str, key: str, data: dict[str, Any]) -> None:
     """Keep what ``json`` can write, in one step. Where the disk refuses, nothing is
     kept."""
-    data = {**data, "format": form, "key": key}
-    data["digest"] = _digest(data)
+    text = json.dumps({**data, "format": form, "key": key}, sort_keys=True)
     with contextlib.suppress(OSError):
-        write_file(path, json.dumps(data))
+        write_file(path, f'{text[:-1]}, "digest": "{_digest_of(text)}"}}')
 
 
 def _intact(data: dict[str, Any]) -> tuple[str, str] | None:
@@ -78,7 +77,11 @@ def _intact(data: dict[str, Any]) -> tuple[str, str] | None:
 def _digest(data: dict[str, Any]) -> str:
     """Of all but the digest."""
     rest = {k: v for k, v in data.items() if k != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return _digest_of(json.dumps(rest, sort_keys=True))
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_file(path: Path, text: str) -> None:

@@ -142,6 +142,39 @@ def _asked(
         return target(*args, **kwargs)
 
 
+def is_function(target: Any) -> bool:
+    """Whether values of an op depend on its arguments alone, and it changes none."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace not in _NAMESPACES or target.name() in _OTHERS:
+        return False
+    return not is_mutable(target)
+
+
+def facts_of(x: torch.Tensor, mode: Any) -> tuple[Any, ...] | None:
+    """What ops see of a value of a mode: all, but for its memory; None if it is of no
+    form that is kept."""
+    parts: list[Any] = []
+    try:
+        _add(x, mode, parts, [])
+    except _NotKnown:
+        return None
+    return (*parts, x.storage_offset())
+
+
+def form_of(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The form of what an op gives that read ``tensors``; None if it has none."""
+    try:
+        return _form(value, mode, tensors)
+    except _NotKnown:
+        return None
+
+
+def made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """A new value of a form, of an op that reads ``tensors``."""
+    return _made(form, mode, tensors)
+
+
 def _key(
     mode: Any,
     target: Any,
@@ -151,11 +184,7 @@ def _key(
 ) -> tuple[Any, ...]:
     """Equal for calls that give values of one form. ``tensors``: operands are added.
     Raises _NotKnown."""
-    if not isinstance(target, torch._ops.OpOverload):
-        raise _NotKnown
-    if target.namespace not in _NAMESPACES or target.name() in _OTHERS:
-        raise _NotKnown
-    if is_mutable(target):
+    if not is_function(target):
         raise _NotKnown
     parts: list[Any] = [
         target,
@@ -285,11 +314,9 @@ def _made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def _tensor(form: _Form, mode: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A new value of a form."""
-    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-
     is_fake = not isinstance(mode, contextlib.nullcontext)
     is_inside = is_fake and torch._C._len_torch_dispatch_stack() > 0
-    on_meta = in_kernel_invocation_manager(mode) if is_inside else _ALONE
+    on_meta = torch._C._DisableTorchDispatch() if is_inside else _ALONE
     with on_meta:
         x = torch.empty_strided(
             form.shape, form.stride, dtype=form.dtype, device="meta"

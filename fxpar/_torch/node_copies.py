@@ -72,7 +72,9 @@ def add_node(
         return graph.create_node(op, target, args, dict(kwargs or {}), name, type_expr)
     names = graph._graph_namespace
     if name is None:
-        name = names.create_name(graph._target_to_str(target), None)
+        known = isinstance(target, torch._ops.OpOverload)
+        word = _name_of(target) if known else graph._target_to_str(target)
+        name = names.create_name(word, None)
     else:
         name = _name_in(names, name)
     node = fx.Node(graph, name, op, target, args, kwargs or {}, type_expr)
@@ -103,6 +105,12 @@ def _name_parts(name: str) -> tuple[str, int | None]:
     if base and digits.isascii() and digits.isdigit():
         return base, int(digits)
     return name, None
+
+
+@lru_cache(maxsize=1 << 12)
+def _name_of(target: Any) -> str:
+    """What a graph calls a node of an op."""
+    return fx.Graph()._target_to_str(target)
 
 
 def copy_node(

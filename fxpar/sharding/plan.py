@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,11 @@ class NodePlan:
         """JSON-ready, as in ``Plan.to_dict``; read only. Plans that differ in notes
         alone have the same ops."""
         fields = asdict_shallow(self).items()
-        return {name: _plain(x) for name, x in fields if name not in _ASIDE}
+        return {
+            name: _plain_once(x) if type(x) is tuple else _plain(x)
+            for name, x in fields
+            if name not in _ASIDE
+        }
 
 
 def _without(
@@ -363,12 +367,23 @@ def _plain(x: Any) -> Any:
     if type(x) in _AS_IT_IS:
         return x
     if isinstance(x, Spec):
-        return str(x)
+        return _text_of(x)
     if isinstance(x, dict):
         return {key: _plain(y) for key, y in x.items()}
     if isinstance(x, (list, tuple)):
         return [_plain(y) for y in x]
     return x
+
+
+@lru_cache(maxsize=1 << 14)
+def _text_of(spec: Spec) -> str:
+    return str(spec)
+
+
+@lru_cache(maxsize=1 << 14)
+def _plain_once(x: tuple[Any, ...]) -> Any:
+    """``_plain``, of what ops that are alike have alike; read only."""
+    return _plain(x)
 
 
 def asdict_shallow(record: Any) -> dict[str, Any]:

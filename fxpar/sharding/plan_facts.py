@@ -16,10 +16,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise, takewhile
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.sharding.decide import Decision, route
@@ -133,7 +134,13 @@ def _shared(a: Path, b: Path) -> Path:
 
 
 def _frames(node: fx.Node) -> frozenset[tuple[str, str]]:
-    return frozenset(_FRAME.findall(node.meta.get("stack_trace") or ""))
+    return _frames_of(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=1 << 14)
+def _frames_of(trace: str) -> frozenset[tuple[str, str]]:
+    """Of a stack trace; layers that repeat have the same few."""
+    return frozenset(_FRAME.findall(trace))
 
 
 # So many reshards a plan tells of, those that cost most.
@@ -156,7 +163,7 @@ def describe(
     program, edges = decision.program, decision.edges
     signature = program.signature
     modules = owners(program)
-    nodes = tuple(_node_plan(decision, op, modules[op.index]) for op in program.ops)
+    nodes = _node_plans(decision, modules)
 
     fed = [
         (declared, v)
@@ -210,25 +217,47 @@ def _notes(decision: Decision) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*decision.notes, *notes(decision.mesh))))
 
 
-def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
+def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, ...]:
+    """Of each op; what calls of one kind have alike is written once."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
-    strategy = decision.strategies[op.index]
-    values = [program.values[v] for v in op.tensors]
-    return NodePlan(
-        op.name,
-        str(op.target),
-        tuple((factor, mesh.joined(axes)) for factor, axes in strategy.factors),
-        strategy.passes,
-        _as_written((edges.reads[op.index, i] for i in range(len(op.operands))), mesh),
-        _as_written((edges.specs[v] for v in op.results), mesh),
-        _as_written((decision.settled[v] for v in op.results), mesh),
-        tuple(v.shape for v in values),
-        tuple(str(v.dtype).removeprefix("torch.") for v in values),
-        str(op.rule),
-        user_line(op.node),
-        module,
-        op.operands,
+    as_written = cache(lambda spec: spec.joined(mesh))
+    joined_factors = cache(
+        lambda factors: tuple((name, mesh.joined(axes)) for name, axes in factors)
     )
+    shapes_and_dtypes = cache(_shapes_and_dtypes)
+
+    def node_plan(op: Op) -> NodePlan:
+        strategy = decision.strategies[op.index]
+        reads = [edges.reads[op.index, i] for i in range(len(op.operands))]
+        return NodePlan(
+            op.name,
+            str(op.target),
+            joined_factors(strategy.factors),
+            strategy.passes,
+            tuple(map(as_written, reads)),
+            tuple(as_written(edges.specs[v]) for v in op.results),
+            tuple(as_written(decision.settled[v]) for v in op.results),
+            *shapes_and_dtypes(
+                tuple(
+                    (program.values[v].shape, program.values[v].dtype)
+                    for v in op.tensors
+                )
+            ),
+            str(op.rule),
+            user_line(op.node),
+            modules[op.index],
+            op.operands,
+        )
+
+    return tuple(map(node_plan, program.ops))
+
+
+def _shapes_and_dtypes(
+    values: Sequence[tuple[tuple[int, ...], torch.dtype]],
+) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """Dtypes as text."""
+    dtypes = (str(dtype).removeprefix("torch.") for _, dtype in values)
+    return tuple(shape for shape, _ in values), tuple(dtypes)
 
 
 def _dearest(

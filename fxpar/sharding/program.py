@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,9 @@ class Op:
     node: fx.Node = field(repr=False)
     # Without, the table has none: ``rule`` keeps all dims whole.
     has_rule: bool = True
+    # Equal for calls of one op on equal constants, dtypes, shapes and strides; of one
+    # program.
+    kind: int = -1
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -211,6 +214,17 @@ class Program:
     # A schedule is chosen, which may have ranks swap queries of causal attentions, so
     # that all have as much to do.
     balances: bool = False
+
+    @cached_property
+    def returned(self) -> frozenset[int]:
+        """The values among the outputs."""
+        return frozenset(v for v in self.outputs if v is not None)
+
+    @cached_property
+    def backward(self) -> frozenset[int]:
+        """Ops of the backward of a joint graph."""
+        late = depending_on_tangents(self.ops[0].node.graph) if self.ops else ()
+        return frozenset(op.index for op in self.ops if op.node in late)
 
     def named(self, name: str) -> int | None:
         """Index of the value with this name."""
@@ -270,12 +284,6 @@ def contracts(op: Op) -> bool:
         for f in op.rule.contracted
         if f in op.rule.where
     )
-
-
-def backward_ops(program: Program) -> set[int]:
-    """Ops of the backward of a joint graph."""
-    late = depending_on_tangents(program.ops[0].node.graph) if program.ops else ()
-    return {op.index for op in program.ops if op.node in late}
 
 
 def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:

@@ -7,6 +7,7 @@ that the call runs; an op without one is read as whole.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,51 +63,63 @@ def _whole(node: fx.Node) -> Rule:
     return _whole_rule(shapes, len(tensors))
 
 
-def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    """Hashable description of a call, tensors by shape and dtype."""
-
-    def freeze(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return ("T", tuple(x.shape), x.dtype, tuple(x.stride()))
-        if isinstance(x, (list, tuple)):
-            return tuple(freeze(y) for y in x)
-        if isinstance(x, dict):
-            return tuple((k, freeze(y)) for k, y in x.items())
-        return (type(x), x)
-
-    return target, freeze(args), freeze(kwargs)
-
-
 class RuleReader:
     """Rules of calls, shared by calls of equal op, shapes and attributes."""
 
     def __init__(self) -> None:
-        self._cache: dict[Any, tuple[Rule, bool]] = {}
+        self._cache: dict[Any, tuple[Rule, bool, int]] = {}
+        # By the number of a tensor, it and what a key has of it: many calls read one.
+        self._facts: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._kinds = itertools.count()
 
     def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
         """(rule, known). Raises RuleError naming the node if a row does not fit."""
+        return self.with_kind(node)[:2]
+
+    def with_kind(self, node: fx.Node) -> tuple[Rule, bool, int]:
+        """(rule, known, a number that is equal for calls that share it). Raises as
+        above."""
         if node.meta.get("fxpar_whole"):
-            return _whole(node), not _torch.aot.higher_order_name(node.target)
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda n: n.meta["val"]
-        )
+            has_rule = not _torch.aot.higher_order_name(node.target)
+            return _whole(node), has_rule, next(self._kinds)
         reaches = reaches_of(node)
         length = bag_length(node)
-        key: Any = (_key(node.target, args, kwargs), reaches, length)
+        call = self._frozen(node.args), self._frozen(node.kwargs)
+        key: Any = (node.target, call, reaches, length)
         try:
             if key in self._cache:
                 return self._cache[key]
         except TypeError:
             key = None
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: n.meta["val"]
+        )
         rule, has_rule = self._make(node, args, kwargs)
         if has_rule and reaches:
             rule = near(rule, node, reaches)
         if has_rule and length is not None:
             rule = in_bags(rule, node, length)
-        answer = rule, has_rule
+        answer = rule, has_rule, next(self._kinds)
         if key is not None:
             self._cache[key] = answer
         return answer
+
+    def _frozen(self, x: Any) -> Any:
+        """What a key has of an argument: of tensors their shape, dtype and strides."""
+        if isinstance(x, fx.Node):
+            x = x.meta["val"]
+        if isinstance(x, torch.Tensor):
+            facts = self._facts.get(id(x))
+            if facts is None:
+                own = ("T", tuple(x.shape), x.dtype, tuple(x.stride()))
+                facts = self._facts[id(x)] = x, own
+            return facts[1]
+        if isinstance(x, (list, tuple)):
+            return tuple(map(self._frozen, x))
+        if isinstance(x, dict):
+            return tuple((k, self._frozen(y)) for k, y in x.items())
+        # Zeros are of two signs.
+        return (float, repr(x)) if type(x) is float else (type(x), x)
 
     def _make(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Rule, bool]:
         row, rule = row_of(node.target), None
@@ -201,7 +214,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             tensors = tensors_of(val)
             if not tensors:
                 continue
-            rule, has_rule = rules(node)
+            rule, has_rule, kind = rules.with_kind(node)
             rule = _at_open_sizes(rule, node)
             rule = pinned(rule, manual.get(node, {}))
             operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
@@ -219,6 +232,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 results,
                 node,
                 has_rule,
+                kind,
             )
             ops.append(op)
             for position, v in enumerate(operands):

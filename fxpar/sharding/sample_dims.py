@@ -8,7 +8,9 @@ each differentiates a loss of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
+from fxpar.sharding.factors import Rule
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.spec import Spec
 
@@ -44,17 +46,28 @@ def _tied(program: Program) -> dict[Dim, list[Dim]]:
     """The dims of an op that lead with the same factor, and so are split together."""
     ties: dict[Dim, list[Dim]] = {}
     for op in program.ops:
-        led: dict[str, list[Dim]] = {}
-        for v, dims in zip(op.tensors, op.rule.tensors, strict=False):
-            for d, factors in enumerate(dims):
-                if factors:
-                    led.setdefault(factors[0], []).append((v, d))
-        for dims_of_factor in led.values():
-            first = dims_of_factor[0]
-            for other in dims_of_factor[1:]:
-                ties.setdefault(first, []).append(other)
-                ties.setdefault(other, []).append(first)
+        tensors = op.tensors
+        for (i, d), others in _led(op.rule):
+            if i >= len(tensors):
+                continue
+            first = tensors[i], d
+            for j, e in others:
+                if j < len(tensors):
+                    other = tensors[j], e
+                    ties.setdefault(first, []).append(other)
+                    ties.setdefault(other, []).append(first)
     return ties
+
+
+@lru_cache(maxsize=1 << 14)
+def _led(rule: Rule) -> tuple[tuple[Dim, tuple[Dim, ...]], ...]:
+    """Of each factor the first dim that it leads, and the others: (tensor, dim)."""
+    led: dict[str, list[Dim]] = {}
+    for i, dims in enumerate(rule.tensors):
+        for d, factors in enumerate(dims):
+            if factors:
+                led.setdefault(factors[0], []).append((i, d))
+    return tuple((first, tuple(others)) for first, *others in led.values() if others)
 
 
 def resting_inputs(program: Program) -> dict[int, Spec]:

@@ -32,7 +32,8 @@ class Strategy:
 
 
 @lru_cache(maxsize=1 << 14)
-def _spec(dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...]) -> Spec:
+def spec_of(dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...] = ()) -> Spec:
+    """As ``Spec.of``; values that are alike have one."""
     return Spec.of(dims, partial)
 
 
@@ -41,6 +42,7 @@ def _dims(dims: Dims, axes: Mapping[str, Axes]) -> tuple[Axes, ...]:
     return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
 
 
+@lru_cache(maxsize=1 << 14)
 def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that operand ``i`` must have under a strategy."""
     dims = _dims(rule.operands[i], strategy.axes_of)
@@ -55,9 +57,10 @@ def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
             if f in rule.contracted and f not in have
             for axis in split
         ]
-    return _spec(dims, tuple(partial))
+    return spec_of(dims, tuple(partial))
 
 
+@lru_cache(maxsize=1 << 14)
 def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     """Spec that result ``i`` has under a strategy, before any reduction."""
     dims = _dims(rule.results[i], strategy.axes_of)
@@ -68,7 +71,7 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
         for axis in split
     ]
     partial += [(axis, op) for axis, op, _ in strategy.passes]
-    return _spec(dims, tuple(partial))
+    return spec_of(dims, tuple(partial))
 
 
 def project(

@@ -18,12 +18,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.known_values import is_function
 from fxpar._torch.node_copies import add_node
 from fxpar.errors import PlanError
 from fxpar.passes import size_nodes
@@ -52,7 +54,7 @@ from fxpar.passes.local.local_call import LocalCall, Localizer, aten
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
-from fxpar.sharding.factors import Axes
+from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.read_program import inside_of
@@ -151,13 +153,35 @@ def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
     return out
 
 
-def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
-    target = call.node.target
+def _localizer(target: Any) -> Localizer | None:
+    """The row of an op; None where it runs as it is."""
     local = LOCAL.get(target)
     if local is None and isinstance(target, _torch.inductor.OpOverload):
         local = LOCAL.get(target.name())
     if local is None:
         local = LOCAL.get(_torch.aot.higher_order_name(target))
+    return local
+
+
+@lru_cache(maxsize=1 << 14)
+def is_by_values(target: Any, rule: Rule, strategy: Strategy) -> bool:
+    """Whether the local form of such a call looks at the values that it is given alone:
+    not at their readers, nor at the call in the graph before. A call on whole values is
+    itself."""
+    specs = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
+    specs += [result_spec(rule, strategy, i) for i in range(len(rule.results))]
+    if target not in _OWN and all(spec.is_whole for spec in specs):
+        return False
+    is_sent = any(axes for f, axes in strategy.factors if f in rule.exchanged)
+    if is_sent or not is_function(target):
+        return False
+    local = _localizer(target)
+    return local is None or local in _BY_VALUES
+
+
+def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
+    target = call.node.target
+    local = _localizer(target)
     if call.rule.moves and local_moves.crosses(call):
         return local_moves.local_moves(call, _operands(args, kwargs))
     if local is not None:
@@ -187,6 +211,14 @@ _OWN = (
     torch.ops.fxpar.expert_mm.default,
     torch.ops.fxpar.expert_outer.default,
 )
+
+# Local forms that look at values alone.
+_BY_VALUES = {
+    LOCAL["fxpar::dot"],
+    LOCAL[aten.view.default],
+    LOCAL[aten.squeeze.dim],
+    LOCAL[aten.slice.Tensor],
+}
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
@@ -236,13 +268,12 @@ def local_op(
     )
     all_whole = all(s.is_whole for s in operands + results)
     if all_whole and op.target not in _OWN and _laid_out_alike(node, local):
-        result = _same(build, node, args, kwargs)
-    else:
-        shapes = _shapes(op, program)
-        call = LocalCall(build, node, op.rule, operands, results, shapes)
-        if _torch.aot.higher_order_name(node.target) in TIES:
-            args = _local_bodies(call, args, strategy.axes_of)
-        result = local_form(call, args, kwargs)
+        return _same(build, node, args, kwargs)
+    shapes = _shapes(op, program)
+    call = LocalCall(build, node, op.rule, operands, results, shapes)
+    if _torch.aot.higher_order_name(node.target) in TIES:
+        args = _local_bodies(call, args, strategy.axes_of)
+    result = local_form(call, args, kwargs)
     _check(result, op, program, results, build.mesh)
     return result
 

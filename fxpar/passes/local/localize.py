@@ -20,7 +20,8 @@ from fxpar._torch.node_copies import copy_node
 from fxpar.errors import PlanError
 from fxpar.passes.builder import UNEVEN, Builder, shape_of
 from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
-from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
+from fxpar.passes.local.known_forms import KnownForms
+from fxpar.passes.local.local_ops import CUTS, cut, local_like
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.program import Op, user_line
@@ -50,6 +51,7 @@ class _Localizer:
         self.graph = fx.Graph()
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
+        self.known_forms = KnownForms(self.build, self.program)
         self.map: Mapping[fx.Node, Any] = {}
         # Values from tangents that ranks need not have alike and from no sample, as
         # the mean over the ranks of those tangents makes them.
@@ -237,9 +239,7 @@ class _Localizer:
 
     def _op(self, node: fx.Node, op: Op) -> Any:
         strategy = self.decision.strategies[op.index]
-        return local_op(
-            self.build, node, op, self.program, strategy, self.map.__getitem__
-        )
+        return self.known_forms.local_op(node, op, strategy, self.map.__getitem__)
 
 
 def _reduce_before_views(graph: fx.Graph) -> None:

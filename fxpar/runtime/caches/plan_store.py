@@ -14,6 +14,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,19 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
         )
 
     for node in graph.nodes:
-        target = node.target
-        if inspect.isroutine(target):  # its address would differ between runs
-            target = f"{target.__module__}.{target.__qualname__}"
+        target = _target_text(node.target)
         call = f"{node.name} {node.op} {target} {node.args} {node.kwargs}"
         yield f"{call} {rebuilt(node.meta.get('val'))}"
         body = body_of(node)
         if body is not None:
             yield from lines_of(body.graph)
+
+
+@lru_cache(maxsize=1 << 12)
+def _target_text(target: Any) -> str:
+    if inspect.isroutine(target):  # its address would differ between runs
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
 
 
 def _rules(program: Program) -> Iterator[str]:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,7 +49,6 @@ from fxpar.sharding.program import (
     Op,
     Program,
     Value,
-    backward_ops,
     contracts,
     is_view,
     values_by_node,
@@ -266,19 +266,34 @@ def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKerne
     run = _Run(program, gathered)
     base = run.base()
     moved, launched = run.moved(base), Counter(run.leaders())
-    works = tuple(
-        work_of(op, program.values, tuple(moved[i]), launched[i], program.balances)
-        for i, op in enumerate(program.ops)
-    )
+    works = _works(program, moved, launched)
     return ProgramKernels(
         program,
         tuple(base),
         frozenset(v for buffer, v in run.value_of.items() if buffer.written),
         frozenset(v for v in run.recomputed if base[v] == v),
-        works,
+        tuple(works),
         tuple(run.runs()),
         tuple(_read_by_light(program)),
     )
+
+
+def _works(
+    program: Program,
+    moved: Mapping[int, list[tuple[int, float]]],
+    launched: Mapping[int, int],
+) -> Iterator[Work]:
+    """Of each op; those that are alike have one. An attention looks at its mask."""
+    work_of_key: dict[Any, Work] = {}
+    for i, op in enumerate(program.ops):
+        traffic, launches = tuple(moved.get(i, ())), launched[i]
+        key = op.kind, op.rule, traffic, launches
+        work = work_of_key.get(key)
+        if work is None:
+            work = work_of(op, program.values, traffic, launches, program.balances)
+            if query_position(op.target) is None:
+                work_of_key[key] = work
+        yield work
 
 
 class _Run:
@@ -302,7 +317,7 @@ class _Run:
     def _read(self, graph: fx.Graph, gathered: Collection[int]) -> None:
         anew = values_by_node(self.program).items() if gathered else ()
         first, second = phases(graph, {node for node, v in anew if v in gathered})
-        backward = backward_ops(self.program)
+        backward = self.program.backward
         phase_ops = [
             [self.op_of.get(node, NEVER) for node in part] for part in (first, second)
         ]
@@ -415,7 +430,7 @@ def _times(ops: Sequence[int], own: Collection[int], end: int) -> list[int]:
 
 
 def _read_by_light(program: Program) -> list[bool]:
-    out = [v.index not in program.outputs for v in program.values]
+    out = [v.index not in program.returned for v in program.values]
     read = {v for op in program.ops for v in op.operands}
     for op in reversed(program.ops):
         light = is_light(op.target)

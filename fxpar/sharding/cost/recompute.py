@@ -10,7 +10,7 @@ is tagged to be computed again (gathered parameters, the user's checkpoints) is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -97,6 +97,7 @@ def computed_again(
     values that it is given. Not what it would have to write to memory, where a product
     reads it. ``gathered``: what it makes anew in any case.
     """
+    reads = {node: node.all_input_nodes for node in calls}
     read_nodes: set[fx.Node] = set()
     recomputed: set[fx.Node] = set()
     must = {node for node in calls if _tag(node) is False}  # be kept
@@ -104,39 +105,42 @@ def computed_again(
     for node in reversed(calls):
         if node in backward:
             if not is_light(node.target):
-                must.update(viewed(read) for read in node.all_input_nodes)
+                must.update(viewed(read) for read in reads[node])
         elif node in read_nodes and (
             node in gathered or _is_lighter(node, read_nodes, must)
         ):
             recomputed.add(node)
             count = row.get(node, 0) + 1
-            row.update((r, max(count, row.get(r, 0))) for r in node.all_input_nodes)
+            row.update((r, max(count, row.get(r, 0))) for r in reads[node])
             if count >= _CHAIN:
-                must.update(node.all_input_nodes)
+                must.update(reads[node])
         else:
             continue
-        read_nodes.update(node.all_input_nodes)
+        read_nodes.update(reads[node])
     early = [node for node in calls if node not in backward]
     saved = {node for node in early if node in read_nodes and node not in recomputed}
-    for node in _free(early, saved - must, saved | recomputed):
+    for node in _free(early, reads, saved - must, saved | recomputed):
         saved.discard(node)
         recomputed.add(node)
     for node in reversed(early):
         if node in recomputed:
-            operands = (r for r in node.all_input_nodes if r.op != "placeholder")
+            operands = (r for r in reads[node] if r.op != "placeholder")
             recomputed.update(r for r in operands if r not in saved)
     return recomputed
 
 
 def _free(
-    early: Sequence[fx.Node], may: Collection[fx.Node], available: Collection[fx.Node]
+    early: Sequence[fx.Node],
+    reads: Mapping[fx.Node, Sequence[fx.Node]],
+    may: Collection[fx.Node],
+    available: Collection[fx.Node],
 ) -> list[fx.Node]:
     """Those that ``may`` go, since a few light ops give them of others that are
     ``available``."""
     ops: dict[fx.Node, int] = {}  # so many in a row
     out = []
     for node in early:
-        read = (r for r in node.all_input_nodes if r.op != "placeholder")
+        read = (r for r in reads[node] if r.op != "placeholder")
         count = 1 + max((ops.get(r, _CHAIN) for r in read), default=0)
         light = count <= _CHAIN and (_is_given(node) or is_pointwise(node))
         if light and (node in may or node not in available):

@@ -44,15 +44,13 @@ def choose(
     cache: dict = {}
     out = []
     for op in program.ops:
-        batch, experts = (
-            frozenset(
-                (i, axis)
-                for i, v in enumerate(op.tensors)
-                for axis, origin in state.origins[v].items()
-                if getattr(origin, kind)
-            )
-            for kind in ("batch", "experts")
-        )
+        origins = [
+            (i, axis, origin)
+            for i, v in enumerate(op.tensors)
+            for axis, origin in state.origins[v].items()
+        ]
+        batch = frozenset((i, axis) for i, axis, origin in origins if origin.batch)
+        experts = frozenset((i, axis) for i, axis, origin in origins if origin.experts)
         rests = tuple(v in weights for v in op.operands)
         free = tuple(v in open_ for v in op.operands)
         lie = tuple(specs[v] for v in op.tensors)

@@ -21,7 +21,7 @@ from typing import Any
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, backward_ops, is_view
+from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation, State
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -184,7 +184,7 @@ def may_lie_as_read(program: Program, state: State) -> set[int]:
         and declared.use is None
         and k not in of
         and len(program.uses[v]) == 1
-        and v not in program.outputs
+        and v not in program.returned
         and not any(state.closed[v])
         and all(origin.op is not None for origin in state.origins[v].values())
     }
@@ -227,11 +227,11 @@ def gathered_again(program: Program) -> set[int]:
     itself: all but those of parameters which the forward's last reader and the
     backward's first both read. Between the two nothing else is gathered: they would be
     dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
-    parameter_values, backward = (
-        derived(program, resting(program)),
-        backward_ops(program),
-    )
-    roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in resting(program)}
+    rests = resting(program)
+    if not rests:
+        return set()
+    parameter_values, backward = derived(program, rests), program.backward
+    roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in rests}
     last: frozenset[int] = frozenset()
     first: frozenset[int] | None = None
     for op in program.ops:

@@ -282,7 +282,7 @@ def _edges(
         edges.append((v, ("read", v), ticks))
         readers = program.uses[v]
         ends = v in outputs or v in program.reduce_here
-        if ends or not (readers or v in program.outputs):
+        if ends or not (readers or v in program.returned):
             edges.append((("read", v), "sink", None))
         for index, position in readers:
             op = program.ops[index]

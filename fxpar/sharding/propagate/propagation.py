@@ -27,6 +27,7 @@ import heapq
 import itertools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fxpar.sharding.factors import Axes, Dims
 from fxpar.sharding.mesh import Mesh
@@ -34,7 +35,7 @@ from fxpar.sharding.program import Op, Program
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.shard_sizes import is_even, may_split
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import expressible, project
+from fxpar.sharding.strategy import expressible, project, spec_of
 
 LEVELS = 5
 PASS, KEPT, ALL, RESOLVE, TURN = range(LEVELS)
@@ -97,7 +98,11 @@ class State:
     indivisible: dict[tuple[int, int, str], Origin] = field(default_factory=dict)
 
     def spec(self, value: int) -> Spec:
-        return Spec.of(self.dims[value])
+        return spec_of(tuple(self.dims[value]))
+
+
+# (tensor of an op, one of its dims, axes that it got, the tensor they came from)
+_Growth = tuple[int, int, Axes, int]
 
 
 class Propagation:
@@ -124,6 +129,13 @@ class Propagation:
         self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
+        # What visits did of ops of one kind and rule, that read and make values in
+        # equal states (``_state_key``).
+        self._grown: dict[tuple[Any, ...], list[_Growth]] = {}
+        # What the visit that is under way did: the growth of each tensor.
+        self._growth: list[_Growth] = []
+        # So many axes were found to be indivisible.
+        self._refusals = 0
 
     def tie(self, a: int, b: int) -> None:
         """Make two values of equal shape (a parameter, its gradient) share axes."""
@@ -189,7 +201,46 @@ class Propagation:
                 return
             index = heapq.heappop(self._heaps[level])
             self._queued[level].discard(index)
-            self._apply(self.program.ops[index], level)
+            self._visit(self.program.ops[index], level)
+
+    def _visit(self, op: Op, level: int) -> None:
+        """Apply an op; as one of its kind did, where values were alike."""
+        tensors = op.tensors
+        places = tuple(map(tensors.index, tensors))  # one may be there twice
+        states = tuple(map(self._state_key, tensors))
+        key = op.kind, op.rule, level, places, states
+        # Values that are tied to others change these in between.
+        alone = self._ties.keys().isdisjoint(tensors)
+        growth = self._grown.get(key)
+        if growth is not None and (alone or not growth):
+            self._grow_again(op, growth)
+            return
+        self._growth, refusals = [], self._refusals
+        self._apply(op, level)
+        is_all = self._refusals == refusals and level != TURN
+        if is_all and (alone or not self._growth):
+            self._grown[key] = self._growth
+
+    def _grow_again(self, op: Op, growth: Sequence[_Growth]) -> None:
+        """Do what a visit did."""
+        for i, each in itertools.groupby(growth, key=lambda step: step[0]):
+            for _, d, axes, source in each:
+                self._extend(op.tensors[i], d, axes, op.tensors[source], op.name)
+            self._changed(op.tensors[i])
+
+    def _state_key(self, v: int) -> Any:
+        """What a visit reads of the state of a value."""
+        state = self.state
+        if not state.origins[v] and state.active[v]:
+            return None if not any(state.closed[v]) else tuple(state.closed[v])
+        split = tuple((a, o.batch) for a, o in state.origins[v].items())
+        dims, closed = tuple(state.dims[v]), tuple(state.closed[v])
+        return dims, closed, state.active[v], split
+
+    def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
+        """Note an axis that wanted a dim."""
+        self._refusals += 1
+        self.state.indivisible.setdefault((v, d, axis), origin)
 
     def _changed(self, v: int) -> None:
         for index in self._touching[v]:
@@ -224,10 +275,11 @@ class Propagation:
             origin = state.origins[source][axis]
             split = (*state.dims[v][d], axis)
             if not may_split(size, self.mesh, split, even=self.program.even):
-                state.indivisible.setdefault((v, d, axis), origin)
+                self._cannot_split(v, d, axis, origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
-            state.origins[v][axis] = replace(origin, op=op, source=source)
+            seed, batch, experts = origin.seed, origin.batch, origin.experts
+            state.origins[v][axis] = Origin(seed, batch, experts, op, source)
             added = True
         return added
 
@@ -305,7 +357,7 @@ class Propagation:
                 undealt = axes[dealt:] if len(dim) > 1 else ()
                 for axis in () if dealt_axes.intersection(undealt) else undealt:
                     origin = self.state.origins[v][axis]
-                    self.state.indivisible.setdefault((v, d, axis), origin)
+                    self._cannot_split(v, d, axis, origin)
 
     def _agreed(
         self, op: Op, level: int, views: list[dict[str, Axes]]
@@ -402,11 +454,12 @@ class Propagation:
                 size[factor], self.mesh, split[factor], even=self.program.even
             ) or not expressible((dims[d],), split, size, self.mesh, even=even):
                 origin = self.state.origins[op.tensors[source]][axis]
-                self.state.indivisible.setdefault((v, d, axis), origin)
+                self._cannot_split(v, d, axis, origin)
                 break
             fit.append(axis)
         if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):
             return False
+        self._growth.append((i, d, tuple(fit), source))
         view[factor] = view.get(factor, ()) + tuple(fit)
         return True
 

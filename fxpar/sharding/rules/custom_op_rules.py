@@ -273,8 +273,10 @@ def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
 
 def axes_inside(node: fx.Node, manual: Mapping[fx.Node, Sizes]) -> tuple[str, ...]:
     """The axes of the regions that a node's results lie in, by ``manual_axes``."""
+    if node not in manual:
+        return ()
     left = dict(sizes_of(node)) if str(node.target) == LEAVE else {}
-    return tuple(axis for axis in manual.get(node, {}) if axis not in left)
+    return tuple(axis for axis in manual[node] if axis not in left)
 
 
 def sizes_of(node: fx.Node) -> Sizes:

@@ -99,6 +99,8 @@ def _passages(
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Tensors of an op's arguments or result, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [x for x in _torch.fake.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fxpar.sharding.cost.streams import Task
-from fxpar.sharding.program import Program, backward_ops, is_view
+from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.search_space import Node
 from fxpar.sharding.solver.problem import FORBIDDEN
@@ -208,7 +208,7 @@ class _TasksOfChoice:
     def _gathered(self) -> dict[int, int]:
         """For each edge that brings an input to its readers the op where it starts: the
         first reader of the one before it, of matrices and of vectors apart."""
-        nodes, backward = self.formulation.nodes, backward_ops(self.program)
+        nodes, backward = self.formulation.nodes, self.program.backward
         rows: dict[tuple[bool, bool], list[tuple[int, int]]] = defaultdict(list)
         for e, (i, j, table) in enumerate(self.formulation.problem.edges):
             if nodes[i].kind in ("input", "constant") and self.moves[table]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.conventions import parameter_roots
 from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
 from fxpar.sharding.search.memory_constraints import Entry
@@ -88,7 +88,7 @@ def estimate_stages(
 
 
 def _exchanged(program: Program) -> float:
-    roots, backward = parameter_roots(program), backward_ops(program)
+    roots, backward = parameter_roots(program), program.backward
     total = 0.0
     for op in program.ops:
         if op.index in backward or not op.rule.contracted:

@@ -70,7 +70,7 @@ def _is_sum(op: Op) -> bool:
 def _sum_of(program: Program, op: Op) -> Op | None:
     """The sum that alone reads what an op makes."""
     (v,) = op.results
-    if len(program.uses[v]) != 1 or v in program.outputs:
+    if len(program.uses[v]) != 1 or v in program.returned:
         return None
     reader = program.ops[program.uses[v][0][0]]
     return reader if _is_sum(reader) else None

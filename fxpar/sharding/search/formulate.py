@@ -264,14 +264,8 @@ def _is_parameter(build: ProblemBuilder, end: EdgeEnd) -> bool:
 def _settle(
     build: ProblemBuilder, v: int, maker: EdgeEnd, ends: Sequence[EdgeEnd]
 ) -> int:
-    pool = build.pool.specs
     have = build.nodes[maker.node].specs[:, maker.column]
-    numbers = dict.fromkeys(
-        itertools.chain(
-            have, *(build.nodes[end.node].specs[:, end.column] for end in ends)
-        )
-    )
-    specs = build.pool.numbers(build.allowed(v, (pool[n] for n in numbers)))
+    specs = build.met(v, (maker, *ends))
     if len(have) > 1 and _is_parameter(build, maker):
         node = _settle_or_copy(build, v, maker, specs)
     else:

@@ -9,7 +9,7 @@ modules do not count. Ties guide the search; they never constrain its answer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _SEVERAL = ("copy", "exchange")
 _TRIED = 16
 
 
-def repeated(program: Program, backward: set[int]) -> list[int]:
+def repeated(program: Program, backward: Collection[int]) -> list[int]:
     """For each op its counterpart in the first of the layers that it is in."""
     colors = _colors(program, backward)
     tied = list(range(len(colors)))
@@ -63,7 +63,7 @@ def apart(
             yield begin, end, distance
 
 
-def _colors(program: Program, backward: set[int]) -> np.ndarray:
+def _colors(program: Program, backward: Collection[int]) -> np.ndarray:
     """A number per op, equal for ops that are alike."""
     number: dict[Any, int] = {}
     out = []

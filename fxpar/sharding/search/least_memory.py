@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fxpar.sharding.cost.program_kernels import kernels_of
-from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
 from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
@@ -35,7 +35,7 @@ def whole_entries(
     if key not in shared:
         shared[key] = kernels_of(program, gathered)
     kernels = shared[key]
-    return entries(program, kernels, backward_ops(program), gathered)
+    return entries(program, kernels, program.backward, gathered)
 
 
 def least_bytes(

@@ -7,6 +7,7 @@ edges, shared by what they say. Which nodes and edges there are says ``formulate
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program, backward_ops
+from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
@@ -59,7 +60,7 @@ class ProblemBuilder:
     ) -> None:
         self.program, self.mesh, self.hardware = program, mesh, hardware
         self.facts = facts
-        self.backward = backward_ops(program)
+        self.backward = program.backward
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -71,6 +72,9 @@ class ProblemBuilder:
         self.columns: dict[Any, tuple[tuple[Strategy, ...], np.ndarray]] = {}
         self.matrices: dict[Any, np.ndarray] = {}
         self.prices: dict[Any, np.ndarray] = {}
+        self._columns: dict[tuple[int, int], tuple[np.ndarray, bytes]] = {}
+        self._specs_met: dict[tuple[bytes, ...], np.ndarray] = {}
+        self._like: dict[Any, tuple[Any, ...]] = {}
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
         # Values that forward and backward bring, each for itself, to what they read.
@@ -177,8 +181,11 @@ class ProblemBuilder:
     def like(self, v: int) -> tuple[Any, ...]:
         """What prices of resharding a value depend on."""
         value = self.program.values[v]
-        sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
-        return sizes, value.nbytes, self.share(v)
+        key = value.shape, value.dtype
+        if key not in self._like:
+            sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
+            self._like[key] = sizes, value.nbytes
+        return *self._like[key], self.share(v)
 
     def op_share(self, index: int) -> float:
         """How many times what an op takes is paid."""
@@ -188,17 +195,39 @@ class ProblemBuilder:
         """How many times what it takes to bring a value elsewhere is paid."""
         return self.facts.parts.value_share(v) if self.facts.parts else 1.0
 
+    def _column(self, end: EdgeEnd) -> tuple[np.ndarray, bytes]:
+        """The numbers of the specs at an end of an edge, and their bytes; nodes that
+        are alike have one array, and all keep theirs."""
+        specs = self.nodes[end.node].specs
+        key = id(specs), end.column
+        if key not in self._columns:
+            column = specs[:, end.column]
+            self._columns[key] = column, column.tobytes()
+        return self._columns[key]
+
+    def met(self, v: int, ends: Sequence[EdgeEnd]) -> np.ndarray:
+        """(K, 1): the specs that a value has at ends of edges, each once, as far as
+        hints allow them; values that are alike have one array."""
+        columns = [self._column(end) for end in ends]
+        key = tuple(as_bytes for _, as_bytes in columns)
+        if v in self.facts.seeds or key not in self._specs_met:
+            numbers = dict.fromkeys(itertools.chain(*(column for column, _ in columns)))
+            specs = self.allowed(v, (self.pool.specs[n] for n in numbers))
+            if v in self.facts.seeds:
+                return self.pool.numbers(specs)
+            self._specs_met[key] = self.pool.numbers(specs)
+        return self._specs_met[key]
+
     def edge(
         self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
     ) -> None:
         """Resharding ``v`` from what node ``a`` has to what ``b`` needs. ``also``: it
         is there besides, in this spec if that is one."""
-        have = self.nodes[a.node].specs[:, a.column]
-        need = self.nodes[b.node].specs[:, b.column]
+        (have, have_bytes), (need, need_bytes) = self._column(a), self._column(b)
         alone = self.alone(v, a, b)
         in_kernel = self.kernels.base[v] not in self.kernels.written
         there = None if also is None or len(also) > 1 else also.item()
-        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel, there)
+        key = (have_bytes, need_bytes, self.like(v), alone, in_kernel, there)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)

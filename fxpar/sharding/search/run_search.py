@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fxpar.errors import PlanError
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.batch_parts import PartProgram
@@ -165,7 +165,7 @@ def search(
     if before is None:
         facts = FixedFacts(seeds, keep_gathered, parts)
         formulation = formulate(program, mesh, options.hardware, facts, options.budget)
-        tied = repeated(formulation.program, backward_ops(program))
+        tied = repeated(formulation.program, program.backward)
         formulation = replace(
             formulation,
             problem=replace(formulation.problem, tied=ties(formulation, tied)),

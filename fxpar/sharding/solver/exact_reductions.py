@@ -281,14 +281,13 @@ def _leader(net: Network, i: int) -> int | None:
         if len(net.adj[i]) > 2 and net.size(j) > 2 * net.size(i):
             break  # merging would make the other tables larger
         table = net.adj[j][i]
-        one = net.tables.once(("one", id(table)), table, partial(_single, table))
-        if one.all():
+        if net.tables.once(("one", id(table)), table, partial(_is_single, table)):
             return j
     return None
 
 
-def _single(table: np.ndarray) -> np.ndarray:
-    return np.isfinite(table).sum(1) == 1
+def _is_single(table: np.ndarray) -> bool:
+    return bool((np.isfinite(table).sum(1) == 1).all())
 
 
 def _follow(net: Network, i: int, j: int) -> None:

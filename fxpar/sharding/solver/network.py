@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.problem import FORBIDDEN, Infeasible, Problem
+
+T = TypeVar("T")
 
 # Seconds of work of a node or edge of a Problem.
 _BUILD = 2e-6
@@ -29,13 +32,11 @@ class Tables:
     """Derived tables, made once for every edge that shares their source."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple, tuple[object, np.ndarray]] = {}
+        self._tables: dict[tuple, tuple[object, Any]] = {}
         self._dead: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
-    def once(
-        self, key: tuple, sources: object, make: Callable[[], np.ndarray]
-    ) -> np.ndarray:
-        """The array for a key; ``sources`` are kept alive, since keys hold ids."""
+    def once(self, key: tuple, sources: object, make: Callable[[], T]) -> T:
+        """What is made for a key; ``sources`` are kept alive, since keys hold ids."""
         entry = self._tables.get(key)
         if entry is None:
             entry = self._tables[key] = (sources, make())
@@ -145,7 +146,8 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
     tables = Tables()
     count = len(problem.costs)
     work_clock.did(_BUILD * (count + len(problem.edges)))
-    unary = [_forbid(np.array(cost, float)) for cost in problem.costs]
+    own = {id(cost): _forbid(np.array(cost, float)) for cost in problem.costs}
+    unary = [own[id(cost)] for cost in problem.costs]
     net = Network(
         unary,
         [{} for _ in range(count)],

@@ -188,8 +188,9 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
     place = {head: k for k, head in enumerate(heads)}
     to = [place[head] for head in problem.tied]
     costs = [np.zeros(len(problem.costs[head])) for head in heads]
+    shared = {id(cost): _with_inf(cost) for cost in problem.costs}
     for i, cost in enumerate(problem.costs):
-        costs[to[i]] = costs[to[i]] + _with_inf(cost)
+        costs[to[i]] = costs[to[i]] + shared[id(cost)]
     counts: dict[Edge, int] = {}
     for i, j, t in problem.edges:
         edge = Edge(to[i], to[j], t)

@@ -6,6 +6,7 @@ Infeasible raised. Takes no choice that does not fit, and no bound it is not giv
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -43,9 +44,8 @@ class Search:
         self.least = 0.0
         self.notes: list[SolverPhase] = []
         self.prices: tuple[tuple[int, float], ...] = ()
-        integers = [np.all(np.isinf(c) | (c == np.rint(c))) for c in problem.costs]
-        tables = [np.all(np.isinf(t) | (t == np.rint(t))) for t in problem.tables]
-        self.whole = all(integers) and all(tables)
+        arrays = itertools.chain(problem.costs, problem.tables)
+        self.whole = all(np.all(np.isinf(x) | (x == np.rint(x))) for x in arrays)
 
     def offer(self, choice: Sequence[int] | None) -> bool:
         """Take a choice of the Problem's nodes if it fits and is cheaper."""

@@ -24,7 +24,7 @@ from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.search.formulate import Formulation, cost_of, formulate
@@ -230,7 +230,7 @@ def test_what_the_forward_keeps_is_held_when_its_kernel_runs() -> None:
     on = lookup("cpu")
     mesh = on.on(Mesh.parse("dp=2"))
     found = formulate(program, mesh, on, FixedFacts())
-    turn = min(backward_ops(program))
+    turn = min(program.backward)
     saved = [entry for entry in found.entries if entry.kind == "saved"]
     traced_late = [e for e in saved if program.producers[e.value][0] > turn]
     assert len(traced_late) == 3 and all(0 <= e.begin < turn for e in saved)
@@ -263,7 +263,7 @@ def test_the_search_counts_gathered_copies(keep: bool) -> None:
     on = lookup("cpu").on(mesh)
     found = formulate(program, on, lookup("cpu"), FixedFacts(keep_gathered=keep))
     copies = [entry for entry in found.entries if entry.kind == "gathered"]
-    backward = backward_ops(program)
+    backward = program.backward
     phases = [
         {t in backward for t in range(e.begin, min(e.end, len(program.ops)))}
         for e in copies

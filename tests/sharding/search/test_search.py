@@ -26,7 +26,7 @@ from fxpar.sharding import decide
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import backward_ops, is_view
+from fxpar.sharding.program import is_view
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.reshard.steps import duration
@@ -213,7 +213,7 @@ def test_more_axes_than_can_be_searched(slow: Hardware) -> None:
 
 def test_layers_are_found() -> None:
     program = program_of(mlp(4), batch(), mesh="x=2", grad=True)
-    tied = repeated(program, backward_ops(program))
+    tied = repeated(program, program.backward)
     products = [op.index for op in program.ops if "dot" in op.name or "mm" in op.name]
     heads = {tied[i] for i in products}
     assert len(heads) <= len(products) / 2
