@@ -289,7 +289,7 @@ def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> 
         raise _NotKnown
 
 
-def _check(x: torch.Tensor, mode: Any) -> None:
+def _check(x: Any, mode: Any) -> None:
     """Raise _NotKnown unless a tensor is a plain value of a mode on static shapes."""
     if type(x) is fake_tensor():
         plain = x.fake_mode is mode and x.constant is None and x.real_tensor is None
