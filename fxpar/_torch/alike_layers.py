@@ -217,10 +217,10 @@ def sources_moved_once() -> contextlib.AbstractContextManager[Any]:
     moved: dict[Any, dict[Any, Any]] = {}  # by what moves them, which they keep
 
     def clone_once(self: Any, transform_fn: Any = None) -> Any:
-        known = moved.setdefault(transform_fn, {})
-        result = known.get(self)
+        results = moved.setdefault(transform_fn, {})
+        result = results.get(self)
         if result is None:
-            result = known[self] = clone(self, transform_fn)
+            result = results[self] = clone(self, transform_fn)
         return result
 
     return mock.patch.object(ChainedSource, "clone", clone_once)

@@ -161,11 +161,11 @@ def _values_of_known_forms() -> contextlib.AbstractContextManager[Any]:
         bodies = self.__dict__.setdefault("fxpar_bodies", {})  # while they stay alike
         body, name, *operands = args
 
-        def asked(_: Any) -> Any:
+        def call(_: Any) -> Any:
             return ask(self, target, args, kwargs)
 
         key = id(body), name
-        return known_values.of_body(self._mode, key, operands, asked, bodies)
+        return known_values.of_body(self._mode, key, operands, call, bodies)
 
     return mock.patch.object(prop, "call_function", call_function)
 
@@ -193,23 +193,23 @@ def _numbers_compared() -> Iterator[None]:
 
 
 def _of_numbers(
-    kind: Any, known: Mapping[Any, Callable[[int, int], Any]]
+    kind: Any, functions: Mapping[Any, Callable[[int, int], Any]]
 ) -> contextlib.AbstractContextManager[Any]:
     """Context in which what a class of sympy's makes of two integers is that of a
-    function of ``known``, by its subclass."""
+    one of ``functions``, by its subclass."""
     from sympy import Integer, sympify
 
     plain = kind.__new__
 
     def new(cls: Any, *args: Any, **how: Any) -> Any:
-        if len(args) == 2 and not how and cls in known:
+        if len(args) == 2 and not how and cls in functions:
             x, y = args
             if type(x) is not int:
                 x = x.p if isinstance(x, Integer) else None
             if type(y) is not int:
                 y = y.p if isinstance(y, Integer) else None
             if x is not None and y is not None:
-                return sympify(known[cls](x, y))
+                return sympify(functions[cls](x, y))
         return plain(cls, *args, **how)
 
     return mock.patch.object(kind, "__new__", staticmethod(new))
@@ -325,10 +325,10 @@ class _SupportedValues:
     def has(self, value: Any) -> bool:
         """Whether it is one; False for what may hold tensors that are not seen."""
         if type(value) in _TUPLES:
-            known = self._tuples.get(id(value))
-            if known is None:
-                known = self._tuples[id(value)] = value, all(map(self.has, value))
-            return known[1]
+            facts = self._tuples.get(id(value))
+            if facts is None:
+                facts = self._tuples[id(value)] = value, all(map(self.has, value))
+            return facts[1]
         return type(value) in _PLAIN or self._has_tensor(value)
 
     def _has_tensor(self, x: Any) -> bool:

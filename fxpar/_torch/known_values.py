@@ -159,9 +159,9 @@ def of_body(
     body: Any,
     operands: Sequence[Any],
     ask: Callable[[Sequence[Any]], Any],
-    known: dict[Any, Any],
+    forms: dict[Any, Any],
 ) -> Any:
-    """What a body gives for operands, which ``ask(operands)`` says. ``known``: what
+    """What a body gives for operands, which ``ask(operands)`` says. ``forms``: what
     came of bodies, each by what stands for it, as long as they stay as they are."""
     tensors: list[torch.Tensor] = []
     parts = [body, *_settings()]
@@ -173,14 +173,14 @@ def of_body(
     places = list(map(memory_of, tensors))
     parts += [x.storage_offset() for x in tensors]
     key = tuple(parts), tuple(map(places.index, places))
-    if key not in known:
+    if key not in forms:
         value = ask(operands)
         try:
-            known[key] = _form(value, mode, tensors)
+            forms[key] = _form(value, mode, tensors)
         except _NotKnown:
-            known[key] = None
+            forms[key] = None
         return value
-    form = known[key]
+    form = forms[key]
     return ask(operands) if form is None else _made(form, mode, tensors)
 
 

@@ -173,10 +173,10 @@ class Texts:
         self._texts: dict[int, tuple[Any, str]] = {}  # by id, which they keep
 
     def of(self, value: Any) -> str:
-        known = self._texts.get(id(value))
-        if known is None:
-            known = self._texts[id(value)] = value, repr(value)
-        return known[1]
+        entry = self._texts.get(id(value))
+        if entry is None:
+            entry = self._texts[id(value)] = value, repr(value)
+        return entry[1]
 
 
 def users_metadata(
@@ -189,8 +189,8 @@ def users_metadata(
         for name, values in renamed.items():
             if name in a.meta:
                 text, value = texts.of(a.meta[name]), b.meta.get(name)
-                known = values.setdefault(text, value)
-                if known is not value and repr(known) != repr(value):
+                other = values.setdefault(text, value)
+                if other is not value and repr(other) != repr(value):
                     return None
     return renamed
 

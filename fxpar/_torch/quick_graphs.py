@@ -148,16 +148,16 @@ def _is_well_formed(graph: Any) -> bool:
         if op == "call_function":
             if id(target) not in tables:
                 tables[id(target)] = table.get((op, target), ())
-            known = tables[id(target)]
+            alike = tables[id(target)]
             is_right = module is None or callable(target)
         else:
-            known = table.get((op, None), ())
+            alike = table.get((op, None), ())
             is_right = module is None or _is_there(module, op, target)
         if (
             not is_right
             or op not in _OPS
             or node.graph is not graph
-            or node not in known
+            or node not in alike
             or not seen.issuperset(node._input_nodes)
             or node.name in names
         ):

@@ -38,11 +38,13 @@ def quick_trees() -> Iterator[None]:
             patch = mock.patch.object(compile_utils, "tree_flatten", flatten)
             stack.enter_context(patch)
         if getattr(partitioners, "pytree", None) is _pytree:
-            stack.enter_context(mock.patch.object(partitioners, "pytree", _Leaves()))
+            stack.enter_context(
+                mock.patch.object(partitioners, "pytree", _LeavesOfArguments())
+            )
         yield
 
 
-class _Leaves:
+class _LeavesOfArguments:
     """``torch.utils._pytree``, which finds the leaves of arguments quicker."""
 
     def __getattr__(self, name: str) -> Any:
