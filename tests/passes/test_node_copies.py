@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar._torch import node_copies
+from fxpar._torch import node_copies, traced_values
 from fxpar._torch.dynamo import copy_graph
 from fxpar._torch.objects import memory_of
 from fxpar._torch.traced_values import alias_of, new_fake, quick_fakes
@@ -88,10 +88,10 @@ def test_torch_makes_fake_tensors_so() -> None:
     plain = vars(FakeTensor)["__new__"]
     new_fake(mode, meta, where)
     want = FakeTensor(mode, meta, where)
-    with quick_fakes():
-        with mock.patch.object(FakeTensor, "_normalize_fake_device") as asked:
-            fake = FakeTensor(mode, meta, where)
-        assert not asked.called and vars(fake) == vars(want)
+    ours = mock.Mock(side_effect=new_fake)
+    with quick_fakes(), mock.patch.object(traced_values, "new_fake", ours):
+        assert vars(FakeTensor(mode, meta, where)) == vars(want)
+        assert ours.call_count == 1
         constant = torch.zeros(2, 3)
         assert FakeTensor(mode, meta, where, constant).constant is constant
         assert FakeTensor(mode, meta, where, constant=constant).constant is constant
@@ -99,6 +99,7 @@ def test_torch_makes_fake_tensors_so() -> None:
         assert FakeTensor(mode, leaf, where).requires_grad
         with pytest.raises(AssertionError, match="meta"):
             FakeTensor(mode, torch.empty(2), where)
+    assert ours.call_count == 1
     assert vars(FakeTensor)["__new__"] is plain
 
 
