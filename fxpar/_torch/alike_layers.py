@@ -9,6 +9,7 @@ of torch. Changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as Sources
@@ -203,6 +204,26 @@ def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
     """What sources are read from, and what was read."""
     root = tx.output.root_tx
     return {"G": root.f_globals, "L": root.f_locals}, {}, {}
+
+
+def sources_moved_once() -> contextlib.AbstractContextManager[Any]:
+    """Context in which a source that is in many others is moved once with them all:
+    Dynamo (2.13) does so for each guard, from the beginning of its source on."""
+    from unittest import mock
+
+    from torch._guards import ChainedSource
+
+    clone = ChainedSource.clone
+    moved: dict[Any, dict[Any, Any]] = {}  # by what moves them, which they keep
+
+    def clone_once(self: Any, transform_fn: Any = None) -> Any:
+        results = moved.setdefault(transform_fn, {})
+        result = results.get(self)
+        if result is None:
+            result = results[self] = clone(self, transform_fn)
+        return result
+
+    return mock.patch.object(ChainedSource, "clone", clone_once)
 
 
 class _MovedSources(dict[Any, Any]):

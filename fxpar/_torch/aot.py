@@ -23,9 +23,15 @@ from fxpar._torch.inductor import (
     _take_strides,
     decompositions,
 )
-from fxpar._torch.inductor_shortcuts import quick_constants, unread_texts
+from fxpar._torch.inductor_shortcuts import (
+    quick_constants,
+    types_looked_at_once,
+    unread_texts,
+)
+from fxpar._torch.known_values import values_known
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.min_cut import quick_min_cut
+from fxpar._torch.quick_trees import quick_trees
 from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
 from fxpar._torch.version import own_version
@@ -274,6 +280,9 @@ def _shortcuts(with_kernels: bool) -> Iterator[None]:
         probes_remembered(),
         unread_texts(),
         quick_constants(),
+        quick_trees(),
+        types_looked_at_once(),
+        values_known(),
     ):
         if with_kernels:
             probe_beside()

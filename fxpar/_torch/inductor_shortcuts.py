@@ -7,8 +7,11 @@ numbers and code from them, in less time. Never changes what they decide.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -17,12 +20,24 @@ from torch import fx
 from torch.utils import _pytree
 
 from fxpar._torch import known_values
+from fxpar._torch.objects import memory_of
+from fxpar._torch.traced_values import is_plain
+
+aten = torch.ops.aten
 
 
 @contextlib.contextmanager
 def shortcuts() -> Iterator[None]:
     """Context of Inductor's codegen in which all are taken."""
-    with _plain_indices_stay(), _values_of_known_forms(), unread_texts():
+    with (
+        _plain_indices_stay(),
+        _values_of_known_forms(),
+        _updates_of_known_values(),
+        known_values.values_known(),
+        types_looked_at_once(),
+        _numbers_compared(),
+        unread_texts(),
+    ):
         yield
 
 
@@ -30,7 +45,8 @@ def shortcuts() -> Iterator[None]:
 def unread_texts() -> Iterator[None]:
     """Context in which graphs are not written down for traces (``TORCH_TRACE``) if none
     is taken: torch (2.13) makes the texts at once, and only then asks whether it is.
-    Logs, which ask first, are as ever."""
+    Logs, which ask first, and what is left where compiling fails, are as ever."""
+    from torch._dynamo import config
     from torch._logging._internal import trace_log
 
     write = fx.GraphModule.print_readable
@@ -44,7 +60,12 @@ def unread_texts() -> Iterator[None]:
     if trace_log.handlers:
         yield
         return
-    with mock.patch.object(fx.GraphModule, "print_readable", print_readable):
+    with contextlib.ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(fx.GraphModule, "print_readable", print_readable))
+        repro = sys.modules.get("torch._dynamo.repro.after_aot")
+        if repro is not None and not config.repro_after:
+            stack.enter_context(patch(repro, "save_graph_repro"))
         yield
 
 
@@ -126,13 +147,223 @@ def _plain_indices_stay() -> contextlib.AbstractContextManager[Any]:
 
 def _values_of_known_forms() -> contextlib.AbstractContextManager[Any]:
     """Fake values of a graph, which Inductor makes again before it lowers it."""
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+    from torch.fx.passes import fake_tensor_prop
 
-    ask = FakeTensorProp.call_function
+    prop: Any = fake_tensor_prop.FakeTensorProp
+    ask = prop.call_function
+    call_body = getattr(torch.ops.higher_order, "invoke_subgraph", None)
 
     def call_function(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, torch._ops.OpOverload):
             return known_values.result(self._mode, target, args, kwargs)
-        return ask(self, target, args, kwargs)
+        if target is not call_body or kwargs:
+            return ask(self, target, args, kwargs)
+        bodies = self.__dict__.setdefault("fxpar_bodies", {})  # while they stay alike
+        body, name, *operands = args
 
-    return mock.patch.object(FakeTensorProp, "call_function", call_function)
+        def call(_: Any) -> Any:
+            return ask(self, target, args, kwargs)
+
+        key = id(body), name
+        return known_values.of_body(self._mode, key, operands, call, bodies)
+
+    return mock.patch.object(prop, "call_function", call_function)
+
+
+@contextlib.contextmanager
+def _numbers_compared() -> Iterator[None]:
+    """Context in which numbers are compared as such: Inductor does so by relations of
+    sympy, which ask what is assumed of each side."""
+    from sympy.core import relational
+    from torch.utils._sympy import functions
+
+    greater = {
+        relational.GreaterThan: operator.ge,
+        relational.StrictGreaterThan: operator.gt,
+        relational.LessThan: operator.le,
+        relational.StrictLessThan: operator.lt,
+    }
+    largest = {functions.Max: max, functions.Min: min}
+    with (
+        _of_numbers(relational.Equality, {relational.Equality: operator.eq}),
+        _of_numbers(relational._Inequality, greater),
+        _of_numbers(functions.MinMaxBase, largest),
+    ):
+        yield
+
+
+def _of_numbers(
+    kind: Any, functions: Mapping[Any, Callable[[int, int], Any]]
+) -> contextlib.AbstractContextManager[Any]:
+    """Context in which what a class of sympy's makes of two integers is that of a
+    one of ``functions``, by its subclass."""
+    from sympy import Integer, sympify
+
+    plain = kind.__new__
+
+    def new(cls: Any, *args: Any, **how: Any) -> Any:
+        if len(args) == 2 and not how and cls in functions:
+            x, y = args
+            if type(x) is not int:
+                x = x.p if isinstance(x, Integer) else None
+            if type(y) is not int:
+                y = y.p if isinstance(y, Integer) else None
+            if x is not None and y is not None:
+                return sympify(functions[cls](x, y))
+        return plain(cls, *args, **how)
+
+    return mock.patch.object(kind, "__new__", staticmethod(new))
+
+
+class _ValuesOfArguments:
+    """``torch.utils._pytree``, by which updates of fake values look for graphs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_pytree, name)
+
+    def tree_any_only(self, kind: Any, holds: Any, tree: Any, *how: Any) -> Any:
+        if kind is fx.GraphModule and not how and _holds_values(tree):
+            return False
+        return _pytree.tree_any_only(kind, holds, tree, *how)
+
+
+def _holds_values(x: Any) -> bool:
+    """Whether a tree holds tensors and numbers alone, if that is quickly seen."""
+    kind = type(x)
+    if kind in _PLAIN or kind is known_values.fake_tensor():
+        return True
+    if kind in _MAPPINGS:
+        x = tuple(x.values())
+    elif kind not in _TUPLES:
+        return False
+    inside = {*map(type, x)} - _PLAIN - {known_values.fake_tensor()}
+    return not inside or all(map(_holds_values, x))
+
+
+@contextlib.contextmanager
+def _updates_of_known_values() -> Iterator[None]:
+    """Passes of Inductor look which fake values have changed: arguments are read
+    quicker, and a view that is a reshape now (2.13 makes all of them that) has not
+    changed if the reshape gives the same. Torch takes what shows the same memory to be
+    another, and makes it, and all that is computed of it, again."""
+    from torch._inductor import fx_utils
+
+    fakes_of: Any = fx_utils.get_fake_args_kwargs
+    hash_of: Any = fx_utils.FakeTensorUpdater.hash_node
+    if not hasattr(fx_utils, "_FxNodeHash"):  # torch 2.11
+        yield
+        return
+
+    def get_fake_args_kwargs(node: fx.Node, module: Any = None) -> Any:
+        def fake(x: fx.Node) -> Any:
+            return fx_utils.get_fake(x, module)
+
+        args = fx.node.map_arg(node.args, fake)
+        kwargs = fx.node.map_arg(node.kwargs, fake)
+        if _holds_values(args) and _holds_values(kwargs):
+            return True, args, kwargs
+        return fakes_of(node, module)
+
+    def hash_node(self: Any, node: fx.Node) -> Any:
+        key = hash_of(self, node)
+        if node.target is not aten.reshape.default or key in self.processed_hashes:
+            return key
+        as_view = dataclasses.replace(key, target=aten.view.default)
+        if as_view in self.processed_hashes and _is_as_reshaped(node):
+            return as_view
+        return key
+
+    with (
+        mock.patch.object(fx_utils, "pytree", _ValuesOfArguments()),
+        mock.patch.object(fx_utils, "get_fake_args_kwargs", get_fake_args_kwargs),
+        mock.patch.object(fx_utils.FakeTensorUpdater, "hash_node", hash_node),
+    ):
+        yield
+
+
+def _is_as_reshaped(node: fx.Node) -> bool:
+    """Whether the fake value of a reshape is what the reshape gives, its memory too."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor import fx_utils
+    from torch._inductor.virtualized import V
+
+    is_valid, args, kwargs = fx_utils.get_fake_args_kwargs(node)
+    old = node.meta.get("val")
+    if not is_valid or not isinstance(old, torch.Tensor) or not is_plain(old):
+        return False
+    with enable_python_dispatcher():
+        new = known_values.result(V.fake_mode, node.target, args, kwargs)
+    return is_plain(new) and _facts(new) == _facts(old)
+
+
+def _facts(x: torch.Tensor) -> tuple[Any, ...]:
+    """All that passes read of a fake value."""
+    place = memory_of(x), x.storage_offset()
+    return type(x), x.dtype, x.device, tuple(x.shape), x.stride(), place
+
+
+# Of values that hold no tensor.
+_PLAIN = frozenset((int, float, bool, str, complex, type(None)))
+
+# Of keywords.
+_MAPPINGS = (dict, fx.immutable_collections.immutable_dict)
+
+# Of values that hold others, and always the same.
+_TUPLES = (tuple, fx.immutable_collections.immutable_list)
+
+
+class _SupportedValues:
+    """Values of nodes whose types Inductor has code for, whatever the op: of tensors
+    these are a matter of dtype, device and layout."""
+
+    def __init__(self, refuses: Callable[[torch.Tensor], bool]) -> None:
+        """``refuses``: as Inductor says of the result of any op."""
+        self._refuses, self._kind = refuses, known_values.fake_tensor()
+        self._tensors: dict[Any, bool] = {}
+        self._tuples: dict[int, tuple[Any, bool]] = {}  # by id, which they keep
+
+    def has(self, value: Any) -> bool:
+        """Whether it is one; False for what may hold tensors that are not seen."""
+        if type(value) in _TUPLES:
+            facts = self._tuples.get(id(value))
+            if facts is None:
+                facts = self._tuples[id(value)] = value, all(map(self.has, value))
+            return facts[1]
+        return type(value) in _PLAIN or self._has_tensor(value)
+
+    def _has_tensor(self, x: Any) -> bool:
+        if type(x) is not self._kind:
+            return False
+        key = x.dtype, x.fake_device, x.layout
+        if key not in self._tensors:
+            # Of the others it warns, and asks what op it is.
+            is_real = x.layout is torch.strided and not x.is_complex()
+            self._tensors[key] = is_real and not self._refuses(x)
+        return self._tensors[key]
+
+
+@contextlib.contextmanager
+def types_looked_at_once() -> Iterator[None]:
+    """Context in which Inductor looks once at the types of a value: 2.13 does so for
+    each node that reads it, at all that a tuple holds for one of it."""
+    from torch._inductor import graph, lowering, pattern_matcher
+
+    name = "fallback_node_due_to_unsupported_type"
+    ask: Any = lowering.fallback_node_due_to_unsupported_type
+    if hasattr(ask, "fxpar"):  # inside such a context already
+        yield
+        return
+    supported = _SupportedValues(lowering.unsupported_output_tensor)
+
+    def falls_back(node: fx.Node, *how: Any, **named: Any) -> bool:
+        values = (x.meta.get("val") for x in (node, *node._input_nodes))
+        if all(map(supported.has, values)):
+            return False
+        return bool(ask(node, *how, **named))
+
+    falls_back.fxpar = True  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+        for module in (graph, lowering, pattern_matcher):
+            if getattr(module, name, None) is ask:
+                stack.enter_context(mock.patch.object(module, name, falls_back))
+        yield

@@ -11,14 +11,17 @@ anything, what shares memory in a way that operands do not tell) is asked of tor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from fxpar._torch.objects import is_mutable, memory_of
-from fxpar._torch.traced_values import new_fake
+from fxpar._torch.traced_values import new_fake, quick_fakes
 
 aten = torch.ops.aten
 
@@ -90,23 +93,100 @@ def result(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """``target(*args, **kwargs)`` of the fake values of a mode (``fake.mode_of``)."""
-    front, skipped = _at_front(args) if target is aten.slice.Tensor else (args, 0)
+
+    def ask(args: Sequence[Any]) -> Any:
+        return _asked(mode, target, args, kwargs)
+
+    return _known(mode, target, args, kwargs, ask, is_inside=False)
+
+
+@contextlib.contextmanager
+def values_known() -> Iterator[None]:
+    """Context in which fake tensors of every mode are made so, whoever asks for them.
+    Nothing to do where torch logs what it is asked."""
+    from torch._subclasses import fake_tensor as fakes
+
+    kind = fakes.FakeTensorMode
+    dispatch: Any = kind.dispatch
+    is_open = hasattr(dispatch, "fxpar")  # such a context already
+    if is_open or fakes.log.isEnabledFor(logging.DEBUG):
+        yield
+        return
+
+    def known(
+        self: Any, target: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+
+        def ask(args: Sequence[Any]) -> Any:
+            return dispatch(self, target, types, args, kwargs)
+
+        return _known(self, target, args, kwargs, ask, is_inside=True)
+
+    known.fxpar = True  # type: ignore[attr-defined]
+    with mock.patch.object(kind, "dispatch", known), quick_fakes():
+        yield
+
+
+def _known(
+    mode: Any,
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ask: Callable[[Sequence[Any]], Any],
+    *,
+    is_inside: bool,
+) -> Any:
+    """What ``ask(args)`` gives. ``is_inside``: of the mode, where autograd has no part
+    in it any more."""
+    is_slice = target is aten.slice.Tensor
+    front, skipped = _at_front(args) if is_slice else (args, 0)
     tensors: list[torch.Tensor] = []
     try:
-        key = _key(mode, target, front, kwargs, tensors)
+        key = *_key(mode, target, front, kwargs, tensors), is_inside
     except _NotKnown:
-        return _asked(mode, target, args, kwargs)
+        return ask(args)
     if key not in _KNOWN:
-        value = _asked(mode, target, front, kwargs)
+        value = ask(front)
         _keep(key, value, mode, tensors)
         if not skipped:
             return value
     form = _KNOWN[key]
     if form is None:
-        return _asked(mode, target, args, kwargs)
+        return ask(args)
     if skipped:
         form = replace(form, offset=form.offset + skipped)
     return _made(form, mode, tensors)
+
+
+def of_body(
+    mode: Any,
+    body: Any,
+    operands: Sequence[Any],
+    ask: Callable[[Sequence[Any]], Any],
+    forms: dict[Any, Any],
+) -> Any:
+    """What a body gives for operands, which ``ask(operands)`` says. ``forms``: what
+    came of bodies, each by what stands for it, as long as they stay as they are."""
+    tensors: list[torch.Tensor] = []
+    parts = [body, *_settings()]
+    try:
+        for operand in operands:
+            _add(operand, mode, parts, tensors)
+    except _NotKnown:
+        return ask(operands)
+    places = list(map(memory_of, tensors))
+    parts += [x.storage_offset() for x in tensors]
+    key = tuple(parts), tuple(map(places.index, places))
+    if key not in forms:
+        value = ask(operands)
+        try:
+            forms[key] = _form(value, mode, tensors)
+        except _NotKnown:
+            forms[key] = None
+        return value
+    form = forms[key]
+    return ask(operands) if form is None else _made(form, mode, tensors)
 
 
 def _at_front(args: Sequence[Any]) -> tuple[Sequence[Any], int]:
@@ -186,15 +266,8 @@ def _key(
     Raises _NotKnown."""
     if not is_function(target):
         raise _NotKnown
-    parts: list[Any] = [
-        target,
-        mode is None or isinstance(mode, contextlib.nullcontext),
-        torch.get_default_dtype(),
-        torch._C._get_default_device(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        _by_python_first(),
-    ]
+    is_alone = mode is None or isinstance(mode, contextlib.nullcontext)
+    parts: list[Any] = [target, is_alone, *_settings()]
     first = len(parts)
     for arg in args:
         _add(arg, mode, parts, tensors)
@@ -215,6 +288,17 @@ def _is_row_spread(x: torch.Tensor, shape: Sequence[int]) -> bool:
     return is_row and {1, -1}.isdisjoint(shape)
 
 
+def _settings() -> tuple[Any, ...]:
+    """Those of torch that what an op gives depends on."""
+    return (
+        torch.get_default_dtype(),
+        torch._C._get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        _by_python_first(),
+    )
+
+
 def _by_python_first() -> bool:
     """Whether ops are done as Python says, where it says how (as with open sizes)."""
     python = torch._C.DispatchKey.PythonDispatcher
@@ -230,7 +314,7 @@ def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> 
             arg.dtype,
             arg.shape,
             arg.stride(),
-            arg.device,
+            _device_of(arg),
             arg.requires_grad,
             torch._C._dispatch_keys(arg).raw_repr(),
         )
@@ -244,17 +328,23 @@ def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> 
         raise _NotKnown
 
 
-def _check(x: torch.Tensor, mode: Any) -> None:
+def _check(x: Any, mode: Any) -> None:
     """Raise _NotKnown unless a tensor is a plain value of a mode on static shapes."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if type(x) is FakeTensor:
+    if type(x) is fake_tensor():
         plain = x.fake_mode is mode and x.constant is None and x.real_tensor is None
     else:
         plain = type(x) is torch.Tensor and x.is_meta
         plain = plain and isinstance(mode, contextlib.nullcontext)
     if not plain or x._has_symbolic_sizes_strides or x.layout is not torch.strided:
         raise _NotKnown
+
+
+@functools.cache
+def fake_tensor() -> Any:
+    """Its class, which is imported late."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
 
 
 def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -288,7 +378,13 @@ def _form_of(x: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     shape, stride, offset = tuple(x.shape), x.stride(), int(x.storage_offset())
     if operand is not None:
         offset -= int(tensors[operand].storage_offset())
-    return _Form(x.dtype, shape, stride, offset, x.device, operand)
+    return _Form(x.dtype, shape, stride, offset, _device_of(x), operand)
+
+
+def _device_of(x: Any) -> torch.device:
+    """That of a tensor; of a fake one, which would ask its mode, the one it says."""
+    device: torch.device = x.device if type(x) is torch.Tensor else x.fake_device
+    return device
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from fxpar._torch.alike_layers import (
     moved_guards,
     reads_operands,
     reads_tensors,
+    sources_moved_once,
 )
 from fxpar._torch.dynamo import SERVED, is_served, trace_again
 from fxpar._torch.flat_regions import (
@@ -82,7 +83,8 @@ def _teach_dynamo() -> None:
 
     @functools.wraps(fits)
     def is_reusable(tx: Any, condition: Any, operands: Any, entry: Any) -> bool:
-        alike = fits(tx, condition, operands, entry)
+        with sources_moved_once():
+            alike = fits(tx, condition, operands, entry)
         return alike and _trace_of(tx).fits(tx, operands, entry)
 
     @functools.wraps(flattened)

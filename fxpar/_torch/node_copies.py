@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.objects import memory_of
-from fxpar._torch.traced_values import fake_on, is_plain
+from fxpar._torch.traced_values import fake_like, fake_on, is_plain
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class Memories:
     def like(self, value: Any) -> Any:
         """A value of a node, as another node has it."""
         if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
             number = memory_of(value)
             if number not in self._storages:
-                fresh = torch.UntypedStorage(storage.nbytes(), device="meta")
-                self._storages[number] = fresh
+                fake, own = fake_like(value)
+                self._storages[number] = own
+                return fake
             return fake_on(self._storages[number], value)
         if isinstance(value, (list, tuple)):
             return type(value)(self.like(x) for x in value)
@@ -207,8 +207,21 @@ def new_region() -> int:
 _USERS = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
+class Texts:
+    """Texts of metadata, made once of each."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, tuple[Any, str]] = {}  # by id, which they keep
+
+    def of(self, value: Any) -> str:
+        entry = self._texts.get(id(value))
+        if entry is None:
+            entry = self._texts[id(value)] = value, repr(value)
+        return entry[1]
+
+
 def users_metadata(
-    first: Sequence[fx.Node], mine: Sequence[fx.Node]
+    first: Sequence[fx.Node], mine: Sequence[fx.Node], texts: Texts
 ) -> dict[str, dict[str, Any]] | None:
     """What metadata of nodes is at those in their place: by its name, and its text
     there. None if it is not the same for all that have one text."""
@@ -216,8 +229,9 @@ def users_metadata(
     for a, b in _pairs(first, mine):
         for name, values in renamed.items():
             if name in a.meta:
-                text, value = repr(a.meta[name]), b.meta.get(name)
-                if repr(values.setdefault(text, value)) != repr(value):
+                text, value = texts.of(a.meta[name]), b.meta.get(name)
+                other = values.setdefault(text, value)
+                if other is not value and repr(other) != repr(value):
                     return None
     return renamed
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import fx
 from torch.utils import _pytree
+
+from fxpar._torch.node_copies import add_node
+from fxpar._torch.quick_trees import LEAVES, SEQUENCES
 
 
 @dataclass
@@ -40,6 +42,8 @@ def quick_graphs() -> Iterator[None]:
         if _OPEN.count == 1:
             _OPEN.stack.enter_context(_plain_arguments_unread())
             _OPEN.stack.enter_context(_names_parted_once())
+            _OPEN.stack.enter_context(_plain_nodes_copied())
+            _OPEN.stack.enter_context(_graphs_looked_at_once())
             _OPEN.stack.enter_context(_modules_lazy())
             _OPEN.stack.enter_context(_dead_code_looked_for())
     try:
@@ -49,16 +53,6 @@ def quick_graphs() -> Iterator[None]:
             _OPEN.count -= 1
             if not _OPEN.count:
                 _OPEN.stack.close()
-
-
-# Arguments of a node that are no symbols and hold none.
-_PLAIN = frozenset(
-    (
-        *(fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device),
-        *(torch.layout, torch.memory_format),
-    )
-)
-_SEQUENCES = frozenset((list, tuple, fx.immutable_collections.immutable_list))
 
 
 class _Leaves:
@@ -78,8 +72,8 @@ class _Leaves:
 def _all_plain(values: Iterable[Any]) -> bool:
     for x in values:
         kind = type(x)
-        if kind not in _PLAIN and not (
-            kind in _SEQUENCES and all(type(y) in _PLAIN for y in x)
+        if kind not in LEAVES and not (
+            kind in SEQUENCES and LEAVES.issuperset(map(type, x))
         ):
             return False
     return True
@@ -112,6 +106,80 @@ def _names_parted_once() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     regex = getattr(fx.graph, name)
     return mock.patch.object(fx.graph, name, _Remembered(regex))
+
+
+def _plain_nodes_copied() -> contextlib.AbstractContextManager[Any]:
+    """Nodes of plain arguments are copied as ``copy_node`` does, by whoever copies."""
+
+    def node_copy(
+        self: fx.Graph, node: fx.Node, arg_transform: Any = lambda x: x
+    ) -> fx.Node:
+        args = fx.node.map_arg(node.args, arg_transform)
+        kwargs = fx.node.map_arg(node.kwargs, arg_transform)
+        is_plain = _all_plain(args) and _all_plain(kwargs.values())
+        make = add_node if is_plain else fx.Graph.create_node
+        copy = make(self, node.op, node.target, args, kwargs, node.name, node.type)
+        copy.meta.update(node.meta)
+        return copy
+
+    return mock.patch.object(fx.Graph, "node_copy", node_copy)
+
+
+def _graphs_looked_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Whether a graph is well formed is asked of it in one go; where it is not, torch
+    says why."""
+    lint = fx.Graph.lint
+
+    def quick_lint(self: fx.Graph) -> None:
+        if not _is_well_formed(self):
+            lint(self)
+
+    return mock.patch.object(fx.Graph, "lint", quick_lint)
+
+
+def _is_well_formed(graph: Any) -> bool:
+    """As ``graph.lint()`` finds; also False where it would take longer to tell."""
+    seen: set[fx.Node] = set()
+    names: set[str] = set()
+    table, module = graph._find_nodes_lookup_table.table, graph.owning_module
+    tables: dict[int, Any] = {}  # by target, of what has no hash of its own in Python
+    for node in graph.nodes:
+        op, target = node.op, node.target
+        if op == "call_function":
+            if id(target) not in tables:
+                tables[id(target)] = table.get((op, target), ())
+            alike = tables[id(target)]
+            is_right = module is None or callable(target)
+        else:
+            alike = table.get((op, None), ())
+            is_right = module is None or _is_there(module, op, target)
+        if (
+            not is_right
+            or op not in _OPS
+            or node.graph is not graph
+            or node not in alike
+            or not seen.issuperset(node._input_nodes)
+            or node.name in names
+        ):
+            return False
+        seen.add(node)
+        names.add(node.name)
+    return True
+
+
+_OPS = frozenset(
+    ("placeholder", "call_method", "call_module", "call_function", "get_attr", "output")
+)
+
+
+def _is_there(module: Any, op: str, target: Any) -> bool:
+    """Whether a module has what a node of a graph of it is of, if that is plain."""
+    if op == "call_module" or type(target) is not str:
+        return False
+    if op == "get_attr":
+        for part in target.split("."):
+            module = getattr(module, part, None)
+    return module is not None
 
 
 def _modules_lazy() -> contextlib.AbstractContextManager[Any]:

@@ -155,7 +155,7 @@ class _Segment:
             return True
         if traced.conditions != conditions:
             return False
-        metadata = nodes_of.users_metadata(kind.segments[0], self.nodes)
+        metadata = nodes_of.users_metadata(kind.segments[0], self.nodes, traced.texts)
         self.copies.metadata = metadata or {}
         return metadata is not None
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar._torch import node_copies as nodes_of
 from fxpar._torch import traced_values as values_of
-from fxpar._torch.node_copies import Memories, TracedNode
+from fxpar._torch.node_copies import Memories, Texts, TracedNode
 from fxpar._torch.segment_kinds import Conditions, SegmentKind
 
 
@@ -75,6 +75,8 @@ class TracedKind:
     forward: TracedForward | None = None
     # By what is known of the gradients of results.
     backwards: dict[Any, TracedBackward] = field(default_factory=dict)
+    # Of the metadata of nodes of the first.
+    texts: Texts = field(default_factory=Texts)
 
 
 @dataclass

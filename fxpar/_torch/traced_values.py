@@ -23,7 +23,18 @@ def fake_on(storage: Any, x: Any) -> Any:
     """A fake tensor like ``x`` on some memory."""
     meta = torch.empty(0, dtype=x.dtype, device="meta")
     meta.set_(storage, x.storage_offset(), x.shape, x.stride())
-    return new_fake(x.fake_mode, meta, x.device)
+    return new_fake(x.fake_mode, meta, x.fake_device)
+
+
+def fake_like(x: Any) -> tuple[Any, Any]:
+    """A fake tensor like ``x`` on memory of its own, as large, and the memory."""
+    shape, stride, size = x.shape, x.stride(), x.untyped_storage().nbytes()
+    meta = torch.empty_strided(shape, stride, dtype=x.dtype, device="meta")
+    own = meta.untyped_storage()
+    if own.nbytes() != size or x.storage_offset():
+        own = torch.UntypedStorage(size, device="meta")
+        return fake_on(own, x), own
+    return new_fake(x.fake_mode, meta, x.fake_device), own
 
 
 def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -48,6 +59,25 @@ def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tenso
         object.__setattr__(fake, name, value)  # a dict of its own would be larger
     fake.fake_mode = mode
     return fake
+
+
+def quick_fakes() -> contextlib.AbstractContextManager[Any]:
+    """Context in which torch makes fake tensors as ``new_fake`` does."""
+    from unittest import mock
+
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    make: Any = FakeTensor.__new__
+
+    def new(kind: Any, *args: Any, **how: Any) -> Any:
+        if kind is FakeTensor and len(args) == 3 and not how:
+            mode, meta, device = args
+            is_plain = isinstance(mode, FakeTensorMode) and not meta.requires_grad
+            if is_plain and meta.is_meta and _ATTRIBUTES.get(device) is not None:
+                return new_fake(mode, meta, device)
+        return make(kind, *args, **how)
+
+    return mock.patch.object(FakeTensor, "__new__", staticmethod(new))
 
 
 # Of fake tensors as they are made, by device; without their mode.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -555,3 +556,29 @@ def test_a_change_of_any_layer_is_seen_afterwards(index: int, change: str) -> No
     assert (layer.up.weight.grad is None) == (change == "freeze")
     assert counts[0] == [4]
     assert len(counts) == (1 if change == "tie" else 2)  # which operands are, is open
+
+
+def test_a_source_is_moved_once_with_those_it_is_in() -> None:
+    from unittest import mock
+
+    from torch._dynamo.source import AttrSource, LocalSource
+
+    from fxpar._torch.alike_layers import sources_moved_once
+
+    first, other = LocalSource("first"), LocalSource("other")
+    within = AttrSource(first, "within")
+    leaves = [AttrSource(within, name) for name in ("a", "b", "a")]
+    moves = [{first: other}, {within: AttrSource(other, "there")}]
+
+    def moved() -> list[Any]:
+        each = [lambda x, m=move: m.get(x, x) for move in moves]
+        return [leaf.clone(move) for move in each for leaf in leaves]
+
+    plain, want = AttrSource.clone, moved()
+    with sources_moved_once():
+        replace = mock.Mock(side_effect=dataclasses.replace)
+        with mock.patch.object(dataclasses, "replace", replace):
+            assert moved() == want
+        # Of each way to move them: what the leaves are in, and the two leaves.
+        assert replace.call_count == 2 * 3
+    assert AttrSource.clone is plain

@@ -271,3 +271,74 @@ def test_what_is_known_does_not_grow_without_end(
     for n in range(20):
         result(mode, aten.sin.default, (maker(mode)(n + 1),), {})
     assert len(known_values._KNOWN) <= 8
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_mode_knows_its_values(call: str, grad: bool) -> None:
+    """Whoever asks, with gradients or without; torch is asked once."""
+    mode = FakeTensorMode()
+
+    def operands() -> tuple[Any, Any, Any]:
+        target, args, kwargs = (*CALLS[call](maker(mode)), {})[:3]
+        flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg])]
+        for x in flat:
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf:
+                x.requires_grad_(grad)
+        return target, args, kwargs
+
+    target, args, kwargs = operands()
+    with mode:
+        want = target(*args, **kwargs)
+    homes = memories(want, args)
+    with known_values.values_known(), known_values.values_known():
+        target, args, kwargs = operands()
+        with mode:
+            target(*args, **kwargs)
+        target, args, kwargs = operands()
+        asked = mock.patch.object(
+            mode, "_cached_dispatch_impl", side_effect=AssertionError
+        )
+        with mode, asked:
+            known = target(*args, **kwargs)
+    assert facts(known) == facts(want)
+    assert memories(known, args) == homes
+    assert not hasattr(FakeTensorMode.dispatch, "fxpar")
+
+
+def test_what_a_mode_knows_has_no_gradient_outside_of_it() -> None:
+    """Where autograd has no part in an op any more, its result asks for none."""
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(4, 6).requires_grad_()
+    with known_values.values_known(), mode:
+        assert aten.mul.Tensor(x, x).requires_grad
+        assert result(mode, aten.mul.Tensor, (x, x), {}).requires_grad
+        assert aten.mul.Tensor(x, x).requires_grad
+
+
+def test_bodies_are_known_while_they_stay() -> None:
+    mode = FakeTensorMode()
+    new = maker(mode)
+    known: dict[Any, Any] = {}
+    asked: list[int] = []
+
+    def ask(body: str, *operands: Any) -> Any:
+        def run(_: Any) -> Any:
+            asked.append(len(operands))
+            with mode:
+                return operands[0] * 2, operands[0].t(), None
+
+        return known_values.of_body(mode, body, operands, run, known)
+
+    x, y = new(4, 6), new(4, 6)
+    ask("a", x)
+    twice, view, nothing = ask("a", y)
+    assert len(asked) == 1
+    assert twice.shape == (4, 6) and view.shape == (6, 4) and nothing is None
+    assert memory_of(view) == memory_of(y)
+    assert memory_of(twice) not in map(memory_of, (x, y))
+    for body, *operands in [("b", x), ("a", new(4, 5)), ("a", x, y), ("a", x, x)]:
+        before = len(asked)
+        ask(body, *operands)
+        assert len(asked) == before + 1

@@ -12,10 +12,10 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar._torch import node_copies
+from fxpar._torch import node_copies, traced_values
 from fxpar._torch.dynamo import copy_graph
 from fxpar._torch.objects import memory_of
-from fxpar._torch.traced_values import new_fake
+from fxpar._torch.traced_values import alias_of, new_fake, quick_fakes
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -95,3 +95,76 @@ def test_names_are_as_torch_makes_them(names: str) -> None:
             graph.create_node("placeholder", name, name=name)
     plain, added = ([node.name for node in graph.nodes] for graph in graphs)
     assert added == plain
+
+
+def test_torch_makes_fake_tensors_so() -> None:
+    """Plain ones; what else it is asked for it makes as ever."""
+    mode, where = FakeTensorMode(), torch.device("cpu")
+    meta = torch.empty(2, 3, device="meta")
+    plain = vars(FakeTensor)["__new__"]
+    new_fake(mode, meta, where)
+    want = FakeTensor(mode, meta, where)
+    ours = mock.Mock(side_effect=new_fake)
+    with quick_fakes(), mock.patch.object(traced_values, "new_fake", ours):
+        assert vars(FakeTensor(mode, meta, where)) == vars(want)
+        assert ours.call_count == 1
+        constant = torch.zeros(2, 3)
+        assert FakeTensor(mode, meta, where, constant).constant is constant
+        assert FakeTensor(mode, meta, where, constant=constant).constant is constant
+        leaf = meta.detach().requires_grad_()
+        assert FakeTensor(mode, leaf, where).requires_grad
+        with pytest.raises(AssertionError, match="meta"):
+            FakeTensor(mode, torch.empty(2), where)
+    assert ours.call_count == 1
+    assert vars(FakeTensor)["__new__"] is plain
+
+
+@pytest.mark.parametrize("way", ["plain", "behind", "in larger"])
+def test_memory_of_copies_is_as_large(way: str) -> None:
+    """And what shares it does so in copies."""
+    with FakeTensorMode():
+        x = torch.empty(4, 6)
+        x = {"behind": x[1:], "in larger": x[:2]}.get(way, x)
+        x = alias_of(x)
+    memories = node_copies.Memories({})
+    copies = [memories.like(x), memories.like(alias_of(x))]
+    assert memory_of(copies[0]) == memory_of(copies[1]) != memory_of(x)
+    for copy in copies:
+        assert copy.fake_mode is x.fake_mode and copy.device == x.device
+        assert (copy.shape, copy.stride()) == (x.shape, x.stride())
+        assert copy.storage_offset() == x.storage_offset()
+        assert copy.untyped_storage().nbytes() == x.untyped_storage().nbytes()
+    made = mock.Mock(side_effect=torch.UntypedStorage)
+    with mock.patch.object(torch, "UntypedStorage", made):
+        node_copies.Memories({}).like(x)
+    assert made.called == (way in ("behind", "in larger"))
+
+
+def test_texts_of_metadata_are_made_once() -> None:
+    class Told:
+        def __init__(self, text: str) -> None:
+            self.text, self.times = text, 0
+
+        def __repr__(self) -> str:
+            self.times += 1
+            return self.text
+
+    def node(*values: Any) -> list[torch.fx.Node]:
+        graph = torch.fx.Graph()
+        nodes = [graph.placeholder("x") for _ in values]
+        for each, value in zip(nodes, values, strict=True):
+            each.meta["custom"] = value
+        return nodes
+
+    texts, a, b = node_copies.Texts(), Told("a"), Told("b")
+    first = node(a, a, b)
+    for name in ("c", "d"):
+        other = Told(name)
+        mine = node(other, other, b)
+        renamed = node_copies.users_metadata(first, mine, texts)
+        assert renamed is not None and renamed["custom"] == {"a": other, "b": b}
+    assert (a.times, b.times) == (1, 1)
+    unlike = node(Told("c"), Told("d"), b)
+    assert node_copies.users_metadata(first, unlike, texts) is None
+    alike = node(Told("c"), Told("c"), b)
+    assert node_copies.users_metadata(first, alike, texts) is not None

@@ -153,3 +153,67 @@ def test_nodes_out_of_order_are_refused() -> None:
     view.append(add)
     with quick_graphs(), pytest.raises(RuntimeError, match="before it has been"):
         graph.eliminate_dead_code()
+
+
+def broken(how: str) -> fx.GraphModule:
+    """A module whose graph is not well formed, but where an attribute is "here"."""
+    graph = graph_of()
+    owner = fx.GraphModule({}, graph)
+    owner.there, graph = torch.zeros(1), owner.graph
+    add, *_ = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    if how == "order":
+        add.next.append(add)
+    elif how == "name":
+        add.next._rename("x_1")
+        object.__setattr__(add.next, "name", add.name)
+    elif how == "table":
+        graph._find_nodes_lookup_table.remove(add)
+    elif how == "owner":
+        object.__setattr__(add, "graph", graph_of())
+    elif how in ("nowhere", "here"):
+        name = "there" if how == "here" else how
+        with graph.inserting_before(add), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph.get_attr(name)
+    return owner
+
+
+@pytest.mark.parametrize("how", ["order", "name", "table", "owner", "nowhere", "here"])
+def test_graphs_that_are_not_well_formed_are_refused(how: str) -> None:
+    """In the words of torch, which is asked of none that is."""
+
+    def said() -> str:
+        try:
+            broken(how).graph.lint()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    plain = said()
+    assert bool(plain) == (how != "here")
+    ask = mock.Mock(side_effect=fx.Graph.lint)
+    with mock.patch.object(fx.Graph, "lint", lambda self: ask(self)), quick_graphs():
+        assert said() == plain
+    assert ask.called == (how != "here")
+
+
+def test_copies_are_those_of_torch() -> None:
+    """Of plain nodes, without a look for symbols in their arguments."""
+    graph = graph_of()
+    view = graph.find_nodes(op="call_function", target=aten.view.default)[0]
+    view.meta = {"val": 1, "seq_nr": 3}
+
+    def copied() -> Any:
+        copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in graph.nodes:
+            copies[node] = copy.node_copy(node, copies.__getitem__)
+        assert copies[view].meta is not view.meta
+        return str(copy), [n.meta for n in copy.nodes], [n.type for n in copy.nodes]
+
+    plain = copied()
+    with (
+        mock.patch.object(_pytree, "tree_iter", side_effect=AssertionError),
+        mock.patch.object(fx.Graph, "node_copy", side_effect=AssertionError),
+        quick_graphs(),
+    ):
+        assert copied() == plain
