@@ -128,12 +128,22 @@ def probes_remembered() -> Iterator[None]:
         return works
 
     remembered.remembers = True  # type: ignore[attr-defined]
-    best = functools.partial(_best_instructions, cpu_vec_isa.valid_vec_isa_list)
+    every = cpu_vec_isa.valid_vec_isa_list
+
+    def best() -> list[Any]:
+        # Torch tries further flags in the one object that it has for a kind: another
+        # thread may keep these, and compile by them what nobody finds again.
+        with _TRYING:
+            return _best_instructions(every)
+
     with (
         mock.patch.object(isa, name, remembered),
         mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", best),
     ):
         yield
+
+
+_TRYING = threading.RLock()
 
 
 @dataclass

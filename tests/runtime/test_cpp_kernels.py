@@ -6,6 +6,7 @@ import json
 import platform
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -162,6 +163,33 @@ def test_no_instructions_are_tried_behind_the_best(
         with torch._inductor.config.patch({"cpp.simdlen": 256}):  # the user chooses
             assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
     assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
+
+
+@pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other instructions")
+def test_one_thread_at_a_time_tries_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Kind(str):
+        tried = 0
+        flags = ""
+
+        def __bool__(self) -> bool:
+            Kind.tried += 1
+            before, Kind.flags = Kind.flags, Kind.flags + " -mmore"  # as torch does
+            time.sleep(0.1)
+            Kind.flags = before
+            return True
+
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Kind("best")])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["best"])
+    monkeypatch.setattr(cpp_kernels, "_INSTRUCTIONS", cpp_kernels._Instructions())
+    with probes_remembered(), ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(cpu_vec_isa.valid_vec_isa_list)]
+        time.sleep(0.05)
+        asked.append(threads.submit(cpu_vec_isa.valid_vec_isa_list))
+        assert [each.result() for each in asked] == [["best"], ["best"]]
+    assert (Kind.tried, Kind.flags) == (1, "")
 
 
 def test_a_library_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
