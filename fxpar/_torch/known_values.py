@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from fxpar._torch.objects import is_mutable, memory_of
-from fxpar._torch.traced_values import new_fake
+from fxpar._torch.traced_values import new_fake, quick_fakes
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ def values_known() -> Iterator[None]:
         return _known(self, target, args, kwargs, ask, is_inside=True)
 
     known.fxpar = True  # type: ignore[attr-defined]
-    with mock.patch.object(kind, "dispatch", known):
+    with mock.patch.object(kind, "dispatch", known), quick_fakes():
         yield
 
 
