@@ -72,8 +72,8 @@ def add_node(
         return graph.create_node(op, target, args, dict(kwargs or {}), name, type_expr)
     names = graph._graph_namespace
     if name is None:
-        known = isinstance(target, torch._ops.OpOverload)
-        word = _name_of(target) if known else graph._target_to_str(target)
+        is_op = isinstance(target, torch._ops.OpOverload)
+        word = _name_of(target) if is_op else graph._target_to_str(target)
         name = names.create_name(word, None)
     else:
         name = _name_in(names, name)

@@ -29,7 +29,8 @@ from fxpar.sharding.propagate.at_rest import (
 )
 from fxpar.sharding.propagate.gather_lookups import gather_lookups, is_cut
 from fxpar.sharding.propagate.place_reductions import place_reductions
-from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
+from fxpar.sharding.propagate.propagation import Propagation
+from fxpar.sharding.propagate.propagation_state import Origin, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram

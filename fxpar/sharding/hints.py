@@ -28,7 +28,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import MODEL
-from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.spec import Spec
 
 # Batch first, then parameters, so that where both name an axis activations keep it.

@@ -23,7 +23,7 @@ from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived, may_lie_as_read, resting
-from fxpar.sharding.propagate.propagation import State
+from fxpar.sharding.propagate.propagation_state import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.spec import Spec

@@ -23,7 +23,8 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
-from fxpar.sharding.propagate.propagation import Propagation, State
+from fxpar.sharding.propagate.propagation import Propagation
+from fxpar.sharding.propagate.propagation_state import State
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (

@@ -19,7 +19,8 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.program import Op, Program, Value
-from fxpar.sharding.propagate.propagation import FIRST, Propagation, Seed
+from fxpar.sharding.propagate.propagation import Propagation
+from fxpar.sharding.propagate.propagation_state import FIRST, Seed
 from fxpar.sharding.shard_sizes import idle, is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")

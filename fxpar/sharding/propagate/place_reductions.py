@@ -28,7 +28,7 @@ from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Output, Program
 from fxpar.sharding.propagate.at_rest import alone
-from fxpar.sharding.propagate.propagation import State
+from fxpar.sharding.propagate.propagation_state import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec

@@ -17,7 +17,7 @@ from fxpar.errors import PlanError
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
-from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation, cost_of, decode, formulate

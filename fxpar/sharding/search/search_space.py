@@ -27,7 +27,7 @@ from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Value
 from fxpar.sharding.propagate.conventions import batch_axes
-from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.shard_sizes import may_split
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
