@@ -138,6 +138,19 @@ def test_one_rank_does_what_all_need() -> None:
     pool.renew()
 
 
+@pytest.mark.parametrize("kind", ["file", "hash"])
+def test_for_rank_0_nobody_waits_long_in_any_store(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore() if kind == "hash" else dist.FileStore(f"{tmp_path}/s", 2)
+    channel = SimpleNamespace(store=store, rank=1, prefix="p", folders=lambda: ["a"])
+    monkeypatch.setattr("fxpar.runtime.caches.compile_once.current", lambda: channel)
+    does: list[str] = []
+    one_does("works", "key", lambda: does.append("it"))
+    assert does == ["it"]
+    assert store.check(["p/done/key/ended"])
+
+
 def one_fails(again: bool) -> tuple[str, str]:
     """What is said where the rank that comes first fails; of graphs after that."""
     consensus.agree("start", "", "")
