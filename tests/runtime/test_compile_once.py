@@ -144,6 +144,7 @@ def test_for_rank_0_nobody_waits_long_in_any_store(
 ) -> None:
     store = dist.HashStore() if kind == "hash" else dist.FileStore(f"{tmp_path}/s", 2)
     channel = SimpleNamespace(store=store, rank=1, prefix="p", folders=lambda: ["a"])
+    channel.has = lambda name: store.check([name])
     monkeypatch.setattr("fxpar.runtime.caches.compile_once.current", lambda: channel)
     does: list[str] = []
     one_does("works", "key", lambda: does.append("it"))

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from datetime import timedelta
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -35,8 +35,8 @@ from fxpar.runtime.stage_times import INDUCTOR, stage
 # Of one message through the store, which takes 8 MB at most.
 CHUNK = 4 << 20
 
-# How long rank 0, which imports anyway what others need not, is left to come first.
-LEAD = timedelta(seconds=1)
+# Seconds that rank 0, which imports anyway what others need not, is left to come first.
+LEAD = 1.0
 
 # Compiles; given a text that stands for the graph in the keys of Inductor's cache.
 CompileGraph = Callable[[str | None], Any]
@@ -63,11 +63,11 @@ def one_does(what: str, key: str, work: Callable[[], None]) -> None:
         return
     name, word = f"{channel.prefix}/done/{key}", str(channel.rank)
     if channel.rank:
-        with (
-            contextlib.suppress(RuntimeError),  # a store of files has no other for it
-            presence.waits("waits for rank 0"),
-        ):
-            channel.store.wait([name], LEAD)
+        with presence.waits("waits for rank 0"):
+            end = time.monotonic() + LEAD
+            # Not by ``wait``: a store logs where that ends.
+            while not channel.has(name) and time.monotonic() < end:
+                time.sleep(0.01)
     first = channel.store.compare_set(name, "", word).decode()
     if first == word:
         try:
