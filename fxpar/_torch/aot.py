@@ -85,10 +85,38 @@ def export_forward(
         return export_joint(stack, module, tuple(fakes), grad=False, repeated=repeated)
 
 
+# How the error of a checkpoint begins that calls ``backward`` in a backward.
+_REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with"
+
+
+class GradientsAccumulated(RuntimeError):
+    """Raised where a program that is traced accumulates gradients in ``.grad``."""
+
+
+@contextlib.contextmanager
+def refusing_accumulation() -> Iterator[None]:
+    """Context in which ``torch.autograd.backward`` raises GradientsAccumulated.
+
+    A graph has no place for such gradients, and the tensors that would hold them may be
+    the caller's; ``torch.autograd.grad`` is not affected."""
+    from unittest import mock
+
+    run = torch.autograd._engine_run_backward
+
+    def refusing(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        if accumulate_grad:
+            raise GradientsAccumulated
+        return run(*args, accumulate_grad=accumulate_grad, **kwargs)
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", refusing):
+        yield
+
+
 def untraceable(error: BaseException) -> str | None:
     """Why a program cannot be one graph of fixed shapes: it reads a "value", a "shape"
     depends on data, it writes to a "constant" or, by an op that is not functional, to
-    a "list" of tensors. None if ``error`` says none of these."""
+    a "list" of tensors, or it accumulates a "gradient". None if ``error`` says none of
+    these."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -96,6 +124,8 @@ def untraceable(error: BaseException) -> str | None:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     text = str(error)
+    if isinstance(error, GradientsAccumulated) or text.startswith(_REENTRANT):
+        return "gradient"
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
         return "value"
     if isinstance(error, DynamicOutputShapeException):
@@ -394,14 +424,16 @@ def as_compiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_compiling() -> Iterator[None]:
-    """Inside, ``torch.compiler.is_compiling()`` holds, as it does under Dynamo, so that
-    code takes the branches it takes when compiled."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
+    """Inside, ``torch.compiler.is_compiling()`` holds and distributions check their
+    arguments only if asked to, as under Dynamo, so that code takes the branches it
+    takes when compiled."""
+    from unittest import mock
+
+    validates = mock.patch.object(
+        torch.distributions.Distribution, "_validate_args", False
+    )
+    with validates, mock.patch.object(torch.compiler, "_is_compiling_flag", True):
         yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 def current_backward() -> int:

@@ -102,10 +102,26 @@ for _original, _instead in _INSTEAD.items():
     _torch.dynamo.trace_instead(_original, _instead)
 
 
+_IS_ALL_TRUE = (torch._is_all_true, torch.Tensor._is_all_true)
+_READS = (torch.Tensor.item, torch.Tensor.__bool__)
+
+
 class AsOneGraph(TorchFunctionMode):
-    """Inside, these losses are those of this module."""
+    """Inside, these losses are those of this module, and a check that all elements of a
+    tensor hold (``torch._check_tensor_all``, validation of ``torch.distributions``) is
+    an assertion in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func in _IS_ALL_TRUE:
+            self.checks.append(torch.all(*args))
+            return self.checks[-1]
+        if func in _READS and any(args[0] is check for check in self.checks):
+            _torch.dynamo.assert_in_graph(args[0], "a check of values does not hold")
+            return True
         return _INSTEAD.get(func, func)(*args, **(kwargs or {}))

@@ -67,6 +67,11 @@ _REFUSED = {
         "calls an op that changes lists of tensors in place, which cannot be traced",
         "use the op for single tensors: an optimizer with foreach=False, fused=False",
     ),
+    "gradient": (
+        "accumulates gradients in .grad (it calls backward())",
+        "compute them with torch.autograd.grad and return them, an autograd.Function "
+        "for parameters it takes as arguments; checkpoint with use_reentrant=False",
+    ),
 }
 
 
@@ -161,6 +166,7 @@ class _Program(nn.Module):
             UsedModule(name, module) for name, module in modules.items()
         ]
         self.names: dict[str, str] = {}
+        self.swapped = contextlib.ExitStack()
         for used in self.modules_used:
             for name, parameter in used.module.named_parameters():
                 self.register_parameter(self._key(used.full(name)), parameter)
@@ -174,15 +180,8 @@ class _Program(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         args, kwargs = self.call.unflatten(tensors)
-        keys = {name: key for key, name in self.names.items()}
-        with contextlib.ExitStack() as stack:
-            for used in self.modules_used:
-                substitutes = {
-                    name: getattr(self, keys[used.full(name)])
-                    for name in used.tensor_names()
-                }
-                stack.enter_context(_torch.aot.reparametrize(used.module, substitutes))
-            stack.enter_context(UserLines())
+        self._swap_tensors()
+        with UserLines():
             result = self.call.fn(*args, **kwargs)
         leaves, self.call.out_tree = _torch.fake.tree_flatten(result)
         self.call.out_leaves = [
@@ -192,6 +191,20 @@ class _Program(nn.Module):
         if self.call.grad:
             results = _apart(results, [*tensors, *self.parameters()])
         return tuple(results)
+
+    def _swap_tensors(self) -> None:
+        """Put the traced tensors into the modules, until ``swapped`` is closed: the
+        backward, which is traced after ``forward`` returns, may call modules too."""
+        self.swapped.close()
+        keys = {name: key for key, name in self.names.items()}
+        for used in self.modules_used:
+            substitutes = {
+                name: getattr(self, keys[used.full(name)])
+                for name in used.tensor_names()
+            }
+            self.swapped.enter_context(
+                _torch.aot.reparametrize(used.module, substitutes)
+            )
 
 
 def _apart(
@@ -317,6 +330,8 @@ class TracedCall:
             stack.enter_context(_torch.loops.steps_looked_up(mode))
             stack.enter_context(ByProducts())
             stack.enter_context(AsOneGraph())
+            stack.enter_context(_torch.aot.refusing_accumulation())
+            stack.callback(self.program.swapped.close)
             try:
                 module = _torch.aot.export_joint(
                     stack, self.program, arguments, grad=self.grad
@@ -344,7 +359,8 @@ class TracedCall:
         return Input(f"{kind}_{len(self.feeds)}", kind)
 
     def inputs(self, args: tuple, kwargs: dict) -> list[Any]:
-        """Values of all placeholders for a call; tangents are ones.
+        """Values of all placeholders for a call; tangents of results are ones, those of
+        inputs that the program writes are zeros.
 
         Raises PlanError if the arguments are not like those traced.
         """
@@ -375,7 +391,8 @@ class TracedCall:
                 tangent = torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 )
-                values.append(tangent.fill_(1))
+                of, _ = _torch.descriptors.descriptor(payload)
+                values.append(tangent.fill_(int(of == "output")))
             else:
                 raise PlanError(f"cannot run a graph with an input of kind {kind!r}")
         return values

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
@@ -130,6 +132,147 @@ def updates(x: torch.Tensor) -> torch.Tensor:
         [x], [x * 2], *moments, [], step, **rates, amsgrad=False, maximize=False
     )
     return x
+
+
+class Clamped(nn.Module):
+    """Writes a parameter before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.proj.weight.data.clamp_(-0.1, 0.1)
+        return self.proj(x).square()
+
+
+class Accumulates(torch.autograd.Function):
+    """``x + f(x)``, computed again in the backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, f: Callable[..., Any]) -> torch.Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + f(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.f(x)
+        torch.autograd.backward(y, dy)
+        return dy + x.grad, None
+
+
+class Returns(torch.autograd.Function):
+    """The same, with the gradients of parameters as results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, f: nn.Module, *_: torch.Tensor
+    ) -> torch.Tensor:
+        return Accumulates.forward(ctx, x, f)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.f(x)
+        dx, *rest = torch.autograd.grad(y, [x, *ctx.f.parameters()], dy)
+        return dy + dx, None, *rest
+
+
+class Layers(nn.Module):
+    """Layers that ``call(f, x)`` runs."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call, self.first = call, nn.Linear(4, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x.square()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Clamped,
+        lambda: Layers(lambda f, x: Returns.apply(x, f, *f.parameters())),
+        lambda: Layers(lambda f, x: checkpoint(f, x, use_reentrant=False)),
+    ],
+    ids=["written", "recomputed", "checkpointed"],
+)
+def test_gradients_are_those_of_eager(make: Callable[[], nn.Module]) -> None:
+    """``plan.reference`` runs the traced graph, which would share a wrong gradient."""
+    model, x = make().double(), torch.randn(4, 4, dtype=torch.float64)
+    result, gradients = fxpar.plan(model, x, mesh="dp=2", grad=True).simulate(x)
+    assert all(p.grad is None for p in model.parameters())
+    want = model(x)
+    want.sum().backward()
+    torch.testing.assert_close(result, want.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+WEIGHT = torch.randn(4, 4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda f, x: Accumulates.apply(x, f), "torch.autograd.backward(y, dy)"),
+        (lambda f, x: checkpoint(f, x, use_reentrant=True), "checkpoint(f, x"),
+        (
+            lambda f, x: Accumulates.apply(x, lambda y: y @ WEIGHT),
+            "torch.autograd.backward(y, dy)",
+        ),
+    ],
+)
+def test_accumulated_gradients_are_refused(call: Any, line: str) -> None:
+    """A graph has no place for them: none reaches tensors of the caller either."""
+    model = Layers(call)
+    with pytest.raises(PlanError, match="accumulates gradients") as error:
+        fxpar.plan(model, X, mesh="dp=2", grad=True)
+    assert "torch.autograd.grad" in error.value.fix
+    assert line in (error.value.where or line)
+    assert all(p.grad is None for p in [WEIGHT, *model.parameters()])
+
+
+def checked(x: torch.Tensor) -> torch.Tensor:
+    torch._check_tensor_all(x > 0, lambda: "not positive")
+    return x * 2
+
+
+def distributed(validate: bool | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def log_prob(x: torch.Tensor) -> torch.Tensor:
+        normal = torch.distributions.Normal(x, x, validate_args=validate)
+        return normal.log_prob(x)
+
+    return log_prob
+
+
+@pytest.mark.parametrize(
+    ("fn", "asserts"),
+    [(checked, True), (distributed(True), True), (distributed(None), False)],
+)
+def test_checks_of_values_are_in_the_graph(fn: Any, asserts: bool) -> None:
+    """Distributions check if asked to, as under Dynamo."""
+    x = X.abs() + 0.1
+    plan = fxpar.plan(fn, x, mesh="dp=2", in_specs=[("dp", None)])
+    torch.testing.assert_close(plan.simulate(x), fn(x))
+    x[5, 2] = -1.0  # on one rank
+    if asserts:
+        with pytest.raises(RuntimeError, match="a check of values does not hold"):
+            plan.simulate(x)
+    else:
+        plan.simulate(x)
 
 
 def closing() -> Callable[[torch.Tensor], torch.Tensor]:
