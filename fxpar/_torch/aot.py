@@ -101,7 +101,7 @@ def refusing_accumulation() -> Iterator[None]:
     the caller's; ``torch.autograd.grad`` is not affected."""
     from unittest import mock
 
-    run = torch.autograd._engine_run_backward
+    run = cast(Any, torch.autograd)._engine_run_backward
 
     def refusing(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
         if accumulate_grad:
