@@ -19,6 +19,9 @@ from fxpar.python_frames import in_one_block
 # Raises in what is compiled, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
 
+# Calls of the op by which torch checks all elements of a tensor.
+IS_ALL_TRUE = (torch._is_all_true, torch.Tensor._is_all_true)
+
 # Backends of fxpar's own.
 SERVED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 

@@ -102,7 +102,6 @@ for _original, _instead in _INSTEAD.items():
     _torch.dynamo.trace_instead(_original, _instead)
 
 
-_IS_ALL_TRUE = (torch._is_all_true, torch.Tensor._is_all_true)
 _READS = (torch.Tensor.item, torch.Tensor.__bool__)
 
 
@@ -118,7 +117,7 @@ class AsOneGraph(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _IS_ALL_TRUE:
+        if func in _torch.dynamo.IS_ALL_TRUE:
             self.checks.append(torch.all(*args))
             return self.checks[-1]
         if func in _READS and any(args[0] is check for check in self.checks):

@@ -124,15 +124,17 @@ def test_advice_on_a_rule_fits_the_op_and_works_as_it_stands() -> None:
     text = next(str(w.message) for w in seen if w.category is FxparWarning)
     name, rule = re.search(r'fxpar\.rule\("(.*)", "(.*)"\)', text).groups()
     assert name == "border_messages::project"
-    assert rule == "a b!, b! c -> a c, a"
+    assert rule == "a! b!, b! c! -> a! c!, a!"
     from fxpar.sharding import rules
 
-    fxpar.rule(name, rule)
+    specs = [("dp", None), None]
+    options: Any = {"mesh": "dp=2", "in_specs": specs, "mode": "propagate"}
     try:
-        specs = [("dp", None), None]
-        plan = fxpar.plan(project, x, w, mesh="dp=2", in_specs=specs, mode="propagate")
-        torch.testing.assert_close(plan.simulate(x, w), plan.reference(x, w))
-        assert plan.spec(plan.nodes[0].name + ".0") == fxpar.Spec("dp", None)
+        for given, split in ((rule, None), (rule.replace("a!", "a"), "dp")):
+            fxpar.rule(name, given)
+            plan = fxpar.plan(project, x, w, **options)
+            torch.testing.assert_close(plan.simulate(x, w), project(x, w))
+            assert plan.spec(plan.nodes[0].name + ".0") == fxpar.Spec(split, None)
     finally:
         rules._USER.pop(name)
 
@@ -140,11 +142,11 @@ def test_advice_on_a_rule_fits_the_op_and_works_as_it_stands() -> None:
 @pytest.mark.parametrize(
     ("operands", "results", "rule"),
     [
-        ([(4, 8, 16), (16,)], [(4, 8, 16)], "a b c, c -> a b c"),
-        ([(4, 3, 1)], [(4, 1)], "a b! _ -> a _"),
-        ([(6, 5)], [(2, 3, 5)], "a! b -> c! d! b"),
-        ([(8, 8)], [(8, 8), (8,)], "a b -> a b, a"),
-        ([(4, 0)], [(4, 0)], "a b -> a b"),
+        ([(4, 8, 16), (16,)], [(4, 8, 16)], "a! b! c!, c! -> a! b! c!"),
+        ([(4, 3, 1)], [(4, 1)], "a! b! _ -> a! _"),
+        ([(6, 5)], [(2, 3, 5)], "a! b! -> c! d! b!"),
+        ([(8, 8)], [(8, 8), (8,)], "a! b! -> a! b!, a!"),
+        ([(4, 0)], [(4, 0)], "a! b! -> a! b!"),
         ([()], [(3,)], None),
         ([(5,)], [()], None),
         ([], [(4,)], None),

@@ -15,12 +15,12 @@ import fxpar
 from fxpar.passes import moved_rows
 from fxpar.passes.builder import Builder
 from fxpar.passes.local import share_exchanges
+from fxpar.passes.simulate.one_op import OneOp
 from fxpar.sharding import row_moves, shared_rows
 from fxpar.sharding.factors import RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.strategy import Strategy, fits
-from tests.helpers.one_op import OneOp
 from tests.helpers.spawn import ranks_of
 
 aten = torch.ops.aten

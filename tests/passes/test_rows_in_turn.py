@@ -17,10 +17,10 @@ from torch._higher_order_ops.associative_scan import associative_scan
 import fxpar
 from fxpar.errors import FxparWarning
 from fxpar.passes.normalize import rows_in_turn
+from fxpar.passes.simulate.one_op import OneOp
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from tests.helpers.one_op import OneOp
 from tests.helpers.spawn import ranks_of
 
 COLUMNS = 3

@@ -4,7 +4,6 @@ passage is fed random summands. A row is tested by having a sample; see ``one_op
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,15 +16,22 @@ from fxpar.passes import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
+from fxpar.passes.simulate.one_op import (
+    Case,
+    OneOp,
+    case,
+    is_expressible,
+    passing,
+    reductions_of,
+)
 from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
-from fxpar.sharding.factors import Passage, Rule, parse_rule
+from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules import TABLE, custom_op_rules, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
 from fxpar.sharding.rules.table import keys, row
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
-from tests.helpers.one_op import OneOp, is_expressible
 
 SAMPLES: dict[Any, list] = {}
 for _table in (samples_core, samples_nn, samples_linalg, samples_points):
@@ -52,17 +58,6 @@ REGISTERED = {
     "torch_nn": "torch.nn.modules.linear_cross_entropy",
 }
 
-Case = tuple[Mesh, Strategy]
-
-
-def known(passage: Passage, one: OneOp) -> list[str]:
-    """The passage's reductions that exist for values of its operands' dtypes."""
-    operands = [one.operands[i] for i in passage.operands]
-    exact = not all(x.is_floating_point() or x.is_complex() for x in operands)
-    ordered = not any(x.is_complex() for x in operands)
-    exist = {"avg": not exact, "max": ordered, "min": ordered}
-    return [op for op in passage.reductions if exist.get(op, True)]
-
 
 def op_of(key: Any) -> Any:
     """The overload that a key of the table stands for."""
@@ -84,40 +79,6 @@ def name_of(key: Any) -> str:
     return key if isinstance(key, str) else str(key)
 
 
-def majors(rule: Rule, factor: str) -> list[str]:
-    """Factors above ``factor`` in some dim: it can be split where they are complete."""
-    found = []
-    for dim in (dim for dims in rule.tensors for dim in dims if factor in dim):
-        found += [f for f in dim[: dim.index(factor)] if rule.size[f] > 1]
-    return list(dict.fromkeys(found))
-
-
-def case(
-    rule: Rule, wanted: dict[str, list[tuple[str, int]]], *passes: Any
-) -> Case | None:
-    """Mesh and strategy that split each factor by the given (axis, size) pairs, and the
-    factors above it completely; None if that cannot be."""
-    split = dict(wanted)
-    for factor in wanted:
-        for i, major in enumerate(majors(rule, factor)):
-            have = math.prod(n for _, n in split.get(major, []))
-            if rule.size[major] % have:
-                return None
-            if rule.size[major] > have:
-                rest = (f"{factor}{i}", rule.size[major] // have)
-                split[major] = [*split.get(major, []), rest]
-    if any(f in rule.whole for f in split):
-        return None
-    sizes = dict(pair for pairs in split.values() for pair in pairs)
-    sizes |= {axis: 2 for axis, _, _ in passes}
-    mesh = Mesh(tuple(sorted(sizes.items())))
-    strategy = Strategy(
-        tuple((f, tuple(axis for axis, _ in pairs)) for f, pairs in split.items()),
-        passes,
-    )
-    return (mesh, strategy) if is_expressible(rule, strategy, mesh) else None
-
-
 def single(one: OneOp, rule: Rule) -> Iterator[Case | None]:
     """One axis on one factor, or on none."""
     yield Mesh.parse("x=2"), Strategy()
@@ -125,13 +86,6 @@ def single(one: OneOp, rule: Rule) -> Iterator[Case | None]:
         n = next((n for n in (2, 3) if rule.size[factor] % n == 0), None)
         if n is not None and rule.size[factor]:
             yield case(rule, {factor: [("x", n)]})
-
-
-def passing(one: OneOp, rule: Rule) -> Iterator[Case | None]:
-    """One passage."""
-    for p, passage in enumerate(rule.passages):
-        for reduction in known(passage, one):
-            yield case(rule, {}, ("p", reduction, p))
 
 
 def several(one: OneOp, rule: Rule) -> Iterator[Case | None]:
@@ -147,7 +101,7 @@ def several(one: OneOp, rule: Rule) -> Iterator[Case | None]:
         yield case(rule, {first: [("x", 2)], second: [("y", 2)]})
     for p, passage in enumerate(rule.passages):
         for factor in free:
-            kinds = known(passage, one)
+            kinds = reductions_of(passage, one)
             if factor in rule.contracted:
                 kinds = [op for op in kinds if op == rule.reduction.get(factor, "sum")]
             for reduction in kinds[:1]:

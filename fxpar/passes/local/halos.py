@@ -10,7 +10,7 @@ Where several dims are split the corners come with the rows of the later ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -232,12 +232,18 @@ def _present_fill(
         if user.target is not aten.where.self or user.args[1] is not x:
             continue
         condition, _, constant = user.args
-        index, bound = condition.args
+        index = condition.args[0] if condition.args else None
+        if (condition.target, *condition.args[1:]) != test or not _is_full(index):
+            continue
         place = index.args[1]
-        same_ranks = (condition.target, bound) == test and place.args[1] == axes
-        if same_ranks and constant.args[1] == fill:
+        same_ranks = isinstance(place, fx.Node) and place.args[1:3] == (axes, 1)
+        if same_ranks and _is_full(constant) and constant.args[1] == fill:
             return user
     return None
+
+
+def _is_full(x: Any) -> TypeGuard[fx.Node]:
+    return isinstance(x, fx.Node) and x.target is aten.full.default
 
 
 def _size(x: fx.Node, dim: int) -> int:

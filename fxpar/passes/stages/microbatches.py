@@ -236,8 +236,8 @@ class _Unroller:
 
     def run(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
-            if node.target is rank_ints.offset and TIME in node.args[1]:
-                self.values[node] = [self._offset(node, p) for p in range(self.parts)]
+            if node.target in rank_ints.PLACES and TIME in node.args[1]:
+                self.values[node] = [self._place(node, p) for p in range(self.parts)]
             elif steps.is_step(node) and steps.axes_of(node) == (TIME,):
                 self._join(node)
             elif node.op != "output" and self._is_shared(node):
@@ -290,19 +290,21 @@ class _Unroller:
         copy.meta.update(copy.meta.pop(NOTED, {}))
         return copy
 
-    def _offset(self, node: fx.Node, part: int) -> Any:
-        """Where a part begins, on this rank."""
-        _, axes, stride, base, *around = node.args
-        if axes[-1] != TIME or (around and len(axes) > 1):
+    def _place(self, node: fx.Node, part: int) -> Any:
+        """What one of ``rank_ints.PLACES`` is for a part, on this rank."""
+        axes = node.args[1]
+        if axes == (TIME,):
+            return rank_ints.place(node.target, node.args, part)
+        _, _, *numbers = node.args
+        is_added = node.target is rank_ints.offset and len(numbers) == 2
+        if axes[-1] != TIME or not is_added:
             raise PlanError(
                 f"{node.name} counts over {'+'.join(axes)}",
                 where=user_line(node),
                 fix="set microbatches=1",
             )
-        first = base + stride * part
-        if around:
-            first %= around[0]
-        return self.build.offset(axes[:-1], stride * self.parts, first)
+        stride, base = numbers
+        return self.build.offset(axes[:-1], stride * self.parts, base + stride * part)
 
     # What collectives over time are
 

@@ -22,6 +22,7 @@ from fxpar.passes import size_nodes
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.order.forward_backward import are_run_alike, as_run
+from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
@@ -211,6 +212,7 @@ def make_plan(state: JointState) -> None:
             state.request = request.on(state.decision.mesh)
     mesh = state.decision.mesh
     report_unknown(state.decision.program, mesh, request.strict)
+    check_user_rules(state.decision.program, mesh)
     state.decision = on_whole_mesh(state.decision, state.request.pipeline)
 
 

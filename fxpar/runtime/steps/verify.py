@@ -19,6 +19,7 @@ from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.rules import user_row_of
 
 
 def verify(
@@ -54,10 +55,15 @@ def verify(
             actual = gather([outs[k] for outs in ranks], spec, mesh)
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
         except AssertionError as error:
+            ruled = {str(x.target) for x in program.ops if user_row_of(x.target)}
+            fix = (
+                "report it, with FXPAR_DUMP of this run; FXPAR_PLAN=replicate avoids it"
+            )
+            if ruled:
+                rules = f"the rules that fxpar.rule gave to {', '.join(sorted(ruled))}"
+                fix = f"look first at {rules}; if they are right, {fix}"
             raise PlanError(
-                f"FXPAR_VERIFY: output {name} differs from one device: {error}",
-                fix="report it, with FXPAR_DUMP of this run; FXPAR_PLAN=replicate "
-                "avoids it",
+                f"FXPAR_VERIFY: output {name} differs from one device: {error}", fix=fix
             ) from error
 
 

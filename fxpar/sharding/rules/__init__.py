@@ -110,14 +110,20 @@ def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
     _USER[name] = Row(factors, **{"empty": "never", **marks})
 
 
+def user_row_of(target: Any) -> Row | None:
+    """The row that ``fxpar.rule`` gave an op overload."""
+    if not _USER or not isinstance(target, _torch.inductor.OpOverload):
+        return None
+    full = target.name()
+    return _USER.get(full) or _USER.get(full.partition(".")[0])
+
+
 def row_of(target: Any) -> Row | None:
     """The row of an op overload, the user's before the table's."""
     if target in TABLE and not _USER:
         return TABLE[target]
     if isinstance(target, _torch.inductor.OpOverload):
-        full = target.name()
-        user_row = _USER.get(full) or _USER.get(full.partition(".")[0])
-        return user_row or TABLE.get(target) or TABLE.get(full)
+        return user_row_of(target) or TABLE.get(target) or TABLE.get(target.name())
     if target in _OF_PASSES:
         return _OF_PASSES[target]
     return TABLE.get(target) or TABLE.get(_torch.aot.higher_order_name(target))

@@ -59,29 +59,33 @@ def _how_to_split(program: Program, op: Op) -> str:
     if fits is None:
         return "nothing of it can be split: leave it, or compute it outside"
     call = f'fxpar.rule("{op.target.name()}", "{fits}")'
-    return f'give it a rule, with "!" on dims it needs whole, such as {call}'
+    return (
+        f'give it a rule, and take "!" off each dim along which the op computes every '
+        f"row by itself: {call}"
+    )
 
 
 def example(operands: Sequence[Shape], results: Sequence[Shape]) -> str | None:
-    """A rule that fits tensors of these shapes, or None if text has no rule for them,
-    or nothing in it could be split. Dims of one size share a factor, those at the same
-    place first; what stands on one side of the arrow only stays whole."""
+    """A rule that fits tensors of these shapes and keeps every dim whole, or None if
+    text has no rule for them, or no dim is both of an operand and of a result. Dims of
+    one size share a factor, those at the same place first."""
     shapes, sizes = [*operands, *results], dict[str, int]()
     words = [_words(shape, sizes) for shape in shapes]
     operand_names, result_names = (
         {name for dims in side for name in dims}
         for side in (words[: len(operands)], words[len(operands) :])
     )
-    whole = (operand_names ^ result_names) - {"_"}
+    if not operand_names & result_names - {"_"}:
+        return None
     text = [
-        " ".join(f"{name}!" if name in whole else name for name in dims)
-        for dims in words
+        " ".join("_" if name == "_" else f"{name}!" for name in dims) for dims in words
     ]
     rule = f"{', '.join(text[: len(operands)])} -> {', '.join(text[len(operands) :])}"
     try:
-        return rule if parse_rule(rule).with_sizes(shapes).free else None
+        parse_rule(rule).with_sizes(shapes)
     except RuleError:
         return None
+    return rule
 
 
 def _words(shape: Shape, sizes: dict[str, int]) -> list[str]:

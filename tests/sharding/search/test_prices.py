@@ -14,6 +14,7 @@ from torch import fx
 from fxpar.passes import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.one_op import OneOp, is_expressible
 from fxpar.sharding.cost.hardware import Hardware, Peak
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.op import contracts
@@ -22,7 +23,6 @@ from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_nn
-from tests.helpers.one_op import OneOp, is_expressible
 
 PEAK = Peak(1e6, half_flops=50.0, half_dim=2.0, half_contracted=5.0)
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8")

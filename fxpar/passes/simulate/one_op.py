@@ -1,21 +1,21 @@
-"""One op call, forced into any strategy: what the test of the rule table runs.
+"""One op call, run under the strategies that its rule allows.
 
 ``OneOp`` holds a sample call as a graph of one node. ``check`` localizes it under a
 strategy with the real passes, runs every rank on random summands and shards of the
-operands, joins the results and compares them with the op's own.
+operands, joins the results and compares them with the op's own. ``single``,
+``passing`` and ``uneven`` give the strategies to try. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree
 
 from fxpar import _torch
 from fxpar.passes.insert_reshards import insert_reshards
@@ -23,7 +23,7 @@ from fxpar.passes.local.localize import localize
 from fxpar.passes.simulate.emulate_collectives import gather
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.factors import Rule
+from fxpar.sharding.factors import Passage, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.read_program import read
@@ -57,7 +57,7 @@ class OneOp:
         nodes = iter(inputs)
         node = self.graph.call_function(
             target,
-            *_pytree.tree_map_only(torch.Tensor, lambda _: next(nodes), (args, kwargs)),
+            *_map_tensors(lambda _: next(nodes), (args, kwargs)),
         )
         fakes = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.mode:
@@ -73,12 +73,12 @@ class OneOp:
     def _results(self, node: fx.Node, val: Any) -> list[fx.Node]:
         if isinstance(val, torch.Tensor):
             return [node]
-        found = []
+        results = []
         for i, x in enumerate(val):
             if isinstance(x, torch.Tensor):
-                found.append(self.graph.call_function(operator.getitem, (node, i)))
-                found[-1].meta["val"] = x
-        return found
+                results.append(self.graph.call_function(operator.getitem, (node, i)))
+                results[-1].meta["val"] = x
+        return results
 
     @property
     def rule(self) -> Rule | None:
@@ -88,9 +88,7 @@ class OneOp:
 
     def expected(self) -> list[torch.Tensor]:
         """The results on one device."""
-        copies = _pytree.tree_map_only(
-            torch.Tensor, lambda x: x.clone(), (self.args, self.kwargs)
-        )
+        copies = _map_tensors(torch.Tensor.clone, (self.args, self.kwargs))
         return tensors_of(self.target(*copies[0], **copies[1]))
 
     def localized(self, strategy: Strategy, mesh: Mesh) -> fx.Graph:
@@ -159,6 +157,12 @@ class OneOp:
         return self.program.values[self.program.ops[0].results[i]].shape
 
 
+def _map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    return _torch.fake.tree_map(
+        lambda x: fn(x) if isinstance(x, torch.Tensor) else x, tree
+    )
+
+
 def close(
     got: torch.Tensor, want: torch.Tensor, involved: Sequence[torch.Tensor]
 ) -> None:
@@ -192,15 +196,15 @@ def summands(
                 decomposed(value, reduction, mesh.axis_size(axis), generator)
             )
         }
-    made: dict[Any, torch.Tensor] = {}
+    shards: dict[Any, torch.Tensor] = {}
     out = []
     for rank in range(mesh.size):
         key = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
         shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
-        if (key, shard) not in made:
+        if (key, shard) not in shards:
             where = spec.slices(mesh, x.shape, rank)
-            made[key, shard] = parts[key][where].clone()
-        out.append(made[key, shard])
+            shards[key, shard] = parts[key][where].clone()
+        out.append(shards[key, shard])
     return out
 
 
@@ -212,10 +216,10 @@ def decomposed(
     whole = exact and x.dtype != torch.bool
 
     def noise() -> torch.Tensor:
-        drawn = torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        random = torch.rand(x.shape, generator=generator, dtype=torch.float64)
         if x.dtype == torch.bool:
-            return drawn < 0.5
-        return (drawn * 4 if exact else drawn).to(x.dtype)
+            return random < 0.5
+        return (random * 4 if exact else random).to(x.dtype)
 
     if reduction == "sum" and (whole or not exact):
         others = [noise() for _ in range(count - 1)]
@@ -239,3 +243,65 @@ def decomposed(
         "product": lambda: x | noise() if x.dtype == torch.bool else torch.ones_like(x),
     }[reduction]
     return [torch.where(owner == i, x, weaker()) for i in range(count)]
+
+
+Case = tuple[Mesh, Strategy]
+
+
+def reductions_of(passage: Passage, one: OneOp) -> list[str]:
+    """The passage's reductions that exist for values of its operands' dtypes."""
+    operands = [one.operands[i] for i in passage.operands]
+    exact = not all(x.is_floating_point() or x.is_complex() for x in operands)
+    ordered = not any(x.is_complex() for x in operands)
+    exist = {"avg": not exact, "max": ordered, "min": ordered}
+    return [op for op in passage.reductions if exist.get(op, True)]
+
+
+def majors(rule: Rule, factor: str) -> list[str]:
+    """Factors above ``factor`` in some dim: it can be split where they are complete."""
+    above = []
+    for dim in (dim for dims in rule.tensors for dim in dims if factor in dim):
+        above += [f for f in dim[: dim.index(factor)] if rule.size[f] > 1]
+    return list(dict.fromkeys(above))
+
+
+def case(
+    rule: Rule, splits: dict[str, list[tuple[str, int]]], *passes: Any
+) -> Case | None:
+    """Mesh and strategy that split each factor by the given (axis, size) pairs, and the
+    factors above it completely; None if that cannot be."""
+    split = dict(splits)
+    for factor in splits:
+        for i, major in enumerate(majors(rule, factor)):
+            have = math.prod(n for _, n in split.get(major, []))
+            if rule.size[major] % have:
+                return None
+            if rule.size[major] > have:
+                rest = (f"{factor}{i}", rule.size[major] // have)
+                split[major] = [*split.get(major, []), rest]
+    if any(f in rule.whole for f in split):
+        return None
+    sizes = dict(pair for pairs in split.values() for pair in pairs)
+    sizes |= {axis: 2 for axis, _, _ in passes}
+    mesh = Mesh(tuple(sorted(sizes.items())))
+    strategy = Strategy(
+        tuple((f, tuple(axis for axis, _ in pairs)) for f, pairs in split.items()),
+        passes,
+    )
+    return (mesh, strategy) if is_expressible(rule, strategy, mesh) else None
+
+
+def single(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """One axis on one factor, or on none."""
+    yield Mesh.parse("x=2"), Strategy()
+    for factor in rule.free:
+        n = next((n for n in (2, 3) if rule.size[factor] % n == 0), None)
+        if n is not None and rule.size[factor]:
+            yield case(rule, {factor: [("x", n)]})
+
+
+def passing(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """One passage."""
+    for p, passage in enumerate(rule.passages):
+        for reduction in reductions_of(passage, one):
+            yield case(rule, {}, ("p", reduction, p))

@@ -1,0 +1,217 @@
+"""Rules that users gave to ops, tried on small random tensors.
+
+In: a planned program. Out: nothing, or RuleError for a rule by which ranks would
+compute other numbers than one device: every factor that the rule lets an axis split is
+split, every operand that it lets be partial is fed random summands, and what ranks then
+hold is joined and compared. An op that cannot be run here is a warning. A rule is tried
+once in a process; nothing is communicated, and no random state changes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import FxparWarning, RuleError, compose
+from fxpar.passes.simulate.one_op import OneOp, case, close, passing
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program, tensor_nodes, user_line
+from fxpar.sharding.rules import user_row_of
+
+# The most rows of a factor in a sample, tried on two ranks: even and uneven shards.
+_SMALL = (4, 7)
+# An op may work in blocks, and its shards be whole blocks: where small samples fail a
+# larger one decides, on as many ranks as axes of the mesh have.
+_LARGE = (256, 1 << 62)
+# Elements of the largest tensor of a sample.
+_MOST = 1 << 24
+
+# What was checked: ops, rules, and what calls have besides sizes.
+_CHECKED: set[Any] = set()
+
+
+class _NotRun(Exception):
+    """A sample that says nothing of the rule; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A way to run the op that gives other numbers than one device."""
+
+    # That was split; None: an operand was partial.
+    factor: str | None
+    # Shards were of unequal sizes.
+    is_uneven: bool
+    # What is wrong with the numbers.
+    error: Exception
+
+
+def check_user_rules(program: Program, mesh: Mesh) -> None:
+    """Raise RuleError for a rule of ``fxpar.rule`` that is wrong for a call of the
+    program; warn of one that cannot be tried."""
+    counts = sorted({size for _, size in mesh.axes if size > 1})
+    for op in program.ops:
+        if not op.has_rule or user_row_of(op.target) is None:
+            continue
+        key = op.target, str(op.rule), op.rule.passages, op.rule.even, _kind(op.node)
+        if key not in _CHECKED:
+            with _torch.aot.as_compiled(), torch.no_grad(), torch.random.fork_rng():
+                _check(op, counts)
+            _CHECKED.add(key)
+
+
+def _kind(node: fx.Node) -> str:
+    """The arguments of a call, without the sizes of tensors."""
+
+    def text(x: fx.Node) -> str:
+        value = x.meta.get("val")
+        return str(value.dtype if isinstance(value, torch.Tensor) else value)
+
+    return repr(fx.node.map_arg((node.args, node.kwargs), text))
+
+
+def _check(op: Op, counts: Sequence[int]) -> None:
+    try:
+        failures = _failures(op, counts)
+    except _NotRun as error:
+        what = f"the rule '{op.rule}' of {op.target} is not checked: {error}"
+        fix = "compare losses with one device, or FXPAR_VERIFY=1"
+        text = compose(what, where=user_line(op.node), fix=fix)
+        warnings.warn(text, FxparWarning, stacklevel=2)
+        return
+    if failures:
+        first = failures[0]
+        how = f"{first.factor!r} is split" if first.factor else "an operand is partial"
+        raise RuleError(
+            f"the rule '{op.rule}' of {op.target} is wrong: where {how}, ranks compute "
+            f"other numbers than one device ({_first_line(first.error)})",
+            where=user_line(op.node),
+            fix=_fix(op, failures),
+        )
+
+
+def _fix(op: Op, failures: Sequence[_Failure]) -> str:
+    factors = {x.factor for x in failures if x.factor and not x.is_uneven}
+    if factors:
+        corrected = replace(op.rule, whole=op.rule.whole.union(factors))
+        return f'keep it whole: fxpar.rule("{op.target.name()}", "{corrected}")'
+    if any(x.is_uneven for x in failures):
+        return "give the rule even=True: shards are then of one size"
+    return "leave out the mark (linear=, monotone=, movement=) that lets it be partial"
+
+
+def _failures(op: Op, counts: Sequence[int]) -> list[_Failure]:
+    """What of the rule is wrong; raises _NotRun if no sample tells."""
+    reasons: list[str] = []
+    of_small: list[_Failure] | None = None
+    for most in _SMALL:
+        try:
+            of_small = (of_small or []) + _try(op, most, [2])
+        except _NotRun as error:
+            reasons.append(str(error))
+    if of_small == []:
+        return []
+    for most in _LARGE:
+        try:
+            return _try(op, most, counts)
+        except _NotRun as error:
+            reasons.append(str(error))
+    if of_small is None:
+        raise _NotRun(reasons[0])
+    return of_small
+
+
+def _try(op: Op, most: int, counts: Sequence[int]) -> list[_Failure]:
+    """What is wrong with the rule on a sample of at most so many rows of each factor;
+    raises _NotRun."""
+    one, want, generator = _sample(op, most)
+    rule, failures = one.rule, []
+    assert rule is not None
+    splits = [(f, n, case(rule, {f: [("x", n)]})) for f in rule.free for n in counts]
+    partials = [(None, 1, way) for way in passing(one, rule)]
+    for factor, n, way in [*splits, *partials]:
+        if way is None:
+            continue
+        mesh, strategy = way
+        try:
+            one.check(strategy, mesh, want, generator)
+        except Exception as error:
+            is_uneven = factor is not None and rule.size[factor] % n != 0
+            failures.append(_Failure(factor, is_uneven, error))
+    return failures
+
+
+def _sample(op: Op, most: int) -> tuple[OneOp, list[torch.Tensor], torch.Generator]:
+    """A call of the op on random tensors, what it gives, and a generator for more."""
+    sizes = {f: min(_torch.symbols.hint_of(n), most) for f, n in op.rule.sizes}
+    shapes = []
+    for x, dims in zip(tensor_nodes(op.node), op.rule.operands, strict=True):
+        actual = _torch.symbols.hint_shape(x.meta["val"].shape)
+        shapes.append(
+            [_size(dim, sizes, n) for dim, n in zip(dims, actual, strict=True)]
+        )
+    if any(torch.Size(shape).numel() > _MOST for shape in shapes):
+        raise _NotRun("its tensors are too large for a sample")
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for draw in (torch.randn, torch.rand):
+            args, kwargs = _arguments(op.node, shapes, draw, generator)
+            one = OneOp(op.target, args, kwargs)
+            want = one.expected()
+            if all(x.isfinite().all() for x in want):
+                break
+        if str(one.rule) != str(op.rule):
+            raise _NotRun("it is another rule where dims are small")
+        again = one.expected()
+    except _NotRun:
+        raise
+    except Exception as error:
+        raise _NotRun(f"a sample fails ({_first_line(error)})") from error
+    try:
+        for x, y in zip(want, again, strict=True):
+            close(x, y, want)
+    except AssertionError as error:
+        raise _NotRun("the op gives other numbers at every call") from error
+    return one, want, generator
+
+
+def _size(dim: Sequence[str], sizes: dict[str, int], actual: int) -> int:
+    """Rows of a dim of these factors; without any as many as the call has."""
+    rows = 1
+    for factor in dim:
+        rows *= sizes[factor]
+    return rows if dim else actual
+
+
+def _arguments(
+    node: fx.Node, shapes: Sequence[Sequence[int]], draw: Any, generator: Any
+) -> tuple[Any, Any]:
+    """The arguments of a call with random tensors of other shapes; of whole numbers
+    zeros and ones, which are indices of most things."""
+    rest = iter(shapes)
+
+    def argument(x: fx.Node) -> Any:
+        value = x.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return _torch.symbols.hint_of(value)
+        shape, dtype = next(rest), value.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            sample = draw(shape, generator=generator, dtype=wide)
+        else:
+            sample = torch.randint(0, 2, shape, generator=generator)
+        return sample.to(value.device, dtype)
+
+    return fx.node.map_arg((node.args, node.kwargs), argument)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [x.strip() for x in str(error).splitlines() if x.strip()]
+    numbers = [x for x in lines if x.startswith("Mismatched elements")]
+    return (numbers or lines or [type(error).__name__])[0]
