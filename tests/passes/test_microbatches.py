@@ -140,6 +140,99 @@ def test_numbers_on_more_meshes(
         assert error_of(plan, feed()) < 1e-12
 
 
+class Indexed(nn.Module):
+    """Reads rows of the batch by indices, as masks and caches do."""
+
+    def __init__(self, read: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.read, self.embed = read, nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, rows = self.embed(ids), torch.arange(ids.shape[0])
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.read(x, rows, ids % ids.shape[1])
+
+
+READS: dict[str, Callable[..., torch.Tensor]] = {
+    "tokens of each row": lambda x, rows, at: x[rows[:, None], at],
+    "the last token": lambda x, rows, at: x[rows, at[:, 0]],
+    "written": lambda x, rows, at: torch.index_put(
+        torch.zeros_like(x), (rows[:, None], at), x, accumulate=True
+    ),
+    "other rows": lambda x, rows, at: x[rows.flip(0)] + x.roll(1, 0),
+    "a mask": lambda x, rows, at: (
+        x * (at > 2)[rows[:, None], rows[None, :6]][..., None]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts"),
+    [
+        ("pp=2,tp=2", ROWS),
+        pytest.param("pp=2,tp=2", 2, marks=pytest.mark.slow),
+        pytest.param("tp=2", ROWS, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("how", READS)
+def test_rows_that_indices_read(
+    how: str, mesh: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a row is that in its part, of one row too."""
+    model = double(Indexed(READS[how]))
+    plan = planned(monkeypatch, model, ids(), mesh, parts)
+    assert any("microbatches" in note for note in plan.notes)
+    result, gradients = plan.simulate(ids())
+    want = model(ids())
+    want.sum().backward()
+    torch.testing.assert_close(result, want.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+@pytest.mark.parametrize(
+    "positions", [pytest.param(False, marks=pytest.mark.slow), True]
+)
+def test_masks_of_gemma_at_parts_of_one_row(
+    positions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask of a sliding window is read by row and place; with positions given, the
+    ranks also exchange rows of the mask."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    config = Gemma2Config(
+        vocab_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        use_cache=False,
+        **sizes,
+    )
+    model = double(Gemma2ForCausalLM(config))
+    tokens = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    if positions:
+        batch["position_ids"] = torch.arange(16) + torch.arange(4)[:, None]
+
+    def loss(**batch: torch.Tensor) -> torch.Tensor:
+        return model(**batch).loss
+
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "4")
+    plan = fxpar.plan(loss, mesh="pp=2,tp=2", mode="propagate", grad=True, **batch)
+    result, gradients = plan.simulate(**batch)
+    want = loss(**batch)
+    want.backward()
+    torch.testing.assert_close(result, want.detach())  # the loss is of float32
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            gradients[f"model.{name}"], parameter.grad, rtol=1e-4, atol=1e-6
+        )
+
+
 def kinds(plan: Any) -> Counter[tuple[str, tuple[str, ...]]]:
     return Counter((each.kind, each.axes) for each in plan.collectives)
 
