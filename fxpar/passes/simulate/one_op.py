@@ -32,6 +32,9 @@ from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
+# A mesh, and a strategy of the op on it.
+Case = tuple[Mesh, Strategy]
+
 # Relative and absolute tolerance by the coarsest dtype involved.
 TOLERANCE = {
     torch.float64: 1e-9,
@@ -218,8 +221,8 @@ def decomposed(
     def noise() -> torch.Tensor:
         random = torch.rand(x.shape, generator=generator, dtype=torch.float64)
         if x.dtype == torch.bool:
-            return random < 0.5
-        return (random * 4 if exact else random).to(x.dtype)
+            return (random < 0.5).to(x.device)
+        return (random * 4 if exact else random).to(x.device, x.dtype)
 
     if reduction == "sum" and (whole or not exact):
         others = [noise() for _ in range(count - 1)]
@@ -231,7 +234,7 @@ def decomposed(
         others = [0.5 + noise() for _ in range(count - 1)]
         return [x / math.prod(others), *others]
     # One rank, another for each element, has the value; the others what cannot win.
-    owner = torch.randint(0, count, x.shape, generator=generator)
+    owner = torch.randint(0, count, x.shape, generator=generator).to(x.device)
     weaker = {
         "max": (lambda: x & noise())
         if x.dtype == torch.bool
@@ -243,9 +246,6 @@ def decomposed(
         "product": lambda: x | noise() if x.dtype == torch.bool else torch.ones_like(x),
     }[reduction]
     return [torch.where(owner == i, x, weaker()) for i in range(count)]
-
-
-Case = tuple[Mesh, Strategy]
 
 
 def reductions_of(passage: Passage, one: OneOp) -> list[str]:
