@@ -117,7 +117,8 @@ def _is_text(graph: fx.Graph) -> bool:
 def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
     if node.op == "call_function":
         runs = (_torch.inductor.OpOverload, BuiltinFunctionType)
-        return isinstance(node.target, runs) or node.target is INVOKE
+        is_op = isinstance(node.target, runs) or node.target is INVOKE
+        return is_op and not _torch.node_texts.is_lowered_by_user(node.target)
     if node.op == "get_attr":
         return node.target in bodies
     return node.op in ("placeholder", "output")

@@ -93,7 +93,7 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
 def _target_text(target: Any) -> str:
     if inspect.isroutine(target):  # its address would differ between runs
         return f"{target.__module__}.{target.__qualname__}"
-    return str(target)
+    return _torch.node_texts.text_of_op(target)
 
 
 def _rules(program: Program) -> Iterator[str]:
