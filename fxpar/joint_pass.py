@@ -29,7 +29,7 @@ from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
-from fxpar.runtime.caches.known_programs import KnownProgram
+from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -120,11 +120,22 @@ class JointPass:
         )
 
     def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
-        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
-        options, ranks = self.job.options, self.ranks
+        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph). Raises
+        PlanMisfit where the plan that is known of the program cannot be followed."""
         first = next(iter(gm.graph.nodes))
         if "desc" not in first.meta:
             return None
+        if self.entry is None or self.entry.plan is None:
+            return self._parallelized(gm)
+        try:
+            return self._parallelized(gm)
+        except Exception as error:
+            if consensus.was_told(error):
+                raise
+            raise PlanMisfit(f"{type(error).__name__}: {error}") from error
+
+    def _parallelized(self, gm: fx.GraphModule) -> fx.Graph:
+        options, ranks = self.job.options, self.ranks
         fake_mode = (
             _torch.fake.fake_mode_of(
                 [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
@@ -354,15 +365,17 @@ class JointPass:
         options, ranks = self.job.options, self.ranks
         show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
 
-    def agree_on_launches(self) -> None:
-        """Return once all ranks have compiled what launches the same collectives.
+    def agree_on_launches(self, *, compiled: bool = True) -> bool:
+        """Return once all ranks have compiled what launches the same collectives; False
+        on all ranks if one has not ``compiled``, since its known plan does not fit.
 
         Raises RankMismatchError if they do not; InputMismatchError where that comes
         from sizes that differ.
         """
         tag = f"graph{self.number} is compiled"
-        agree_on_launches(tag, self.launches, self.job.size_match)
-        self.is_agreed = True
+        launches = self.launches if compiled else None
+        self.is_agreed = agree_on_launches(tag, launches, self.job.size_match)
+        return self.is_agreed
 
     def written(self) -> set[int]:
         """Positions of the arguments that the program writes to."""

@@ -39,7 +39,7 @@ def is_users_op(target: Any) -> bool:
     """Whether a target is an op that comes neither with torch nor with fxpar."""
     if not isinstance(target, _OPS):
         return False
-    packet = getattr(target, "overloadpacket", target)
+    packet: Any = getattr(target, "overloadpacket", target)
     return packet._qualified_op_name.partition("::")[0] not in _SHIPPED
 
 

@@ -41,6 +41,10 @@ from fxpar.sharding.spec import Spec
 FORMAT = "fxpar program 4"
 
 
+class PlanMisfit(Exception):
+    """The plan that is known of a program does not fit the program as it is traced."""
+
+
 @dataclass(frozen=True)
 class KnownProgram:
     """What is known of a program."""
@@ -75,9 +79,10 @@ class KnownProgram:
         return f"{self.number}|{rank}" if per_rank else self.number
 
 
-def look_up(text: str | None, tag: str) -> KnownProgram | None:
+def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram | None:
     """What is known of the program of this text, as rank 0 knows it; None if ranks have
-    unlike programs, or one cannot be kept (no ``text``).
+    unlike programs, or one cannot be kept (no ``text``). ``anew``: nothing that was
+    kept is taken.
 
     Raises RankMismatchError if a rank does not come.
     """
@@ -85,7 +90,8 @@ def look_up(text: str | None, tag: str) -> KnownProgram | None:
     message: dict[str, Any] = {"key": key}
     if key and consensus.leads():
         message["number"] = uuid.uuid4().hex
-        message["record"] = cache_files.read_record(_path(key), FORMAT, key)
+        record = None if anew else cache_files.read_record(_path(key), FORMAT, key)
+        message["record"] = record
     every = [json.loads(x) for x in consensus.gather(tag, json.dumps(message))]
     if not key or any(each["key"] != key for each in every):
         return None
