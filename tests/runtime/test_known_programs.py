@@ -304,7 +304,9 @@ def randomly(folder: str, fallback: bool) -> float:
 
 def conjugated(folder: str, conj: bool) -> float:
     torch.compiler.reset()
-    x = torch.randn(8, 4, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        8, 4, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0)
+    )
     x = x.conj() if conj else x
     program = torch.compile(
         lambda x: torch.view_as_real(x.resolve_conj()) * 2.0,
