@@ -38,8 +38,9 @@ def folder_mark() -> str:
     """A word of the folder: equal on processes that see the same one. One that cannot
     be written is seen by one process alone, as one whose word is damaged is, until the
     next start."""
-    mark, path = uuid.uuid4().hex, folder() / "mark"
+    mark = uuid.uuid4().hex
     with contextlib.suppress(OSError):
+        path = folder() / "mark"
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{mark}.new")
         draft.write_text(mark)

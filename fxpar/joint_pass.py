@@ -38,6 +38,7 @@ from fxpar.runtime.calls.open_sizes import (
     SizeRange,
     refusal_of,
 )
+from fxpar.runtime.calls.outside_graphs import warnings_of_plans
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import settle
 from fxpar.runtime.ranks.program_numbers import agree_on_numbers
@@ -47,6 +48,7 @@ from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import restore_meta
 from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
@@ -192,7 +194,7 @@ class JointPass:
         elif self.job.size_match.kind != UNLIKE and not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
             agree_on_numbers(f"numbers of {name}", self.result.local, gm)
-        report(self.plan, options, ranks.rank, name, self.broken_at)
+        self._report(self.plan)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
         bound = pipeline.bound(
             self.result,
@@ -269,11 +271,14 @@ class JointPass:
 
     def report_known_plan(self) -> None:
         """The plan of a program that was taken from AOTAutograd's cache as it is."""
-        entry, options = self.entry, self.job.options
+        entry = self.entry
         if self.result is None and entry is not None and entry.plan is not None:
             self.is_taken, self.launches = True, list(entry.launches)
-            name = self.request.name
-            report(entry.plan, options, self.ranks.rank, name, self.broken_at)
+            self._report(entry.plan)
+
+    def _report(self, plan: Plan) -> None:
+        rank, name, warned = self.ranks.rank, self.request.name, warnings_of_plans()
+        report(plan, self.job.options, rank, name, self.broken_at, warned)
 
     def keep(self) -> None:
         """Leave the program on disk for the next start, if it is a new one. What has

@@ -74,7 +74,7 @@ def look_up_plan(state: JointState) -> None:
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
     if whole is not None:
-        state.asked = state.request
+        state.request_before = state.request
         _follow(state, whole)
 
 
@@ -229,7 +229,7 @@ def _recall(state: JointState, plan: Plan) -> None:
 def _forget_recalled(state: JointState) -> None:
     """The state as it comes to ``make_plan`` where no plan is on disk."""
     state.recalled = state.plan_with_schedule = None
-    state.request = state.asked
+    state.request = state.request_before
     state.program = _program(state)
     for step in (join_pool_gradients, expand_moments):
         if step.__name__ not in state.request.disable:
