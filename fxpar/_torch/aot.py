@@ -16,7 +16,7 @@ from fxpar._torch.cpp_kernels import (
     probe_beside,
     probes_remembered,
 )
-from fxpar._torch.fake import fake_like, new_fake_mode
+from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
     _local_examples,
@@ -62,7 +62,12 @@ def export_joint(
     ``repeated``: as of ``compile_fx``."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with torch.set_grad_enabled(grad), calls_rewritten(), traced_once(repeated):
+    with (
+        torch.set_grad_enabled(grad),
+        calls_rewritten(),
+        traced_once(repeated),
+        failures_unlogged(),
+    ):
         joint = aot_export_joint_with_descriptors(
             stack, module, args, decompositions=decompositions()
         )
@@ -132,6 +137,7 @@ def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
         preserve_node_meta(),
         enable_python_dispatcher(),
         calls_rewritten(),
+        failures_unlogged(),
     ):
         return make_fx(fn)(*args)
 
@@ -248,6 +254,7 @@ def compile_fx(
         _views_recomputed(),
         _objects_behind_generators(),
         traced_once(repeated),
+        failures_unlogged(),
         _shortcuts(inner is None and not any(map(_on_accelerator, examples))),
     ):
         compiled = inductor(
