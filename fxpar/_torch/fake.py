@@ -51,8 +51,8 @@ def failures_unlogged() -> Iterator[None]:
     """Context in which torch does not log an op that fails on fake tensors, 30 lines
     before the error that is raised anyway. It does if the user asks for logs."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    asked = os.environ.get("TORCH_LOGS") or os.environ.get("FXPAR_DEBUG", "0") != "0"
-    if asked or log.isEnabledFor(logging.INFO):
+    is_debugged = os.environ.get("FXPAR_DEBUG", "0") != "0"
+    if is_debugged or os.environ.get("TORCH_LOGS") or log.isEnabledFor(logging.INFO):
         yield
         return
 

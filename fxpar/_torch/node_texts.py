@@ -32,6 +32,9 @@ _OF_BODIES = {
 # Ops whose kernels are in a table of the process; arguments are positions there.
 _OF_TABLES = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
 
+# Kinds of most arguments.
+_PLAIN = {fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device}
+
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
@@ -46,16 +49,22 @@ def is_users_op(target: Any) -> bool:
 def says_all(graph: fx.Graph) -> bool:
     """Whether the text of a Dynamo graph, with those of its bodies, which are not
     looked at here, says all that it computes."""
-    for (op, target), nodes in graph._find_nodes_lookup_table.table.items():
-        if nodes and op == "call_function" and not _is_known(target, next(iter(nodes))):
-            return False
-        if nodes and op in ("call_function", "call_method"):
-            leaves: list[Any] = []
-            for node in nodes:
-                fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
-            if not all(map(_is_printed, leaves)):
-                return False
-    return True
+    leaves: list[Any] = []
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
+    others = (x for x in leaves if type(x) not in _PLAIN)
+    return all(map(_is_printed, others)) and not unknown_functions(graph)
+
+
+def unknown_functions(graph: fx.Graph) -> list[Any]:
+    """What a Dynamo graph calls, bodies aside, that may differ where its name is the
+    same."""
+    return [
+        target
+        for (op, target), nodes in graph._find_nodes_lookup_table.table.items()
+        if nodes and op == "call_function" and not _is_known(target, next(iter(nodes)))
+    ]
 
 
 def text_of_op(op: Any) -> str:

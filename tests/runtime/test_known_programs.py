@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -278,6 +279,26 @@ def test_a_plan_that_does_not_fit_counts_as_none(folders: list[str]) -> None:
     assert all(each["apart"] < 1e-12 for each in last)
     assert [[each["planned"], each["hits"]] for each in last] == [[0, 1]] * 2
     assert last[0]["plan"] == after[1]["plan"]
+
+
+def told_wrong(folder: str) -> dict[str, Any]:
+    """A start of a program of which something else is known, whatever is planned."""
+    plan = fxpar.plan(relu, torch.ones(4, 8), torch.ones(8, 8), mesh="dp=2").result.plan
+    look_up, looks = known_programs.look_up, []
+
+    def wrong(*args: Any, anew: bool) -> Any:
+        looks.append(anew)
+        return replace(look_up(*args, anew=anew), plan=plan)
+
+    with mock.patch.object(known_programs, "look_up", wrong):
+        return started([folder, folder]) | {"looks": looks}
+
+
+@pytest.mark.multiprocess
+def test_what_never_fits_is_planned_by_all(tmp_path: Path) -> None:
+    for each in shared_pool(2).run(told_wrong, str(tmp_path), timeout=600.0):
+        assert each["looks"] == [False, True]
+        assert each["apart"] < 1e-12 and each["planned"] == 3
 
 
 def randomly(folder: str, fallback: bool) -> float:

@@ -117,13 +117,14 @@ def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
         if "refused" in data:
             number = str(data["number"])
             return KnownProgram(key, number, refused=str(data["refused"]))
+        plan = Plan.from_dict(data["plan"])
         return KnownProgram(
             key,
             str(data["number"]),
-            Plan.from_dict(data["plan"]),
+            plan,
             {int(i): Spec.parse(text) for i, text in data["results"].items()},
             tuple(data["launches"]),
-            tuple(map(tuple, data["groups"])),
+            tuple(map(plan.mesh.ordered, data["groups"])),
             bool(data["shared"]),
             tuple(data["written"]),
             {str(name): int(n) for name, n in data["divisors"].items()},

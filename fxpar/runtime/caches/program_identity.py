@@ -249,10 +249,9 @@ def content(
 
 def _objects(gm: fx.GraphModule) -> Iterator[Any]:
     """What a graph and its bodies call and hold, which may have one name and differ."""
+    yield from _torch.node_texts.unknown_functions(gm.graph)
     for node in gm.graph.nodes:
-        if node.op == "call_function":
-            yield node.target
-        elif node.op in ("get_attr", "call_module"):
+        if node.op in ("get_attr", "call_module"):
             attribute = attribute_at(gm, str(node.target))
             if isinstance(attribute, fx.GraphModule):
                 yield from _objects(attribute)
