@@ -31,6 +31,7 @@ from fxpar._torch.inductor_shortcuts import (
 from fxpar._torch.known_values import values_known
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.min_cut import quick_min_cut
+from fxpar._torch.node_texts import says_all
 from fxpar._torch.quick_trees import quick_trees
 from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
@@ -208,7 +209,12 @@ def compile_fx(
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if joint_pass is None:
-        with _shortcuts(not any(map(_on_accelerator, examples))):
+        graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+        kept = {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
+        with (
+            functorch_config.patch(kept),
+            _shortcuts(not any(map(_on_accelerator, examples))),
+        ):
             plain: Any = inductor(gm, examples, inner_compile=_compile_inner)
         return cast(Callable[..., Any], plain)
     parallelize = joint_pass

@@ -86,8 +86,6 @@ def is_lowered_by_user(op: Any) -> bool:
 
 def _is_known(target: Any, node: fx.Node) -> bool:
     """Whether a function is the same wherever its name is, with this torch."""
-    from torch._functorch._aot_autograd.autograd_cache import check_node_safe
-
     if isinstance(target, _OPS):
         return not is_users_op(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -101,6 +99,8 @@ def _is_known(target: Any, node: fx.Node) -> bool:
     if isinstance(target, BuiltinFunctionType):
         return False
     try:
+        from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+
         check_node_safe(node)
     except Exception:
         return False
