@@ -210,9 +210,11 @@ def compile_fx(
 
     if joint_pass is None:
         graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-        kept = {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
+        settings = (
+            {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
+        )
         with (
-            functorch_config.patch(kept),
+            functorch_config.patch(settings),
             _shortcuts(not any(map(_on_accelerator, examples))),
         ):
             plain: Any = inductor(gm, examples, inner_compile=_compile_inner)
