@@ -13,15 +13,20 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import re
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fxpar import _torch
 from fxpar.errors import OptionError
 
 log = logging.getLogger("fxpar")
+
+T = TypeVar("T")
+
+_MARK = re.compile("[0-9a-f]{32}")
 
 
 def folder() -> Path:
@@ -31,7 +36,8 @@ def folder() -> Path:
 
 def folder_mark() -> str:
     """A word of the folder: equal on processes that see the same one. One that cannot
-    be written is seen by one process alone."""
+    be written is seen by one process alone, as one whose word is damaged is, until the
+    next start."""
     mark = uuid.uuid4().hex
     with contextlib.suppress(OSError):
         path = folder() / "mark"
@@ -41,21 +47,27 @@ def folder_mark() -> str:
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)  # in one step, and never over one that is there
         draft.unlink()
-        return path.read_text()
+        text = path.read_bytes().decode(errors="replace")
+        if _MARK.fullmatch(text):
+            return text
+        _put(path, mark)
     return mark
 
 
-def read_record(path: Path, form: str, key: str) -> dict[str, Any] | None:
-    """What ``write_record`` wrote there in this form under this key. None if nothing is
-    there, or what is there is damaged or another's, which the log says."""
+def read_record(
+    path: Path, form: str, key: str, decode: Callable[[dict[str, Any]], T]
+) -> T | None:
+    """What ``decode`` makes of what ``write_record`` wrote there in this form under
+    this key. None if nothing is there, or what is there is damaged, another's, or
+    nothing that can be decoded, which the log says."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_bytes())
         if (data["format"], data["key"]) == (form, key) == _intact(data):
-            return dict(data)
+            return decode(data)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass
+    except Exception:  # damaged bytes may lead to any
+        log.debug("%s", path, exc_info=True)
     log.info("%s is damaged or of another version, it is made anew", path)
     return None
 
@@ -86,18 +98,21 @@ def _digest_of(text: str) -> str:
 
 def write_file(path: Path, text: str) -> None:
     """Write a file in one step, unless it is there with this text. Raises OSError."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if path.read_text() == text:
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == text.encode():
             return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
+    _put(path, text)
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file in one step, with the permissions that new files have."""
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_asked(path: str | Path, text: str) -> None:
@@ -108,13 +123,7 @@ def write_asked(path: str | Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
-        path = path.resolve()  # where a link points
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
-        try:
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        _put(path.resolve(), text)  # where a link points
     except OSError as error:
         raise OptionError(
             f"{str(path)!r} cannot be written: {error.strerror or error}",

@@ -10,6 +10,7 @@ disk (``known_programs``). No algorithms.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.stages import sums_of_parts
 from fxpar.python_frames import in_one_block
 from fxpar.runtime.caches import installation_keys, known_programs
-from fxpar.runtime.caches.known_programs import KnownProgram
+from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
 from fxpar.runtime.calls.call_sizes import UNLIKE
@@ -49,6 +50,8 @@ from fxpar.runtime.train_step.trace import TracedStep
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
+
+log = logging.getLogger("fxpar")
 
 
 def is_plain(options: Options, ranks: Ranks) -> bool:
@@ -112,10 +115,29 @@ def compile_graph(
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number = next_graph()
-    inductor = job.options.codegen == "inductor"
-    if inductor and job.ranks.rank == 0:
+    if job.options.codegen == "inductor" and job.ranks.rank == 0:
         installation_keys.load()  # and leave them to the others, who come behind
-    entry = _look_up(job, gm, examples, number)
+    for anew in (False, True):
+        entry = _look_up(job, gm, examples, number, anew=anew)
+        compiled = _compile_by(entry, job, gm, examples, number, broken_at)
+        if compiled is not None:
+            return compiled
+    compiled = _compile_by(None, job, gm, examples, number, broken_at)
+    assert compiled is not None, "no plan is known that may not fit"
+    return compiled
+
+
+def _compile_by(
+    entry: KnownProgram | None,
+    job: CompileJob,
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    number: int,
+    broken_at: str | None,
+) -> compiled_graph.Compiled | None:
+    """What ``compile_graph`` gives; None on all ranks if what is known of the program
+    does not fit it on one of them."""
+    inductor = job.options.codegen == "inductor"
     is_led = entry is not None and known_programs.is_led(entry, examples)
     leads = is_led and job.ranks.rank == 0
     follows = is_led and not leads
@@ -141,14 +163,22 @@ def compile_graph(
         stage(TRACE),
         open_way,
     ):
-        with step.leading():
-            compiled = _loaded(gm, examples, entry) if loads else None
-            compiled = compiled or _compiled(job, gm, examples, entry, step)
-        step.report_known_plan()
-        if job.open is not None:
-            step.sizes = size_range(job.open, step.written())
+        try:
+            with step.leading():
+                compiled = _loaded(gm, examples, entry) if loads else None
+                compiled = compiled or _compiled(job, gm, examples, entry, step)
+            step.report_known_plan()
+            if job.open is not None:
+                step.sizes = size_range(job.open, step.written())
+        except PlanMisfit as misfit:
+            log.info(
+                "graph%d: its plan does not fit, it is made anew: %s", number, misfit
+            )
+            compiled = None
         status_line.begin(pipeline.WAIT)
-        step.agree_on_launches()
+        if not step.agree_on_launches(compiled=compiled is not None):
+            return None
+    assert compiled is not None
     step.keep()
     step.say_seconds("forward")
     return compiled_graph.Compiled(
@@ -220,10 +250,15 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
 
 
 def _look_up(
-    job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any], number: int
+    job: CompileJob,
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    number: int,
+    *,
+    anew: bool,
 ) -> KnownProgram | None:
     """What is known of the program from an earlier start, on all ranks alike; the
-    process groups that it uses are made."""
+    process groups that it uses are made. ``anew``: nothing that was kept is taken."""
     if job.options.codegen != "inductor" or job.ranks.mesh.size == 1:
         return None
     if pipeline_axis(job.ranks.mesh) is not None:
@@ -238,7 +273,8 @@ def _look_up(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
     with _told_to_others():
-        entry = known_programs.look_up(text, f"what is known of graph{number}")
+        tag = f"what is known of graph{number}"
+        entry = known_programs.look_up(text, tag, anew=anew)
     _make_groups(job, entry)
     return entry
 

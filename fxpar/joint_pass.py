@@ -29,7 +29,7 @@ from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
-from fxpar.runtime.caches.known_programs import KnownProgram
+from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -38,6 +38,7 @@ from fxpar.runtime.calls.open_sizes import (
     SizeRange,
     refusal_of,
 )
+from fxpar.runtime.calls.outside_graphs import warnings_of_plans
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import settle
 from fxpar.runtime.ranks.program_numbers import agree_on_numbers
@@ -47,6 +48,7 @@ from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import restore_meta
 from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
@@ -120,11 +122,22 @@ class JointPass:
         )
 
     def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
-        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
-        options, ranks = self.job.options, self.ranks
+        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph). Raises
+        PlanMisfit where the plan that is known of the program cannot be followed."""
         first = next(iter(gm.graph.nodes))
         if "desc" not in first.meta:
             return None
+        if self.entry is None or self.entry.plan is None:
+            return self._parallelized(gm)
+        try:
+            return self._parallelized(gm)
+        except Exception as error:
+            if consensus.was_told(error):
+                raise
+            raise PlanMisfit(f"{type(error).__name__}: {error}") from error
+
+    def _parallelized(self, gm: fx.GraphModule) -> fx.Graph:
+        options, ranks = self.job.options, self.ranks
         fake_mode = (
             _torch.fake.fake_mode_of(
                 [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
@@ -181,7 +194,7 @@ class JointPass:
         elif self.job.size_match.kind != UNLIKE and not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
             agree_on_numbers(f"numbers of {name}", self.result.local, gm)
-        report(self.plan, options, ranks.rank, name, self.broken_at)
+        self._report(self.plan)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
         bound = pipeline.bound(
             self.result,
@@ -258,11 +271,14 @@ class JointPass:
 
     def report_known_plan(self) -> None:
         """The plan of a program that was taken from AOTAutograd's cache as it is."""
-        entry, options = self.entry, self.job.options
+        entry = self.entry
         if self.result is None and entry is not None and entry.plan is not None:
             self.is_taken, self.launches = True, list(entry.launches)
-            name = self.request.name
-            report(entry.plan, options, self.ranks.rank, name, self.broken_at)
+            self._report(entry.plan)
+
+    def _report(self, plan: Plan) -> None:
+        rank, name, warned = self.ranks.rank, self.request.name, warnings_of_plans()
+        report(plan, self.job.options, rank, name, self.broken_at, warned)
 
     def keep(self) -> None:
         """Leave the program on disk for the next start, if it is a new one. What has
@@ -354,15 +370,17 @@ class JointPass:
         options, ranks = self.job.options, self.ranks
         show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
 
-    def agree_on_launches(self) -> None:
-        """Return once all ranks have compiled what launches the same collectives.
+    def agree_on_launches(self, *, compiled: bool = True) -> bool:
+        """Return once all ranks have compiled what launches the same collectives; False
+        on all ranks if one has not ``compiled``, since its known plan does not fit.
 
         Raises RankMismatchError if they do not; InputMismatchError where that comes
         from sizes that differ.
         """
         tag = f"graph{self.number} is compiled"
-        agree_on_launches(tag, self.launches, self.job.size_match)
-        self.is_agreed = True
+        launches = self.launches if compiled else None
+        self.is_agreed = agree_on_launches(tag, launches, self.job.size_match)
+        return self.is_agreed
 
     def written(self) -> set[int]:
         """Positions of the arguments that the program writes to."""

@@ -16,7 +16,7 @@ from fxpar._torch.cpp_kernels import (
     probe_beside,
     probes_remembered,
 )
-from fxpar._torch.fake import fake_like, new_fake_mode
+from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
     _local_examples,
@@ -31,6 +31,7 @@ from fxpar._torch.inductor_shortcuts import (
 from fxpar._torch.known_values import values_known
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.min_cut import quick_min_cut
+from fxpar._torch.node_texts import says_all
 from fxpar._torch.quick_trees import quick_trees
 from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
@@ -62,7 +63,12 @@ def export_joint(
     ``repeated``: as of ``compile_fx``."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with torch.set_grad_enabled(grad), calls_rewritten(), traced_once(repeated):
+    with (
+        torch.set_grad_enabled(grad),
+        calls_rewritten(),
+        traced_once(repeated),
+        failures_unlogged(),
+    ):
         joint = aot_export_joint_with_descriptors(
             stack, module, args, decompositions=decompositions()
         )
@@ -162,6 +168,7 @@ def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
         preserve_node_meta(),
         enable_python_dispatcher(),
         calls_rewritten(),
+        failures_unlogged(),
     ):
         return make_fx(fn)(*args)
 
@@ -232,7 +239,14 @@ def compile_fx(
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if joint_pass is None:
-        with _shortcuts(not any(map(_on_accelerator, examples))):
+        graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+        settings = (
+            {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
+        )
+        with (
+            functorch_config.patch(settings),
+            _shortcuts(not any(map(_on_accelerator, examples))),
+        ):
             plain: Any = inductor(gm, examples, inner_compile=_compile_inner)
         return cast(Callable[..., Any], plain)
     parallelize = joint_pass
@@ -278,6 +292,7 @@ def compile_fx(
         _views_recomputed(),
         _objects_behind_generators(),
         traced_once(repeated),
+        failures_unlogged(),
         _shortcuts(inner is None and not any(map(_on_accelerator, examples))),
     ):
         compiled = inductor(

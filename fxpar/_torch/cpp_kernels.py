@@ -183,11 +183,15 @@ _LIBRARIES: dict[str, LibraryPlace] = {}
 
 def compiled_here() -> dict[str, Any]:
     """What other ranks need not find out: vector instructions, and where libraries of
-    this machine lie. As data, for ``take_compiled``."""
+    this machine lie, below the folder of caches. As data, for ``take_compiled``."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = os.path.join(cache_dir(), "")
+    libraries = {k: x for k, x in _LIBRARIES.items() if x.path.startswith(folder)}
     return {
         "instructions": instructions(),
         "machine": _machine(),
-        "libraries": _LIBRARIES,
+        "libraries": libraries,
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +44,26 @@ def mode_of(values: Any) -> Any:
     if any(type(value) is torch.Tensor and value.is_meta for value in values):
         return contextlib.nullcontext()
     return fake_mode_of(values)
+
+
+@contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Context in which torch does not log an op that fails on fake tensors, 30 lines
+    before the error that is raised anyway. It does if the user asks for logs."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    is_debugged = os.environ.get("FXPAR_DEBUG", "0") != "0"
+    if is_debugged or os.environ.get("TORCH_LOGS") or log.isEnabledFor(logging.INFO):
+        yield
+        return
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    log.addFilter(keeps)
+    try:
+        yield
+    finally:
+        log.removeFilter(keeps)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.fake import values_kept
 from fxpar._torch.inductor_shortcuts import late_templates, shortcuts
+from fxpar._torch.node_texts import is_users_op
 from fxpar._torch.parts_apart import parts_apart
 from fxpar._torch.version import own_version
 
@@ -106,8 +107,12 @@ def _in_order(
 
     _hold_operands(gm)
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    waits = any("::wait_" in _name(n.target) for graph in graphs for n in graph.nodes)
-    names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
+    targets = {node.target for graph in graphs for node in graph.nodes}
+    waits = any("::wait_" in _name(target) for target in targets)
+    names = ["reorder_for_locality", "reorder_for_peak_memory"] if waits else []
+    if text is None and any(map(is_users_op, targets)):
+        # Torch's key of a graph has no shapes of what its ops make.
+        names.append("fx_graph_cache")
     with (
         config.patch(dict.fromkeys(names, False)),
         _read_after_writes(),

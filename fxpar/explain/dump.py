@@ -171,6 +171,10 @@ def _splits_nothing(plan: Plan) -> bool:
     return not any(spec.sharded_axes for spec in specs)
 
 
+# A kind of warning.
+_WHOLE = "the plan splits nothing"
+
+
 def _why_whole(plan: Plan) -> str:
     if any(note.startswith(("search: ", "found before")) for note in plan.notes):
         return "by the cost model every split takes longer than it saves"
@@ -185,12 +189,18 @@ _NEWS = (
 
 
 def report(
-    plan: Plan, options: Options, rank: int, name: str, broken_at: str | None
+    plan: Plan,
+    options: Options,
+    rank: int,
+    name: str,
+    broken_at: str | None,
+    warned: set[str],
 ) -> None:
     """What the plan has to say, on rank 0: what a search did to the log, the rest as
     warnings; the plan, if asked for.
 
     ``broken_at``: the user's line where Dynamo broke the graph, None if it did not.
+    ``warned``: kinds of warnings that were given of the model, once each.
     """
     if rank != 0:
         return
@@ -200,9 +210,10 @@ def report(
         else:
             warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
     one_stage = plan.of_one_stage() if plan.stages else plan
-    if _splits_nothing(one_stage):
+    if _WHOLE not in warned and _splits_nothing(one_stage):
+        warned.add(_WHOLE)
         whose = "all" if one_stage is plan else "in each stage all"
-        text = f"{name}: the plan splits nothing, {whose} {one_stage.mesh.size} ranks "
+        text = f"{name}: {_WHOLE}, {whose} {one_stage.mesh.size} ranks "
         text += f"compute the whole of it: {_why_whole(plan)}"
         fix = (
             "see what splits would cost with python -m fxpar plan; or ask for one with "

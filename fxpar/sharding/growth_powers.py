@@ -204,8 +204,10 @@ def _at_least(call: DoubledCall) -> Growth:
 
 
 def _at_most(call: DoubledCall) -> Growth:
-    x, bound = call.growth_at(0), call.growth_at(1, "other")
-    return total([x, bound]) if x.power == bound.power else _unbounded(call)
+    """Of values of one power; zero has any."""
+    terms = [call.growth_at(0), call.growth_at(1, "other")]
+    powers = {term.power for term in terms} - {NOTHING, None}
+    return total(terms) if len(powers) <= 1 else _unbounded(call)
 
 
 def _greatest(call: DoubledCall) -> Growth:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -92,6 +93,33 @@ def test_one_rank_that_cannot_write_its_dump_stops_all(tmp_path: Path) -> None:
     first, second = pool.errors(dump_to, str(tmp_path), env={"FXPAR_MESH": "dp=2"})
     assert "FXPAR_DUMP cannot be written" in str(second)
     assert "rank 1" in str(first) and "FXPAR_DUMP cannot be written" in str(first)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_logged"),
+    [
+        ("FXPAR_DEBUG", "0", False),
+        ("FXPAR_DEBUG", "1", True),
+        ("TORCH_LOGS", "x", True),
+    ],
+)
+def test_a_failure_to_trace_is_not_logged_before_it_is_raised(
+    name: str, value: str, is_logged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError, match="must have same reduction dim"):
+            fxpar.plan(lambda x: x @ x, torch.ones(8, 4), mesh="dp=2")
+    finally:
+        log.removeHandler(handler)
+    assert bool(records) == is_logged
+    log.error("other errors", exc_info=ValueError())  # are logged outside
+    assert not log.filters
 
 
 @pytest.mark.parametrize("value", ["serch", "nonsense"])

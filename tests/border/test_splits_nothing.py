@@ -68,6 +68,40 @@ def test_a_plan_that_splits_nothing_is_said_once() -> None:
     assert not second
 
 
+def said_of_graphs() -> list[list[str]]:
+    """Of two models of several graphs each."""
+    torch._dynamo.reset()
+    options = {"codegen": "eager"}
+    texts = []
+    for width in (4, 8):
+        model = nn.Sequential(*(GraphPart(width) for _ in range(3)))
+        run = torch.compile(model, backend="fxpar", options=options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for rows in (2, 3, 2):
+                run(torch.randn(rows, width)).sum().backward()
+        messages = [str(w.message) for w in caught if w.category is FxparWarning]
+        texts.append([text for text in messages if "splits nothing" in text])
+    return texts
+
+
+class GraphPart(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        torch._dynamo.graph_break()
+        return x.relu()
+
+
+def test_it_is_said_once_for_a_model() -> None:
+    env = {"FXPAR_PLAN": "search", "FXPAR_MESH": "dp=2"}
+    first, second = shared_pool(2).run(said_of_graphs, env=env)
+    assert [len(texts) for texts in first] == [1, 1] and second == [[], []]
+
+
 def test_shards_that_are_not_alike_are_no_warning() -> None:
     first, second = shared_pool(2).run(said, 7, 5, env={"FXPAR_PLAN": "propagate"})
     assert not first and not second

@@ -10,8 +10,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -250,6 +252,102 @@ def test_a_second_start_neither_traces_nor_plans(folders: list[str]) -> None:
     again = pool.run(started, folders[:1] * 2, timeout=600.0)
     assert [[each["planned"], each["hits"]] for each in again] == [[1, 0], [0, 1]]
     assert all(each["apart"] < 1e-12 for each in again)
+
+
+def _of_another_program(path: Path) -> None:
+    """Give a record the plan of another program."""
+    plan = fxpar.plan(relu, torch.ones(4, 8), torch.ones(8, 8), mesh="dp=2").result.plan
+    data = json.loads(path.read_text()) | {"plan": plan.to_record()}
+    form, key, _ = (data.pop(name) for name in ("format", "key", "digest"))
+    cache_files.write_record(path, form, key, data)
+
+
+@pytest.mark.multiprocess
+def test_a_plan_that_does_not_fit_counts_as_none(folders: list[str]) -> None:
+    """On all ranks, also where it does not fit on one alone: the other has what was
+    compiled, and knows nothing of the plan."""
+    pool = shared_pool(2)
+    pool.run(started, folders, timeout=600.0)
+    for path in Path(folders[0], "fxpar").glob("*.program.json"):
+        _of_another_program(path)
+    shutil.rmtree(Path(folders[1], "aotautograd"))
+    after = pool.run(started, folders, timeout=600.0)
+    assert [each["planned"] for each in after] == [1, 2]
+    assert all(each["apart"] < 1e-12 for each in after)
+    # And is kept for the next start.
+    last = pool.run(started, folders, timeout=600.0)
+    assert all(each["apart"] < 1e-12 for each in last)
+    assert [[each["planned"], each["hits"]] for each in last] == [[0, 1]] * 2
+    assert last[0]["plan"] == after[1]["plan"]
+
+
+def told_wrong(folder: str) -> dict[str, Any]:
+    """A start of a program of which something else is known, whatever is planned."""
+    plan = fxpar.plan(relu, torch.ones(4, 8), torch.ones(8, 8), mesh="dp=2").result.plan
+    look_up, looks = known_programs.look_up, []
+
+    def wrong(*args: Any, anew: bool) -> Any:
+        looks.append(anew)
+        return replace(look_up(*args, anew=anew), plan=plan)
+
+    with mock.patch.object(known_programs, "look_up", wrong):
+        return started([folder, folder]) | {"looks": looks}
+
+
+@pytest.mark.multiprocess
+def test_what_never_fits_is_planned_by_all(tmp_path: Path) -> None:
+    for each in shared_pool(2).run(told_wrong, str(tmp_path), timeout=600.0):
+        assert each["looks"] == [False, True]
+        assert each["apart"] < 1e-12 and each["planned"] == 3
+
+
+def randomly(folder: str, fallback: bool) -> float:
+    """A step with dropout, by Inductor's random numbers or torch's own: how far its
+    gradient is from that of its mask."""
+    from torch._inductor import config
+
+    torch.compiler.reset()
+    x = torch.ones(8, 16, requires_grad=True)
+    program = torch.compile(
+        lambda x: torch.nn.functional.dropout(x, 0.5) * 3.0,
+        backend="fxpar",
+        options={"mesh": "dp=2"},
+    )
+    with (
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+        config.patch(fallback_random=fallback),
+    ):
+        y = program(x)
+        y.sum().backward()
+    assert x.grad is not None and set(y.unique().tolist()) == {0.0, 6.0}
+    return float((y.detach() - x.grad).abs().max())
+
+
+def conjugated(folder: str, conj: bool) -> float:
+    torch.compiler.reset()
+    x = torch.randn(
+        8, 4, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0)
+    )
+    x = x.conj() if conj else x
+    program = torch.compile(
+        lambda x: torch.view_as_real(x.resolve_conj()) * 2.0,
+        backend="fxpar",
+        options={"mesh": "dp=2"},
+    )
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+        y = program(x)
+    return float((y - 2.0 * torch.view_as_real(x.resolve_conj())).abs().max())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("start", [randomly, conjugated])
+def test_what_tracing_depends_on_may_change_between_starts(
+    tmp_path: Path, start: Callable[[str, bool], float]
+) -> None:
+    pool = shared_pool(2)
+    for other in (False, True, False):
+        apart = pool.run(start, str(tmp_path), other, timeout=300.0)
+        assert max(apart) < 1e-6
 
 
 def at_rest(folder: str, whole: bool) -> dict[str, Any]:

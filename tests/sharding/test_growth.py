@@ -77,6 +77,9 @@ EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "mse": lambda x, y, w: F.mse_loss(x @ w, x),
     "mse sum": lambda x, y, w: F.mse_loss(x @ w, x, reduction="sum"),
     "by size": lambda x, y, w: x.square().sum() / x.shape[0],
+    "logsigmoid": lambda x, y, w: -F.logsigmoid(x).mean(),
+    "logsigmoid sum": lambda x, y, w: -F.logsigmoid(x).sum(),
+    "at most zero": lambda x, y, w: (-x.square().sum()).clamp_max(0.0),
     "by numel": lambda x, y, w: x.square().sum() * (1 / x.numel()),
     "by a number": lambda x, y, w: x.square().sum() / 12,
     "by a count": lambda x, y, w: x.square().sum() / y.ne(0).sum(),
@@ -238,6 +241,7 @@ def test_samples_that_meet(name: str) -> None:
 
 
 UNKNOWN: dict[str, Callable[..., torch.Tensor]] = {
+    "at most one": lambda x, y, w: x.square().sum().clamp_max(1.0),
     "exponential": lambda x, y, w: x.abs().sum().exp(),
     "bounded": lambda x, y, w: x.sum().tanh(),
     "scan": lambda x, y, w: x.cumsum(0).mean(),

@@ -16,6 +16,7 @@ the table's (``implementations``).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import statistics
@@ -129,7 +130,8 @@ def tuned(
     way, seconds = fastest(ways, prepare, meeting, clock)
     if meeting.rank == 0:
         text = json.dumps({"way": asdict(way), "seconds": seconds}, indent=1)
-        cache_files.write_file(path, text)
+        with contextlib.suppress(OSError):
+            cache_files.write_file(path, text)
     return way
 
 
@@ -150,7 +152,7 @@ def _text_of(path: Path) -> str:
 def _read(text: str) -> TunedWay | None:
     try:
         return TunedWay(**json.loads(text)["way"])
-    except (ValueError, KeyError, TypeError):
+    except Exception:  # damaged bytes may lead to any
         return None
 
 

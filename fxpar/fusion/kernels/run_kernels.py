@@ -2,7 +2,7 @@
 
 In: a program, tensors, numbers, the name of the process group. Out: new tensors. Each
 part between collectives is one kernel, compiled once per process; its source is kept as
-a file beside Inductor's caches, where a debugger and Triton find it. Collectives run as
+a file beside Inductor's caches, where a debugger finds it. Collectives run as
 functional ops. On CPU kernels run in Triton's interpreter if TRITON_INTERPRET is set
 (it is read when Triton is first imported), else the program is interpreted op by op; so
 is a part that no kernel can have. That choice depends on shapes, dtypes and the device
@@ -11,13 +11,13 @@ alone, so that it is one on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib.util
+import linecache
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -297,17 +297,15 @@ def function_of(kernel: Kernel) -> Any:
 
 @cache
 def module_of(name: str, text: str) -> Any:
-    """A source text as a module. Triton reads the source of a function again from the
-    file it stands in."""
+    """A source text as a module. Nothing is read of its file, in which anything may
+    stand by now: Triton finds the source of a function in ``linecache``."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = cache_files.folder() / "kernels" / f"{name}_{digest}.py"
-    try:
+    with contextlib.suppress(OSError):
         cache_files.write_file(path, text)
-    except OSError:
-        path = Path(tempfile.mkdtemp(prefix="fxpar_")) / path.name
-        path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"fxpar_kernels.{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = ModuleType(f"fxpar_kernels.{path.stem}")
+    module.__file__ = file = str(path)
+    lines = text.splitlines(keepends=True)
+    linecache.cache[file] = (len(text), None, lines, file)  # None: it is never checked
+    exec(compile(text, file, "exec"), module.__dict__)
     return module

@@ -26,6 +26,7 @@ from fxpar import _torch
 from fxpar.errors import RankMismatchError
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
+from fxpar.runtime.caches.told_files import checked_key, take_kernels
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.consensus import poll
 from fxpar.runtime.ranks.meeting import Channel, current
@@ -117,7 +118,8 @@ def _is_text(graph: fx.Graph) -> bool:
 def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
     if node.op == "call_function":
         runs = (_torch.inductor.OpOverload, BuiltinFunctionType)
-        return isinstance(node.target, runs) or node.target is INVOKE
+        is_op = isinstance(node.target, runs) or node.target is INVOKE
+        return is_op and not _torch.node_texts.is_lowered_by_user(node.target)
     if node.op == "get_attr":
         return node.target in bodies
     return node.op in ("placeholder", "output")
@@ -190,11 +192,13 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
             f"rank {leader} failed to compile {what}:\n{message['failed']}",
             fix="this rank only stopped with it: look at that rank's error",
         )
-    _torch.cpp_kernels.take_compiled(message["kernels"])
-    if message["parts"] and message["folder"] != channel.folders()[channel.rank]:
+    is_folder_shared = message["folder"] == channel.folders()[channel.rank]
+    take_kernels(message["kernels"], is_folder_shared=is_folder_shared)
+    if message["parts"] and not is_folder_shared:
+        cache_key = checked_key(message["key"])
         with contextlib.suppress(OSError):  # then this rank compiles
             content = _received(channel, key, message["parts"])
-            _torch.inductor.put_cache_entry(message["key"], content)
+            _torch.inductor.put_cache_entry(cache_key, content)
 
 
 def _send(channel: Channel, key: str, content: bytes) -> int:

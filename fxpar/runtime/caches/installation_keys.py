@@ -7,6 +7,9 @@ process reads their content, as torch does. Never changes what the keys are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fxpar import _torch, cache_files
 
 FORMAT = "fxpar installation 1"
@@ -19,8 +22,14 @@ def load() -> None:
         return
     files = _torch.installation.files()
     path = cache_files.folder() / f"{files}.installation.json"
-    keys = cache_files.read_record(path, FORMAT, files)
+    keys = cache_files.read_record(path, FORMAT, files, _decoded)
     if keys is None:
         cache_files.write_record(path, FORMAT, files, _torch.installation.keys())
     else:
         _torch.installation.take(keys)
+
+
+def _decoded(record: Mapping[str, Any]) -> dict[str, str]:
+    keys = {"torch": record["torch"], "triton": str(record["triton"])}
+    bytes.fromhex(keys["torch"])  # as torch takes it
+    return keys

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,11 +25,11 @@ from torch import fx
 
 from fxpar import _torch, cache_files
 from fxpar.config import Options
-from fxpar.errors import FxparError
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
+from fxpar.runtime.caches.told_files import checked_key, take_kernels
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import current
@@ -38,7 +39,13 @@ from fxpar.sharding.plan_request import known_machine
 from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
 
+log = logging.getLogger("fxpar")
+
 FORMAT = "fxpar program 4"
+
+
+class PlanMisfit(Exception):
+    """The plan that is known of a program does not fit the program as it is traced."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,10 @@ class KnownProgram:
         return f"{self.number}|{rank}" if per_rank else self.number
 
 
-def look_up(text: str | None, tag: str) -> KnownProgram | None:
+def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram | None:
     """What is known of the program of this text, as rank 0 knows it; None if ranks have
-    unlike programs, or one cannot be kept (no ``text``).
+    unlike programs, or one cannot be kept (no ``text``). ``anew``: nothing that was
+    kept is taken.
 
     Raises RankMismatchError if a rank does not come.
     """
@@ -85,7 +93,10 @@ def look_up(text: str | None, tag: str) -> KnownProgram | None:
     message: dict[str, Any] = {"key": key}
     if key and consensus.leads():
         message["number"] = uuid.uuid4().hex
-        message["record"] = cache_files.read_record(_path(key), FORMAT, key)
+        message["record"] = None
+        if not anew:
+            path = _path(key)
+            message["record"] = cache_files.read_record(path, FORMAT, key, dict)
     every = [json.loads(x) for x in consensus.gather(tag, json.dumps(message))]
     if not key or any(each["key"] != key for each in every):
         return None
@@ -101,22 +112,25 @@ def look_up(text: str | None, tag: str) -> KnownProgram | None:
 
 
 def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
+    """The program of a record; None if the record says none."""
     try:
         if "refused" in data:
             number = str(data["number"])
             return KnownProgram(key, number, refused=str(data["refused"]))
+        plan = Plan.from_dict(data["plan"])
         return KnownProgram(
             key,
             str(data["number"]),
-            Plan.from_dict(data["plan"]),
+            plan,
             {int(i): Spec.parse(text) for i, text in data["results"].items()},
             tuple(data["launches"]),
-            tuple(map(tuple, data["groups"])),
+            tuple(map(plan.mesh.ordered, data["groups"])),
             bool(data["shared"]),
             tuple(data["written"]),
             {str(name): int(n) for name, n in data["divisors"].items()},
         )
-    except (ValueError, TypeError, KeyError, AttributeError, FxparError):
+    except Exception:  # a record of no known form may lead to any
+        log.info("what is kept of a program cannot be read", exc_info=True)
         return None
 
 
@@ -209,8 +223,14 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
     """
     text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
     message = json.loads(text)
-    _torch.cpp_kernels.take_compiled(message.pop("kernels"))
-    return replace(program, **message | {"launches": tuple(message["launches"])})
+    take_kernels(message["kernels"], is_folder_shared=True)  # else nobody leads
+    return replace(
+        program,
+        shared=bool(message["shared"]),
+        launches=tuple(message["launches"]),
+        refused=str(message["refused"]),
+        code=checked_key(message["code"]) if message["code"] else "",
+    )
 
 
 def text_of(

@@ -23,7 +23,6 @@ from torch import fx
 
 from fxpar import _torch, cache_files
 from fxpar._torch.symbols import SYMBOLIC
-from fxpar.errors import FxparError
 from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.choose_mesh import ALIKE
 from fxpar.sharding.plan import Plan
@@ -93,7 +92,7 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
 def _target_text(target: Any) -> str:
     if inspect.isroutine(target):  # its address would differ between runs
         return f"{target.__module__}.{target.__qualname__}"
-    return str(target)
+    return _torch.node_texts.text_of_op(target)
 
 
 def _rules(program: Program) -> Iterator[str]:
@@ -112,17 +111,17 @@ def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
     schedule was chosen then. None if there is none, or only one that a search of more
     than it had could better."""
     path = _path(key)
-    data = cache_files.read_record(path, FORMAT, key)
-    try:
-        if data is None or (not data["proved"] and data["seconds"] < seconds):
+
+    def decode(data: dict[str, Any]) -> tuple[Plan, bool] | None:
+        if not data["proved"] and data["seconds"] < seconds:
             return None
         plan = Plan.from_dict(data["plan"])
         proved = "proved" if data["proved"] else "not proved"
         note = f"found before: {path} (gap {data['gap']:.2g}, {proved}, searched "
         note += f"{data['seconds']:g} s)"
-    except (ValueError, TypeError, KeyError, AttributeError, FxparError):
-        return None
-    return replace(plan, notes=(*plan.notes, note)), data["chosen"] is True
+        return replace(plan, notes=(*plan.notes, note)), data["chosen"] is True
+
+    return cache_files.read_record(path, FORMAT, key, decode)
 
 
 def save(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -242,15 +242,33 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
 def content(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str:
-    """All that compiling a graph depends on, but its sizes."""
+    """All that compiling a graph depends on in this process, but its sizes."""
+    objects = (str(id(x)) for x in _objects(gm))
+    return "\n".join([_text(gm, inputs, examples), *objects])
+
+
+def _objects(gm: fx.GraphModule) -> Iterator[Any]:
+    """What a graph and its bodies call and hold, which may have one name and differ."""
+    yield from _torch.node_texts.unknown_functions(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            attribute = attribute_at(gm, str(node.target))
+            if isinstance(attribute, fx.GraphModule):
+                yield from _objects(attribute)
+            else:
+                yield attribute
+
+
+def _text(
+    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
+) -> str:
+    """The nodes of a graph and of its bodies, and what is fed, but sizes."""
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             attribute = attribute_at(gm, str(node.target))
             if isinstance(attribute, fx.GraphModule):
-                lines.append(content(attribute, [], []))
-            else:
-                lines.append(f"{node.target} {id(attribute)}")
+                lines.append(_text(attribute, [], []))
     for name, x in zip(inputs, examples, strict=True):
         lines.append(f"{name} {type(x)}")
         if isinstance(x, torch.Tensor):
@@ -264,6 +282,7 @@ def content(
             is_fed = name.kind == "input"  # what lies otherwise is copied at a call
             lines.append(
                 f"{x.dtype} {x.device} {x.requires_grad} "
+                f"{x.is_conj()} {x.is_neg()} {x.is_inference()} "
                 f"{(order, flat) if is_fed else steps} "
                 f"{len(sizes) if is_fed else sizes} "
                 f"{getattr(x, 'placements', '')}"
@@ -284,18 +303,12 @@ def content(
 def fixed_content(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str | None:
-    """``content`` on these sizes, of open ones on what they were traced with, the same
-    text in every process; None for a graph that holds more than other graphs."""
-    for node in gm.graph.nodes:
-        if node.op == "call_module":
-            return None
-        if node.op == "get_attr":
-            attribute = attribute_at(gm, str(node.target))
-            if not isinstance(attribute, fx.GraphModule) or not fixed_content(
-                attribute, [], []
-            ):
-                return None
-    lines = [content(gm, inputs, examples)]
+    """All that compiling a graph depends on, on these sizes, of open ones on what they
+    were traced with, the same text in every process; None for a graph that holds more
+    than other graphs, or calls code that its text does not say."""
+    if not _says_all(gm):
+        return None
+    lines = [_text(gm, inputs, examples)]
     for x in examples:
         if isinstance(x, torch.Tensor):
             lines.append(f"{list(x.shape)} {list(x.stride())} {x.is_leaf}")
@@ -307,6 +320,19 @@ def fixed_content(
             return None
     text = "\n".join(lines)
     return None if " at 0x" in text else text
+
+
+def _says_all(gm: fx.GraphModule) -> bool:
+    """Whether the text of a graph and its bodies says all that they compute."""
+    bodies = [
+        attribute_at(gm, str(node.target))
+        for node in gm.graph.find_nodes(op="get_attr")
+    ]
+    return (
+        not gm.graph.find_nodes(op="call_module")
+        and _torch.node_texts.says_all(gm.graph)
+        and all(isinstance(x, fx.GraphModule) and _says_all(x) for x in bodies)
+    )
 
 
 def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:

@@ -228,18 +228,19 @@ def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
 
 
 def agree_on_launches(
-    tag: str, launches: Sequence[str], size_match: SizeAgreement
-) -> None:
-    """Return once all ranks came to ``tag`` with the same launches.
+    tag: str, launches: Sequence[str] | None, size_match: SizeAgreement
+) -> bool:
+    """Return once all ranks came to ``tag`` with the same launches; False on all ranks
+    if one has none (None), since it did not compile.
 
     Raises RankMismatchError if theirs differ, or if one fails or does not come;
     InputMismatchError where they differ because sizes do.
     """
-    text, mismatch = "\n".join(launches), size_match.mismatch
+    text, mismatch = "\n".join(launches or ()), size_match.mismatch
     subject, fix = "the collectives they launch", None
     error: type[FxparError] = RankMismatchError
     if size_match.kind == UNLIKE and mismatch is not None:
         subject = f"what crosses between them: {mismatch.what}; more than sums do"
         error, fix = InputMismatchError, mismatch.fix
-    digest = consensus.digest_of(text)
-    consensus.agree(tag, digest, text, what=subject, fix=fix, error=error)
+    digest = consensus.VOID if launches is None else consensus.digest_of(text)
+    return consensus.agree(tag, digest, text, what=subject, fix=fix, error=error)

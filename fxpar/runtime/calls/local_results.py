@@ -322,13 +322,11 @@ _Known = tuple[Sequence[Growth], Sequence[str]]
 
 def _found_before(key: str | None) -> _Known | None:
     """What an earlier start found."""
-    data = cache_files.read_record(_path(key), FORMAT, key) if key else None
-    try:
-        if not data:
-            return None
+
+    def decode(data: dict[str, Any]) -> _Known:
         return [Growth(*each) for each in data["growths"]], list(data["compared"])
-    except (KeyError, TypeError):
-        return None
+
+    return cache_files.read_record(_path(key), FORMAT, key, decode) if key else None
 
 
 def _keep(key: str | None, facts: _Known) -> None:

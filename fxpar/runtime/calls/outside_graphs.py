@@ -89,6 +89,8 @@ class _CompiledCallable:
     reduced: bool = False
     # Whether buffers that each rank writes by itself were said.
     are_buffers_said: bool = False
+    # Kinds of warnings of plans that were given.
+    warnings_of_plans: set[str] = field(default_factory=set)
 
     @property
     def local(self) -> bool:
@@ -168,6 +170,12 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
 def options_of_call() -> Options | None:
     """The options of the compiled function that is being called; None outside."""
     return _calls.stack[-1].watched.settings if _calls.stack else None
+
+
+def warnings_of_plans() -> set[str]:
+    """Kinds of warnings that were given of the compiled function that is being called,
+    to which more are added; empty outside."""
+    return _calls.stack[-1].watched.warnings_of_plans if _calls.stack else set()
 
 
 def _itself(fn: Any) -> Any:

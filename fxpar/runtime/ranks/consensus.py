@@ -34,6 +34,9 @@ DIFF_LINES = 60
 
 SAME = "run the same code, versions and options on every rank, on the same shapes"
 
+# The digest of a rank that asks all ranks to begin again.
+VOID = ""
+
 Verdict = dict[str, Any]
 
 
@@ -46,8 +49,9 @@ def agree(
     what: str = "the program",
     fix: str | None = None,
     error: type[FxparError] = RankMismatchError,
-) -> None:
-    """Return once all ranks gave the same tag and digest.
+) -> bool:
+    """Return once all ranks gave the same tag and digest; False on all ranks if one
+    gave VOID.
 
     ``text`` is what the digest stands for; where digests differ, the first rank that
     differs shows its difference from rank 0's. ``timeout``: seconds to wait for a rank
@@ -58,16 +62,18 @@ def agree(
     """
     channel = current()
     if channel is None:
-        return
+        return digest != VOID
 
     def judge(digests: Sequence[str]) -> Verdict:
+        if VOID in digests:
+            return {"void": True}
         differ = [rank for rank, other in enumerate(digests) if other != digest]
         return {"differ": differ, "text": text} if differ else {}
 
     with _answering():
         verdict = _round(channel, tag, digest, judge, timeout)
         if "differ" not in verdict:
-            return
+            return "void" not in verdict
         diff = _difference(channel, verdict, text, timeout)
     fact = f"ranks disagree about {what}: {_ranks(verdict['differ'])} from rank 0"
     raise as_told(error(f"{fact}\n{diff}", fix=fix or SAME))

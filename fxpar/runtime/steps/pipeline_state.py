@@ -70,6 +70,8 @@ class JointState(PipelineState):
     open_shares: tuple[str, ...] = ()
     # A plan to apply again: that of the request, or one from disk.
     recalled: Plan | None = None
+    # The request before that plan's mesh was taken; set with ``recalled``.
+    request_before: Request = field(init=False)
     # Of these that whose schedule stands, too, where one would be chosen.
     plan_with_schedule: Plan | None = None
     # Of the plan on disk.

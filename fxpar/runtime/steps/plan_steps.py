@@ -75,6 +75,7 @@ def look_up_plan(state: JointState) -> None:
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
     if whole is not None:
+        state.request_before = state.request
         _follow(state, whole)
 
 
@@ -187,16 +188,16 @@ def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
 
 def make_plan(state: JointState) -> None:
     """Recall, search or propagate."""
-    request, plan = state.request, state.recalled
-    if plan is not None:
-        # Moments that the plan does not contain were expanded before it was made.
-        planned_names = {node.name for node in plan.nodes}
-        pools = normalize.pool_gradients_of(state.graph)
-        _join(state, [node for node in pools if node.name not in planned_names])
-        moments = normalize.moments_of(state.program)
-        _expand(state, [node for node in moments if node.name not in planned_names])
-        state.decision = recall(_program(state), request.mesh, plan)
-    elif request.meshes or state.decision is None:
+    if state.recalled is not None:
+        try:
+            _recall(state, state.recalled)
+        except PlanError as error:
+            if not state.key:
+                raise
+            log.info("the plan found before does not fit, it is made anew: %s", error)
+            _forget_recalled(state)
+    request = state.request
+    if state.recalled is None and (request.meshes or state.decision is None):
         with stage(SEARCH if _searches(request) else PLAN), old_objects_kept():
             if request.meshes:
                 state.decision, state.request = choose_with_stages(
@@ -210,10 +211,31 @@ def make_plan(state: JointState) -> None:
                 state.decision = balanced(state.decision, request, open_, state.rows)
         if state.open_shares:
             state.request = request.on(state.decision.mesh)
-    mesh = state.decision.mesh
-    report_unknown(state.decision.program, mesh, request.strict)
-    check_user_rules(state.decision.program, mesh)
-    state.decision = on_whole_mesh(state.decision, state.request.pipeline)
+    decision = state.decided
+    report_unknown(decision.program, decision.mesh, request.strict)
+    check_user_rules(decision.program, decision.mesh)
+    state.decision = on_whole_mesh(decision, state.request.pipeline)
+
+
+def _recall(state: JointState, plan: Plan) -> None:
+    """Raises PlanError if the plan does not fit."""
+    # Moments that the plan does not contain were expanded before it was made.
+    planned_names = {node.name for node in plan.nodes}
+    pools = normalize.pool_gradients_of(state.graph)
+    _join(state, [node for node in pools if node.name not in planned_names])
+    moments = normalize.moments_of(state.program)
+    _expand(state, [node for node in moments if node.name not in planned_names])
+    state.decision = recall(_program(state), state.request.mesh, plan)
+
+
+def _forget_recalled(state: JointState) -> None:
+    """The state as it comes to ``make_plan`` where no plan is on disk."""
+    state.recalled = state.plan_with_schedule = None
+    state.request = state.request_before
+    state.program = _program(state)
+    for step in (join_pool_gradients, expand_moments):
+        if step.__name__ not in state.request.disable:
+            step(state)
 
 
 def describe(state: JointState) -> None:

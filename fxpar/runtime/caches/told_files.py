@@ -1,0 +1,46 @@
+"""What another rank tells of files in the folder of caches, checked before it is used.
+
+In: keys of torch's caches and paths of libraries, as they came through the store. Out:
+the same, if the keys have the form of torch's and the paths lie in this rank's folder;
+else RankMismatchError. What the files hold is not checked: ranks trust one another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fxpar import _torch
+from fxpar.errors import RankMismatchError
+
+# A kind, and digits of base 32.
+_KEY = re.compile("[a-z][a-z2-7]{6,63}")
+
+
+def checked_key(key: Any) -> str:
+    """A key of torch's caches, of which files have their names."""
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise _refusal(f"{key!r}, which is no key of torch's caches")
+    return key
+
+
+def take_kernels(told: Mapping[str, Any], *, is_folder_shared: bool) -> None:
+    """Take over what another rank knows of compiled kernels (``compiled_here``), its
+    libraries only where both have one folder of caches."""
+    libraries = dict(told["libraries"]) if is_folder_shared else {}
+    folder = Path(_torch.inductor.cache_dir()).resolve()
+    for path, key in libraries.values():
+        checked_key(key)
+        if not Path(path).resolve().is_relative_to(folder):
+            raise _refusal(f"the library {path!r}, which is not below {folder}")
+    _torch.cpp_kernels.take_compiled({**told, "libraries": libraries})
+
+
+def _refusal(what: str) -> RankMismatchError:
+    return RankMismatchError(
+        f"another rank told this one to use {what}",
+        fix="let ranks of one machine have one TORCHINDUCTOR_CACHE_DIR, and start all "
+        "of them with the same versions",
+    )
