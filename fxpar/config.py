@@ -206,7 +206,15 @@ class Options:
         values.positive,
         30.0,
         "seconds",
-        "how long ranks wait for one that does not come and does not work",
+        "how long the store may not answer, nor a rank inside a call come that does not "
+        "work",
+    )
+    late_timeout: float = _option(
+        values.positive,
+        600.0,
+        "seconds",
+        "how long ranks wait for one that is late to the next call and does not work; "
+        "after `timeout` one says who is waited for",
     )
     param_dtype: str | None = _option(
         values.dtype,

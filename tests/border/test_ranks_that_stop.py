@@ -20,7 +20,7 @@ from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 
-SOON = {"FXPAR_TIMEOUT": "2"}
+SOON = {"FXPAR_TIMEOUT": "2", "FXPAR_LATE_TIMEOUT": "2"}
 
 
 class Model(nn.Module):

@@ -48,6 +48,7 @@ from fxpar.runtime.ranks.check_inputs import Checks, Drift
 from fxpar.runtime.ranks.compare_replicas import Replicas
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import ALONE, current, meet
+from fxpar.runtime.ranks.patience import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.program import user_line
 
@@ -159,7 +160,7 @@ class Calls:
         beside = (all_sums, states, all_tangents)
         run = self.ready.get(heads)
         if run is None:
-            with stage(CHECKS):
+            with stage(CHECKS), in_call():
                 run = self._variant_for(heads, beside, args)
         else:
             self._compare(beside, args, held=True)
