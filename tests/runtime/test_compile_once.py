@@ -179,6 +179,7 @@ def test_a_rank_that_fails_to_compile_says_so() -> None:
 def one_hangs() -> str:
     """The rank that comes first begins to compile, and waits for the other."""
     consensus.agree("start", "", "")
+
     def hangs(_: str | None) -> None:
         consensus.gather("given up", "", timeout=30.0)
 

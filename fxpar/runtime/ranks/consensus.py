@@ -69,7 +69,7 @@ def agree(
         if "differ" not in verdict:
             return
         diff = _difference(channel, verdict, text, timeout)
-    fact = f"ranks disagree about {what}: {_ranks(verdict['differ'])} from rank 0"
+    fact = f"ranks disagree about {what}: {named(verdict['differ'])} from rank 0"
     raise as_told(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
@@ -251,7 +251,7 @@ def _lateness(channel: Channel, tag: str, missing: Sequence[int], wait: str) -> 
         last = int(channel.read(at)) if channel.has(at) else 0
         counts.append(f"rank {rank} came to round {last}")
     return (
-        f"{_ranks(missing)} did not come to {tag!r} in {wait}: rank 0 "
+        f"{named(missing)} did not come to {tag!r} in {wait}: rank 0 "
         f"is at round {channel.rounds}, {', '.join(counts)}"
     )
 
@@ -278,7 +278,8 @@ def _difference(
     return "\n".join(lines) or "(their texts are equal, their digests are not)"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Numbers of ranks, in words."""
     numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 

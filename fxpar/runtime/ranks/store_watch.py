@@ -4,8 +4,8 @@ The process that holds the store of the process group may stop, or its machine: 
 of the store then hang in native code, whatever timeout they have, in every thread. So a
 thread that calls no store compares clocks. Where the store has not answered the thread
 of ``presence`` for ``FXPAR_TIMEOUT`` seconds, it closes all connections to the store,
-so that what hangs in them raises. A main thread that hangs in a collective all the same,
-or at the end of the process, cannot raise: after some seconds more the process ends.
+so that what hangs in them raises. A main thread that hangs in a collective all the
+same, or at the end of the process, cannot raise: some seconds later the process ends.
 Seconds in which this process itself was stopped do not count.
 """
 
