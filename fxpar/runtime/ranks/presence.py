@@ -158,7 +158,8 @@ class Presence:
         lost = self.lost or [f"the store of the process group does not answer: {error}"]
         if not lost[0].startswith("the store"):
             lost = ["the store of the process group does not answer", *lost]
-        told = RankMismatchError("\n  ".join(lost), fix=STORE_FIX)
+        what = "\n  ".join(lost)
+        told = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
         told.told = True
         return told
 
