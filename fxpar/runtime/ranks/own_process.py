@@ -55,7 +55,8 @@ def note_exits() -> None:
 
     def exit_noted(status: Any = None, /) -> Any:
         if status not in (None, 0):
-            _EXITS.append(f"sys.exit({status!r})")
+            error = sys.exception()  # in its ``except`` block
+            _EXITS.append(_error_text(error) if error else f"sys.exit({status!r})")
         plain_exit(status)
 
     def hook_noted(args: Any) -> None:
