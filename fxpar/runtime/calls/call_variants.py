@@ -100,8 +100,8 @@ class Calls:
         self.fed = Fed(gm, inputs, local, ranks.mesh, self.where)
         self.text = program_text(gm, inputs)
         self.identity = digest(self.text)
-        self.asked = options_text(options, ranks)
-        self.asked_digest = digest(self.asked)
+        self.options_text = options_text(options, ranks)
+        self.options_digest = digest(self.options_text)
         channel = current()
         inner = (
             content(gm, inputs, examples),
@@ -222,7 +222,7 @@ class Calls:
         last = self.variants.last.get(sizes, 0)
         last = last or self.variants.in_range(sizes, far=far)
         entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
-        entries.append(self.asked_digest)
+        entries.append(self.options_digest)
         self.heads[sizes] = _as_text(entries)
         return self.heads[sizes]
 
@@ -239,7 +239,7 @@ class Calls:
         entries = [read[head] for head in heads]
         if len({entry[5] for entry in read.values()}) > 1:
             torch.compiler.reset()  # the next call reads options again
-            check_options(self.asked, self.what)
+            check_options(self.options_text, self.what)
         if len({entry[0] for entry in read.values()}) > 1:
             self._refuse_others(entries)
         sizes = {head: sizes_of(entry) for head, entry in read.items()}

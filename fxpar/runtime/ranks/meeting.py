@@ -119,6 +119,7 @@ def _open(group: Any) -> Channel:
         me.progress = channel.progress
         me.start()
     except dist.DistError as error:
+        me.over.set()
         raise me.lost_store(error) from error
     return channel
 

@@ -54,7 +54,7 @@ class Patience:
         self.looked = time.monotonic()
         self.spent = 0.0  # seconds so far
         self.idle = 0.0  # of these, since a rank last worked
-        self.asked = 0.0  # of these, since others were asked
+        self.unasked = 0.0  # of these, since the last question to others
         self.hang = 0.0  # of these, since all that are waited for hang in collectives
         self.seen: dict[int, Answer] = {}
         self.why = ""  # it ended before its time
@@ -65,8 +65,8 @@ class Patience:
         now = time.monotonic()
         step, self.looked = min(now - self.looked, 2 * BEAT), now
         self.spent, self.idle = self.spent + step, self.idle + step
-        self.asked += step
-        if self.asked >= BEAT:
+        self.unasked += step
+        if self.unasked >= BEAT:
             self.presence.ask()
             before, self.seen = self.seen, self.presence.others()
             late = [rank for rank in missing() if rank in self.seen]
@@ -77,8 +77,8 @@ class Patience:
                 and self.seen[rank] == before.get(rank)
                 for rank in late
             )
-            self.hang = self.hang + self.asked if hang else 0.0
-            self.asked = 0.0
+            self.hang = self.hang + self.unasked if hang else 0.0
+            self.unasked = 0.0
             self.why = self._end_of(late)
             self._say_once(late)
         return bool(self.why) or self.idle > self.seconds

@@ -70,7 +70,7 @@ class Answer:
 
 def waiting() -> str:
     """What the program of this rank waits for, in words; "" if it does not wait."""
-    return _DOING[-1].text if _DOING and _DOING[-1].state == "waits" else ""
+    return "".join(x.text for x in _DOING[-1:] if x.state == "waits")
 
 
 @contextlib.contextmanager
@@ -99,6 +99,10 @@ def _doing(answer: Answer) -> Iterator[None]:
         _DOING.pop()
 
 
+def _no_progress() -> tuple[dict[str, int], str]:
+    return {}, ""
+
+
 @dataclass
 class Presence:
     """This rank among the others in one life of the default process group."""
@@ -119,15 +123,15 @@ class Presence:
     # Called at every beat while this rank waits for others; None: it does not.
     watch: Callable[[], None] | None = None
     # How many "calls" and "rounds" this rank came to, and the last call in words.
-    progress: Callable[[], tuple[dict[str, int], str]] = lambda: ({}, "")
-    # Answers of the store to the thread so far.
-    heard: int = 0
+    progress: Callable[[], tuple[dict[str, int], str]] = _no_progress
+    # Grows while the store answers the thread.
+    beats: int = 0
     # Set when the store is not needed any more.
     over: threading.Event = field(default_factory=threading.Event)
     # What is known of why the store does not answer.
-    lost: list[str] = field(default_factory=list)
-    # Answers so far.
-    _beats: int = 0
+    store_facts: list[str] = field(default_factory=list)
+    # Of the last answer of this rank.
+    _answer_number: int = 0
     # At the last beat: seconds that the program computed, those of its main thread and
     # of threads of torch, and of ``time.monotonic``.
     _cpu: tuple[float, float | None, float | None, float] = (0.0, None, None, 0.0)
@@ -155,10 +159,12 @@ class Presence:
 
     def lost_store(self, error: BaseException) -> RankMismatchError:
         """What to raise where the store does not answer."""
-        lost = self.lost or [f"the store of the process group does not answer: {error}"]
-        if not lost[0].startswith("the store"):
-            lost = ["the store of the process group does not answer", *lost]
-        what = "\n  ".join(lost)
+        facts = self.store_facts or [
+            f"the store of the process group does not answer: {error}"
+        ]
+        if not facts[0].startswith("the store"):
+            facts = ["the store of the process group does not answer", *facts]
+        what = "\n  ".join(facts)
         told = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
         told.told = True
         return told
@@ -191,6 +197,7 @@ class Presence:
                     text = f"has not answered for {now - since:.0f} s"
                     answer = replace(answer, state="silent", text=text)
             states[rank] = answer
+            self.beats += 1
         return states
 
     def answers(self, unless: Callable[[], bool] = lambda: False) -> dict[int, Answer]:
@@ -221,7 +228,7 @@ class Presence:
     def _run(self) -> None:
         try:
             while not self._stop.wait(BEAT) and self._answers():
-                self.heard += 1
+                self.beats += 1
         except BaseException:
             self.over.set()
             raise
@@ -230,8 +237,9 @@ class Presence:
         """Do one beat; False if there is none after it."""
         group = self.group()
         if group is None or group is not _torch.distributed.default_group():
-            with contextlib.suppress(dist.DistError):  # the store may have ended
+            with contextlib.suppress(RuntimeError):  # the store may have ended
                 self._publish(Answer("ended", "has left the process group"))
+            self.progress = _no_progress  # its channel has ended
             self.over.set()
             return False
         del group
@@ -254,8 +262,8 @@ class Presence:
             self._publish(self._where())
             self.questions = questions
             torch_took = own_process.torch_seconds()
-            if not self.lost and self.store.check([f"{self.prefix}/left"]):
-                self.lost.append(self.store.get(f"{self.prefix}/left").decode())
+            if not self.store_facts and self.store.check([f"{self.prefix}/left"]):
+                self.store_facts.append(self.store.get(f"{self.prefix}/left").decode())
         main = own_process.main_seconds()
         self._cpu = own_process.computed(), main, torch_took, time.monotonic()
         if self.watch is not None:
@@ -264,15 +272,15 @@ class Presence:
             self.store.delete_key(self.read.pop())
 
     def _publish(self, answer: Answer) -> None:
-        self._beats += 1
+        self._answer_number += 1
         answer = replace(answer, last_call=self.progress()[1])
-        text = json.dumps([self._beats, asdict(answer)])
+        text = json.dumps([self._answer_number, asdict(answer)])
         self.store.set(f"{self.prefix}/where/{self.rank}", text)
 
     def _where(self) -> Answer:
         """What this rank does now."""
-        if _DOING:
-            return _DOING[-1]
+        for doing in _DOING[-1:]:
+            return doing
         line, waits, in_graph = _user_line(sys._current_frames())
         computed, main, torch_took, at = self._cpu
         took = max(time.monotonic() - at, 1e-3)

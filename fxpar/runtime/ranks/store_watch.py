@@ -21,6 +21,8 @@ from fxpar import _torch
 from fxpar.runtime.ranks import own_process, patience, presence
 from fxpar.runtime.ranks.presence import BEAT, Presence
 
+# Seconds that a store of a busy machine has in any case.
+LEAST = 5.0
 # Seconds in which the main thread may end after it was made to raise.
 GRACE = 5.0
 
@@ -33,16 +35,16 @@ def start(me: Presence, store: Any) -> None:
 
 
 def _watch(me: Presence, store: Any) -> None:
-    heard, silent, looked = -1, 0.0, time.monotonic()
-    while silent < patience.timeout():
+    beats, silent, looked = -1, 0.0, time.monotonic()
+    while silent < max(patience.timeout(), LEAST):
         if me.over.wait(BEAT):
             return
         now = time.monotonic()
         silent, looked = silent + min(now - looked, 2 * BEAT), now
-        if me.heard != heard:
-            heard, silent = me.heard, 0.0
+        if me.beats != beats:
+            beats, silent = me.beats, 0.0
     fact = f"the store of the process group has not answered for {silent:.0f} s"
-    me.lost.insert(0, f"{fact} (FXPAR_TIMEOUT)")
+    me.store_facts.insert(0, f"{fact} (FXPAR_TIMEOUT)")
     _say(f"rank {me.rank}: {fact}; this rank is at {presence.user_line()}")
     _torch.distributed.cut_store(store)
     _end_where_it_hangs(me)
@@ -62,7 +64,7 @@ def _end_where_it_hangs(me: Presence) -> None:
         before = spent
     where = presence.waiting() or f"hangs at {presence.user_line()}"
     _say(
-        f"RankMismatchError: rank {me.rank} ends: it {where}, and {me.lost[0]}\n"
+        f"RankMismatchError: rank {me.rank} ends: it {where}, and {me.store_facts[0]}\n"
         f"  fix: {presence.STORE_FIX}"
     )
     sys.stdout.flush()
