@@ -253,6 +253,7 @@ def has_other_options(name: str, value: str) -> list[tuple[str, str, float]]:
         ("CODEGEN", "inductor", "eager"),
         ("DISABLE", "bucket,delay", ""),
         ("MESH", "tp=2", "dp=2"),
+        ("MESH", "auto", "dp=2"),
     ],
 )
 def test_other_options_on_one_rank(name: str, value: str, default: str) -> None:

@@ -16,15 +16,17 @@ from fxpar.config import Options, variable_of
 from fxpar.errors import RankMismatchError
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks
+from fxpar.sharding.search.mesh_candidates import read_auto
 
 
 def options_text(options: Options, ranks: Ranks) -> str:
-    """What all ranks must have, as text: options, versions, the mesh unless it is still
-    to be chosen."""
-    shared = options.shared() | {"torch": torch.__version__}
-    shared["fxpar"] = _torch.version.own_version()
-    if not ranks.open:
-        shared["mesh"] = str(ranks.mesh)
+    """What all ranks must have, as text: options, the mesh and versions."""
+    chooses = read_auto(options.mesh) is not None
+    shared = options.shared() | {
+        "mesh": str(options.mesh if chooses else ranks.mesh),
+        "torch": torch.__version__,
+        "fxpar": _torch.version.own_version(),
+    }
     return json.dumps(shared, sort_keys=True)
 
 
@@ -34,7 +36,7 @@ def check_options(text: str, what: str) -> None:
     own = json.dumps({"options": json.loads(text), "what": what})
     every = [json.loads(x) for x in consensus.gather("options", own)]
     lines = []
-    for name in every[0]["options"]:
+    for name in dict.fromkeys(name for each in every for name in each["options"]):
         ranks_of: dict[str, list[int]] = {}
         for rank, each in enumerate(every):
             ranks_of.setdefault(each["options"].get(name), []).append(rank)

@@ -11,6 +11,7 @@ Seconds in which this process itself was stopped do not count.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -63,13 +64,16 @@ def _end_where_it_hangs(me: Presence) -> None:
             hangs = 0.0
         before = spent
     where = presence.waiting() or f"hangs at {presence.user_line()}"
-    _say(
-        f"RankMismatchError: rank {me.rank} ends: it {where}, and {me.store_facts[0]}\n"
-        f"  fix: {presence.STORE_FIX}"
-    )
-    sys.stdout.flush()
-    os._exit(1)
+    try:
+        _say(
+            f"RankMismatchError: rank {me.rank} ends: it {where}, and "
+            f"{me.store_facts[0]}\n  fix: {presence.STORE_FIX}"
+        )
+        sys.stdout.flush()
+    finally:
+        os._exit(1)
 
 
 def _say(text: str) -> None:
-    print(f"fxpar: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        print(f"fxpar: {text}", file=sys.stderr, flush=True)
