@@ -41,7 +41,6 @@ from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget, with_open_
 from fxpar.runtime.calls.local_results import LocalResults, scale_results
 from fxpar.runtime.calls.open_sizes import OpenProgram
 from fxpar.runtime.calls.refused_parts import refusing_parts
-from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.shard_map import mesh_of
 from fxpar.runtime.stage_times import RESULTS, stage
@@ -160,7 +159,6 @@ def _joined(
     RegionError for a manual region that was refused while it was traced."""
     raise_refused(gm)
     job_options = Options.read(options)
-    presence.set_timeout(job_options.timeout)
     homes = compiled_graph.homes(gm)
     if homes and job_options.mesh is None:
         job_options = replace(job_options, mesh=homes[0].mesh)

@@ -7,6 +7,8 @@ An empty variable, and an entry that is None, count as not given.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -64,9 +66,17 @@ PASSES = (
 
 
 def _option(
-    read: values.Reader, default: Any, allowed: str, about: str, *, env: bool = True
+    read: values.Reader,
+    default: Any,
+    allowed: str,
+    about: str,
+    *,
+    env: bool = True,
+    shared: bool = True,
 ) -> Any:
+    """``shared``: all ranks must have the same value."""
     metadata = {"read": read, "values": allowed, "help": about, "env": env}
+    metadata["shared"] = shared
     return field(default=default, metadata=metadata)
 
 
@@ -176,6 +186,7 @@ class Options:
         0,
         "0 to 4",
         "print 1 the summary, 2 the plan, 3 local graph, 4 all",
+        shared=False,
     )
     progress: bool = _option(
         values.switch,
@@ -183,9 +194,14 @@ class Options:
         "0, 1",
         "rank 0 says what goes on where planning or compiling takes seconds; not with "
         "`FXPAR_DEBUG=0` either, if that is written out",
+        shared=False,
     )
     dump: str | None = _option(
-        values.text, None, "directory", "write every stage of every graph there"
+        values.text,
+        None,
+        "directory",
+        "write every stage of every graph there",
+        shared=False,
     )
     disable: frozenset[str] = _option(
         values.passes(*PASSES),
@@ -206,7 +222,17 @@ class Options:
         values.positive,
         30.0,
         "seconds",
-        "how long ranks wait for one that does not come and does not work",
+        "how long ranks wait for the store, and inside a call for one that does not "
+        "work",
+        shared=False,
+    )
+    late_timeout: float = _option(
+        values.positive,
+        600.0,
+        "seconds",
+        "how long ranks wait for one that is late to the next call and does not work; "
+        "after `timeout` one says who is waited for",
+        shared=False,
     )
     param_dtype: str | None = _option(
         values.dtype,
@@ -298,6 +324,14 @@ class Options:
             chosen.setdefault("progress", False)
         return cls(**chosen)
 
+    def shared(self) -> dict[str, str]:
+        """What all ranks must have, by name; a file counts by what it holds."""
+        return {
+            row.name: _text_of(getattr(self, row.name))
+            for row in fields(self)
+            if row.metadata["shared"] and row.name != "mesh"
+        }
+
     def __str__(self) -> str:
         """What differs from the defaults; the same text in every process."""
         parts = []
@@ -307,6 +341,23 @@ class Options:
                 text = sorted(value) if isinstance(value, frozenset) else value
                 parts.append(f"{row.name}={text}")
         return ", ".join(parts)
+
+
+def variable_of(name: str) -> str | None:
+    """The variable of an option; None if it has none."""
+    rows = {row.name: row for row in fields(Options)}
+    return _variable(rows[name]) if name in rows else None
+
+
+def _text_of(value: Any) -> str:
+    """The value of an option, the same text in every process."""
+    if isinstance(value, frozenset):
+        return ",".join(sorted(value))
+    if isinstance(value, str) and os.path.isfile(value):
+        with contextlib.suppress(OSError):  # who reads it says so
+            content = hashlib.sha256(Path(value).read_bytes()).hexdigest()
+            return f"a file ({content[:16]})"
+    return str(value)
 
 
 def _variable(row: Any) -> str | None:

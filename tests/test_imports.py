@@ -60,7 +60,7 @@ HEAVY = ("torch._inductor", "torch._dynamo", "transformers", "networkx", "scipy"
 HEAVY += ("sympy", "triton", "fxpar.backend", "fxpar.passes", "fxpar.fusion")
 
 # Attributes that are documented though they begin with an underscore.
-PUBLIC = {"_replace", "_fields", "_asdict"}
+PUBLIC = {"_replace", "_fields", "_asdict", "_exit"}
 
 FILES = sorted(ROOT.rglob("*.py"))
 

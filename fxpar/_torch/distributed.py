@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -164,6 +165,21 @@ def same_store(store: Any) -> Any:
     """The same keys through a connection of its own, so that threads do not wait for
     one another."""
     return store.clone() if hasattr(store, "clone") else store
+
+
+def cut_store(store: Any) -> None:
+    """Close the connections of this process to the server of a TCPStore, so that calls
+    that wait for it raise DistNetworkError, in every thread and whatever their timeout.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    if port is None:
+        return
+    for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd") else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as s:
+            if s.getpeername()[1:2] == (port,):
+                s.shutdown(socket.SHUT_RDWR)
 
 
 def group_timeout(group: Any) -> datetime.timedelta:

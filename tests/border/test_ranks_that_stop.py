@@ -3,9 +3,12 @@ FXPAR_TIMEOUT, and ranks that go on together if a script catches it."""
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpar import pipeline
-from fxpar.errors import HintError, PlanError, RankMismatchError
+from fxpar.errors import PlanError, RankMismatchError
 from tests.helpers.patience import given_up_at_call, given_up_in_round
 from tests.helpers.scripts import run_script
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 
-SOON = {"FXPAR_TIMEOUT": "2"}
+SOON = {"FXPAR_TIMEOUT": "2", "FXPAR_LATE_TIMEOUT": "2"}
 
 
 class Model(nn.Module):
@@ -190,7 +193,7 @@ def fails_to_plan(who: int, kind: str) -> list[tuple[str, str, float]]:
         if rank() == who and kind == "plan":
             pipeline.parallelize = parallelize
         hints = {"up.weight": ["nowhere", "_"]} if rank() == who else None
-        options = {"hints": hints} if kind == "hint" else {}
+        options = {"hints": hints} if kind == "option" else {}
         try:
             out.append(said(compiled(model_of(10 + turn), **options), torch.ones(4, 4)))
         finally:
@@ -201,15 +204,20 @@ def fails_to_plan(who: int, kind: str) -> list[tuple[str, str, float]]:
 
 
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["plan", "hint"])
+@pytest.mark.parametrize("kind", ["plan", "option"])
 def test_errors_that_are_caught_leave_ranks_in_step(who: int, kind: str) -> None:
     runs = shared_pool(2).run(fails_to_plan, who, kind, timeout=100.0)
-    own = {"plan": PlanError, "hint": HintError}[kind].__name__
     for me, outcomes in enumerate(runs):
         for name, text, seconds in outcomes[:3]:
-            assert name == (own if me == who else "RankMismatchError"), runs
-            if me != who:
-                assert f"rank {who} failed:\n{own}" in text
+            own = me == who and kind == "plan"
+            assert name == ("PlanError" if own else "RankMismatchError"), runs
+            if kind == "option":
+                assert (
+                    "FXPAR_HINTS is " in text
+                    and f"nowhere', '_']}}\" on rank {who}" in text
+                )
+            elif me != who:
+                assert f"rank {who} failed:\nPlanError" in text
             assert seconds < 20.0
         assert [name for name, *_ in outcomes[3:]] == ["", "", ""], runs
 
@@ -227,6 +235,51 @@ def test_a_rank_that_fails_before_it_compiles() -> None:
         kind = "OptionError" if me else RankMismatchError.__name__
         assert [first[0], second[0], last[0]] == [kind, kind, ""], runs
         assert "propogate" in first[1] and first[2] < 20.0
+
+
+def has_other_options(name: str, value: str) -> list[tuple[str, str, float]]:
+    """Rank 1 has another variable at the first call; then none has."""
+    torch._dynamo.reset()
+    run = torch.compile(model_of(), backend="fxpar")
+    with mock.patch.dict(os.environ, {f"FXPAR_{name}": value} if rank() else {}):
+        first = said(run, torch.ones(4, 4))
+    return [first, said(run, torch.ones(4, 4))]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [
+        ("INPUTS", "local", "global"),
+        ("CODEGEN", "inductor", "eager"),
+        ("DISABLE", "bucket,delay", ""),
+        ("MESH", "tp=2", "dp=2"),
+        ("MESH", "auto", "dp=2"),
+    ],
+)
+def test_other_options_on_one_rank(name: str, value: str, default: str) -> None:
+    env = {"FXPAR_CODEGEN": "eager"}
+    runs = shared_pool(2).run(has_other_options, name, value, env=env, timeout=60.0)
+    assert runs[0][0][1] == runs[1][0][1]
+    for first, after in runs:
+        assert first[0] == "RankMismatchError" and first[2] < 20.0, runs
+        values = f"FXPAR_{name} is {default!r} on rank 0, {value!r} on rank 1"
+        assert f"options differ between ranks:\n  {values}\n" in first[1]
+        assert after[0] == "", runs
+
+
+def has_own_reports() -> str:
+    """Each rank prints, dumps and waits as it likes."""
+    torch._dynamo.reset()
+    run, me = compiled(model_of()), rank()
+    own = {"FXPAR_TIMEOUT": f"{20 + me}", "FXPAR_DEBUG": f"{me}"}
+    with tempfile.TemporaryDirectory() as folder:
+        own["FXPAR_DUMP"] = f"{folder}/{me}"
+        with mock.patch.dict(os.environ, own):
+            return said(run, torch.ones(4, 4))[1]
+
+
+def test_options_that_change_no_program_may_differ() -> None:
+    assert shared_pool(2).run(has_own_reports, timeout=60.0) == ["", ""]
 
 
 def changes_on_one_rank() -> list[tuple[str, str, float]]:

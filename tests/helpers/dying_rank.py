@@ -67,8 +67,8 @@ finally:
 """
 # How a rank is not there -> what others say of it.
 _LOST = {
-    "raises": "rank 1 has ended",
-    "dies": "rank 1 has ended or hangs: no answer",
+    "raises": "rank 1 ended: ValueError: of rank 1 alone",
+    "dies": "rank 1 has ended without a word",
     "hangs": "rank 1 is idle at <string>:",
 }
 

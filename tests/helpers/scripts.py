@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,13 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
     fork: bool = False,
+    stopped: Collection[int] = (),
 ) -> list[Ended]:
     """Run a Python file, or code, on several ranks with the environment of torchrun.
 
     ``fork``: in forks that have imported what ranks of a pool have, which saves seconds
-    where the script is not about how a process starts.
+    where the script is not about how a process starts. ``stopped``: ranks that are not
+    waited for, and killed once the others have ended.
     Raises RankError if a rank is still running at the timeout, or 10 s after another
     one failed.
     """
@@ -75,7 +77,8 @@ def run_script(
             for rank in range(ranks)
         ]
         stack.callback(end, processes, patience=0.0)
-        late = _wait(processes, timeout)
+        waited = [p for rank, p in enumerate(processes) if rank not in stopped]
+        late = _wait(waited, timeout)
         end(processes, patience=0.0)
         outputs = [Path(log.name).read_text(errors="replace") for log in logs]
     del store

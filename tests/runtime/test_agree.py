@@ -195,6 +195,9 @@ class _BusyStore:
     def set(self, key: str, value: str) -> None:
         self.written.append(key)
 
+    def check(self, keys: list[str]) -> bool:
+        return False
+
 
 def test_a_store_that_is_late_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

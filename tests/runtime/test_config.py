@@ -47,6 +47,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "FXPAR_STRICT": "1",
         "FXPAR_VERIFY": "yes",
         "FXPAR_TIMEOUT": "7",
+        "FXPAR_LATE_TIMEOUT": "90",
     }
     read = Options.read({}, environ)
     assert read == Options(
@@ -69,6 +70,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         strict=True,
         verify=True,
         timeout=7.0,
+        late_timeout=90.0,
     )
     named = {row.name for row in fields(Options) if row.metadata["env"]}
     assert {"FXPAR_" + name.upper() for name in named} == set(environ)

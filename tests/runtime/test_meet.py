@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import mailboxes, meeting, presence
+from fxpar.runtime.ranks import mailboxes, meeting, own_process, patience, presence
 from fxpar.runtime.ranks.mailboxes import Mailboxes
 from tests.helpers.patience import given_up_at_call
 from tests.helpers.spawn import shared_pool
@@ -81,21 +81,29 @@ def test_words_are_read_from_memory() -> None:
         assert near[:5] == [True] * 5 and not near[-1]
 
 
-def test_a_box_holds_the_word_of_one_call(tmp_path: Path) -> None:
-    """Not that of an earlier call, one that is half written, or one taken out."""
+def published_here() -> Any:
+    """What publishes the name of boxes within this process."""
     names: list[str] = []
 
     def published(name: str | None) -> str | None:
         names.extend([name] if name else [])
-        return names[0]
+        return names[0] if names else None
 
-    with mock.patch.object(mailboxes, "FOLDER", str(tmp_path)):
-        first, second = (Mailboxes(rank, 2, published) for rank in range(2))
-    for number in range(1, 4):  # opens the file
+    return published
+
+
+def test_a_box_holds_the_word_of_one_call() -> None:
+    """Not that of an earlier call, one that is half written, or one taken out."""
+    published = published_here()
+    first, second = (Mailboxes(rank, 2, published) for rank in range(2))
+    for number in range(1, 4):  # opens the memory
         first.write(number, f"a{number}")
         second.write(number, f"b{number}")
     assert first.read(3) == second.read(3) == ["a3", "b3"]
-    assert not list(tmp_path.iterdir()), "nobody else opens it"
+    name, path = published(None).split("\n")
+    with pytest.raises(OSError):  # nobody else opens it
+        assert name not in os.readlink(path)
+        raise OSError
     assert first.read(1) is None, "of an earlier call"
     second.write(4, "b4")
     assert second.read(4) is None, "the other did not come"
@@ -108,15 +116,25 @@ def test_a_box_holds_the_word_of_one_call(tmp_path: Path) -> None:
     assert second.read(5) is None, "half written"
 
 
-def test_no_room_for_boxes_is_no_error(tmp_path: Path) -> None:
+def test_no_room_for_boxes_is_no_error() -> None:
     """Words go through the store then."""
-    names: list[str] = []
+    published = published_here()
     full = mock.patch.object(os, "posix_fallocate", side_effect=OSError("no room"))
-    with mock.patch.object(mailboxes, "FOLDER", str(tmp_path)), full:
-        boxes = Mailboxes(0, 2, names.append)
+    with full:
+        boxes = Mailboxes(0, 2, published)
     boxes.write(1, "a")
     assert boxes.read(1) is None
-    assert not names and not list(tmp_path.iterdir())
+    assert published(None) is None
+
+
+def test_memory_of_another_is_not_opened(tmp_path: Path) -> None:
+    """What another container has at the path of the boxes, if anything."""
+    other = tmp_path / "other"
+    other.write_bytes(bytes(1 << 16))
+    boxes = Mailboxes(1, 2, lambda _: f"fxpar-boxes\n{other}")
+    for number in range(3):
+        boxes.write(number, "b")
+    assert not any(other.read_bytes())
 
 
 def one_fails(direct: int, which: int) -> tuple[str, list[str]]:
@@ -147,7 +165,7 @@ def test_a_rank_that_fails(direct: int, which: int) -> None:
 def one_is_away(direct: int, which: int) -> str:
     """What each rank is told, where one comes only after the others gave it up."""
     meeting.DIRECT = direct
-    presence.set_timeout(1.0)
+    patience.set_timeouts(1.0, 1.0)
     meeting.meet("before", "it")
     if dist.get_rank() == which:
         while not given_up_at_call():
@@ -157,7 +175,7 @@ def one_is_away(direct: int, which: int) -> str:
     except RankMismatchError as error:
         return str(error)
     finally:
-        presence.set_timeout(30.0)
+        patience.set_timeouts(30.0, 600.0)
     return "met"
 
 
@@ -182,11 +200,11 @@ def test_a_rank_that_does_not_come(direct: int, which: int) -> None:
 def idles_with_many_groups() -> float:
     """The share of a core that a rank is said to compute, which waits."""
     groups = [dist.new_group() for _ in range(40)]
-    begin, before = time.monotonic(), presence._computed()
+    begin, before = time.monotonic(), own_process.computed()
     process = time.process_time()
     time.sleep(1.0)
     took = time.monotonic() - begin
-    share = (presence._computed() - before) / took
+    share = (own_process.computed() - before) / took
     assert time.process_time() - process > presence.BUSY * took, "no idling threads"
     for group in groups:
         dist.destroy_process_group(group)
@@ -202,15 +220,15 @@ def test_a_rank_with_many_groups_does_not_work() -> None:
 def test_who_serves_and_answers_does_not_work() -> None:
     """The rank with the store computes for those that wait: that is not its program."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before, begin = time.process_time(), presence._computed()
+    before, begin = time.process_time(), own_process.computed()
     for _ in range(3000):
         store.add("asked", 0)
-    took, computed = time.process_time() - before, presence._computed() - begin
+    took, computed = time.process_time() - before, own_process.computed() - begin
     assert computed < 0.1 * took
     sums = torch.ones(300, 300)
     worker = threading.Thread(target=lambda: [sums @ sums for _ in range(300)])
     worker.start()
-    while worker.is_alive() and presence._computed() - begin <= 10 * computed + 0.01:
+    while worker.is_alive() and own_process.computed() - begin <= 10 * computed + 0.01:
         time.sleep(0.01)
     assert worker.is_alive(), "what it computes was not seen"
     worker.join()

@@ -29,6 +29,7 @@ from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
 from fxpar.runtime.at_rest.swap_parameters import swap_parameters
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
+from fxpar.runtime.ranks.compare_options import check_options, options_text
 from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.groups import Ranks, join, settle
 from fxpar.runtime.tracing import TracedCall
@@ -84,6 +85,7 @@ def shard(
     ranks = join(options)
     if ranks.mesh.size == 1:
         return model
+    check_options(options_text(options, ranks), "fxpar.shard")
     all_hints = load(hints if hints is not None else options.hints)
     table = spec_hints(all_hints)
     if hints is not None and len(table) < len(all_hints):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx
 
 from fxpar import _torch
@@ -29,8 +28,8 @@ from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.caches.told_files import checked_key, take_kernels
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.consensus import poll
-from fxpar.runtime.ranks.meeting import Channel, current
-from fxpar.runtime.ranks.presence import Patience
+from fxpar.runtime.ranks.meeting import Channel, answering, current
+from fxpar.runtime.ranks.patience import Patience, timeout
 from fxpar.runtime.stage_times import INDUCTOR, stage
 
 # Of one message through the store, which takes 8 MB at most.
@@ -78,7 +77,7 @@ def one_does(what: str, key: str, work: Callable[[], None]) -> None:
             channel.store.set(f"{name}/ended", "")
         return
     leader = [int(first)]
-    patience = Patience(channel.presence, presence.timeout())
+    patience = Patience(channel.presence, timeout())
     with presence.waits(f"waits for rank {first}, which {what}"):
         if not poll(lambda: channel.has(f"{name}/ended"), patience, lambda: leader):
             work()
@@ -93,16 +92,11 @@ def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
         return compile_graph(text)
     key = f"{channel.prefix}/compiled/{what}/{text}"
     word = str(channel.rank)
-    try:
+    with answering(channel):
         first = channel.store.compare_set(key, "", word).decode()
         if first == word:
             return _compile_for_others(channel, key, what, lambda: compile_graph(text))
         _take_over(channel, key, what, int(first))
-    except dist.DistError as error:
-        raise RankMismatchError(
-            f"the store of the process group does not answer: {error}",
-            fix="the process that holds it, mostly rank 0, has ended: see its output",
-        ) from error
     return compile_graph(text)
 
 
@@ -177,7 +171,7 @@ def _compile_for_others(
 def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
     """Wait until the rank that compiles has, and take over what it made."""
     done_key = f"{key}/done"
-    patience = Patience(channel.presence, presence.timeout())
+    patience = Patience(channel.presence, timeout())
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
         if not poll(lambda: channel.has(done_key), patience, lambda: [leader]):
             raise RankMismatchError(

@@ -45,9 +45,11 @@ from fxpar.runtime.ranks import (
     presence,
 )
 from fxpar.runtime.ranks.check_inputs import Checks, Drift
+from fxpar.runtime.ranks.compare_options import check_options, options_text
 from fxpar.runtime.ranks.compare_replicas import Replicas
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import ALONE, current, meet
+from fxpar.runtime.ranks.patience import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.program import user_line
 
@@ -98,6 +100,8 @@ class Calls:
         self.fed = Fed(gm, inputs, local, ranks.mesh, self.where)
         self.text = program_text(gm, inputs)
         self.identity = digest(self.text)
+        self.options_text = options_text(options, ranks)
+        self.options_digest = digest(self.options_text)
         channel = current()
         inner = (
             content(gm, inputs, examples),
@@ -159,7 +163,7 @@ class Calls:
         beside = (all_sums, states, all_tangents)
         run = self.ready.get(heads)
         if run is None:
-            with stage(CHECKS):
+            with stage(CHECKS), in_call():
                 run = self._variant_for(heads, beside, args)
         else:
             self._compare(beside, args, held=True)
@@ -218,6 +222,7 @@ class Calls:
         last = self.variants.last.get(sizes, 0)
         last = last or self.variants.in_range(sizes, far=far)
         entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
+        entries.append(self.options_digest)
         self.heads[sizes] = _as_text(entries)
         return self.heads[sizes]
 
@@ -232,6 +237,9 @@ class Calls:
         # Most often ranks have written the same: it is read once.
         read = {head: json.loads(head) for head in set(heads)}
         entries = [read[head] for head in heads]
+        if len({entry[5] for entry in read.values()}) > 1:
+            torch.compiler.reset()  # the next call reads options again
+            check_options(self.options_text, self.what)
         if len({entry[0] for entry in read.values()}) > 1:
             self._refuse_others(entries)
         sizes = {head: sizes_of(entry) for head, entry in read.items()}

@@ -5,7 +5,7 @@ its part; rank 0 reads all of them and writes one verdict, which every rank rais
 returns. So a round costs each rank two small messages, and ranks that compile different
 programs, or fail, are told so instead of waiting in a collective. A rank that fails
 writes the verdict of the round it will never reach: ``abort``. A rank that works is
-waited for, one that does not for ``FXPAR_TIMEOUT`` (``presence``).
+waited for, one that does not for a time (``patience``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import difflib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.ranks import presence
-from fxpar.runtime.ranks.meeting import Channel, current
-from fxpar.runtime.ranks.presence import Patience
+from fxpar.runtime.ranks.meeting import Channel, answering, current
+from fxpar.runtime.ranks.patience import Patience, patience_limit
 
 # Who waits asks at least so often, in seconds; who waits long, after every so much of
 # its wait: asking costs 0.2 ms, and the rank that answers as much.
@@ -70,12 +70,12 @@ def agree(
         differ = [rank for rank, other in enumerate(digests) if other != digest]
         return {"differ": differ, "text": text} if differ else {}
 
-    with _answering():
+    with answering(channel):
         verdict = _round(channel, tag, digest, judge, timeout)
         if "differ" not in verdict:
             return "void" not in verdict
         diff = _difference(channel, verdict, text, timeout)
-    fact = f"ranks disagree about {what}: {_ranks(verdict['differ'])} from rank 0"
+    fact = f"ranks disagree about {what}: {named(verdict['differ'])} from rank 0"
     raise as_told(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
@@ -91,7 +91,7 @@ def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
     def judge(texts: Sequence[str]) -> Verdict:
         return {"texts": list(texts)}
 
-    with _answering():
+    with answering(channel):
         return _round(channel, tag, text, judge, timeout)["texts"]
 
 
@@ -137,21 +137,6 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    """Raise RankMismatchError where the store does not answer."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise as_told(
-            RankMismatchError(
-                f"the store of the process group does not answer: {error}",
-                fix="the process that holds it, mostly rank 0, has ended: see its "
-                "output",
-            )
-        ) from error
-
-
 def _round(
     channel: Channel,
     tag: str,
@@ -160,13 +145,13 @@ def _round(
     timeout: float | None,
 ) -> Verdict:
     """Exchange values; the verdict that rank 0 judged. Raises RankMismatchError."""
-    wait = presence.timeout() if timeout is None else timeout
+    wait = patience_limit() if timeout is None else timeout
     channel.rounds += 1
     number = channel.rounds
     channel.store.set(f"{channel.prefix}/at/{channel.rank}", str(number))
     part = json.dumps({"tag": tag, "value": value})
     channel.store.set(channel.key(number, channel.rank), part)
-    with presence.waits(f"waits for others at {tag!r}"):
+    with presence.waits(f"waits for others at {tag!r}", "rounds", number):
         if channel.rank == 0:
             _judge_round(channel, tag, judge, wait)
         else:
@@ -272,7 +257,7 @@ def _lateness(channel: Channel, tag: str, missing: Sequence[int], wait: str) -> 
         last = int(channel.read(at)) if channel.has(at) else 0
         counts.append(f"rank {rank} came to round {last}")
     return (
-        f"{_ranks(missing)} did not come to {tag!r} in {wait}: rank 0 "
+        f"{named(missing)} did not come to {tag!r} in {wait}: rank 0 "
         f"is at round {channel.rounds}, {', '.join(counts)}"
     )
 
@@ -282,7 +267,7 @@ def _difference(
 ) -> str:
     """Unified diff of the first rank that differs against rank 0."""
     first, key = verdict["differ"][0], channel.key(channel.rounds, "text")
-    wait = presence.timeout() if timeout is None else timeout
+    wait = patience_limit() if timeout is None else timeout
     patience = Patience(channel.presence, wait)
     if channel.rank == first:
         channel.store.set(key, text)
@@ -299,7 +284,8 @@ def _difference(
     return "\n".join(lines) or "(their texts are equal, their digests are not)"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Numbers of ranks, in words."""
     numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 

@@ -26,6 +26,7 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks.patience import set_timeouts
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.search.mesh_candidates import read_auto
@@ -114,6 +115,7 @@ def join(options: Options) -> Ranks:
     Raises MeshError if mesh and processes do not fit, FxparError if torchrun's
     environment is incomplete.
     """
+    set_timeouts(options.timeout, options.late_timeout)
     size = ensure_process_group(options.mesh)
     mesh = resolve_mesh(options, size)
     chooses = read_auto(options.mesh) is not None

@@ -23,7 +23,7 @@ from fxpar.runtime.ranks.meeting import Channel, current
 _CLOSED = ("closed by peer", "pair closure", "reset")
 _SAID = ("gloo", "NCCL", "Timed out waiting", *_CLOSED)
 # Of ranks that may have come to the collective.
-_IN_STEP = ("waits", "in a graph", "works")
+_IN_STEP = ("waits", "collective", "in a graph", "works")
 _SHOWN = 8  # ranks
 _FIX = (
     "look at what they printed, the first that failed above all; if they compute for "
@@ -57,11 +57,9 @@ def name_lost_ranks(error: RuntimeError) -> None:
     what = _what_failed(error)
     try:
         report = _reported(channel) or _learned(channel, error, what)
-    except dist.DistError:
-        raise RankMismatchError(
-            f"{what}, and the store of the process group does not answer",
-            fix="the process that holds it, mostly rank 0, has ended: see its output",
-        ) from error
+    except dist.DistError as lost:
+        why = channel.presence.lost_store(lost)
+        raise RankMismatchError(f"{what}, and {why.what}", fix=why.fix) from error
     if report is None or (report.rank == channel.rank and report.what == what):
         return
     fact = report.what
@@ -87,9 +85,9 @@ def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport
     report = _reported(channel)
     if report is not None:
         return report
-    absent = {r for r, (state, _) in states.items() if state not in _IN_STEP}
-    late = {r for r, (state, _) in states.items() if state == "works"}
-    lines = [f"\n  rank {r} {states[r][1]}" for r in sorted(absent or late)]
+    absent = {r for r, other in states.items() if other.state not in _IN_STEP}
+    late = {r for r, other in states.items() if other.state == "works"}
+    lines = [f"\n  rank {r} {states[r].text}" for r in sorted(absent or late)]
     if not lines:
         return None
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""

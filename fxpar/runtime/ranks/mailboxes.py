@@ -15,14 +15,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import time
+import uuid
 import zlib
 from collections.abc import Callable
-from pathlib import Path
-
-# Where files are memory.
-FOLDER = "/dev/shm"
 
 # Bytes of a box: number of the call, checksum and length, then the word.
 _HEAD = struct.Struct("<QII")
@@ -36,15 +32,18 @@ _OPENED_BY = 8
 
 
 class Mailboxes:
-    """A rank's view of the boxes of all ranks. ``published``: names the file, on rank 0
-    called with the name that it made, on others called for it, None while unknown."""
+    """A rank's view of the boxes of all ranks. ``published``: names the memory, on rank
+    0 called with the name that it made, on others called for it, None while unknown.
+
+    The memory is in no folder: other ranks open it through rank 0's process, and it is
+    gone with the last of them, however they end."""
 
     def __init__(
         self, rank: int, size: int, published: Callable[[str | None], str | None]
     ) -> None:
         self.rank, self.size, self._published = rank, size, published
         self._memory: mmap.mmap | None = None
-        self._path: Path | None = None
+        self._handle: int | None = None  # of the memory, on rank 0 until all have it
         self._calls = 0
         self._all_open = False
         if rank == 0:
@@ -92,34 +91,34 @@ class Mailboxes:
         return data.decode() if _sum(number, data) == checksum else None
 
     def _make(self) -> None:
+        name = f"fxpar-{uuid.uuid4().hex}"
+        size = self.size + 2 * self.size * _BOX
         try:
-            handle, name = tempfile.mkstemp(prefix="fxpar-", dir=FOLDER)
-        except OSError:
-            return
-        size, self._path = self.size + 2 * self.size * _BOX, Path(name)
-        try:
-            os.posix_fallocate(handle, 0, size)  # a write where no room is would kill
-            self._memory = mmap.mmap(handle, size)
-        except OSError:
+            self._handle = os.memfd_create(name)
+            os.posix_fallocate(self._handle, 0, size)  # no room would kill at a write
+            self._memory = mmap.mmap(self._handle, size)
+        except (AttributeError, OSError):  # AttributeError: this is not Linux
             self.close()
             return
-        finally:
-            os.close(handle)
         self._memory[0] = 1
-        self._published(name)
+        self._published(f"{name}\n/proc/{os.getpid()}/fd/{self._handle}")
 
     def _meet(self) -> None:
-        """Open the file that rank 0 made, and see whether all ranks have."""
+        """Open the memory that rank 0 made, and see whether all ranks have."""
         if self._calls > _OPENED_BY:
             self._memory = None
             self.close()
             return
         if self._memory is None and self.rank:
-            name = self._published(None)
-            if name is None:
+            published = self._published(None)
+            if published is None:
                 return
+            name, path = published.split("\n")
             try:
-                with open(name, "r+b") as file:
+                # Elsewhere, as in another container, the path is of something else.
+                if name not in os.readlink(path):
+                    raise FileNotFoundError(path)
+                with open(path, "r+b") as file:
                     self._memory = mmap.mmap(file.fileno(), 0)
             except (OSError, ValueError):
                 self._calls = _OPENED_BY
@@ -130,10 +129,10 @@ class Mailboxes:
             self.close()
 
     def close(self) -> None:
-        """Let the file be gone once nobody has it open."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
+        """Let nobody else open the memory."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def __del__(self) -> None:
         self.close()

@@ -15,9 +15,10 @@ messages that grows with the ranks and not with their square.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -27,8 +28,9 @@ import torch.distributed as dist
 
 from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import presence
+from fxpar.runtime.ranks import presence, store_watch
 from fxpar.runtime.ranks.mailboxes import Mailboxes
+from fxpar.runtime.ranks.patience import Patience, patience_limit
 from fxpar.runtime.ranks.presence import Presence
 
 # Of one message; who waits longer than it should is told so by a key (``meet``).
@@ -57,6 +59,7 @@ class Channel:
     calls: int = 0
     questions: int = 0  # questions of waiting ranks before the last call
     wrote: list[str] = field(default_factory=list)  # this rank's keys of the last call
+    what: str = ""  # the last call, in words
 
     def key(self, number: int, *parts: object) -> str:
         return "/".join(map(str, (self.prefix, number, *parts)))
@@ -66,6 +69,11 @@ class Channel:
 
     def read(self, key: str) -> str:
         return self.store.get(key).decode()
+
+    def progress(self) -> tuple[dict[str, int], str]:
+        """How many "calls" and "rounds" this rank came to, and the last call."""
+        last = f"call {self.calls}, {self.what}" if self.what else ""
+        return {"calls": self.calls, "rounds": self.rounds}, last
 
     def folders(self) -> list[str]:
         """Which folder of files each rank sees."""
@@ -94,19 +102,35 @@ def call_number() -> int:
 
 def _open(group: Any) -> Channel:
     store, rank, size = _torch.distributed.default_store(), group.rank(), group.size()
-    # A store may outlive a process group; its next life starts new keys.
-    prefix = f"fxpar/{store.add(f'fxpar/life/{rank}', 1)}"
-    beside = _torch.distributed.same_store(store)
-    presence = Presence(weakref.ref(group), beside, rank, size, prefix)
-    presence.start()
-    store.set(f"{prefix}/folder/{rank}", cache_files.folder_mark())
-    connection = _torch.distributed.same_store(store)
-    if connection is not store:
-        connection.set_timeout(LONGEST)
-    boxes = None
-    if size <= DIRECT:
-        boxes = Mailboxes(rank, size, partial(_published, connection, prefix))
-    return Channel(connection, rank, size, prefix, presence, boxes)
+    me = Presence(weakref.ref(group), store, rank, size, "")
+    store_watch.start(me, store)
+    try:
+        # A store may outlive a process group; its next life starts new keys.
+        me.prefix = f"fxpar/{store.add(f'fxpar/life/{rank}', 1)}"
+        store.set(f"{me.prefix}/folder/{rank}", cache_files.folder_mark())
+        me.store = _torch.distributed.same_store(store)
+        connection = _torch.distributed.same_store(store)
+        if connection is not store:
+            connection.set_timeout(LONGEST)
+        boxes = None
+        if size <= DIRECT:
+            boxes = Mailboxes(rank, size, partial(_published, connection, me.prefix))
+        channel = Channel(connection, rank, size, me.prefix, me, boxes)
+        me.progress = channel.progress
+        me.start()
+    except dist.DistError as error:
+        me.over.set()
+        raise me.lost_store(error) from error
+    return channel
+
+
+@contextlib.contextmanager
+def answering(channel: Channel) -> Iterator[None]:
+    """Raise RankMismatchError where the store does not answer."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise channel.presence.lost_store(error) from error
 
 
 def _published(store: Any, prefix: str, name: str | None) -> str | None:
@@ -139,13 +163,11 @@ def meet(word: str, what: str) -> list[str]:
     if channel is None:
         return [word]
     keys = _next_keys(channel)
+    channel.what = what
     try:
         return _words(channel, keys, word, what)
     except dist.DistError as error:
-        raise RankMismatchError(
-            f"the store of the process group does not answer: {error}",
-            fix="the process that holds it, mostly rank 0, has ended: see its output",
-        ) from error
+        raise channel.presence.lost_store(error) from error
 
 
 def fail(message: str) -> None:
@@ -157,9 +179,10 @@ def fail(message: str) -> None:
     what = f"rank {channel.rank} failed:\n{message}"
     fix = "this rank only stopped with it: look at that rank's error"
     text = _failure(what, fix)
-    channel.store.set(key, text)
-    if channel.rank == 0 and channel.size > DIRECT:
-        channel.store.compare_set(_verdict_key(channel), "", json.dumps([text]))
+    with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
+        channel.store.set(key, text)
+        if channel.rank == 0 and channel.size > DIRECT:
+            channel.store.compare_set(_verdict_key(channel), "", json.dumps([text]))
 
 
 def _next_keys(channel: Channel) -> list[str]:
@@ -182,7 +205,8 @@ def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[
     if words is None:
         watch = _Watch(channel, keys, what)
         beside.watch = watch.look
-        with presence.waits(f"waits for others in {what}"):
+        text = f"waits for others in {what}"
+        with presence.waits(text, "calls", channel.calls):
             words = _read(channel, keys)
         beside.watch = None
     beside.read += channel.wrote  # every rank came to the call behind it
@@ -232,7 +256,7 @@ class _Watch:
         self.keys, self.rank, self.what = keys, channel.rank, what
         self.verdict = _verdict_key(channel) if channel.size > DIRECT else None
         self.presence = channel.presence
-        self.patience = presence.Patience(self.presence, presence.timeout())
+        self.patience = Patience(self.presence, patience_limit())
 
     def look(self) -> None:
         """Called at every beat, by another thread than the one that waits."""

@@ -1,10 +1,11 @@
-"""Where each rank is, told to ranks that wait for it; and ``fxpar.alone``.
+"""Every rank says where it is to ranks that wait for it; and ``fxpar.alone``.
 
-A thread beside the program of every rank answers, through the store of the process
-group, ranks that ask: whether this one works (it compiles, or computes), waits for
-others, is idle, or has ended. So a rank that waits can tell another that is slow from
-one that will not come. While nobody asks, a rank sends one small message a beat. Inside
-``fxpar.alone`` a rank runs by itself, and meets nobody.
+A thread of every rank answers, through the store of the process group, ranks that ask:
+whether this one works (it compiles, or computes), waits for others, is idle, or has
+ended, and by which exception. So a rank that waits can distinguish another that is slow
+from one that will not come, and from one that waits for it at another place. While
+nobody asks, a rank sends one small message a beat; ``store_watch`` ends a rank whose
+store does not answer. Inside ``fxpar.alone`` a rank runs without the others.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import atexit
 import contextlib
 import json
 import logging
+import multiprocessing.util
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,54 +30,77 @@ import torch
 import torch.distributed as dist
 
 from fxpar import _torch
-from fxpar.errors import FxparError
+from fxpar.errors import FxparError, RankMismatchError
+from fxpar.runtime.ranks import own_process
 from fxpar.runtime.stage_times import WAIT, stage
 
 log = logging.getLogger("fxpar")
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
-STARTING = 10  # times as long is waited for a rank that may still load its data
-ENDED = 1.0  # seconds to wait for a rank that has ended
+GONE = "has ended without a word: its process is gone"
 ANSWER = 4.0  # seconds in which a rank answers a question, however busy it is
 BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
-_WAIT = {"seconds": 30.0}
 
-# What the program of this process does, innermost last: (state, text).
-_DOING: list[tuple[str, str]] = []
+STORE_FIX = (
+    "the process that holds it, mostly rank 0 or torchrun, has ended or hangs: see its "
+    "output"
+)
+
+# What the program of this process does, innermost last.
+_DOING: list[Answer] = []
 
 
-def set_timeout(seconds: float) -> None:
-    """How long ranks wait for a rank that does not work: ``FXPAR_TIMEOUT``."""
-    _WAIT["seconds"] = seconds
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself, or what is known of one that says nothing."""
+
+    # "works", "waits", "collective" (hangs in one), "in a graph", "idle", "ended",
+    # "absent" (said nothing yet) or "silent" (has not answered for long).
+    state: str
+    # What it does, in words.
+    text: str
+    # What it waits for, if it does: the other ranks' "calls" or "rounds".
+    waits_for: str = ""
+    # The number of that call or round.
+    number: int = 0
+    # The last call that it came to, in words.
+    last_call: str = ""
 
 
-def timeout() -> float:
-    """Seconds that ranks wait for a rank that does not work."""
-    return _WAIT["seconds"]
+def waiting() -> str:
+    """What the program of this rank waits for, in words; "" if it does not wait."""
+    return "".join(x.text for x in _DOING[-1:] if x.state == "waits")
 
 
 @contextlib.contextmanager
 def works(text: str) -> Iterator[None]:
     """Inside, this rank works, though it may seem idle: others wait for it."""
-    with _doing("works", text):
+    with _doing(Answer("works", text)):
         yield
 
 
 @contextlib.contextmanager
-def waits(text: str) -> Iterator[None]:
-    """Inside, this rank waits for others."""
-    with _doing("waits", text), stage(WAIT, nested=True):
+def waits(text: str, waits_for: str = "", number: int = 0) -> Iterator[None]:
+    """Inside, this rank waits for others, to come to a call or a round of a number."""
+    with (
+        _doing(Answer("waits", text, waits_for, number)),
+        stage(WAIT, nested=True),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def _doing(state: str, text: str) -> Iterator[None]:
-    _DOING.append((state, text))
+def _doing(answer: Answer) -> Iterator[None]:
+    _DOING.append(answer)
     try:
         yield
     finally:
         _DOING.pop()
+
+
+def _no_progress() -> tuple[dict[str, int], str]:
+    return {}, ""
 
 
 @dataclass
@@ -96,55 +122,85 @@ class Presence:
     read: list[str] = field(default_factory=list)
     # Called at every beat while this rank waits for others; None: it does not.
     watch: Callable[[], None] | None = None
-    # Answers so far.
-    _beats: int = 0
-    # Seconds that the program computed, and of ``time.monotonic``, at the last beat.
-    _cpu: tuple[float, float] = (0.0, 0.0)
+    # How many "calls" and "rounds" this rank came to, and the last call in words.
+    progress: Callable[[], tuple[dict[str, int], str]] = _no_progress
+    # Grows while the store answers the thread.
+    beats: int = 0
+    # Set when the store is not needed any more.
+    over: threading.Event = field(default_factory=threading.Event)
+    # What is known of why the store does not answer.
+    store_facts: list[str] = field(default_factory=list)
+    # Of the last answer of this rank.
+    _answer_number: int = 0
+    # At the last beat: seconds that the program computed, those of its main thread and
+    # of threads of torch, and of ``time.monotonic``.
+    _cpu: tuple[float, float | None, float | None, float] = (0.0, None, None, 0.0)
     # By rank, the number of its last answer, and when that was first seen.
     _news: dict[int, tuple[int, float]] = field(default_factory=dict)
     # Set to end the thread.
     _stop: threading.Event = field(default_factory=threading.Event)
     # It answers; None before ``start``.
     _thread: threading.Thread | None = None
+    # A fork does not answer for this process.
+    _process: int = field(default_factory=os.getpid)
 
     def start(self) -> None:
         """Answer from now on."""
-        self._publish()
+        own_process.note_exits()
+        self.store.set(f"{self.prefix}/process/{self.rank}", own_process.identity())
+        self._publish(self._where())
         self._thread = threading.Thread(
             target=self._run, name="fxpar-presence", daemon=True
         )
         self._thread.start()
         atexit.register(self._leave)
+        # Processes that multiprocessing starts call these and not those of atexit.
+        multiprocessing.util.Finalize(None, self._leave, exitpriority=100)
+
+    def lost_store(self, error: BaseException) -> RankMismatchError:
+        """What to raise where the store does not answer."""
+        facts = self.store_facts or [
+            f"the store of the process group does not answer: {error}"
+        ]
+        if not facts[0].startswith("the store"):
+            facts = ["the store of the process group does not answer", *facts]
+        what = "\n  ".join(facts)
+        told = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
+        told.told = True
+        return told
 
     def ask(self) -> None:
         """Let every rank say where it is, at its next beat."""
         self.store.add(f"{self.prefix}/asked", 1)
 
-    def others(self) -> dict[int, tuple[str, str]]:
-        """(state, text) of every other rank, as it last said: "absent" if it never did,
-        "silent" if it did not for long."""
+    def others(self) -> dict[int, Answer]:
+        """What every other rank last said of itself."""
         states = {}
         for rank in range(self.size):
             key = f"{self.prefix}/where/{rank}"
             if rank == self.rank:
                 continue
             if not self.store.check([key]):
-                states[rank] = ("absent", "has come to nothing of fxpar yet")
+                text = "has come to nothing of fxpar yet"
+                states[rank] = Answer("absent", text)
                 continue
-            beat, state, text = json.loads(self.store.get(key).decode())
-            now = time.monotonic()
+            beat, fields = json.loads(self.store.get(key).decode())
+            answer, now = Answer(**fields), time.monotonic()
             last, since = self._news.get(rank, (-1, now))
             if beat != last:
                 since = now
             self._news[rank] = beat, since
-            if state != "ended" and now - since > SILENT:
-                state, text = "silent", f"has not answered for {now - since:.0f} s"
-            states[rank] = (state, text)
+            if answer.state != "ended" and now - since > 2 * BEAT:
+                if self._is_gone(rank):
+                    answer = replace(answer, state="ended", text=GONE)
+                elif now - since > SILENT:
+                    text = f"has not answered for {now - since:.0f} s"
+                    answer = replace(answer, state="silent", text=text)
+            states[rank] = answer
+            self.beats += 1
         return states
 
-    def answers(
-        self, unless: Callable[[], bool] = lambda: False
-    ) -> dict[int, tuple[str, str]]:
+    def answers(self, unless: Callable[[], bool] = lambda: False) -> dict[int, Answer]:
         """As ``others``, asked now: "silent" are those who do not answer in time. Not
         waited for any more once ``unless`` says so."""
         states, begin = self.others(), time.monotonic()
@@ -155,149 +211,112 @@ class Presence:
             states = self.others()
             late = [
                 rank
-                for rank, (state, _) in states.items()
-                if state != "ended" and self._news.get(rank) == before.get(rank)
+                for rank, answer in states.items()
+                if answer.state != "ended" and self._news.get(rank) == before.get(rank)
             ]
             if not late or unless():
                 return states
         text = f"has ended or hangs: no answer for {ANSWER:.0f} s"
-        return states | dict.fromkeys(late, ("silent", text))
+        return states | dict.fromkeys(late, Answer("silent", text))
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank is known to have ended: it was one of this
+        machine."""
+        key = f"{self.prefix}/process/{rank}"
+        return own_process.is_gone(self.store.get(key).decode())
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT):
-            group = self.group()
-            if group is None or group is not _torch.distributed.default_group():
-                return
-            del group
-            try:
-                self._beat()
-            except dist.DistStoreError:
-                pass  # not in time, of a store that has much to do: at the next beat
-            except dist.DistError as error:
-                # The program meets the same error where it needs the store.
-                log.info("rank %d tells no other where it is: %s", self.rank, error)
-                return
+        try:
+            while not self._stop.wait(BEAT) and self._answers():
+                self.beats += 1
+        except BaseException:
+            self.over.set()
+            raise
+
+    def _answers(self) -> bool:
+        """Do one beat; False if there is none after it."""
+        group = self.group()
+        if group is None or group is not _torch.distributed.default_group():
+            with contextlib.suppress(RuntimeError):  # the store may have ended
+                self._publish(Answer("ended", "has left the process group"))
+            self.progress = _no_progress  # its channel has ended
+            self.over.set()
+            return False
+        del group
+        try:
+            self._beat()
+        except dist.DistStoreError:
+            pass  # not in time, of a store that has much to do: at the next beat
+        except dist.DistError as error:
+            log.info("rank %d tells no other where it is: %s", self.rank, error)
+            # The program meets the same error where it needs the store.
+            _torch.distributed.cut_store(self.store)
+            self.over.set()
+            return False
+        return True
 
     def _beat(self) -> None:
         """Answer who asks, and do what waits for a beat."""
-        questions = self.store.add(f"{self.prefix}/asked", 0)
+        questions, torch_took = self.store.add(f"{self.prefix}/asked", 0), None
         if questions != self.questions:
-            self._publish()
+            self._publish(self._where())
             self.questions = questions
-        self._cpu = _computed(), time.monotonic()
+            torch_took = own_process.torch_seconds()
+            if not self.store_facts and self.store.check([f"{self.prefix}/left"]):
+                self.store_facts.append(self.store.get(f"{self.prefix}/left").decode())
+        main = own_process.main_seconds()
+        self._cpu = own_process.computed(), main, torch_took, time.monotonic()
         if self.watch is not None:
             self.watch()
         while self.read:
             self.store.delete_key(self.read.pop())
 
-    def _publish(self) -> None:
-        self._beats += 1
-        text = json.dumps([self._beats, *self._where()])
+    def _publish(self, answer: Answer) -> None:
+        self._answer_number += 1
+        answer = replace(answer, last_call=self.progress()[1])
+        text = json.dumps([self._answer_number, asdict(answer)])
         self.store.set(f"{self.prefix}/where/{self.rank}", text)
 
-    def _where(self) -> tuple[str, str]:
+    def _where(self) -> Answer:
         """What this rank does now."""
-        if _DOING:
-            return _DOING[-1]
+        for doing in _DOING[-1:]:
+            return doing
         line, waits, in_graph = _user_line(sys._current_frames())
+        computed, main, torch_took, at = self._cpu
+        took = max(time.monotonic() - at, 1e-3)
+        place = f"in a graph at {line}" if in_graph else f"in {line}"
+        if torch_took is not None and hangs_in_collective():
+            moved = own_process.main_seconds() != main
+            share = (own_process.torch_seconds() - torch_took) / took
+            if not moved and share < BUSY / 2:
+                return Answer("collective", f"is {place}, in a collective")
         if waits:
-            return "waits", f"is in {line}"
-        cpu, at = self._cpu
-        share = (_computed() - cpu) / max(time.monotonic() - at, 1e-3)
+            return Answer("waits", f"is {place}")
+        share = (own_process.computed() - computed) / took
         if at and share > BUSY:
-            return "works", f"runs {line}"
-        state = "in a graph" if in_graph else "idle"
-        return state, f"is {state} at {line}"
+            return Answer("works", f"runs {line}")
+        if in_graph:
+            return Answer("in a graph", f"is {place}")
+        return Answer("idle", f"is idle at {line}")
 
     def _leave(self) -> None:
+        """Say at the end of the process that it has ended, and by which exception."""
+        if self._stop.is_set() or os.getpid() != self._process:
+            return
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2 * BEAT)
+        reason = own_process.ended_by()
+        text = f"ended: {reason}" if reason else "has ended"
         with contextlib.suppress(Exception):  # the store may have ended before
-            if self.group() is not None:
-                text = json.dumps([self._beats + 1, "ended", "has ended"])
-                self.store.set(f"{self.prefix}/where/{self.rank}", text)
-
-
-# How Linux calls threads that torch runs a backward in, on accelerators.
-_BACKWARD = "pt_autograd"
-
-
-def _computed() -> float:
-    """Seconds of CPU that a program took, called by the thread that answers for it:
-    those of its own threads, and of backwards. Not of the answers, nor of threads that
-    idle beside a program at no small cost (a gloo group's takes 0.1 % of a core, a
-    store's 30 us a question)."""
-    threads = {x.native_id for x in threading.enumerate() if x.native_id is not None}
-    threads.discard(threading.get_native_id())
-    if torch.cuda.is_initialized():
-        threads |= _backward_threads()
-    spent = [_seconds_of(thread) for thread in threads]
-    if None in spent and not Path(_TASKS).exists():  # not Linux
-        return time.process_time() - time.thread_time()
-    return sum(seconds or 0.0 for seconds in spent)
-
-
-_TASKS = "/proc/self/task"
-
-
-def _seconds_of(thread: int) -> float | None:
-    """Seconds of CPU of a thread; None if it has ended, or nobody tells."""
-    try:
-        return int(Path(f"{_TASKS}/{thread}/schedstat").read_text().split()[0]) / 1e9
-    except OSError:
-        return None
-
-
-def _backward_threads() -> set[int]:
-    """The threads in which torch runs backwards on accelerators."""
-    threads = set[int]()
-    for thread in Path(_TASKS).glob("*"):
-        with contextlib.suppress(OSError):  # it has ended
-            if (thread / "comm").read_text().startswith(_BACKWARD):
-                threads.add(int(thread.name))
-    return threads
-
-
-class Patience:
-    """Of one wait for other ranks: it lasts while any of them works, and then as long
-    as ranks wait for one that does not."""
-
-    def __init__(self, presence: Presence, seconds: float) -> None:
-        self.presence, self.seconds = presence, seconds
-        self.begin = self.worked = time.monotonic()
-        self.last_question = self.begin
-        self.seen: dict[int, tuple[str, str]] = {}
-        self.has_ended = False  # a rank that is waited for
-
-    def is_over(self, missing: Callable[[], Sequence[int]]) -> bool:
-        """Whether to wait no longer. ``missing``: the ranks that have not come."""
-        now = time.monotonic()
-        if now - self.last_question >= BEAT:
-            self.presence.ask()
-            self.last_question = now
-            self.seen = self.presence.others()
-            states = [state for state, _ in self.seen.values()]
-            if "works" in states:
-                self.worked = now
-            elif "ended" in states and now - self.begin > ENDED:
-                self.has_ended = any(self.seen[r][0] == "ended" for r in missing())
-                return self.has_ended
-        absent = any(self.seen.get(r, ("",))[0] == "absent" for r in missing())
-        return now - self.worked > self.seconds * (STARTING if absent else 1)
-
-    def waited(self) -> str:
-        """How long it lasted so far, and what bounds it."""
-        bound = "" if self.has_ended else " (FXPAR_TIMEOUT)"
-        return f"{time.monotonic() - self.begin:.0f} s{bound}"
-
-    def tell(self, missing: Sequence[int]) -> str:
-        """Where the missing ranks are, a line for each."""
-        return "".join(
-            f"\n  rank {rank} {self.seen[rank][1]}"
-            for rank in missing
-            if rank in self.seen
-        )
+            if self.group() is not None or reason:
+                self._publish(Answer("ended", text))
+            if self.group() is not None and reason:
+                # The store may end with this process: others hear of it before.
+                left = f"rank {self.rank} {text}"
+                self.store.compare_set(f"{self.prefix}/left", "", left)
+                self.answers()
+        self.over.set()
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -330,6 +349,19 @@ def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
     return last, distributed, in_graph
 
 
+def hangs_in_collective() -> bool:
+    """Whether the main thread is inside a collective or a message of torch."""
+    ident = threading.main_thread().ident or 0
+    frame = sys._current_frames().get(ident)
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    if file == f"{_TORCH}/_ops.py":
+        return "c10d" in str(frame.f_locals.get("self"))
+    return file in (f"{_TORCH}/distributed/distributed_c10d.py", _MESSAGES)
+
+
+_MESSAGES = str(_torch.distributed.__file__)
 _DEPTH = [0]
 
 
