@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -180,6 +180,7 @@ def compile_fx(
     local_border: bool = False,
     symbolic: bool = False,
     repeated: FindKinds | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
 
@@ -194,6 +195,7 @@ def compile_fx(
     was not is left there, and so its backward is compiled with its forward.
     ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
     ``repeated``: finds layers that repeat, one of which is traced for all.
+    ``settings``: of Inductor, by name.
     ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """
@@ -203,7 +205,12 @@ def compile_fx(
 
     if joint_pass is None:
         with _shortcuts(not any(map(_on_accelerator, examples))):
-            plain: Any = inductor(gm, examples, inner_compile=_compile_inner)
+            plain: Any = inductor(
+                gm,
+                examples,
+                inner_compile=_compile_inner,
+                config_patches={**(settings or {})},
+            )
         return cast(Callable[..., Any], plain)
     parallelize = joint_pass
 
@@ -238,13 +245,13 @@ def compile_fx(
 
     # A hit in AOTAutograd's cache skips the joint pass, and with it the agreement of
     # the ranks. Inductor's own cache, keyed by the bound graph, is always in use.
-    settings = {"enable_autograd_cache": cached}
+    of_autograd = {"enable_autograd_cache": cached}
     if local_border:
-        settings["guess_tangent_strides_as_outputs"] = False
+        of_autograd["guess_tangent_strides_as_outputs"] = False
     if (symbolic or cached) and can_compile_backward():
-        settings[NOW] = True
+        of_autograd[NOW] = True
     with (
-        functorch_config.patch(settings),
+        functorch_config.patch(of_autograd),
         _views_recomputed(),
         _objects_behind_generators(),
         traced_once(repeated),
@@ -254,7 +261,7 @@ def compile_fx(
             gm,
             examples if symbolic else with_symbols(gm, examples),
             inner_compile=compile_inner,
-            config_patches={"joint_custom_pre_pass": Hook()},
+            config_patches={**(settings or {}), "joint_custom_pre_pass": Hook()},
             decompositions=decompositions(),
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )

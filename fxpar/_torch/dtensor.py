@@ -178,7 +178,7 @@ class CopiedView(DTensor):
     replay: Callable[[torch.Tensor], torch.Tensor]
 
     @property
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
+    def _local_tensor(self) -> torch.Tensor:
         return self.replay(_GATHER[0](self.base))
 
     @_local_tensor.setter
@@ -186,7 +186,7 @@ class CopiedView(DTensor):
         """Hold nothing of what the constructor sets."""
 
     @classmethod
-    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[override]
         if _has_aliases(op):
             return _SERVE[0](op, args, kwargs or {})
         args, kwargs = tree_map(_as_read, (args, kwargs or {}))
@@ -198,7 +198,7 @@ _GATHER: list[Callable[[DTensor], torch.Tensor]] = []
 
 
 def base_of(x: DTensor) -> tuple[DTensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The DTensor that ``x`` is a view of, or itself, and that view of a global value."""
+    """The DTensor that ``x`` is a view of, or itself; and the view of its value."""
     if isinstance(x, CopiedView):
         return x.base, x.replay
     if isinstance(x._base, DTensor):
@@ -209,7 +209,7 @@ def base_of(x: DTensor) -> tuple[DTensor, Callable[[torch.Tensor], torch.Tensor]
 def change_form(
     x: DTensor, op: Any, args: Any, kwargs: Any, value: torch.Tensor
 ) -> None:
-    """Let ``x`` be ``value`` on every rank, of the form that an op gives it in place."""
+    """Let ``x`` be ``value`` on every rank, in the form that an op gives it."""
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     lies = (Replicate(),) * x.device_mesh.ndim
     x._local_tensor, x._spec = value, DTensorSpec(x.device_mesh, lies, meta)
@@ -312,34 +312,34 @@ def _has_aliases(op: Any) -> bool:
     return any(a.alias_info is not None for a in schema_of(op).arguments)
 
 
-def _copies_aliased(op: Any, given: Any, sharding: Any) -> bool:
-    """Whether DTensor writes to copies of the operands that are ``given``, makes views
+def _copies_aliased(op: Any, schema: Any, sharding: Any) -> bool:
+    """Whether DTensor writes to copies of the operands as ``schema`` has them, makes views
     of copies, or views that no Spec describes."""
     if not isinstance(sharding, OutputSharding):
         return False  # the results themselves
     if op is torch.ops.aten.index_put_.default:  # a mask is no index of one dim (2.13)
-        dtypes = [x.tensor_meta.dtype for x in given.args_schema[1] if x is not None]
+        dtypes = [x.tensor_meta.dtype for x in schema.args_schema[1] if x is not None]
         if torch.bool in dtypes:
             return True
     used = sharding.redistribute_schema if sharding.needs_redistribute else None
-    used = given if used is None else used
+    used = schema if used is None else used
     by_alias: dict[tuple[str, ...], Any] = {}
     for i, argument in enumerate(schema_of(op).arguments):
         if argument.alias_info is None:
             continue
-        by_name = given.kwargs_schema.get(argument.name)
-        before = given.args_schema[i] if i < len(given.args_schema) else by_name
+        by_name = schema.kwargs_schema.get(argument.name)
+        before = schema.args_schema[i] if i < len(schema.args_schema) else by_name
         by_alias[tuple(argument.alias_info.before_set)] = before
-        if i < len(given.args_schema) and before != used.args_schema[i]:
+        if i < len(schema.args_schema) and before != used.args_schema[i]:
             return True
-    results = sharding.output_spec
+    results: Any = sharding.output_spec
     results = results if isinstance(results, (tuple, list)) else [results]
     for result, spec in zip(schema_of(op).returns, results, strict=False):
         spec = spec[0] if isinstance(spec, (tuple, list)) and spec else spec
         if result.alias_info is None or not isinstance(spec, DTensorSpec):
             continue
         alias = tuple(result.alias_info.before_set)  # none of a list of views
-        before = by_alias.get(alias, given.args_schema[0])
+        before = by_alias.get(alias, schema.args_schema[0])
         if result.alias_info.is_write:
             moves = before.placements != spec.placements
             if moves and torch.Tag.inplace_view not in op.tags:
@@ -348,17 +348,21 @@ def _copies_aliased(op: Any, given: Any, sharding: Any) -> bool:
         kinds, kinds_before = ({*map(type, x.placements)} for x in (spec, before))
         if not kinds <= kinds_before | {Replicate}:
             return True
-        if spec.shape != before.shape and _is_uneven(before):  # a wrong shape (2.13)
+        if spec.shape != before.shape and not _is_regular(before):  # 2.13 is wrong
             return True
     return False
 
 
-def _is_uneven(spec: Any) -> bool:
-    parts = [1] * len(spec.shape)
+def _is_regular(spec: Any) -> bool:
+    """Whether all shards are equal, and no dim is split over two axes."""
+    dims = set()
     for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
-        if not placement.is_replicate() and not placement.is_partial():
-            parts[placement.dim] *= size
-    return any(n % k for n, k in zip(spec.shape, parts, strict=True))
+        if placement.is_replicate() or placement.is_partial():
+            continue
+        if placement.dim in dims or spec.shape[placement.dim] % size:
+            return False
+        dims.add(placement.dim)
+    return True
 
 
 def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:

@@ -1,12 +1,11 @@
 """Global values of DTensors, and writes to them that reach the part of every rank.
 
 DTensor (torch 2.13) runs some ops on a copy of what a rank holds: a row of a tensor
-that is split by rows is gathered, and a write to it is lost. Others it cannot run at all:
-``index_fill_``, or a write of a plain tensor. Here such an op runs on global values, on
-every rank, and each rank takes its part of what was written; the numbers are those of
-one device. A view that shares no memory with a part is computed when it is read. What
-is a copy, and what cannot run, DTensor itself says (``_torch.dtensor.serve_aliases``):
-an op needs no entry here.
+that is split by rows is gathered, and a write to it is lost. Others it cannot run, as
+``index_fill_``. Here such an op runs on global values, on every rank, and each rank
+takes its part of what was written: the numbers are those of one device. A view that
+shares no memory with a part is computed when it is read. DTensor itself says which op
+is one of these (``_torch.dtensor.serve_aliases``); none has an entry here.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def _layout(x: Any) -> tuple[Mesh, Spec]:
 def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op that writes to DTensors, or makes views of one, on global values.
 
-    Raises ShardError if the op changes the shape of a parameter, or writes to the memory
-    of one by operands that do not know of each other."""
+    Raises ShardError if the op changes the shape of a parameter, or writes to one by
+    two operands of which one is detached."""
     if not _torch.objects.is_mutable(op):
         return _views(op, *args, **kwargs)
     wholes: dict[int, torch.Tensor] = {}  # by the id of the DTensor
@@ -88,8 +87,8 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         operands[id(value)] = x
         return value
 
-    given = _torch.fake.tree_map(whole, (tuple(args), dict(kwargs)))
-    results = op(*given[0], **given[1])
+    plain = _torch.fake.tree_map(whole, (tuple(args), dict(kwargs)))
+    results = op(*plain[0], **plain[1])
     written = {id(base): base for base in _written(op, args, kwargs)}.values()
     memories = {_torch.objects.memory_of(x.to_local()) for x in written}
     for x in written:
@@ -146,7 +145,8 @@ def _views(op: Any, x: Any, *settings: Any, **more: Any) -> Any:
     forms = op(form, *settings, **more)
     if isinstance(forms, torch.Tensor):
         return _torch.dtensor.copied_view(base, views_of, forms)
-    return [
-        _torch.dtensor.copied_view(base, lambda whole, i=i: views_of(whole)[i], form)
-        for i, form in enumerate(forms)
-    ]
+
+    def view(i: int) -> Any:
+        return _torch.dtensor.copied_view(base, lambda x: views_of(x)[i], forms[i])
+
+    return [view(i) for i in range(len(forms))]
