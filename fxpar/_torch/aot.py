@@ -88,7 +88,8 @@ def export_forward(
 def untraceable(error: BaseException) -> str | None:
     """Why a program cannot be one graph of fixed shapes: it reads a "value", a "shape"
     depends on data, it writes to a "constant" or, by an op that is not functional, to
-    a "list" of tensors. None if ``error`` says none of these."""
+    a "list" of tensors, it makes a "sparse" tensor of rows or blocks. None if ``error``
+    says none of these."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -104,6 +105,8 @@ def untraceable(error: BaseException) -> str | None:
         return "constant"
     if isinstance(error, RuntimeError) and "non-functional tensor with a fun" in text:
         return "list"
+    if isinstance(error, RuntimeError) and "layout_impl is only" in text:
+        return "sparse"
     return None
 
 
@@ -152,6 +155,13 @@ def keep_lines_in_backward(result: torch.Tensor) -> None:
 
     if result.grad_fn is not None:
         logging_utils.setup_stacktrace_preservation_hooks([result.grad_fn])
+
+
+def stack_trace() -> str:
+    """That of the nodes that are being traced; "" if there is none, or nothing is."""
+    from torch.fx import traceback
+
+    return str(traceback.current_meta.get("stack_trace") or "")
 
 
 def preserve_node_meta() -> Any:

@@ -313,8 +313,8 @@ def _has_aliases(op: Any) -> bool:
 
 
 def _copies_aliased(op: Any, schema: Any, sharding: Any) -> bool:
-    """Whether DTensor writes to copies of the operands as ``schema`` has them, makes views
-    of copies, or views that no Spec describes."""
+    """Whether DTensor runs an op with copies of operands, as ``schema`` has them, that
+    it writes to or makes views of, or makes views that no Spec describes."""
     if not isinstance(sharding, OutputSharding):
         return False  # the results themselves
     if op is torch.ops.aten.index_put_.default:  # a mask is no index of one dim (2.13)

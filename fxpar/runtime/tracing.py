@@ -67,6 +67,10 @@ _REFUSED = {
         "calls an op that changes lists of tensors in place, which cannot be traced",
         "use the op for single tensors: an optimizer with foreach=False, fused=False",
     ),
+    "sparse": (
+        "has a sparse tensor in rows or blocks, which cannot be traced",
+        "use dense tensors",
+    ),
 }
 
 
