@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxpar._torch.objects import schema_of
+from fxpar.errors import ShardError
 
 __all__ = ["Partial", "Replicate", "Shard"]
 
@@ -185,6 +186,13 @@ class CopiedView(DTensor):
     def _local_tensor(self, stand_in: torch.Tensor) -> None:
         """Hold nothing of what the constructor sets."""
 
+    def __tensor_flatten__(self) -> Any:
+        raise ShardError(
+            f"a view {list(self.shape)} of a split tensor enters compiled code, where "
+            "it would be a copy",
+            fix="pass view.clone(), or view.full_tensor()",
+        )
+
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[override]
         if _has_aliases(op):
@@ -261,9 +269,11 @@ def serve_aliases(
     def propagated(op: Any, args: Any, kwargs: Any, info: Any, cached: bool) -> Any:
         if not _has_aliases(op) or _are_we_tracing() or not serves(args, kwargs):
             return propagate(op, args, kwargs, info, cached)
-        if torch.Tag.nondeterministic_seeded in op.tags and (
-            op not in dispatcher._random_ops or not args[0].is_contiguous()
-        ):
+        # Not by sizes, nor by random numbers, that a part alone does not give.
+        is_made = not any(isinstance(x, torch.Tensor) for x in tree_leaves(args))
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        is_local = op in dispatcher._random_ops and args[0].is_contiguous()
+        if is_made or (is_random and not is_local):
             return serve(op, args, kwargs)
         try:
             sharding = propagate(op, args, kwargs, info, cached)
@@ -274,10 +284,10 @@ def serve_aliases(
         return sharding
 
     def with_plain_tensors(op: Any, args: Any, kwargs: Any) -> Any:
-        with contextlib.ExitStack() as inside:
-            inside.enter_context(_left_to_dtensor(handlers, op))
-            if serves(args, kwargs):
-                inside.enter_context(implicit_replication())
+        with _left_to_dtensor(handlers, op):
+            if _is_mixed(args, kwargs) and serves(args, kwargs):
+                with implicit_replication():
+                    return op(*args, **kwargs)
             return op(*args, **kwargs)
 
     def strided(op: Any, args: Any, kwargs: Any) -> Any:
@@ -293,6 +303,15 @@ def serve_aliases(
     handlers[as_strided] = strided
     for op in _ops_that_write_by_tensors():
         handlers.setdefault(op, with_plain_tensors)
+
+
+def _is_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether some operands are plain tensors; quickly: optimizers wait for it."""
+    for x in (*args, *kwargs.values()):
+        for y in x if isinstance(x, (list, tuple)) else (x,):
+            if isinstance(y, torch.Tensor) and not isinstance(y, DTensor):
+                return True
+    return False
 
 
 def _ops_that_write_by_tensors() -> Iterator[Any]:

@@ -14,11 +14,17 @@ from fxpar.errors import OptionError
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
-ENV = {"FXPAR_MESH": "dp=2"}
+MESH = {"FXPAR_MESH": "dp=2"}
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Caches that all cases share, and no other test."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("caches"))}
 
 
 def settings_seen(how: dict[str, Any], step: bool) -> list[tuple[bool, bool, bool]]:
-    """The settings that each graph is compiled under; the numbers are those of eager."""
+    """The settings that each graph is compiled under."""
     from torch._inductor import compile_fx, config
 
     torch._dynamo.reset()
@@ -54,18 +60,20 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("how", "want"), CASES)
-def test_inductor_compiles_as_it_is_asked(how: Any, want: Any, ranks: int) -> None:
+def test_inductor_compiles_as_it_is_asked(
+    caches: dict[str, str], how: Any, want: Any, ranks: int
+) -> None:
     """Rank 0 compiles for all. What was compiled otherwise is not taken for it: each
     case compiles the same program anew."""
-    env = ENV if ranks > 1 else {}
+    env = caches | (MESH if ranks > 1 else {})
     first, *_ = shared_pool(2).run(settings_seen, how, False, ranks=ranks, env=env)
     assert set(first) == {want}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_compiles_as_it_is_asked(ranks: int) -> None:
+def test_a_step_compiles_as_it_is_asked(caches: dict[str, str], ranks: int) -> None:
     how, want = CASES[-1]
-    env = ENV if ranks > 1 else {}
+    env = caches | (MESH if ranks > 1 else {})
     first, *_ = shared_pool(2).run(settings_seen, how, True, ranks=ranks, env=env)
     assert set(first) == {want}
 
@@ -79,5 +87,5 @@ def test_a_step_compiles_as_it_is_asked(ranks: int) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(how: Any, word: str) -> None:
-    for error in shared_pool(2).errors(settings_seen, how, False, env=ENV):
+    for error in shared_pool(2).errors(settings_seen, how, False, env=MESH):
         assert isinstance(error, OptionError) and word in str(error)
