@@ -55,20 +55,24 @@ def fxpar(
     gm: fx.GraphModule,
     examples: Sequence[Any],
     *,
+    mode: str | None = None,
     options: dict[str, Any] | None = None,
-    **_: Any,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph for this rank of the mesh.
+    """Compile one Dynamo graph for this rank of the mesh. ``mode``: as the option
+    ``inductor``; ``torch.compile`` takes one of the two.
 
     Errors of fxpar are raised when the compiled function is first called, as they are,
     instead of inside Dynamo's wrapping of backend errors.
     """
     try:
+        if mode is not None:
+            options = {**(options or {}), "inductor": mode}
         traced, gm = gm, _torch.flat_regions.without_regions(gm)
         job_options, ranks = _joined(gm, options)
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
-            return _torch.aot.compile_fx(compiled_graph.without_hints(traced), examples)
+            plain, settings = compiled_graph.without_hints(traced), job_options.inductor
+            return _torch.aot.compile_fx(plain, examples, settings=dict(settings))
         gm = _without_kernels(gm, examples, ranks)
         compared = compiled_graph.compare_parameters(gm)
         views = shared_results.views_of_results(gm) if _is_global(job_options) else []

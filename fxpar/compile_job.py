@@ -91,9 +91,9 @@ def compile_step(
 ) -> Callable[..., Any]:
     """The checked, compiled function of a traced training step."""
     if is_plain(job.options, job.ranks):
-        return _torch.aot.compile_fx(
-            compiled_graph.without_hints(step.module), step.fakes
-        )
+        plain = compiled_graph.without_hints(step.module)
+        settings = dict(job.options.inductor)
+        return _torch.aot.compile_fx(plain, step.fakes, settings=settings)
     job = replace(job, named_inputs=step.ends, rests=rests, writes=True)
     return compile_graph(job, step.module, step.fakes)
 
@@ -226,6 +226,7 @@ def _compiled(
         local_border=bool(job.local) or job.options.outputs == "dtensor",
         symbolic=job.open is not None,
         repeated=None if job.open is not None else repeated_segments,
+        settings=dict(job.options.inductor),
     )
 
 

@@ -181,6 +181,14 @@ class Options:
         "inductor, eager",
         "eager: run the local graph op by op",
     )
+    inductor: tuple[tuple[str, Any], ...] = _option(
+        values.inductor,
+        (),
+        '"max-autotune", {"max_autotune": True}',
+        "how Inductor compiles: a mode of `torch.compile`, which `mode=` gives too, or "
+        "what its own `options=` takes",
+        env=False,
+    )
     debug: int = _option(
         values.level,
         0,
@@ -320,6 +328,11 @@ class Options:
                 raise OptionError(
                     f"{where} cannot be {value!r}", fix=str(error)
                 ) from None
+        if chosen.get("codegen") == "eager" and chosen.get("inductor"):
+            raise OptionError(
+                "codegen 'eager' runs no Inductor, which a mode or settings are for",
+                fix="leave out mode= or the option 'inductor', or codegen 'eager'",
+            )
         if chosen.get("debug") == 0:
             chosen.setdefault("progress", False)
         return cls(**chosen)
@@ -397,7 +410,7 @@ def table() -> str:
         if isinstance(default, bool):
             default = int(default)
         about = row.metadata["help"]
-        if default not in (None, frozenset()):
+        if default not in (None, frozenset(), ()):
             about += f" (default {default})"
         cells = [
             f"`{variable}`" if variable else "",

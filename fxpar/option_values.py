@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fxpar import _torch
+
 # Takes what the user wrote, text or not, and returns the value; raises ValueError.
 Reader = Callable[[Any], Any]
 
@@ -89,6 +91,45 @@ def file(value: Any) -> str:
 def hints(value: Any) -> Any:
     """Hints in a mapping, or the path of a file of them."""
     return value if isinstance(value, Mapping) else file(value)
+
+
+# Settings of Inductor that fxpar itself sets, or its passes need, and to what.
+_SET_BY_FXPAR = {
+    "fallback_by_default": False,
+    "freezing": False,
+    "joint_custom_pre_pass": None,
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "selective_decompose": False,
+    "use_joint_graph_passes": True,
+}
+
+
+def inductor(value: Any) -> tuple[tuple[str, Any], ...]:
+    """Settings of Inductor by name: those of a mode, or each as it is given."""
+    if isinstance(value, str):
+        value = choice(*_torch.inductor.modes())(value)
+        value = _torch.inductor.modes()[value]
+    if not isinstance(value, Mapping):
+        raise ValueError("use a mode of torch.compile, or a mapping of settings")
+    types, chosen = _torch.inductor.setting_types(), {}
+    for written, setting in value.items():
+        name = str(written).replace("-", "_")
+        if name not in types:
+            hint = nearest(name, types) or "torch._inductor.list_options() has them"
+            raise ValueError(f"Inductor has no setting {name!r}: {hint}")
+        if _SET_BY_FXPAR.get(name, setting) != setting:
+            raise ValueError(
+                f"fxpar needs {name}={_SET_BY_FXPAR[name]!r}: leave it out"
+            )
+        if not isinstance(setting, (bool, int, float, str, type(None))):
+            raise ValueError(
+                f"{name!r} takes a number, a text, True, False or None here"
+            )
+        if isinstance(types[name], type) and not isinstance(setting, types[name]):
+            raise ValueError(f"{name!r} takes a {types[name].__name__}")
+        chosen[name] = setting
+    return tuple(sorted(chosen.items()))
 
 
 def positive(value: Any) -> float:

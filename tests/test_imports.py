@@ -20,8 +20,10 @@ ROOT = TESTS.parent / "fxpar"
 
 # A module imports from its own part and from parts on lower levels.
 LEVELS = [
-    {"errors", "option_values", "python_frames"},
-    {"config", "_torch"},
+    {"errors", "python_frames"},
+    {"_torch"},
+    {"option_values"},
+    {"config"},
     {"cache_files"},
     {"sharding"},
     {"passes"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -121,8 +121,8 @@ def refusing_accumulation() -> Iterator[None]:
 def untraceable(error: BaseException) -> str | None:
     """Why a program cannot be one graph of fixed shapes: it reads a "value", a "shape"
     depends on data, it writes to a "constant" or, by an op that is not functional, to
-    a "list" of tensors, or it accumulates a "gradient". None if ``error`` says none of
-    these."""
+    a "list" of tensors, it accumulates a "gradient", or it makes a "sparse" tensor of
+    rows or blocks. None if ``error`` says none of these."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -140,6 +140,8 @@ def untraceable(error: BaseException) -> str | None:
         return "constant"
     if isinstance(error, RuntimeError) and "non-functional tensor with a fun" in text:
         return "list"
+    if isinstance(error, RuntimeError) and "layout_impl is only" in text:
+        return "sparse"
     return None
 
 
@@ -191,6 +193,13 @@ def keep_lines_in_backward(result: torch.Tensor) -> None:
         logging_utils.setup_stacktrace_preservation_hooks([result.grad_fn])
 
 
+def stack_trace() -> str:
+    """That of the nodes that are being traced; "" if there is none, or nothing is."""
+    from torch.fx import traceback
+
+    return str(traceback.current_meta.get("stack_trace") or "")
+
+
 def preserve_node_meta() -> Any:
     """Context in which traced nodes take the metadata set by ``set_stack_trace``."""
     from torch.fx import traceback
@@ -217,6 +226,7 @@ def compile_fx(
     local_border: bool = False,
     symbolic: bool = False,
     repeated: FindKinds | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
 
@@ -231,6 +241,7 @@ def compile_fx(
     was not is left there, and so its backward is compiled with its forward.
     ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
     ``repeated``: finds layers that repeat, one of which is traced for all.
+    ``settings``: of Inductor, by name.
     ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """
@@ -240,14 +251,19 @@ def compile_fx(
 
     if joint_pass is None:
         graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-        settings = (
+        of_autograd: dict[str, Any] = (
             {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
         )
         with (
-            functorch_config.patch(settings),
+            functorch_config.patch(of_autograd),
             _shortcuts(not any(map(_on_accelerator, examples))),
         ):
-            plain: Any = inductor(gm, examples, inner_compile=_compile_inner)
+            plain: Any = inductor(
+                gm,
+                examples,
+                inner_compile=_compile_inner,
+                config_patches={**(settings or {})},
+            )
         return cast(Callable[..., Any], plain)
     parallelize = joint_pass
 
@@ -282,13 +298,13 @@ def compile_fx(
 
     # A hit in AOTAutograd's cache skips the joint pass, and with it the agreement of
     # the ranks. Inductor's own cache, keyed by the bound graph, is always in use.
-    settings = {"enable_autograd_cache": cached}
+    of_autograd = {"enable_autograd_cache": cached}
     if local_border:
-        settings["guess_tangent_strides_as_outputs"] = False
+        of_autograd["guess_tangent_strides_as_outputs"] = False
     if (symbolic or cached) and can_compile_backward():
-        settings[NOW] = True
+        of_autograd[NOW] = True
     with (
-        functorch_config.patch(settings),
+        functorch_config.patch(of_autograd),
         _views_recomputed(),
         _objects_behind_generators(),
         traced_once(repeated),
@@ -299,7 +315,7 @@ def compile_fx(
             gm,
             examples if symbolic else with_symbols(gm, examples),
             inner_compile=compile_inner,
-            config_patches={"joint_custom_pre_pass": Hook()},
+            config_patches={**(settings or {}), "joint_custom_pre_pass": Hook()},
             decompositions=decompositions(),
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )
@@ -328,10 +344,22 @@ def _shortcuts(with_kernels: bool) -> Iterator[None]:
         quick_trees(),
         types_looked_at_once(),
         values_known(),
+        _backwards_repeatable(),
     ):
         if with_kernels:
             probe_beside()
         yield
+
+
+def _backwards_repeatable() -> contextlib.AbstractContextManager[Any]:
+    """Context in which no backward is compiled to write over what its forward saved, so
+    that it can run again (``retain_graph=True``); peaks of memory are the same."""
+    from unittest import mock
+
+    from torch._functorch._aot_autograd import graph_compile
+
+    name = "collect_bw_donated_buffer_idxs"
+    return mock.patch.object(graph_compile, name, lambda *_: [])
 
 
 def _on_accelerator(x: Any) -> bool:

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fxpar._torch.objects import schema_of
+from fxpar.errors import ShardError
 
 __all__ = ["Partial", "Replicate", "Shard"]
 
@@ -25,8 +35,6 @@ def brings_mesh(x: Any) -> bool:
     """Whether code that was compiled for ``x`` uses no mesh but the one that comes with
     its operands: not so of DTensors where (2.11) the mesh is kept with the code, whose
     process groups are those of the process that compiled it."""
-    from torch.distributed.tensor import DTensor
-
     return not isinstance(x, DTensor) or "device_mesh" in x.__tensor_flatten__()[0]
 
 
@@ -83,7 +91,6 @@ def reduce_before_item() -> None:
     """Let ``item()`` and ``bool()`` of a partial DTensor give the reduced value, where
     torch 2.13 gives this rank's summand (pytorch issue 166638): loops that end when no
     element is left, as in ``trunc_normal_``, must take as many rounds on every rank."""
-    from torch.distributed.tensor import DTensor
 
     def item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
@@ -119,8 +126,6 @@ def combine_with_plain_numbers() -> None:
     """Let a number that is a plain tensor with a gradient be added to a DTensor, or
     scale one, as a loss and a penalty on weights: its gradient is plain again. DTensor
     (2.13) gives a DTensor as gradient of both, which ops behind the number refuse."""
-    from torch.distributed.tensor import DTensor
-
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def plain(gradient: Any) -> torch.Tensor:
@@ -144,7 +149,6 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
     """Let ``norm(x, order, dims, keepdim, dtype)`` compute norms of DTensors; of lists
     of them those of infinite order, which ``_foreach_norm`` (2.13) refuses of empty
     shards on the ranks that have one, while others wait for these."""
-    from torch.distributed.tensor import DTensor
 
     def vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         defaults = (2.0, None, False)
@@ -165,48 +169,224 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
     handlers[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
 
 
-def put_by_masks() -> None:
-    """Let ``x[mask] = number`` of DTensors that lie alike write to each rank's part, as
-    Rprop does; DTensor (2.13) has it for whole tensors alone. Of a tensor without dims
-    torch makes a plain index of the mask, the same on each rank."""
-    from torch.distributed.tensor import DTensor
+class CopiedView(DTensor):
+    """A view of a DTensor with which no local tensor of its own shares memory, as one
+    row of a tensor that is split by rows: it is computed whenever it is read."""
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    # The DTensor that it is a view of.
+    base: DTensor
+    # The view of a global value in place of that.
+    replay: Callable[[torch.Tensor], torch.Tensor]
 
-    def index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, (mask, *others), number, *accumulate = args
-        if not others and number.numel() == 1 and _is_mask_of(mask, x):
-            number = number.full_tensor() if isinstance(number, DTensor) else number
-            mask = mask._local_tensor if isinstance(mask, DTensor) else mask
-            op(x._local_tensor, [mask], number, *accumulate, **kwargs)
-            return x
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self.replay(_GATHER[0](self.base))
+
+    @_local_tensor.setter
+    def _local_tensor(self, stand_in: torch.Tensor) -> None:
+        """Hold nothing of what the constructor sets."""
+
+    def __tensor_flatten__(self) -> Any:
+        raise ShardError(
+            f"a view {list(self.shape)} of a split tensor enters compiled code, where "
+            "it would be a copy",
+            fix="pass view.clone(), or view.full_tensor()",
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[override]
+        if _has_aliases(op):
+            return _SERVE[0](op, args, kwargs or {})
+        args, kwargs = tree_map(_as_read, (args, kwargs or {}))
+        return op(*args, **kwargs)
+
+
+_SERVE: list[Callable[..., Any]] = []
+_GATHER: list[Callable[[DTensor], torch.Tensor]] = []
+
+
+def base_of(x: DTensor) -> tuple[DTensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """The DTensor that ``x`` is a view of, or itself; and the view of its value."""
+    if isinstance(x, CopiedView):
+        return x.base, x.replay
+    if isinstance(x._base, DTensor):
+        return x._base, x._view_func_unsafe
+    return x, lambda whole: whole
+
+
+def change_form(
+    x: DTensor, op: Any, args: Any, kwargs: Any, value: torch.Tensor
+) -> None:
+    """Let ``x`` be ``value`` on every rank, in the form that an op gives it."""
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    lies = (Replicate(),) * x.device_mesh.ndim
+    x._local_tensor, x._spec = value, DTensorSpec(x.device_mesh, lies, meta)
+    return_and_correct_aliasing(op, args, kwargs, x)
+
+
+def _as_read(x: Any) -> Any:
+    if not isinstance(x, CopiedView):
+        return x
+    return DTensor(x._local_tensor, x._spec, requires_grad=False)
+
+
+def copied_view(
+    base: DTensor, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+) -> CopiedView:
+    """``replay`` of the global value of ``base``, in the form of a tensor on meta."""
+    meta = TensorMeta(like.shape, like.stride(), like.dtype)
+    spec = DTensorSpec(base.device_mesh, (Replicate(),) * base.device_mesh.ndim, meta)
+    stand_in = torch.empty((), dtype=like.dtype, device=base.device).expand(like.shape)
+    with torch.inference_mode(False):  # it counts writes with its base
+        view = CopiedView(stand_in, spec, requires_grad=False)
+    view.base, view.replay = base, replay
+    return view
+
+
+def serve_aliases(
+    serve: Callable[..., Any],
+    gather: Callable[[DTensor], torch.Tensor],
+    is_served: Callable[[Any], bool],
+) -> None:
+    """Let ``serve(op, args, kwargs)`` run ops that write to DTensors, or make views of
+    them, where DTensor would do so with copies of what a rank holds, or not at all.
+    Plain tensors among the operands of those that write are the same on every rank.
+
+    gather: makes the global value of a DTensor. is_served: whether this holds for
+    DTensors on a mesh. What DTensor can do it is asked once, since torch remembers it.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    as_strided = torch.ops.aten.as_strided.default
+    as_strided_alone = handlers[as_strided]
+    _SERVE[:], _GATHER[:] = [serve], [gather]
+
+    def serves(args: Any, kwargs: Any) -> bool:
+        leaves = tree_leaves((args, kwargs))
+        return any(isinstance(x, DTensor) and is_served(x.device_mesh) for x in leaves)
+
+    def propagated(op: Any, args: Any, kwargs: Any, info: Any, cached: bool) -> Any:
+        if not _has_aliases(op) or _are_we_tracing() or not serves(args, kwargs):
+            return propagate(op, args, kwargs, info, cached)
+        # Not by sizes, nor by random numbers, that a part alone does not give.
+        is_made = not any(isinstance(x, torch.Tensor) for x in tree_leaves(args))
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        is_local = op in dispatcher._random_ops and args[0].is_contiguous()
+        if is_made or (is_random and not is_local):
+            return serve(op, args, kwargs)
+        try:
+            sharding = propagate(op, args, kwargs, info, cached)
+        except Exception:  # there is no rule, or none that writes in place
+            return serve(op, args, kwargs)
+        if _copies_aliased(op, info.schema, sharding):
+            return serve(op, args, kwargs)
+        return sharding
+
+    def with_plain_tensors(op: Any, args: Any, kwargs: Any) -> Any:
         with _left_to_dtensor(handlers, op):
+            if _is_mixed(args, kwargs) and serves(args, kwargs):
+                with implicit_replication():
+                    return op(*args, **kwargs)
             return op(*args, **kwargs)
 
-    handlers[torch.ops.aten.index_put_.default] = index_put
+    def strided(op: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return as_strided_alone(op, args, kwargs)
+        except RuntimeError:
+            if not serves(args, kwargs):
+                raise
+            return serve(op, args, kwargs)
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    handlers[as_strided] = strided
+    for op in _ops_that_write_by_tensors():
+        handlers.setdefault(op, with_plain_tensors)
 
 
-def _is_mask_of(mask: Any, x: Any) -> bool:
-    """Whether two DTensors are the elements of one and which of them are chosen, with
-    the same part on each rank; or whether a plain index is of one that all ranks have
-    whole."""
-    from torch.distributed.tensor import DTensor
+def _is_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether some operands are plain tensors; quickly: optimizers wait for it."""
+    for x in (*args, *kwargs.values()):
+        for y in x if isinstance(x, (list, tuple)) else (x,):
+            if isinstance(y, torch.Tensor) and not isinstance(y, DTensor):
+                return True
+    return False
 
-    if not isinstance(x, DTensor):
-        return False
-    if not isinstance(mask, DTensor):
-        return all(p.is_replicate() for p in x.placements)
-    if mask.dtype != torch.bool or any(p.is_partial() for p in x.placements):
-        return False
-    lies, mask_lies = ((t.shape, t.device_mesh, t.placements) for t in (x, mask))
-    return lies == mask_lies
+
+def _ops_that_write_by_tensors() -> Iterator[Any]:
+    """The ops that write to an operand and read another."""
+    for schema in torch._C._jit_get_all_schemas():
+        operands = [a for a in schema.arguments if "Tensor" in str(a.type)]
+        if not schema.is_mutable or len(operands) < 2:
+            continue
+        namespace, name = schema.name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        op = getattr(packet, schema.overload_name or "default", None)
+        if op is not None:
+            yield op
+
+
+def _has_aliases(op: Any) -> bool:
+    return any(a.alias_info is not None for a in schema_of(op).arguments)
+
+
+def _copies_aliased(op: Any, schema: Any, sharding: Any) -> bool:
+    """Whether DTensor runs an op with copies of operands, as ``schema`` has them, that
+    it writes to or makes views of, or makes views that no Spec describes."""
+    if not isinstance(sharding, OutputSharding):
+        return False  # the results themselves
+    if op is torch.ops.aten.index_put_.default:  # a mask is no index of one dim (2.13)
+        dtypes = [x.tensor_meta.dtype for x in schema.args_schema[1] if x is not None]
+        if torch.bool in dtypes:
+            return True
+    used = sharding.redistribute_schema if sharding.needs_redistribute else None
+    used = schema if used is None else used
+    by_alias: dict[tuple[str, ...], Any] = {}
+    for i, argument in enumerate(schema_of(op).arguments):
+        if argument.alias_info is None:
+            continue
+        by_name = schema.kwargs_schema.get(argument.name)
+        before = schema.args_schema[i] if i < len(schema.args_schema) else by_name
+        by_alias[tuple(argument.alias_info.before_set)] = before
+        if i < len(schema.args_schema) and before != used.args_schema[i]:
+            return True
+    results: Any = sharding.output_spec
+    results = results if isinstance(results, (tuple, list)) else [results]
+    for result, spec in zip(schema_of(op).returns, results, strict=False):
+        spec = spec[0] if isinstance(spec, (tuple, list)) and spec else spec
+        if result.alias_info is None or not isinstance(spec, DTensorSpec):
+            continue
+        alias = tuple(result.alias_info.before_set)  # none of a list of views
+        before = by_alias.get(alias, schema.args_schema[0])
+        if result.alias_info.is_write:
+            moves = before.placements != spec.placements
+            if moves and torch.Tag.inplace_view not in op.tags:
+                return True
+            continue
+        kinds, kinds_before = ({*map(type, x.placements)} for x in (spec, before))
+        if not kinds <= kinds_before | {Replicate}:
+            return True
+        if spec.shape != before.shape and not _is_regular(before):  # 2.13 is wrong
+            return True
+    return False
+
+
+def _is_regular(spec: Any) -> bool:
+    """Whether all shards are equal, and no dim is split over two axes."""
+    dims = set()
+    for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
+        if placement.is_replicate() or placement.is_partial():
+            continue
+        if placement.dim in dims or spec.shape[placement.dim] % size:
+            return False
+        dims.add(placement.dim)
+    return True
 
 
 def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     """Let ``x.data = y`` of a DTensor set that of its local tensor, ``part_of(x, y)``,
     where torch (2.13) sets that of the wrapper, which nothing reads."""
-    from torch.distributed.tensor import DTensor
-
     inherited: Any = torch.Tensor.data
 
     def read(x: Any) -> torch.Tensor:

@@ -29,6 +29,21 @@ def load() -> None:
     init_backend_registration()
 
 
+def modes() -> dict[str, dict[str, Any]]:
+    """Settings of Inductor by the ``mode=`` of ``torch.compile`` that has them."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def setting_types() -> dict[str, Any]:
+    """The type of each setting of Inductor, by its name."""
+    from torch._inductor import config
+
+    module: Any = config
+    return {name: module.get_type(name) for name in module.get_config_copy()}
+
+
 def inductor_seeds() -> Any:
     """Inductor's ``inductor_seeds(count, device)``."""
     from torch._inductor import inductor_prims

@@ -350,7 +350,10 @@ def fake_tensor() -> Any:
 def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Of what an op gave. Raises _NotKnown."""
     several: Any = value if type(value) in (list, tuple) else (value,)
-    memory = [memory_of(x) for x in several if isinstance(x, torch.Tensor)]
+    results = [x for x in several if isinstance(x, torch.Tensor)]
+    if any(x.layout is not torch.strided for x in results):
+        raise _NotKnown
+    memory = [memory_of(x) for x in results]
     places = [memory_of(x) for x in tensors]
     own = [place for place in memory if place not in places]
     if len(set(own)) < len(own):

@@ -25,6 +25,7 @@ from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_facts import module_path
 from fxpar.sharding.program import Input, Output, Signature, user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
@@ -47,13 +48,15 @@ def read_signature(
     """The Signature of a graph whose placeholders and output carry ``meta["desc"]``.
 
     ``make_input(kind, payload, node)`` names an input and says where it rests;
-    ``make_output(kind, name, of)`` does so for an output.
+    ``make_output(kind, name, of)`` does so for an output. Raises PlanError for a graph
+    with sparse tensors.
     """
     inputs: list[Input] = []
     index_of: dict[Any, int] = {}
     tangent_of: list[tuple[int, Any]] = []
     output: fx.Node | None = None
     for node in graph.nodes:
+        _refuse_sparse(node)
         if node.op == "placeholder":
             desc = node.meta.get("desc")
             kind, payload = _torch.descriptors.descriptor(desc)
@@ -77,6 +80,30 @@ def read_signature(
         (i, position_of[desc]) for i, desc in tangent_of if desc in position_of
     )
     return Signature(tuple(inputs), tuple(outputs), tangents)
+
+
+def _refuse_sparse(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    layout = value.layout if isinstance(value, torch.Tensor) else torch.strided
+    if layout is not torch.strided:
+        module = ".".join(module_path(node) or ())
+        raise PlanError(
+            f"{node.name}{f' of module {module!r}' if module else ''} is sparse "
+            f"({layout}), as are the gradients of sparse=True; no rule splits such",
+            where=_nearest_line(node),
+            fix="use sparse=False and dense tensors, or leave this code out of the "
+            "graph with torch.compiler.disable",
+        )
+
+
+def _nearest_line(node: fx.Node) -> str | None:
+    """The user's line of a node, or of the nearest that it is computed from."""
+    nodes = [node]
+    for each in nodes:
+        if line := user_line(each):
+            return line
+        nodes += [n for n in each.all_input_nodes if n not in nodes]
+    return None
 
 
 aten = torch.ops.aten

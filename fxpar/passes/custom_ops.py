@@ -19,6 +19,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import line_of
 from fxpar.sharding.rank_ints import rank_here
 from fxpar.sharding.spec import Spec
 
@@ -272,6 +273,7 @@ def refuse_sparse(gradient: torch.Tensor) -> None:
         raise ShardError(
             f"a sparse gradient of a parameter {list(gradient.shape)} that fxpar.shard "
             "split",
+            where=line_of(_torch.aot.stack_trace()),
             fix="use sparse=False",
         )
 

@@ -72,6 +72,10 @@ _REFUSED = {
         "compute them with torch.autograd.grad and return them, an autograd.Function "
         "for parameters it takes as arguments; checkpoint with use_reentrant=False",
     ),
+    "sparse": (
+        "has a sparse tensor in rows or blocks, which cannot be traced",
+        "use dense tensors",
+    ),
 }
 
 

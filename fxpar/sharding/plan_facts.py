@@ -45,7 +45,7 @@ def owners(program: Program) -> list[str]:
     ops = program.ops
     nodes = backward_of(ops[0].node.graph) if ops else set()
     in_backward = [op.node in nodes for op in ops]
-    paths = [_module_path(op.node) for op in ops]
+    paths = [module_path(op.node) for op in ops]
     forward = [op.index for op in ops if not in_backward[op.index]]
     if any(path is not None for path in paths):
         for i in forward:
@@ -71,7 +71,7 @@ def owners(program: Program) -> list[str]:
     ]
 
 
-def _module_path(node: fx.Node) -> Path | None:
+def module_path(node: fx.Node) -> Path | None:
     """The path of the innermost module that tracing noted, ``L['self']`` cut off."""
     stack = next((node.meta[key] for key in _STACKS if node.meta.get(key)), None)
     if not stack:

@@ -241,12 +241,12 @@ def user_line(node: fx.Node) -> str | None:
     Innermost frame outside torch and fxpar; None if unknown.
     """
     trace = node.meta.get("stack_trace")
-    return _user_line_of(trace) if trace else None
+    return line_of(trace) if trace else None
 
 
 @lru_cache(maxsize=1 << 14)
-def _user_line_of(trace: str) -> str | None:
-    """Of a stack trace; all layers that repeat have the same few."""
+def line_of(trace: str) -> str | None:
+    """``user_line`` of a stack trace; all layers that repeat have the same few."""
     lines = trace.strip().splitlines()
     user_frame = None
     for i, line in enumerate(lines):

@@ -75,7 +75,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     named = {row.name for row in fields(Options) if row.metadata["env"]}
     assert {"FXPAR_" + name.upper() for name in named} == set(environ)
     without = {"outputs", "param_dtype", "reduce_dtype", "reshard_after_forward"}
-    without |= {"cache_plans", "fuse", "memory", "search_seconds", "tune"}
+    without |= {"cache_plans", "fuse", "inductor", "memory", "search_seconds", "tune"}
     assert named == {row.name for row in fields(Options)} - without
 
 
@@ -105,6 +105,16 @@ def test_typed_values() -> None:
     assert "disable=['bucket', 'drain']" in str(options)
 
 
+def test_settings_of_inductor() -> None:
+    """The same text in every process, in whatever order they stand."""
+    options = Options.read({"inductor": {"max_autotune": True, "cpp.threads": 2}}, {})
+    assert options.inductor == (("cpp.threads", 2), ("max_autotune", True))
+    assert "inductor=(('cpp.threads', 2), ('max_autotune', True))" in str(options)
+    mode = Options.read({"inductor": "max-autotune-no-cudagraphs"}, {}).inductor
+    assert dict(mode) == {"coordinate_descent_tuning": True, "max_autotune": True}
+    assert Options.read({"inductor": "default", "codegen": "eager"}, {}).inductor == ()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -126,6 +136,18 @@ def test_typed_values() -> None:
         ({"outputs": "local"}, "use global or dtensor"),
         ({"timeout": "nan"}, "use a number above 0"),
         ({"microbatches": "\u00b2"}, "use a whole number from 1 on"),
+        ({"inductor": "max-autotun"}, "did you mean 'max-autotune'"),
+        ({"inductor": "lite"}, "fxpar needs fallback_by_default=False"),
+        ({"inductor": {"max_autotun": True}}, "did you mean 'max_autotune'"),
+        ({"inductor": {"max_autotune": 1}}, "'max_autotune' takes a bool"),
+        ({"inductor": {"joint_custom_pre_pass": print}}, "needs joint_custom_pre_pass"),
+        ({"inductor": {"post_grad_custom_pre_pass": print}}, "takes a number, a text"),
+        ({"inductor": {"freezing": True}}, "needs freezing=False"),
+        ({"inductor": 3}, "a mode of torch.compile, or a mapping"),
+        (
+            {"inductor": "max-autotune", "codegen": "eager"},
+            "codegen 'eager' runs no Inductor",
+        ),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:

@@ -267,6 +267,7 @@ def calls_that_write(local: bool) -> list[tuple[str, list[str]]]:
             (Halves(8, 8), torch.ones(4, 8)),
             (Rescaled(8, 8), torch.ones(4, 8)),
             (nn.Embedding(8, 4, max_norm=1.0), torch.arange(4)),
+            (Clamped(8, 8), torch.ones(4, 8)),
         ):
             model = fxpar.shard(nn.Sequential(layer), mesh="dp=2")
             home_of_model(model).local = local
@@ -290,9 +291,10 @@ def test_a_parameter_that_an_eager_forward_writes(local: bool) -> None:
     """At the end of the model's forward; of a part's, when it is called again, or reads
     what it set the data of."""
     for seen in shared_pool(2).run(calls_that_write, local):
-        assert len(seen) == 9
+        assert len(seen) == 12
         for name, errors in seen:
-            assert len(errors) == 2 + (name == "Rescaled"), (name, errors)
+            by_data = name in ("Rescaled", "Clamped")
+            assert len(errors) == 2 + by_data, (name, errors)
             for error in errors:
                 assert f"{name}.weight" in error and __file__ in error, error
 

@@ -17,9 +17,6 @@ product. Here the gradient is gathered, every rank makes it orthogonal by itself
 takes its part: two reshards, and the numbers of one device. In a traced step it is one
 op, since a pass that parts a product from what is added to it would round twice.
 
-Elements that a mask chooses (``sign[sign.gt(0)] = 1.2``, as Rprop sets them): each rank
-sets those of its part.
-
 Losses that a penalty on weights is added to, or scales: the loss is an ordinary tensor,
 and its gradient is one too.
 
@@ -41,9 +38,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxpar import _torch
 from fxpar.errors import ShardError
+from fxpar.runtime.at_rest.global_values import gathered, part_held, summed
 from fxpar.runtime.ranks.presence import user_line
-from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.spec import Spec
 
 
 @functools.cache
@@ -52,12 +48,6 @@ def complete_partials() -> None:
     _torch.dtensor.reduce_before_item()
     _torch.dtensor.keep_nan_in_extremes()
     _torch.dtensor.reduce_norms(norm)
-
-
-@functools.cache
-def set_by_masks() -> None:
-    """Let ``x[mask] = number`` set what each rank holds."""
-    _torch.dtensor.put_by_masks()
 
 
 @functools.cache
@@ -85,19 +75,10 @@ def _part_to_hold(x: Any, y: Any) -> torch.Tensor:
         )
     y = y.detach()
     if isinstance(y, DTensor):
-        y = _whole(y)
         if (y.device_mesh, y.placements) == (x.device_mesh, x.placements):
             return y.to_local()
-        lies = str(_spec(y)), "", str(Mesh.from_device_mesh(y.device_mesh)), "", "", -1
-        y = torch.ops.fxpar.to_global(y.to_local(), list(y.shape), *lies)
-    mesh = Mesh.from_device_mesh(x.device_mesh)
-    part: torch.Tensor = torch.ops.fxpar.to_local(y, str(_spec(x)), str(mesh), "")
-    return part
-
-
-def _spec(x: Any) -> Spec:
-    mesh = Mesh.from_device_mesh(x.device_mesh)
-    return Spec.from_placements(x.placements, mesh, x.dim())
+        y = gathered(y)
+    return part_held(x, y).clone(memory_format=torch.contiguous_format)
 
 
 def norm(
@@ -112,13 +93,13 @@ def norm(
     x = x.abs() if order != 2 or x.is_complex() else x
     over: Any = list(range(x.ndim)) if dims is None or dims == [] else dims
     if order == 0:
-        return _whole((x != 0).to(x.dtype).sum(over, keepdim))
+        return summed((x != 0).to(x.dtype).sum(over, keepdim))
     if math.isinf(order):
         x = _never_empty(x, over, 0.0 if order > 0 else math.inf)
-        return _whole(x.amax(over, keepdim) if order > 0 else x.amin(over, keepdim))
+        return summed(x.amax(over, keepdim) if order > 0 else x.amin(over, keepdim))
     if order == 2:
-        return _whole((x * x).sum(over, keepdim)).sqrt()
-    return _whole((x**order).sum(over, keepdim)) ** (1 / order)
+        return summed((x * x).sum(over, keepdim)).sqrt()
+    return summed((x**order).sum(over, keepdim)) ** (1 / order)
 
 
 def _never_empty(x: Any, over: Any, value: float) -> Any:
@@ -132,11 +113,6 @@ def _never_empty(x: Any, over: Any, value: float) -> Any:
     layout = {"run_check": False, "shape": x.shape, "stride": x.stride()}
     padded = part.new_full(shape, value)
     return DTensor.from_local(padded, x.device_mesh, x.placements, **layout)
-
-
-def _whole(x: Any) -> Any:
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 CHUNK = 1 << 22  # numbers drawn at a time
@@ -184,7 +160,7 @@ def _chunks(shape: Sequence[int], size: float) -> Iterator[tuple[int, int]]:
     rows, row = shape[0], max(1, math.prod(shape[1:]))
     align = LANES // math.gcd(LANES, row)
     step = rows if size >= rows * row else max(1, int(size) // row // align) * align
-    bounds = [*range(0, rows, max(1, step))]
+    bounds = [*range(0, rows, max(1, step))] or [0]
     if len(bounds) > 1 and (rows - bounds[-1]) * row < LANES:
         bounds.pop()
     yield from zip(bounds, [*bounds[1:], rows], strict=True)

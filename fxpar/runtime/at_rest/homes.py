@@ -48,8 +48,8 @@ class Home:
     # What eager code read last of each parameter, until the forward ends: by the id of
     # the parameter, or the graph that it leaves and its place there.
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)
-    # The latest of them with its value, which it may set ``.data`` of.
-    latest: tuple[EagerRead, torch.Tensor] | None = None
+    # The latest of them with its value, which it may write to by ``.data``, and a copy.
+    latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
     # By which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 
@@ -127,7 +127,20 @@ def refuse_writes(home: Home, *, ends: bool = True) -> None:
         home.reads, home.latest = {}, None
     for read in reads:
         read.refuse_writes()
-    del latest  # lived until it was compared
+    _refuse_changes(latest)
+
+
+def _refuse_changes(
+    latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Raise ShardError if eager code wrote to the latest value that it read by its
+    ``.data``, which counts no writes."""
+    if latest is not None:
+        read, value, copy = latest
+        read.refuse_writes()
+        now, then = (x.detach().reshape(-1).view(torch.uint8) for x in (value, copy))
+        if not torch.equal(now, then):
+            raise written_parameter(read.parameter, read.line)
 
 
 def note_read(
@@ -136,12 +149,11 @@ def note_read(
     """Eager code reads the ``value`` of a parameter. Raises ShardError if it wrote to
     what it read of it before, or last."""
     latest, home.latest = home.latest, None
-    if latest is not None:
-        latest[0].refuse_writes()
+    _refuse_changes(latest)
     if key in home.reads:
         home.reads.pop(key).refuse_writes()
     read = home.reads[key] = EagerRead.of(value, parameter, line)
-    home.latest = read, value
+    home.latest = read, value, value.detach().clone()
 
 
 def written_parameter(parameter: str, line: str | None) -> ShardError:

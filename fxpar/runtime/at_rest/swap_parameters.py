@@ -23,9 +23,9 @@ from fxpar.runtime.at_rest.dtensor_ops import (
     complete_partials,
     draw_as_one_device,
     orthogonalize_whole,
-    set_by_masks,
     set_parts,
 )
+from fxpar.runtime.at_rest.global_values import write_to_parts
 from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
 from fxpar.runtime.at_rest.sharded_modules import adopt
@@ -78,7 +78,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     complete_partials()
     combine_with_losses()
-    set_by_masks()
+    write_to_parts()
     orthogonalize_whole()
     set_parts()
     if device == "cpu":

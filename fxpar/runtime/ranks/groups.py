@@ -273,6 +273,11 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> Any:
     return meshes[key]
 
 
+def has_device_mesh(device_mesh: Any) -> bool:
+    """Whether a DeviceMesh is equal to one that ``device_mesh_of`` gave."""
+    return device_mesh in _life().device_meshes.values()
+
+
 def check_devices(device: torch.device) -> None:
     """Compare, once, the CUDA devices of all ranks; NCCL needs one for each rank.
 

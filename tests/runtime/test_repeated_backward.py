@@ -1,0 +1,97 @@
+"""A backward that runs more than once: ``retain_graph=True``, two gradients of one
+graph; as GANs weigh two losses by their gradients at the last layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from tests.helpers.spawn import shared_pool
+from tests.helpers.training import whole
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.judge = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.decode(torch.relu(self.encode(x)))
+        return (made - x).square().mean(), -self.judge(made).mean()
+
+
+def gradients(losses: Any, weight: torch.Tensor) -> list[Any]:
+    return [torch.autograd.grad(x, weight, retain_graph=True)[0] for x in losses]
+
+
+def trained(mesh: str, how: str, codegen: str = "inductor", shard: bool = False) -> Any:
+    """Losses, gradients and weights of four steps. ``how``: losses are weighed by their
+    gradients ("adaptive"), from the third step on ("late"), or "twice" backward."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Coder().double(), torch.randn(8, 8, dtype=torch.float64)
+    run: Any = model
+    if mesh:
+        model = fxpar.shard(model, mesh=mesh) if shard else model
+        options = {"mesh": mesh, "codegen": codegen}
+        run = torch.compile(model, backend="fxpar", options=options)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(4):
+        made, judged = run(x)
+        loss = made + judged
+        if how == "adaptive" or (how == "late" and step > 1):
+            parts = [whole(g) for g in gradients((made, judged), model.decode.weight)]
+            loss = made + parts[0].norm() / (parts[1].norm() + 1e-4) * judged
+            seen += parts
+        if how == "twice":
+            loss.backward(retain_graph=True)
+            once = [whole(p.grad).clone() for p in model.parameters()]
+        loss.backward()
+        if how == "twice":
+            twice = [whole(p.grad) / 2 for p in model.parameters()]
+            torch.testing.assert_close(twice, once, rtol=0, atol=0)
+        seen += [loss.detach(), *(whole(p.grad).clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(whole(p.detach()) for p in model.parameters())]
+
+
+@pytest.mark.parametrize("how", ["adaptive", "late", "twice"])
+@pytest.mark.parametrize(
+    ("mesh", "codegen", "shard"),
+    [
+        ("dp=2", "inductor", False),
+        pytest.param("dp=2", "inductor", True, marks=pytest.mark.slow),
+        pytest.param("tp=2", "inductor", True, marks=pytest.mark.slow),
+        ("dp=2", "eager", True),
+        pytest.param("tp=2", "eager", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_backward_runs_again(mesh: str, codegen: str, shard: bool, how: str) -> None:
+    """With the numbers of one device, of what an earlier start compiled as well."""
+    want = trained("", how)
+    for _ in range(2):
+        for got in shared_pool(2).run(trained, mesh, how, codegen, shard):
+            torch.testing.assert_close(got, want)
+
+
+def a_second_derivative() -> None:
+    torch._dynamo.reset()
+    model = Coder()
+    run = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
+    loss, _ = run(torch.ones(4, 8))
+    weight = model.encode.weight
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    for error in shared_pool(2).errors(a_second_derivative, env={"FXPAR_MESH": "dp=2"}):
+        assert "does not currently support double backward" in str(error)
