@@ -31,7 +31,7 @@ from fxpar.sharding.spec import Spec
 @functools.cache
 def write_to_parts() -> None:
     """Let every write in place to a DTensor, or to a view of one, reach its parts."""
-    _torch.dtensor.serve_aliases(_on_global_values, gathered, has_device_mesh)
+    _torch.dtensor.serve_aliases(_on_global_values, has_device_mesh)
 
 
 def summed(x: Any) -> Any:
@@ -144,9 +144,11 @@ def _views(op: Any, x: Any, *settings: Any, **more: Any) -> Any:
     form = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     forms = op(form, *settings, **more)
     if isinstance(forms, torch.Tensor):
-        return _torch.dtensor.copied_view(base, views_of, forms)
+        return _torch.dtensor.copied_view(base, views_of, gathered, forms)
 
     def view(i: int) -> Any:
-        return _torch.dtensor.copied_view(base, lambda x: views_of(x)[i], forms[i])
+        return _torch.dtensor.copied_view(
+            base, lambda whole: views_of(whole)[i], gathered, forms[i]
+        )
 
     return [view(i) for i in range(len(forms))]
