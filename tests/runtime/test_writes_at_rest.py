@@ -187,7 +187,7 @@ def a_write(x: Any, r: random.Random) -> None:
         "zero": lambda: x.zero_(),
         "add": lambda: x.add_(plain, alpha=0.5),
         "copy": lambda: x.copy_(plain),
-        "self": lambda: x.copy_(x.flip(0).clone()),
+        "self": lambda: x.copy_(x.cos() + x.sum()),
         "row": lambda: x.index_fill_(d, row, 3.0) if x.shape[d] else None,
         "rows": lambda: x.index_add_(d, row, plain.narrow(d, 0, 1)) if x.numel() else 0,
         "mask": lambda: x.masked_fill_(plain > 0, 7.0),

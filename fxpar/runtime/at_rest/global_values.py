@@ -36,6 +36,8 @@ def write_to_parts() -> None:
 
 def summed(x: Any) -> Any:
     """The DTensor, partial over no axis."""
+    if not any(p.is_partial() for p in x.placements):
+        return x
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements)
 
@@ -50,7 +52,8 @@ def gathered(x: Any) -> torch.Tensor:
             where=user_line(),
             fix="do it on all ranks, outside of fxpar.alone()",
         )
-    x, (mesh, spec) = summed(x), _layout(summed(x))
+    x = summed(x)
+    mesh, spec = _layout(x)
     where = str(spec), "", str(mesh), "", "", -1
     whole: torch.Tensor = torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *where)
     return whole
