@@ -72,7 +72,9 @@ def fxpar(
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
             plain, settings = compiled_graph.without_hints(traced), job_options.inductor
-            return _torch.aot.compile_fx(plain, examples, settings=dict(settings))
+            return _torch.aot.compile_fx(
+                plain, examples, inductor_settings=dict(settings)
+            )
         gm = _without_kernels(gm, examples, ranks)
         compared = compiled_graph.compare_parameters(gm)
         views = shared_results.views_of_results(gm) if _is_global(job_options) else []

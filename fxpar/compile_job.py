@@ -93,7 +93,7 @@ def compile_step(
     if is_plain(job.options, job.ranks):
         plain = compiled_graph.without_hints(step.module)
         settings = dict(job.options.inductor)
-        return _torch.aot.compile_fx(plain, step.fakes, settings=settings)
+        return _torch.aot.compile_fx(plain, step.fakes, inductor_settings=settings)
     job = replace(job, named_inputs=step.ends, rests=rests, writes=True)
     return compile_graph(job, step.module, step.fakes)
 
@@ -226,7 +226,7 @@ def _compiled(
         local_border=bool(job.local) or job.options.outputs == "dtensor",
         symbolic=job.open is not None,
         repeated=None if job.open is not None else repeated_segments,
-        settings=dict(job.options.inductor),
+        inductor_settings=dict(job.options.inductor),
     )
 
 

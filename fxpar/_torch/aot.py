@@ -226,7 +226,7 @@ def compile_fx(
     local_border: bool = False,
     symbolic: bool = False,
     repeated: FindKinds | None = None,
-    settings: Mapping[str, Any] | None = None,
+    inductor_settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
 
@@ -241,7 +241,7 @@ def compile_fx(
     was not is left there, and so its backward is compiled with its forward.
     ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
     ``repeated``: finds layers that repeat, one of which is traced for all.
-    ``settings``: of Inductor, by name.
+    ``inductor_settings``: what the user asks of Inductor, by name.
     ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """
@@ -262,7 +262,7 @@ def compile_fx(
                 gm,
                 examples,
                 inner_compile=_compile_inner,
-                config_patches={**(settings or {})},
+                config_patches={**(inductor_settings or {})},
             )
         return cast(Callable[..., Any], plain)
     parallelize = joint_pass
@@ -298,13 +298,13 @@ def compile_fx(
 
     # A hit in AOTAutograd's cache skips the joint pass, and with it the agreement of
     # the ranks. Inductor's own cache, keyed by the bound graph, is always in use.
-    of_autograd = {"enable_autograd_cache": cached}
+    settings = {"enable_autograd_cache": cached}
     if local_border:
-        of_autograd["guess_tangent_strides_as_outputs"] = False
+        settings["guess_tangent_strides_as_outputs"] = False
     if (symbolic or cached) and can_compile_backward():
-        of_autograd[NOW] = True
+        settings[NOW] = True
     with (
-        functorch_config.patch(of_autograd),
+        functorch_config.patch(settings),
         _views_recomputed(),
         _objects_behind_generators(),
         traced_once(repeated),
@@ -315,7 +315,10 @@ def compile_fx(
             gm,
             examples if symbolic else with_symbols(gm, examples),
             inner_compile=compile_inner,
-            config_patches={**(settings or {}), "joint_custom_pre_pass": Hook()},
+            config_patches={
+                **(inductor_settings or {}),
+                "joint_custom_pre_pass": Hook(),
+            },
             decompositions=decompositions(),
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )

@@ -177,10 +177,12 @@ class CopiedView(DTensor):
     base: DTensor
     # The view of a global value in place of that.
     replay: Callable[[torch.Tensor], torch.Tensor]
+    # The global value of a DTensor.
+    whole_of: Callable[[DTensor], torch.Tensor]
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        return self.replay(_GATHER[0](self.base))
+        return self.replay(self.whole_of(self.base))
 
     @_local_tensor.setter
     def _local_tensor(self, stand_in: torch.Tensor) -> None:
@@ -193,16 +195,38 @@ class CopiedView(DTensor):
             fix="pass view.clone(), or view.full_tensor()",
         )
 
-    @classmethod
-    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[override]
-        if _has_aliases(op):
-            return _SERVE[0](op, args, kwargs or {})
-        args, kwargs = tree_map(_as_read, (args, kwargs or {}))
-        return op(*args, **kwargs)
+
+class _SpecOfView(DTensorSpec):
+    """Equal to no other, so that torch remembers nothing of ops on copied views."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
-_SERVE: list[Callable[..., Any]] = []
-_GATHER: list[Callable[[DTensor], torch.Tensor]] = []
+def _as_read(x: Any) -> Any:
+    if not isinstance(x, CopiedView):
+        return x
+    spec = DTensorSpec(x.device_mesh, x.placements, x._spec.tensor_meta)
+    return DTensor(x._local_tensor, spec, requires_grad=False)
+
+
+def copied_view(
+    base: DTensor,
+    replay: Callable[[torch.Tensor], torch.Tensor],
+    whole_of: Callable[[DTensor], torch.Tensor],
+    like: torch.Tensor,
+) -> CopiedView:
+    """``replay`` of the global value of ``base``, in the form of a tensor on meta."""
+    meta = TensorMeta(like.shape, like.stride(), like.dtype)
+    spec = _SpecOfView(base.device_mesh, (Replicate(),) * base.device_mesh.ndim, meta)
+    stand_in = torch.empty((), dtype=like.dtype, device=base.device).expand(like.shape)
+    with torch.inference_mode(False):  # it counts writes with its base
+        view = CopiedView(stand_in, spec, requires_grad=False)
+    view.base, view.replay, view.whole_of = base, replay, whole_of
+    return view
 
 
 def base_of(x: DTensor) -> tuple[DTensor, Callable[[torch.Tensor], torch.Tensor]]:
@@ -224,49 +248,36 @@ def change_form(
     return_and_correct_aliasing(op, args, kwargs, x)
 
 
-def _as_read(x: Any) -> Any:
-    if not isinstance(x, CopiedView):
-        return x
-    return DTensor(x._local_tensor, x._spec, requires_grad=False)
-
-
-def copied_view(
-    base: DTensor, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
-) -> CopiedView:
-    """``replay`` of the global value of ``base``, in the form of a tensor on meta."""
-    meta = TensorMeta(like.shape, like.stride(), like.dtype)
-    spec = DTensorSpec(base.device_mesh, (Replicate(),) * base.device_mesh.ndim, meta)
-    stand_in = torch.empty((), dtype=like.dtype, device=base.device).expand(like.shape)
-    with torch.inference_mode(False):  # it counts writes with its base
-        view = CopiedView(stand_in, spec, requires_grad=False)
-    view.base, view.replay = base, replay
-    return view
-
-
-def serve_aliases(
-    serve: Callable[..., Any],
-    gather: Callable[[DTensor], torch.Tensor],
-    is_served: Callable[[Any], bool],
-) -> None:
+def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -> None:
     """Let ``serve(op, args, kwargs)`` run ops that write to DTensors, or make views of
     them, where DTensor would do so with copies of what a rank holds, or not at all.
     Plain tensors among the operands of those that write are the same on every rank.
 
-    gather: makes the global value of a DTensor. is_served: whether this holds for
-    DTensors on a mesh. What DTensor can do it is asked once, since torch remembers it.
+    is_served: whether this holds for DTensors on a mesh. What DTensor can do, torch
+    remembers, and asks no more.
     """
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
+    unwrap = dispatcher.unwrap_to_op_info
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
     as_strided = torch.ops.aten.as_strided.default
     as_strided_alone = handlers[as_strided]
-    _SERVE[:], _GATHER[:] = [serve], [gather]
 
     def serves(args: Any, kwargs: Any) -> bool:
         leaves = tree_leaves((args, kwargs))
         return any(isinstance(x, DTensor) and is_served(x.device_mesh) for x in leaves)
 
+    def unwrapped(op: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, CopiedView) for x in tree_leaves((args, kwargs))):
+            return None  # which reads them
+        return unwrap(op, args, kwargs)
+
     def propagated(op: Any, args: Any, kwargs: Any, info: Any, cached: bool) -> Any:
+        if info is None:
+            if _has_aliases(op):
+                return serve(op, args, kwargs)
+            args, kwargs = tree_map(_as_read, (args, kwargs))
+            return op(*args, **kwargs)
         if not _has_aliases(op) or _are_we_tracing() or not serves(args, kwargs):
             return propagate(op, args, kwargs, info, cached)
         # Not by sizes, nor by random numbers, that a part alone does not give.
@@ -298,6 +309,7 @@ def serve_aliases(
                 raise
             return serve(op, args, kwargs)
 
+    dispatcher.unwrap_to_op_info = unwrapped
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
     torch._C._clear_DTensor_sharding_propagator_cache()
     handlers[as_strided] = strided

@@ -187,7 +187,7 @@ def a_write(x: Any, r: random.Random) -> None:
         "zero": lambda: x.zero_(),
         "add": lambda: x.add_(plain, alpha=0.5),
         "copy": lambda: x.copy_(plain),
-        "self": lambda: x.copy_(x.flip(0).clone()),
+        "self": lambda: x.copy_(x.cos() + x.sum()),
         "row": lambda: x.index_fill_(d, row, 3.0) if x.shape[d] else None,
         "rows": lambda: x.index_add_(d, row, plain.narrow(d, 0, 1)) if x.numel() else 0,
         "mask": lambda: x.masked_fill_(plain > 0, 7.0),
@@ -226,13 +226,13 @@ def programs(mesh: str, lies: Any, seeds: range) -> list[tuple[int, float]]:
     return offs
 
 
-SEEDS = [range(25), pytest.param(range(25, 200), marks=pytest.mark.slow)]
+SEEDS = [range(25), pytest.param(range(25, 100), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(("mesh", "shape", "lies"), LAYOUTS)
 def test_random_writes(mesh: str, shape: Any, lies: Any, seeds: range) -> None:
-    for offs in ranks_of(mesh).run(programs, mesh, lies, seeds, timeout=300):
+    for offs in ranks_of(mesh).run(programs, mesh, lies, seeds, timeout=500):
         assert [(seed, far) for seed, far in offs if not far < 1e-9] == []
 
 

@@ -31,11 +31,13 @@ from fxpar.sharding.spec import Spec
 @functools.cache
 def write_to_parts() -> None:
     """Let every write in place to a DTensor, or to a view of one, reach its parts."""
-    _torch.dtensor.serve_aliases(_on_global_values, gathered, has_device_mesh)
+    _torch.dtensor.serve_aliases(_on_global_values, has_device_mesh)
 
 
 def summed(x: Any) -> Any:
     """The DTensor, partial over no axis."""
+    if not any(p.is_partial() for p in x.placements):
+        return x
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements)
 
@@ -50,7 +52,8 @@ def gathered(x: Any) -> torch.Tensor:
             where=user_line(),
             fix="do it on all ranks, outside of fxpar.alone()",
         )
-    x, (mesh, spec) = summed(x), _layout(summed(x))
+    x = summed(x)
+    mesh, spec = _layout(x)
     where = str(spec), "", str(mesh), "", "", -1
     whole: torch.Tensor = torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *where)
     return whole
@@ -144,9 +147,11 @@ def _views(op: Any, x: Any, *settings: Any, **more: Any) -> Any:
     form = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     forms = op(form, *settings, **more)
     if isinstance(forms, torch.Tensor):
-        return _torch.dtensor.copied_view(base, views_of, forms)
+        return _torch.dtensor.copied_view(base, views_of, gathered, forms)
 
     def view(i: int) -> Any:
-        return _torch.dtensor.copied_view(base, lambda x: views_of(x)[i], forms[i])
+        return _torch.dtensor.copied_view(
+            base, lambda whole: views_of(whole)[i], gathered, forms[i]
+        )
 
     return [view(i) for i in range(len(forms))]
