@@ -13,7 +13,6 @@ from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -297,6 +296,8 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
     def with_plain_tensors(op: Any, args: Any, kwargs: Any) -> Any:
         with _left_to_dtensor(handlers, op):
             if _is_mixed(args, kwargs) and serves(args, kwargs):
+                from torch.distributed.tensor.experimental import implicit_replication
+
                 with implicit_replication():
                     return op(*args, **kwargs)
             return op(*args, **kwargs)
