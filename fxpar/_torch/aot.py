@@ -39,6 +39,8 @@ from fxpar._torch.version import own_version
 
 # A checkpointed region, as Dynamo writes it.
 CHECKPOINT = "higher_order::tag_activation_checkpoint"
+# In the meta of its body, what the user says of each op: saved, or computed again.
+CHOOSES_SAVED = "_checkpoint_context_fn"
 
 
 def higher_order_name(target: Any) -> str:
