@@ -159,6 +159,24 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
     return _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
 
 
+@contextlib.contextmanager
+def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Context after which modules have the attributes, parameters and buffers they had
+    before."""
+    namespaces = [
+        (names, dict(names))
+        for each in module.modules()
+        for names in (vars(each), each._parameters, each._buffers, each._modules)
+    ]
+    try:
+        yield
+    finally:
+        for names, before in namespaces:
+            for name in names.keys() - before.keys():
+                del names[name]
+            names.update(before)
+
+
 def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
     """What ``fn`` does with fake tensors of ``mode`` and numbers, as one ATen graph: it
     writes in place where ``fn`` does; backward passes inside are ops of it."""

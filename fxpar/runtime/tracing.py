@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -198,7 +198,7 @@ class _Program(nn.Module):
         the program sets in modules is undone then."""
         self.swapped.close()
         for used in self.modules_used:
-            self.swapped.enter_context(_attributes_kept(used.module))
+            self.swapped.enter_context(_torch.aot.attributes_kept(used.module))
         keys = {name: key for key, name in self.names.items()}
         for used in self.modules_used:
             substitutes = {
@@ -208,24 +208,6 @@ class _Program(nn.Module):
             self.swapped.enter_context(
                 _torch.aot.reparametrize(used.module, substitutes)
             )
-
-
-@contextlib.contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Context after which modules have the attributes, parameters and buffers they had
-    before."""
-    kept = [
-        (names, dict(names))
-        for each in module.modules()
-        for names in (vars(each), each._parameters, each._buffers, each._modules)
-    ]
-    try:
-        yield
-    finally:
-        for names, before in kept:
-            for name in names.keys() - before.keys():
-                del names[name]
-            names.update(before)
 
 
 def _apart(

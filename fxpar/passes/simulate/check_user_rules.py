@@ -29,10 +29,10 @@ from fxpar.sharding.rules import user_row_of
 _SMALL = (6, 7)
 # On how many ranks it is tried.
 _SMALL_COUNTS = (2, 3)
-# An op may work in blocks, and its shards be whole blocks: where small samples fail a
-# larger one decides, on as many ranks as axes of the mesh have.
+# An op may work in blocks of rows, and small shards cut them: where small samples fail,
+# a larger one decides, on as many ranks as axes of the mesh have.
 _LARGE = (256, 1 << 62)
-# Elements of the largest tensor of a sample.
+# The most elements of a tensor in a sample.
 _MOST = 1 << 24
 
 # What was checked: ops, sized rules, sizes of axes and what else calls have.
@@ -47,7 +47,7 @@ class _NotRun(Exception):
 class _Failure:
     """A way to run the op that gives other numbers than one device."""
 
-    # That was split; None: an operand was partial.
+    # The factor that was split; None: an operand was partial.
     factor: str | None
     # Shards were of unequal sizes.
     is_uneven: bool
