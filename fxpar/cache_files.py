@@ -34,6 +34,12 @@ def folder() -> Path:
     return Path(_torch.inductor.cache_dir()) / "fxpar"
 
 
+def folder_text() -> str:
+    """A text of the folder: equal on processes that see the same one at the same path,
+    by which files of it may be told."""
+    return f"{folder_mark()} {folder().resolve()}"
+
+
 def folder_mark() -> str:
     """A word of the folder: equal on processes that see the same one. One that cannot
     be written is seen by one process alone, as one whose word is damaged is, until the

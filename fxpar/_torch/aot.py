@@ -39,6 +39,8 @@ from fxpar._torch.version import own_version
 
 # A checkpointed region, as Dynamo writes it.
 CHECKPOINT = "higher_order::tag_activation_checkpoint"
+# In the meta of its body, what the user says of each op: saved, or computed again.
+CHOOSES_SAVED = "_checkpoint_context_fn"
 
 
 def higher_order_name(target: Any) -> str:
@@ -157,6 +159,24 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
 
     # A module that stands in two places is swapped twice: it is restored in reverse.
     return _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
+
+
+@contextlib.contextmanager
+def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Context after which modules have the attributes, parameters and buffers they had
+    before."""
+    namespaces = [
+        (names, dict(names))
+        for each in module.modules()
+        for names in (vars(each), each._parameters, each._buffers, each._modules)
+    ]
+    try:
+        yield
+    finally:
+        for names, before in namespaces:
+            for name in names.keys() - before.keys():
+                del names[name]
+            names.update(before)
 
 
 def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:

@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import functools
 import os
+import re
 import socket
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -174,12 +176,29 @@ def cut_store(store: Any) -> None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     port = getattr(store, "port", None)
-    if port is None:
-        return
-    for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd") else ():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as s:
-            if s.getpeername()[1:2] == (port,):
-                s.shutdown(socket.SHUT_RDWR)
+    peers = _peers() if port is not None else {}
+    # Another host may have a server at this port: only the connection says which it is.
+    client = re.search(r"SocketImpl\(fd=(\d+)", repr(store))
+    server = peers.get(int(client[1])) if client else None
+    for handle, peer in peers.items():
+        if peer == server or (server is None and peer[1:2] == (port,)):
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(handle)) as connection,
+            ):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _peers() -> dict[int, Any]:
+    """The addresses that sockets of this process are connected to, by their handles."""
+    peers = {}
+    names = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    for handle in map(int, names):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(handle).st_mode):
+                with socket.socket(fileno=os.dup(handle)) as connection:
+                    peers[handle] = connection.getpeername()
+    return peers
 
 
 def group_timeout(group: Any) -> datetime.timedelta:

@@ -1,8 +1,8 @@
 """Whether the text of a graph says all that the graph computes.
 
-Code that a graph calls by name is not in its text: what is kept of such a graph for
-another start would outlive a change of that code. Torch's own check of a Dynamo graph
-(``check_node_safe``) does not look into bodies, and takes the ops of every library.
+Code that a graph calls by name is not in its text, so that a plan kept for the next
+start would still be used after that code was edited. Torch's own check of a Dynamo
+graph (``check_node_safe``) does not look into bodies, and accepts ops of all libraries.
 """
 
 from __future__ import annotations

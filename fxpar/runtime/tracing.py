@@ -198,8 +198,11 @@ class _Program(nn.Module):
 
     def _swap_tensors(self) -> None:
         """Put the traced tensors into the modules, until ``swapped`` is closed: the
-        backward, which is traced after ``forward`` returns, may call modules too."""
+        backward, which is traced after ``forward`` returns, may call modules too. What
+        the program sets in modules is undone then."""
         self.swapped.close()
+        for used in self.modules_used:
+            self.swapped.enter_context(_torch.aot.attributes_kept(used.module))
         keys = {name: key for key, name in self.names.items()}
         for used in self.modules_used:
             substitutes = {

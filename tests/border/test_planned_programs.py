@@ -312,3 +312,42 @@ def test_a_closed_over_tensor_that_cannot_be_traced_is_refused() -> None:
         fxpar.plan(fn, X, mesh="dp=2", grad=True)
     assert "def lerps" in error.value.where
     assert "pass the tensor as an argument" in error.value.fix
+
+
+class Remembers(nn.Module):
+    """A module that sets attributes, buffers and parameters where it runs."""
+
+    def __init__(self, does_read: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.does_read, self.runs, self.last = does_read, 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        self.last = self.linear(x)
+        self.register_buffer("seen", x.detach().sum(0))
+        self.linear.weight_of_last = self.linear.weight * 2
+        if self.does_read and self.last.sum() > 0:
+            self.train(False)
+        return self.last + self.seen
+
+
+@pytest.mark.parametrize("does_read", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_plan_leaves_modules_as_they_were(grad: bool, does_read: bool) -> None:
+    """Also one that raises: no traced tensor is left in them."""
+    module = Remembers(does_read)
+    before = [dict(vars(each)) for each in module.modules()]
+    tensors = {name: id(x) for name, x in module.state_dict(keep_vars=True).items()}
+    if does_read:
+        with pytest.raises(PlanError, match="reads the value of a tensor"):
+            fxpar.plan(module, X, mesh="dp=2", grad=grad)
+    else:
+        plan = fxpar.plan(module, X, mesh="dp=2", grad=grad, mode="propagate")
+        out = plan.simulate(X)
+        y = out[0] if grad else out
+        torch.testing.assert_close(y, module.linear(X) + X.sum(0))
+    after = [dict(vars(each)) for each in module.modules()]
+    assert after == before
+    now = module.state_dict(keep_vars=True).items()
+    assert {name: id(x) for name, x in now} == tensors

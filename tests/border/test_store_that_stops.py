@@ -3,11 +3,16 @@ so and ends, wherever it is. A job that is stopped as a whole, and goes on, does
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fxpar import _torch
 from tests.helpers.scripts import run_script
 
 pytestmark = pytest.mark.multiprocess
@@ -179,3 +184,30 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     assert [each.code for each in ended] == [0] * 4, ended
     assert all("went on" in each.output for each in ended[:2])
     assert not any("has not answered" in each.output for each in ended)
+
+
+def test_only_connections_to_the_store_are_cut() -> None:
+    """A server at the same port of another host keeps its clients, and no pipe or file
+    is held open."""
+    with contextlib.ExitStack() as stack:
+        keep = stack.enter_context
+        servers = [keep(socket.create_server(("127.0.0.2", 0)))]
+        port = servers[0].getsockname()[1]
+        servers.append(keep(socket.create_server(("127.0.0.3", port))))
+        clients = [keep(socket.create_connection(s.getsockname())) for s in servers]
+        ends = [keep(server.accept()[0]) for server in servers]
+
+        class Store(SimpleNamespace):
+            def __repr__(self) -> str:
+                client = f"SocketImpl(fd={clients[0].fileno()}, addr=a, remote=b)"
+                return f"TCPStore(client=TCPClient({client}))"
+
+        reads, writes = os.pipe()
+        os.set_blocking(reads, False)  # a write end that is open raises
+        stack.callback(os.close, reads)
+        _torch.distributed.cut_store(Store(port=port))
+        os.close(writes)
+        assert os.read(reads, 1) == b""  # its end is open nowhere
+        assert ends[0].recv(1) == b""
+        clients[1].sendall(b"x")
+        assert ends[1].recv(1) == b"x"

@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fxpar import _torch
 from fxpar.runtime.caches.compile_once import compile_once
@@ -214,6 +218,24 @@ def traced(fn: Callable[..., Any], *args: torch.Tensor) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_calls_code_by_name_has_no_text(kind: Callable[[Call], Call]) -> None:
     assert fixed_content(*traced(kind(mean))) is None
+
+
+def choosing(policy: CheckpointPolicy) -> Call:
+    """A checkpointed region whose code says for each op whether its result is saved."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    return lambda x: checkpoint(mean, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_what_a_checkpoint_saves_has_no_text() -> None:
+    """And two regions that differ in it alone are two programs of a process."""
+    x = torch.ones(4, 4, requires_grad=True)
+    policies = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
+    first, second = (traced(choosing(policy), x) for policy in policies)
+    assert fixed_content(*first) is None
+    assert content(*first) == content(*first) != content(*second)
 
 
 def with_bodies(x: torch.Tensor) -> torch.Tensor:

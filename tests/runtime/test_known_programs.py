@@ -254,6 +254,18 @@ def test_a_second_start_neither_traces_nor_plans(folders: list[str]) -> None:
     assert all(each["apart"] < 1e-12 for each in again)
 
 
+@pytest.mark.multiprocess
+def test_ranks_may_see_one_folder_by_two_paths(folders: list[str]) -> None:
+    """As containers do that have it at different places: libraries, which are loaded
+    by their paths, are each rank's own."""
+    for folder in folders:
+        path = Path(folder, "fxpar", "mark")
+        path.parent.mkdir(parents=True)
+        path.write_text("0" * 32)
+    starts = shared_pool(2).run(started, folders, timeout=600.0)
+    assert all(each["apart"] < 1e-12 for each in starts)
+
+
 def _of_another_program(path: Path) -> None:
     """Give a record the plan of another program."""
     plan = fxpar.plan(relu, torch.ones(4, 8), torch.ones(8, 8), mesh="dp=2").result.plan

@@ -53,7 +53,20 @@ def lengths(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return x * of
 
 
-for _op in (norm, shifted, blocks, noise, lengths):
+@custom_op("user_rules::pairs", mutates_args=())
+def pairs(x: torch.Tensor) -> torch.Tensor:
+    """Each row and the next change places; the last of an odd number stays."""
+    pairs = x.shape[0] // 2
+    swapped = x[: 2 * pairs].unflatten(0, (pairs, 2)).flip(1).flatten(0, 1)
+    return torch.cat([swapped, x[2 * pairs :]])
+
+
+@custom_op("user_rules::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * 2).to(x.dtype) if x.dtype.itemsize == 1 else x * 2
+
+
+for _op in (norm, shifted, blocks, noise, lengths, pairs, doubled):
     _op.register_fake(lambda x, *_: torch.empty_like(x))
 project.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
 
@@ -157,6 +170,49 @@ def test_shards_of_an_op_that_works_in_blocks(
         with pytest.raises(RuleError, match="'b' is split") as error:
             planned(fn, x, mesh=mesh)
         assert fix in error.value.fix
+
+
+def test_shards_of_an_odd_number_of_rows() -> None:
+    fxpar.rule("user_rules::pairs", "a b -> a b")
+    x = torch.randn(8, 4)
+    assert planned(pairs, x, mesh="dp=2") == []
+    with pytest.raises(RuleError, match="'a' is split"):
+        planned(pairs, x, mesh="dp=8")
+
+
+def test_a_rule_is_tried_at_other_sizes() -> None:
+    """Of a dim of size 1 nothing can be split, which says nothing of others."""
+    fxpar.rule("user_rules::norm", "a b, b -> a b")
+    assert planned(norm, X[:, :1], W[:1], mesh="dp=2") == []
+    with pytest.raises(RuleError, match="'b' is split"):
+        planned(norm, X, W, mesh="dp=2")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_every_dtype_of_numbers(dtype: torch.dtype) -> None:
+    """Rounding of other sums is no wrong number, eight-bit floats are compared."""
+    if dtype.is_complex:
+        fxpar.rule("user_rules::project", "m k, k n -> m n", linear="0|1")
+        args = [torch.randn(*shape, dtype=dtype) for shape in ((8, 16), (16, 12))]
+        assert planned(lambda x, w: project(x, w), *args) == []
+        fxpar.rule("user_rules::shifted", "a b -> a b", linear="0")
+        with pytest.raises(RuleError, match="operand is partial"):
+            planned(lambda x: shifted(x), args[0])
+    else:
+        fxpar.rule("user_rules::doubled", "a b -> a b")
+        x = X.to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan = fxpar.plan(lambda x: doubled(x), x, mesh="tp=2", mode="propagate")
+        assert torch.equal(plan.simulate(x).float(), doubled(x).float())
+
+
+def test_marks_name_arguments() -> None:
+    with pytest.raises(RuleError, match="linear=True for .* names no arguments"):
+        fxpar.rule("user_rules::shifted", "a b -> a b", linear=True)
+    fxpar.rule("user_rules::project", "m k, k n -> m n", linear="0|1", monotone=None)
 
 
 def test_a_rule_that_cannot_be_tried_is_a_warning() -> None:

@@ -4,7 +4,8 @@ In: a planned program. Out: nothing, or RuleError for a rule by which ranks woul
 compute other numbers than one device: every factor that the rule lets an axis split is
 split, every operand that it lets be partial is fed random summands, and what ranks then
 hold is joined and compared. An op that cannot be run here is a warning. A rule is tried
-once in a process; nothing is communicated, and no random state changes.
+once in a process for the same sizes; nothing is communicated, and no random state
+changes.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, RuleError, compose
-from fxpar.passes.simulate.one_op import OneOp, case, close, passing
+from fxpar.passes.simulate.one_op import OneOp, case, close, passing, readable
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, tensor_nodes, user_line
 from fxpar.sharding.rules import user_row_of
 
-# The most rows of a factor in a sample, tried on two ranks: even and uneven shards.
-_SMALL = (4, 7)
-# An op may work in blocks, and its shards be whole blocks: where small samples fail a
-# larger one decides, on as many ranks as axes of the mesh have.
+# The most rows of a factor in a sample: shards of 3 and of 2 rows, and uneven ones.
+_SMALL = (6, 7)
+# On how many ranks it is tried.
+_SMALL_COUNTS = (2, 3)
+# An op may work in blocks of rows, and small shards cut them: where small samples fail,
+# a larger one decides, on as many ranks as axes of the mesh have.
 _LARGE = (256, 1 << 62)
-# Elements of the largest tensor of a sample.
+# The most elements of a tensor in a sample.
 _MOST = 1 << 24
 
-# What was checked: ops, rules, and what calls have besides sizes.
+# What was checked: ops, sized rules, sizes of axes and what else calls have.
 _CHECKED: set[Any] = set()
 
 
@@ -44,7 +47,7 @@ class _NotRun(Exception):
 class _Failure:
     """A way to run the op that gives other numbers than one device."""
 
-    # That was split; None: an operand was partial.
+    # The factor that was split; None: an operand was partial.
     factor: str | None
     # Shards were of unequal sizes.
     is_uneven: bool
@@ -59,7 +62,9 @@ def check_user_rules(program: Program, mesh: Mesh) -> None:
     for op in program.ops:
         if not op.has_rule or user_row_of(op.target) is None:
             continue
-        key = op.target, str(op.rule), op.rule.passages, op.rule.even, _kind(op.node)
+        sizes = tuple((f, _torch.symbols.hint_of(n)) for f, n in op.rule.sizes)
+        rule = str(op.rule), op.rule.passages, op.rule.even, sizes
+        key = op.target, rule, tuple(counts), _kind(op.node)
         if key not in _CHECKED:
             with _torch.aot.as_compiled(), torch.no_grad(), torch.random.fork_rng():
                 _check(op, counts)
@@ -112,7 +117,7 @@ def _failures(op: Op, counts: Sequence[int]) -> list[_Failure]:
     of_small: list[_Failure] | None = None
     for most in _SMALL:
         try:
-            of_small = (of_small or []) + _try(op, most, [2])
+            of_small = (of_small or []) + _try(op, most, _SMALL_COUNTS)
         except _NotRun as error:
             reasons.append(str(error))
     if of_small == []:
@@ -164,7 +169,7 @@ def _sample(op: Op, most: int) -> tuple[OneOp, list[torch.Tensor], torch.Generat
             args, kwargs = _arguments(op.node, shapes, draw, generator)
             one = OneOp(op.target, args, kwargs)
             want = one.expected()
-            if all(x.isfinite().all() for x in want):
+            if all(readable(x).isfinite().all() for x in want):
                 break
         if str(one.rule) != str(op.rule):
             raise _NotRun("it is another rule where dims are small")

@@ -250,6 +250,7 @@ def content(
 def _objects(gm: fx.GraphModule) -> Iterator[Any]:
     """What a graph and its bodies call and hold, which may have one name and differ."""
     yield from _torch.node_texts.unknown_functions(gm.graph)
+    yield gm.meta.get(_torch.aot.CHOOSES_SAVED)
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             attribute = attribute_at(gm, str(node.target))
@@ -330,6 +331,7 @@ def _says_all(gm: fx.GraphModule) -> bool:
     ]
     return (
         not gm.graph.find_nodes(op="call_module")
+        and _torch.aot.CHOOSES_SAVED not in gm.meta
         and _torch.node_texts.says_all(gm.graph)
         and all(isinstance(x, fx.GraphModule) and _says_all(x) for x in bodies)
     )

@@ -32,11 +32,11 @@ _OPENED_BY = 8
 
 
 class Mailboxes:
-    """A rank's view of the boxes of all ranks. ``published``: names the memory, on rank
-    0 called with the name that it made, on others called for it, None while unknown.
+    """A rank's view of the boxes of all ranks. ``published``: tells the other ranks the
+    name of the memory, or, given None, returns that name, None while it is unknown.
 
-    The memory is in no folder: other ranks open it through rank 0's process, and it is
-    gone with the last of them, however they end."""
+    The memory has no file in a folder: other ranks open it through the process of rank
+    0, and the system frees it once all of them have ended, in whatever way."""
 
     def __init__(
         self, rank: int, size: int, published: Callable[[str | None], str | None]

@@ -107,7 +107,7 @@ def _open(group: Any) -> Channel:
     try:
         # A store may outlive a process group; its next life starts new keys.
         me.prefix = f"fxpar/{store.add(f'fxpar/life/{rank}', 1)}"
-        store.set(f"{me.prefix}/folder/{rank}", cache_files.folder_mark())
+        store.set(f"{me.prefix}/folder/{rank}", cache_files.folder_text())
         me.store = _torch.distributed.same_store(store)
         connection = _torch.distributed.same_store(store)
         if connection is not store:

@@ -22,14 +22,14 @@ def set_timeouts(timeout: float, late_timeout: float) -> None:
 
 
 def timeout() -> float:
-    """Seconds in which the store answers, and a rank inside a call that does not
-    work."""
+    """Seconds to wait for an answer of the store, and inside a call for a rank that
+    does not work."""
     return _LIMITS["timeout"]
 
 
 def patience_limit() -> float:
-    """Seconds that ranks wait here for a rank that does not work: few inside a call
-    that all ranks have come to."""
+    """Seconds to wait for a rank that does not work: ``timeout`` inside a call that all
+    ranks have come to, else the longer ``late_timeout``."""
     return _LIMITS["timeout" if _IN_CALL[0] else "late_timeout"]
 
 
@@ -44,10 +44,10 @@ def in_call() -> Iterator[None]:
 
 
 class Patience:
-    """Of one wait for other ranks: it lasts while any of them works, and then as long
-    as ranks wait for one that does not. Seconds in which this process was stopped do
-    not count. It ends at once where a rank that is waited for has ended, or waits for
-    this one at another place."""
+    """How long one wait for other ranks lasts: while any of them works, and ``seconds``
+    after that. It ends at once if a rank that is waited for has ended, or waits for
+    this rank at another place. Seconds in which this process was stopped do not count.
+    """
 
     def __init__(self, presence: Presence, seconds: float) -> None:
         self.presence, self.seconds = presence, seconds

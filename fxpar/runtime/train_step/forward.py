@@ -92,7 +92,7 @@ def _open_checkpoints(gm: fx.GraphModule) -> None:
     for call in calls:
         body = gm.get_submodule(call.args[0].target)
         _open_checkpoints(body)
-        if "_checkpoint_context_fn" not in body.meta:
+        if _torch.aot.CHOOSES_SAVED not in body.meta:
             for node in body.graph.nodes:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         for node in body.graph.find_nodes(op="get_attr"):

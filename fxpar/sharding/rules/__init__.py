@@ -9,6 +9,7 @@ under their name, ``"prims::inductor_random"``. A missing row is not an error he
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +108,14 @@ def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
             f"unknown marks {sorted(unknown)} for {name}",
             fix=f"use {sorted(set(Row.__dataclass_fields__) - {'rule'})}",
         )
+    for mark in ("linear", "monotone", "movement"):
+        text = marks.get(mark) or ""
+        if not (isinstance(text, str) and re.fullmatch(r"(\d+([+|]\d+)*)?", text)):
+            raise RuleError(
+                f"{mark}={text!r} for {name} names no arguments",
+                fix=f'name them by position: {mark}="0", "0|1" for each of two, "0+1" '
+                "for both at once",
+            )
     _USER[name] = Row(factors, **{"empty": "never", **marks})
 
 
