@@ -1,5 +1,5 @@
 """Ranks that are late to a call, or never come: those that are late are waited for, and
-where nobody can come any more all end at once, with the default timeouts."""
+where nobody can come any more all end, long before `FXPAR_LATE_TIMEOUT`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def at_different_places(first: int) -> str:
 def test_ranks_that_wait_for_one_another_end_at_once(first: int) -> None:
     pool = shared_pool(2)
     pool.renew()
-    texts = pool.run(at_different_places, first, timeout=25.0)
+    texts = pool.run(at_different_places, first, timeout=100.0)
     pool.renew()
     assert f"rank {1 - first} did not come to the call" in texts[first]
     assert f"rank {1 - first} waits for others at 'graph'" in texts[first]
@@ -136,7 +136,8 @@ for step in range(4):
 def test_a_rank_that_hangs_in_a_collective_ends_the_wait(
     script: str, place: str
 ) -> None:
-    ended = run_script(BEGIN + script, ranks=2, fork=True, timeout=60.0)
+    env = {"FXPAR_TIMEOUT": "4"}
+    ended = run_script(BEGIN + script, ranks=2, env=env, fork=True, timeout=60.0)
     assert 0 not in [each.code for each in ended], ended
     assert "went on" not in ended[0].output
     assert "ranks wait for one another at different places" in ended[0].output

@@ -198,7 +198,7 @@ def _arguments(
     node: fx.Node, shapes: Sequence[Sequence[int]], draw: Any, generator: Any
 ) -> tuple[Any, Any]:
     """The arguments of a call with random tensors of other shapes; of whole numbers
-    zeros and ones, which are indices of most things."""
+    zeros, then ones, which are indices and offsets of most things."""
     rest = iter(shapes)
 
     def argument(x: fx.Node) -> Any:
@@ -211,6 +211,8 @@ def _arguments(
             sample = draw(shape, generator=generator, dtype=wide)
         else:
             sample = torch.randint(0, 2, shape, generator=generator)
+            if shape:  # offsets may not go back: an op that trusts them would crash
+                sample = sample.sort().values
         return sample.to(value.device, dtype)
 
     return fx.node.map_arg((node.args, node.kwargs), argument)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from fxpar.runtime.ranks.presence import BEAT, Answer, Presence, waiting
 
 ENDED = 1.0  # seconds to wait for a rank that has ended
-STUCK = 5.0  # seconds to wait for ranks that hang in a collective
 _LIMITS = {"timeout": 30.0, "late_timeout": 600.0}
 _IN_CALL = [0]  # depth of calls that all ranks have come to
 
@@ -92,7 +91,7 @@ class Patience:
                 return "it has ended"
             if other.waits_for and other.number > mine.get(other.waits_for, 0):
                 return "ranks wait for one another at different places"
-        if self.hang > STUCK:
+        if self.hang > timeout():
             return "ranks wait for one another at different places"
         return ""
 
