@@ -317,7 +317,7 @@ def test_one_process_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(fxpar.plans())
     program = torch.compile(made(), backend="fxpar")
     near(program(sample()), made()(sample()))
-    assert given == [{}] and len(fxpar.plans()) == before
+    assert given == [{"inductor_settings": {}}] and len(fxpar.plans()) == before
 
 
 def gathered_bools(codegen: str) -> list[torch.Tensor]:
