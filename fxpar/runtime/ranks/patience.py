@@ -7,8 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from fxpar.runtime.ranks.presence import BEAT, Answer, Presence, waiting
+from fxpar.runtime.ranks.presence import (
+    BEAT,
+    Answer,
+    Presence,
+    waited_for,
+    waiting,
+)
 
+_MUTUAL = "ranks wait for one another at different places"
 ENDED = 1.0  # seconds to wait for a rank that has ended
 _LIMITS = {"timeout": 30.0, "late_timeout": 600.0}
 _IN_CALL = [0]  # depth of calls that all ranks have come to
@@ -90,9 +97,12 @@ class Patience:
             if other.state == "ended" and self.spent > ENDED:
                 return "it has ended"
             if other.waits_for and other.number > mine.get(other.waits_for, 0):
-                return "ranks wait for one another at different places"
+                self.presence.given_up = other.waits_for, other.number
+                return _MUTUAL
+            if other.misses and (other.misses, other.missed) == waited_for():
+                return _MUTUAL
         if self.hang > timeout():
-            return "ranks wait for one another at different places"
+            return _MUTUAL
         return ""
 
     def _say_once(self, late: Sequence[int]) -> None:

@@ -64,6 +64,10 @@ class Answer:
     waits_for: str = ""
     # The number of that call or round.
     number: int = 0
+    # The last "calls" or "rounds" of others that it gave up to come to, since it waited
+    # elsewhere, and the number.
+    misses: str = ""
+    missed: int = 0
     # The last call that it came to, in words.
     last_call: str = ""
 
@@ -71,6 +75,11 @@ class Answer:
 def waiting() -> str:
     """What the program of this rank waits for, in words; "" if it does not wait."""
     return "".join(x.text for x in _DOING[-1:] if x.state == "waits")
+
+
+def waited_for() -> tuple[str, int]:
+    """The "calls" or "rounds" that this rank waits for others in, and the number."""
+    return next(((x.waits_for, x.number) for x in _DOING[-1:]), ("", 0))
 
 
 @contextlib.contextmanager
@@ -124,6 +133,8 @@ class Presence:
     watch: Callable[[], None] | None = None
     # How many "calls" and "rounds" this rank came to, and the last call in words.
     progress: Callable[[], tuple[dict[str, int], str]] = _no_progress
+    # As ``Answer.misses`` and ``missed``.
+    given_up: tuple[str, int] = ("", 0)
     # Grows while the store answers the thread.
     beats: int = 0
     # Set when the store is not needed any more.
@@ -273,7 +284,9 @@ class Presence:
 
     def _publish(self, answer: Answer) -> None:
         self._answer_number += 1
-        answer = replace(answer, last_call=self.progress()[1])
+        misses, missed = self.given_up
+        last = self.progress()[1]
+        answer = replace(answer, last_call=last, misses=misses, missed=missed)
         text = json.dumps([self._answer_number, asdict(answer)])
         self.store.set(f"{self.prefix}/where/{self.rank}", text)
 
