@@ -78,10 +78,11 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if not _torch.objects.is_mutable(op):
         return _views(op, *args, **kwargs)
     wholes: dict[int, torch.Tensor] = {}  # by the id of the DTensor
-    operands: dict[int, DTensor] = {}  # by the id of what stands for it
+    operands: dict[int, Any] = {}  # by the id of what stands for it
 
     def whole(x: Any) -> Any:
         if not isinstance(x, DTensor):
+            operands[id(x)] = x
             return x
         base, replay = _torch.dtensor.base_of(x)
         if id(base) not in wholes:
@@ -113,7 +114,7 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             return value
         if id(value) in operands:
             return operands[id(value)]
-        mesh = next(iter(operands.values())).device_mesh
+        mesh = next(x.device_mesh for x in operands.values() if isinstance(x, DTensor))
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
     return _torch.fake.tree_map(as_operand, results)
