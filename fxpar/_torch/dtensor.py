@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -418,6 +418,17 @@ def on_set_data(
             inherited.__set__(x, y)
 
     DTensor.data = property(read, write)  # type: ignore[assignment]
+
+
+def count_writes(tensors: Sequence[Any]) -> None:
+    """Count writes to DTensors as writes to their local tensors, which is what the
+    backward of a compiled graph saves and checks; torch (2.13) counts them apart."""
+    for x in tensors:
+        if x.is_inference() or x._version == x.__dict__.get("_fxpar_counted", 0):
+            continue
+        x._fxpar_counted = x._version
+        if not x._local_tensor.is_inference():
+            torch.autograd.graph.increment_version(x._local_tensor)
 
 
 def record_overflow(
