@@ -535,6 +535,14 @@ def watch_backward(
     return True
 
 
+def before_backward(outputs: Sequence[Any], do: Callable[[], None]) -> None:
+    """Call ``do()`` before each backward of the call of a graph that gave these."""
+    nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
+    node = next(filter(is_backward_of_graph, nodes), None)
+    if node is not None:
+        node.register_prehook(lambda _: do())
+
+
 def is_backward_of_graph(node: Any) -> bool:
     """Whether a node of autograd is the backward of a compiled graph."""
     return hasattr(getattr(node, "_forward_cls", None), "_aot_id")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -295,12 +295,14 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
 
     def with_plain_tensors(op: Any, args: Any, kwargs: Any) -> Any:
         with _left_to_dtensor(handlers, op):
-            if _is_mixed(args, kwargs) and serves(args, kwargs):
-                from torch.distributed.tensor.experimental import implicit_replication
+            if not _has_plain(args, kwargs) or not serves(args, kwargs):
+                return op(*args, **kwargs)
+            if _has_plain(args[:1], kwargs):  # one is written, or gives no mesh
+                return serve(op, args, kwargs)
+            from torch.distributed.tensor.experimental import implicit_replication
 
-                with implicit_replication():
-                    return op(*args, **kwargs)
-            return op(*args, **kwargs)
+            with implicit_replication():
+                return op(*args, **kwargs)
 
     def strided(op: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -318,7 +320,7 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
         handlers.setdefault(op, with_plain_tensors)
 
 
-def _is_mixed(args: Any, kwargs: Any) -> bool:
+def _has_plain(args: Any, kwargs: Any) -> bool:
     """Whether some operands are plain tensors; quickly: optimizers wait for it."""
     for x in (*args, *kwargs.values()):
         for y in x if isinstance(x, (list, tuple)) else (x,):
@@ -328,10 +330,10 @@ def _is_mixed(args: Any, kwargs: Any) -> bool:
 
 
 def _ops_that_write_by_tensors() -> Iterator[Any]:
-    """The ops that write to an operand and read another."""
+    """The ops that write to an operand and have others, a list counts as many."""
     for schema in torch._C._jit_get_all_schemas():
-        operands = [a for a in schema.arguments if "Tensor" in str(a.type)]
-        if not schema.is_mutable or len(operands) < 2:
+        types = [str(a.type) for a in schema.arguments if "Tensor" in str(a.type)]
+        if not schema.is_mutable or (len(types) < 2 and "List[Tensor]" not in types):
             continue
         namespace, name = schema.name.split("::")
         packet = getattr(getattr(torch.ops, namespace), name, None)
@@ -397,9 +399,13 @@ def _is_regular(spec: Any) -> bool:
     return True
 
 
-def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+def on_set_data(
+    part_of: Callable[[Any, torch.Tensor], torch.Tensor],
+    is_served: Callable[[Any], bool],
+) -> None:
     """Let ``x.data = y`` of a DTensor set that of its local tensor, ``part_of(x, y)``,
-    where torch (2.13) sets that of the wrapper, which nothing reads."""
+    where torch (2.13) sets that of the wrapper, which nothing reads. ``is_served``:
+    whether this holds for DTensors on a mesh."""
     inherited: Any = torch.Tensor.data
 
     def read(x: Any) -> torch.Tensor:
@@ -407,9 +413,23 @@ def on_set_data(part_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         return data
 
     def write(x: Any, y: torch.Tensor) -> None:
-        x._local_tensor.data = part_of(x, y)
+        if is_served(x.device_mesh):
+            x._local_tensor.data = part_of(x, y)
+        else:
+            inherited.__set__(x, y)
 
     DTensor.data = property(read, write)  # type: ignore[assignment]
+
+
+def count_writes(tensors: Sequence[Any]) -> None:
+    """Count writes to DTensors as writes to their local tensors, which is what the
+    backward of a compiled graph saves and checks; torch (2.13) counts them apart."""
+    for x in tensors:
+        if x.is_inference() or x._version == x.__dict__.get("_fxpar_counted", 0):
+            continue
+        x._fxpar_counted = x._version
+        if not x._local_tensor.is_inference():
+            torch.autograd.graph.increment_version(x._local_tensor)
 
 
 def record_overflow(

@@ -95,3 +95,42 @@ def a_second_derivative() -> None:
 def test_a_second_derivative_is_refused() -> None:
     for error in shared_pool(2).errors(a_second_derivative, env={"FXPAR_MESH": "dp=2"}):
         assert "does not currently support double backward" in str(error)
+
+
+def written_between(layer: int) -> list[Any]:
+    """Gradients of a call after which a weight of a layer is written, and of a second
+    call: one device, and sharded. Empty where a backward refuses."""
+    found = []
+    for mesh in ("", "dp=2"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        run, x = model, torch.randn(4, 8)
+        if mesh:
+            run = model = fxpar.shard(model, mesh=mesh)
+            run = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
+        for _ in range(2):
+            first = run(x).square().sum()
+            with torch.no_grad():
+                model[layer].weight[0].mul_(2)
+            second = run(x).square().sum()
+            for loss in (first, second):
+                try:
+                    gradients = torch.autograd.grad(loss, [*model.parameters()])
+                    found.append([whole(x).clone() for x in gradients])
+                except RuntimeError as error:
+                    assert "modified by an inplace operation" in str(error)
+                    found.append([])
+    return found
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_parameter_that_is_written_before_a_backward(layer: int) -> None:
+    """Torch's error if the backward needs the value that it had, as a compiled one may
+    to compute activations again, else its gradients."""
+    for found in shared_pool(2).run(written_between, layer):
+        want, got = found[:4], found[4:]
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y if x else [])
+        assert got[1] and got[3] and (got[0] == [] or layer == 0)
+        assert [not x for x in want] == [layer == 2, False] * 2

@@ -21,9 +21,9 @@ Losses that a penalty on weights is added to, or scales: the loss is an ordinary
 and its gradient is one too.
 
 Data that are set (``p.data = ema``): each rank takes its part. DTensor (2.13) goes on
-with what it held.
+with what it held. This holds for DTensors on a mesh of fxpar.
 
-All of it holds for every DTensor in the process.
+All else holds for every DTensor in the process.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.runtime.at_rest.global_values import gathered, part_held, summed
+from fxpar.runtime.ranks.groups import has_device_mesh
 from fxpar.runtime.ranks.presence import user_line
 
 
@@ -59,7 +60,7 @@ def combine_with_losses() -> None:
 @functools.cache
 def set_parts() -> None:
     """Let ``.data = `` change what a DTensor holds."""
-    _torch.dtensor.on_set_data(_part_to_hold)
+    _torch.dtensor.on_set_data(_part_to_hold, has_device_mesh)
 
 
 def _part_to_hold(x: Any, y: Any) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """Global values of DTensors, and writes to them that reach the part of every rank.
 
-DTensor (torch 2.13) runs some ops on a copy of what a rank holds: a row of a tensor
-that is split by rows is gathered, and a write to it is lost. Others it cannot run, as
-``index_fill_``. Here such an op runs on global values, on every rank, and each rank
-takes its part of what was written: the numbers are those of one device. A view that
-shares no memory with a part is computed when it is read. DTensor itself says which op
-is one of these (``_torch.dtensor.serve_aliases``); none has an entry here.
+DTensor (torch 2.13) runs some ops on a copy of the local tensor: it gathers a row of a
+tensor that is split by rows, and a write to that copy is lost. Other ops it cannot run
+at all, such as ``index_fill_``. Here every rank gathers the global value, runs the op
+on it, and copies its own part back: the numbers are those of one device. A view
+that shares no memory with any local tensor is computed each time it is read.
+``_torch.dtensor.serve_aliases`` finds these ops by what DTensor would do; there is no
+list of them.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ def _layout(x: Any) -> tuple[Mesh, Spec]:
 def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op that writes to DTensors, or makes views of one, on global values.
 
-    Raises ShardError if the op changes the shape of a parameter, or writes to one by
-    two operands of which one is detached."""
+    Raises ShardError if the op changes the shape of a parameter, or writes to one
+    through two operands, one of which is ``x.detach()`` or ``x.data``."""
     if not _torch.objects.is_mutable(op):
         return _views(op, *args, **kwargs)
     wholes: dict[int, torch.Tensor] = {}  # by the id of the DTensor
-    operands: dict[int, DTensor] = {}  # by the id of what stands for it
+    operands: dict[int, Any] = {}  # by the id of what stands for it
 
     def whole(x: Any) -> Any:
         if not isinstance(x, DTensor):
+            operands[id(x)] = x
             return x
         base, replay = _torch.dtensor.base_of(x)
         if id(base) not in wholes:
@@ -102,8 +104,8 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             _torch.dtensor.change_form(x, op, args, kwargs, value)
         else:
             raise ShardError(
-                f"{op} changes the shape of a split tensor, or writes to it by two "
-                "operands, of which one is detached",
+                f"{op} changes the shape of a split tensor, or writes to it through "
+                "two operands, one of which is x.detach() or x.data",
                 where=user_line(),
                 fix="change whole = x.full_tensor(), and copy it back: x.copy_(whole)",
             )
@@ -113,7 +115,7 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             return value
         if id(value) in operands:
             return operands[id(value)]
-        mesh = next(iter(operands.values())).device_mesh
+        mesh = next(x.device_mesh for x in operands.values() if isinstance(x, DTensor))
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
     return _torch.fake.tree_map(as_operand, results)
@@ -131,11 +133,11 @@ def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[An
 
 def _views(op: Any, x: Any, *settings: Any, **more: Any) -> Any:
     """The views of a DTensor, or of a view of one, that an op makes. Raises ShardError
-    if these are given by places in memory."""
+    if these are ``as_strided`` of a view, which has no memory of its own."""
     is_strided = op is torch.ops.aten.as_strided.default
     if is_strided and not (x.is_contiguous() and _torch.objects.base_of(x) is x):
         raise ShardError(
-            "as_strided of a view of a split tensor, whose memory no rank has",
+            "as_strided of a view of a split tensor, which has no memory of its own",
             where=user_line(),
             fix="index the tensor instead, or take the view of x.full_tensor()",
         )

@@ -6,11 +6,13 @@ Nothing here changes a graph. A ``Compiled`` is what ``call_variants.Calls`` run
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.config import Options
@@ -237,7 +239,8 @@ def refuse_written_parameters(gm: fx.GraphModule) -> None:
 def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
     """What makes of the call of a Dynamo graph one that raises ShardError if code
     between graphs wrote to a parameter at rest: what that writes to is the global
-    value, which a graph returned. Asked before ``forget_homes``."""
+    value, which a graph returned. A backward raises torch's error if a parameter it
+    needs was written since the call. Asked before ``forget_homes``."""
     models, results = homes(gm), gm.graph.output_node().args[0]
     returned: dict[int, tuple[Home, str]] = {}
     for crossing in _crossings(gm):
@@ -251,7 +254,11 @@ def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
         def compare(*args: Any) -> Any:
             for home in models:
                 refuse_writes(home, ends=False)
+            split = [x for x in args if isinstance(x, DTensor) and x.requires_grad]
+            count = functools.partial(_torch.dtensor.count_writes, split)
+            count()
             outputs = call(*args)
+            _torch.aot.before_backward(outputs, count)
             for i, (home, parameter) in returned.items():
                 key, line = (id(compare), i), presence.user_line()
                 note_read(home, key, outputs[i], parameter, line)
