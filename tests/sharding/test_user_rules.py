@@ -147,28 +147,30 @@ def test_a_right_rule_is_taken_in_silence(args: Any, rule: str, marks: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("columns", "mesh", "marks", "fix"),
+    ("columns", "mesh", "axes", "marks", "fix"),
     [
-        (128, "tp=4", {}, None),
-        (96, "tp=2", {}, "whole"),  # one block and a half
-        (2048, "tp=3", {}, "even=True"),
-        (2048, "tp=3", {"even": True}, None),
+        (128, "tp=4", "tp", {}, None),
+        (96, "tp=2", "tp", {}, "whole"),  # one block and a half
+        (128, "dp=2,tp=4", "tp", {}, None),
+        (128, "dp=2,tp=4", ("dp", "tp"), {}, "whole"),  # half a block
+        (2048, "tp=3", "tp", {}, "even=True"),
+        (2048, "tp=3", None, {"even": True}, None),
     ],
 )
 def test_shards_of_an_op_that_works_in_blocks(
-    columns: int, mesh: str, marks: Any, fix: str | None
+    columns: int, mesh: str, axes: Any, marks: Any, fix: str | None
 ) -> None:
     fxpar.rule("user_rules::blocks", "a b -> a b", **marks)
-    x, spec = torch.randn(4, columns), (None, "tp")
+    x, spec = torch.randn(4, columns), (None, axes)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return blocks(x, 32)
 
     if fix is None:
-        assert planned(fn, x, mesh=mesh, spec=None if marks else spec) == []
+        assert planned(fn, x, mesh=mesh, spec=spec) == []
     else:
         with pytest.raises(RuleError, match="'b' is split") as error:
-            planned(fn, x, mesh=mesh)
+            planned(fn, x, mesh=mesh, spec=spec)
         assert fix in error.value.fix
 
 

@@ -1,9 +1,9 @@
 """Rules that users gave to ops, tried on small random tensors.
 
-In: a planned program. Out: nothing, or RuleError for a rule by which ranks would
-compute other numbers than one device: every factor that the rule lets an axis split is
-split, every operand that it lets be partial is fed random summands, and what ranks then
-hold is joined and compared. An op that cannot be run here is a warning. A rule is tried
+In: the decision about a program. Out: nothing, or RuleError for a rule by which ranks
+would compute other numbers than one device: every factor that the rule lets an axis
+split is split, every operand that it lets be partial is fed random summands, and what
+ranks then hold is joined and compared. An op that cannot be run here is a warning. A rule is tried
 once in a process for the same sizes; nothing is communicated, and no random state
 changes.
 """
@@ -11,7 +11,7 @@ changes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import FxparWarning, RuleError, compose
 from fxpar.passes.simulate.one_op import OneOp, case, close, passing, readable
-from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program, tensor_nodes, user_line
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.program import Op, tensor_nodes, user_line
 from fxpar.sharding.rules import user_row_of
 
 # The most rows of a factor in a sample: shards of 3 and of 2 rows, and uneven ones.
@@ -30,10 +30,14 @@ _SMALL = (6, 7)
 # On how many ranks it is tried.
 _SMALL_COUNTS = (2, 3)
 # An op may work in blocks of rows, and small shards cut them: where small samples fail,
-# a larger one decides, on as many ranks as axes of the mesh have.
+# larger ones decide, on as many ranks as each axis of the mesh has, and as the plan
+# splits the factor over.
 _LARGE = (256, 1 << 62)
 # The most elements of a tensor in a sample.
 _MOST = 1 << 24
+
+# Of each factor, the numbers of ranks on which to split it.
+Counts = Mapping[str, Sequence[int]]
 
 # What was checked: ops, sized rules, sizes of axes and what else calls have.
 _CHECKED: set[Any] = set()
@@ -55,16 +59,22 @@ class _Failure:
     error: Exception
 
 
-def check_user_rules(program: Program, mesh: Mesh) -> None:
+def check_user_rules(decision: Decision) -> None:
     """Raise RuleError for a rule of ``fxpar.rule`` that is wrong for a call of the
     program; warn of one that cannot be tried."""
-    counts = sorted({size for _, size in mesh.axes if size > 1})
-    for op in program.ops:
+    mesh = decision.mesh
+    for op, strategy in zip(decision.program.ops, decision.strategies, strict=True):
         if not op.has_rule or user_row_of(op.target) is None:
             continue
+        axes = [(axis,) for axis in mesh.names]
+        counts = {
+            factor: sorted({mesh.count(x) for x in (*axes, split)} - {1})
+            for factor in op.rule.free
+            for split in [strategy.axes_of.get(factor, ())]
+        }
         sizes = tuple((f, _torch.symbols.hint_of(n)) for f, n in op.rule.sizes)
         rule = str(op.rule), op.rule.passages, op.rule.even, sizes
-        key = op.target, rule, tuple(counts), _kind(op.node)
+        key = op.target, rule, str(counts), _kind(op.node)
         if key not in _CHECKED:
             with _torch.aot.as_compiled(), torch.no_grad(), torch.random.fork_rng():
                 _check(op, counts)
@@ -81,7 +91,7 @@ def _kind(node: fx.Node) -> str:
     return repr(fx.node.map_arg((node.args, node.kwargs), text))
 
 
-def _check(op: Op, counts: Sequence[int]) -> None:
+def _check(op: Op, counts: Counts) -> None:
     try:
         failures = _failures(op, counts)
     except _NotRun as error:
@@ -111,34 +121,39 @@ def _fix(op: Op, failures: Sequence[_Failure]) -> str:
     return "leave out the mark (linear=, monotone=, movement=) that lets it be partial"
 
 
-def _failures(op: Op, counts: Sequence[int]) -> list[_Failure]:
+def _failures(op: Op, counts: Counts) -> list[_Failure]:
     """What of the rule is wrong; raises _NotRun if no sample tells."""
     reasons: list[str] = []
-    of_small: list[_Failure] | None = None
+    failures: list[_Failure] | None = None
     for most in _SMALL:
         try:
-            of_small = (of_small or []) + _try(op, most, _SMALL_COUNTS)
+            few = dict.fromkeys(op.rule.free, _SMALL_COUNTS)
+            failures = (failures or []) + _try(op, most, few)
         except _NotRun as error:
             reasons.append(str(error))
-    if of_small == []:
-        return []
     for most in _LARGE:
+        if failures == []:
+            break
         try:
-            return _try(op, most, counts)
+            failures = _try(op, most, counts)
         except _NotRun as error:
             reasons.append(str(error))
-    if of_small is None:
+    if failures is None:
         raise _NotRun(reasons[0])
-    return of_small
+    return failures
 
 
-def _try(op: Op, most: int, counts: Sequence[int]) -> list[_Failure]:
+def _try(op: Op, most: int, counts: Counts) -> list[_Failure]:
     """What is wrong with the rule on a sample of at most so many rows of each factor;
     raises _NotRun."""
     one, want, generator = _sample(op, most)
     rule, failures = one.rule, []
     assert rule is not None
-    splits = [(f, n, case(rule, {f: [("x", n)]})) for f in rule.free for n in counts]
+    splits = [
+        (factor, n, case(rule, {factor: [("x", n)]}))
+        for factor in rule.free
+        for n in counts[factor]
+    ]
     partials = [(None, 1, way) for way in passing(one, rule)]
     for factor, n, way in [*splits, *partials]:
         if way is None:

@@ -287,15 +287,6 @@ def case(
     return (mesh, strategy) if is_expressible(rule, strategy, mesh) else None
 
 
-def single(one: OneOp, rule: Rule) -> Iterator[Case | None]:
-    """One axis on one factor, or on none."""
-    yield Mesh.parse("x=2"), Strategy()
-    for factor in rule.free:
-        n = next((n for n in (2, 3) if rule.size[factor] % n == 0), None)
-        if n is not None and rule.size[factor]:
-            yield case(rule, {factor: [("x", n)]})
-
-
 def passing(one: OneOp, rule: Rule) -> Iterator[Case | None]:
     """One passage."""
     for p, passage in enumerate(rule.passages):

@@ -213,7 +213,7 @@ def make_plan(state: JointState) -> None:
             state.request = request.on(state.decision.mesh)
     decision = state.decided
     report_unknown(decision.program, decision.mesh, request.strict)
-    check_user_rules(decision.program, decision.mesh)
+    check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request.pipeline)
 
 
