@@ -3,9 +3,9 @@
 In: the decision about a program. Out: nothing, or RuleError for a rule by which ranks
 would compute other numbers than one device: every factor that the rule lets an axis
 split is split, every operand that it lets be partial is fed random summands, and what
-ranks then hold is joined and compared. An op that cannot be run here is a warning. A rule is tried
-once in a process for the same sizes; nothing is communicated, and no random state
-changes.
+ranks then hold is joined and compared. An op that cannot be run here is a warning. A
+rule is tried once in a process for the same sizes; nothing is communicated, and no
+random state changes.
 """
 
 from __future__ import annotations
