@@ -381,6 +381,7 @@ def _backwards_repeatable() -> contextlib.AbstractContextManager[Any]:
 
     from torch._functorch._aot_autograd import graph_compile
 
+    # The setting ``donated_buffer`` is read again when a backward runs, in user code.
     name = "collect_bw_donated_buffer_idxs"
     return mock.patch.object(graph_compile, name, lambda *_: [])
 

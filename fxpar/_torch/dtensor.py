@@ -242,8 +242,8 @@ def change_form(
 ) -> None:
     """Let ``x`` be ``value`` on every rank, in the form that an op gives it."""
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
-    lies = (Replicate(),) * x.device_mesh.ndim
-    x._local_tensor, x._spec = value, DTensorSpec(x.device_mesh, lies, meta)
+    placements = (Replicate(),) * x.device_mesh.ndim
+    x._local_tensor, x._spec = value, DTensorSpec(x.device_mesh, placements, meta)
     return_and_correct_aliasing(op, args, kwargs, x)
 
 
@@ -423,7 +423,7 @@ def on_set_data(
 
 def count_writes(tensors: Sequence[Any]) -> None:
     """Count writes to DTensors as writes to their local tensors, which is what the
-    backward of a compiled graph saves and checks; torch (2.13) counts them apart."""
+    backward of a compiled graph saves and checks; torch (2.13) has a count for each."""
     for x in tensors:
         if x.is_inference() or x._version == x.__dict__.get("_fxpar_counted", 0):
             continue

@@ -59,9 +59,9 @@ class Patience:
         self.presence, self.seconds = presence, seconds
         self.looked = time.monotonic()
         self.spent = 0.0  # seconds so far
-        self.idle = 0.0  # of these, since a rank last worked
-        self.unasked = 0.0  # of these, since the last question to others
-        self.hang = 0.0  # of these, since all that are waited for hang in collectives
+        self.idle = 0.0  # seconds since a rank last worked
+        self.unasked = 0.0  # seconds since the last question to others
+        self.hang = 0.0  # seconds since all that are waited for hang in collectives
         self.seen: dict[int, Answer] = {}
         self.why = ""  # it ended before its time
         self.is_said = False  # on stderr, who is waited for

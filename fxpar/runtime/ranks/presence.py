@@ -176,9 +176,9 @@ class Presence:
         if not facts[0].startswith("the store"):
             facts = ["the store of the process group does not answer", *facts]
         what = "\n  ".join(facts)
-        told = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
-        told.told = True
-        return told
+        lost = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
+        lost.told = True  # every rank raises it
+        return lost
 
     def ask(self) -> None:
         """Let every rank say where it is, at its next beat."""

@@ -60,8 +60,8 @@ def _how_to_split(program: Program, op: Op) -> str:
         return "nothing of it can be split: leave it, or compute it outside"
     call = f'fxpar.rule("{op.target.name()}", "{fits}")'
     return (
-        f'give it a rule, and take "!" off each dim along which the op computes every '
-        f"row by itself: {call}"
+        f'give it a rule, and take "!" off each dim along which no row of a result '
+        f"depends on other rows: {call}"
     )
 
 
