@@ -64,9 +64,10 @@ class Answer:
     waits_for: str = ""
     # The number of that call or round.
     number: int = 0
-    # The last "calls" or "rounds" of others that it gave up to come to, since it waited
-    # elsewhere, and the number.
+    # The kind, "calls" or "rounds", of a wait of others that it last gave up to join,
+    # since it waited elsewhere.
     misses: str = ""
+    # The number of that call or round.
     missed: int = 0
     # The last call that it came to, in words.
     last_call: str = ""
@@ -176,9 +177,9 @@ class Presence:
         if not facts[0].startswith("the store"):
             facts = ["the store of the process group does not answer", *facts]
         what = "\n  ".join(facts)
-        lost = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
-        lost.told = True  # every rank raises it
-        return lost
+        mismatch = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
+        mismatch.told = True  # every rank raises it
+        return mismatch
 
     def ask(self) -> None:
         """Let every rank say where it is, at its next beat."""
