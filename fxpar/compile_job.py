@@ -32,7 +32,6 @@ from fxpar.runtime.caches import installation_keys, known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
-from fxpar.runtime.calls.call_sizes import UNLIKE
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
@@ -40,7 +39,6 @@ from fxpar.runtime.calls.open_sizes import (
     refusal_of,
     size_range,
 )
-from fxpar.runtime.calls.refused_parts import refusing_parts
 from fxpar.runtime.ranks import check_inputs as inputs
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks, join, next_graph
@@ -158,7 +156,6 @@ def _compile_by(
     with (
         showing,
         _told_to_others(),
-        refusing_parts(gm, job.named_inputs, examples, job.local),
         compiled_graph.refusing_data(gm),
         stage(TRACE),
         open_way,
@@ -223,7 +220,7 @@ def _compiled(
         inner=None if job.options.codegen == "inductor" else run_op_by_op,
         key=_cache_key(job, entry),
         cached=entry is not None,
-        local_border=bool(job.local) or job.options.outputs == "dtensor",
+        local_border=job.options.outputs == "dtensor",
         symbolic=job.open is not None,
         repeated=None if job.open is not None else repeated_segments,
         inductor_settings=dict(job.options.inductor),
@@ -246,7 +243,7 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
             NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
             for x in job.named_inputs
         ]
-        checks.append(inputs.Checks(named_inputs, job.local, step.ranks).run)
+        checks.append(inputs.Checks(named_inputs, step.ranks).run)
     return [*checks, step.verify] if job.options.verify else checks
 
 
@@ -267,9 +264,9 @@ def _look_up(
     if job.open is not None and (job.rival or not _torch.aot.can_compile_backward()):
         return None
     text = None
-    if job.size_match.kind != UNLIKE and all(map(_torch.dtensor.brings_mesh, examples)):
+    if all(map(_torch.dtensor.brings_mesh, examples)):
         followed = job.recalled.hash if job.recalled else ""
-        extras = job.writes, followed, sorted(job.local), *sorted(job.rests.items())
+        extras = job.writes, followed, *sorted(job.rests.items())
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )

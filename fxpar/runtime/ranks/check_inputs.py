@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,6 @@ from fxpar.runtime.ranks.groups import Ranks, check_devices
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 
-# Mark of a tensor that a compiled graph returned in local mode: True, it is this rank's
-# part of the batch; False, it is a global value.
-LOCAL_MARK = "_fxpar_local"
-
 NAMES_SHOWN = 8
 
 # (name, kind, tensor); kind is "parameter", "buffer", "input", or "batch": an input of
@@ -43,8 +39,6 @@ class Checks:
 
     # Of the graph, in order.
     inputs: Sequence[NamedInput]
-    # Positions of those that are a rank's part of the batch.
-    local: Collection[int]
     # That compare them.
     ranks: Ranks
 
@@ -56,8 +50,8 @@ class Checks:
         from torch.distributed.tensor import DTensor
 
         fed = [
-            (entry.name, "batch" if i in self.local else entry.kind, x)
-            for i, (entry, x) in enumerate(zip(self.inputs, args, strict=True))
+            (entry.name, entry.kind, x)
+            for entry, x in zip(self.inputs, args, strict=True)
             if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
         ]
         devices = {x.device for *_, x in fed}
@@ -178,7 +172,6 @@ def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
     if wrong:
         fix = "call torch.manual_seed before the model is made, or load one checkpoint"
         take_from_rank_0([fed[i] for i in wrong], fix=fix)
-    _warn_alike(fed, hashes, mesh)
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -283,37 +276,6 @@ def _differing(hashes: torch.Tensor, i: int, kind: str, mesh: Mesh) -> list[int]
         for rank, model in enumerate(_models(kind, mesh))
         if values[rank] != values[model]
     ]
-
-
-def _warn_alike(fed: Sequence[Fed], hashes: torch.Tensor, mesh: Mesh) -> None:
-    """Warn, on rank 0, of parts of the batch that are one and the same on all ranks: a
-    batch that nobody split, or a table, which has rows of its own."""
-    parts = {i: x for i, (_, kind, x) in enumerate(fed) if kind == "batch"}
-    several = mesh.count(batch_axes(mesh)) > 1
-    if not several or not parts or dist.get_rank() != 0:
-        return
-    own = {i for i in parts if len(set(hashes[:, i].tolist())) > 1}
-    rows = {parts[i].shape[0] for i in own}
-    alike = [
-        i
-        for i, x in parts.items()
-        if i not in own and x.shape[0] not in rows and not _says_little(x)
-    ]
-    if not alike or any(hasattr(parts[i], LOCAL_MARK) for i in alike):
-        return
-    names = listed([fed[i][0] for i in alike])
-    what = f"with FXPAR_INPUTS=local {names} is taken for a part of the batch, and is "
-    what += "the same on every rank"
-    fix = "close over what is no part of the batch, or make it a buffer"
-    if not own:
-        fix = "give each rank its own part (DistributedSampler), or set "
-        fix += "FXPAR_INPUTS=global"
-    warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
-
-
-def _says_little(x: torch.Tensor) -> bool:
-    """Whether all elements are one number, as in a mask of ones."""
-    return x.numel() < 2 or not bool((x != x.reshape(-1)[0]).any())
 
 
 def _mismatch(

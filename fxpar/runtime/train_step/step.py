@@ -25,15 +25,13 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar._torch.objects import parameters_of
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.compiled_graph import refusing_data
-from fxpar.runtime.ranks import gradient_sketches
-from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.presence import is_alone
-from fxpar.runtime.ranks.reduce_gradients import takes_part
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
     Forward,
@@ -218,7 +216,7 @@ class _Stage:
         """Position of a parameter in the optimizer -> among the inputs."""
         optimizer = self.owner.optimizer
         inputs = {id(args[i]): i for i in self.forward.trained}
-        order = enumerate(parameters(optimizer))
+        order = enumerate(parameters_of(optimizer))
         places = {i: inputs[id(p)] for i, p in order if id(p) in inputs}
         if self.reached.isdisjoint(places.values()):
             raise PlanError(
@@ -295,7 +293,7 @@ class _Stage:
         """The sharded parameter that new state of this shape lies like, or None."""
         if slot.place == "group":
             return None
-        p = parameters(self.owner.optimizer)[slot.index]
+        p = parameters_of(self.owner.optimizer)[slot.index]
         return p if isinstance(p, DTensor) and tuple(p.shape) == tuple(shape) else None
 
     def _trace(
@@ -372,8 +370,6 @@ class _Stage:
                 if isinstance(x := slot_values[slot], torch.Tensor)
             ]
             torch.autograd.graph.increment_version(written)
-            if takes_part():
-                gradient_sketches.note(owner.optimizer, {}, is_shared=True)
             if not (how.scaled and self._overflowed(results[-1])):
                 self._updated(step, results, slot_values)
         return tuple(results[: step.count])

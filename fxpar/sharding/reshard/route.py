@@ -217,7 +217,7 @@ def connect(
         if value is not None and declared.rest is not None:
             specs[value] = declared.rest
     rests = [
-        None if v is None else out.spec(settled[v], specs[v], signature.batch)
+        None if v is None else out.spec(settled[v])
         for out, v in zip(signature.outputs, program.outputs, strict=True)
     ]
     for k, (result, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
