@@ -28,7 +28,6 @@ from fxpar.sharding.plan_request import (
     staged_choices,
 )
 from fxpar.sharding.program import Signature
-from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.spec import Spec
 
 
@@ -68,6 +67,7 @@ def request_of(job: CompileJob, name: str) -> Request:
     return Request(
         mesh,
         Signature((), ()),
+        manual=job.ranks.manual_axes,
         strict=options.strict,
         disable=options.disable,
         keep_gathered=not options.reshard_after_forward,
@@ -95,8 +95,6 @@ def planned_request(
     from an earlier start, that it is followed."""
     options, ranks = job.options, job.ranks
     mode = known_plan or plan_mode(options.plan, options, request.name)
-    if request.pipeline is not None:
-        signature = of_one_stage(signature, request.pipeline.axis)
     return replace(
         request,
         signature=signature,

@@ -153,7 +153,9 @@ class JointPass:
         writes = writes_as_results.lift(gm.graph)
         if self.job.writes:
             restore_meta(gm.graph)
-        boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
+        whole = ranks.whole
+        axes = ranks.manual.axes if ranks.manual else ()
+        boundaries = absorb(gm.graph, fake_mode, whole.mesh, axes)
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = planned_request(
             self.job,
@@ -181,7 +183,7 @@ class JointPass:
         inductor = options.codegen == "inductor"
         if options.tune:
             self.result = pipeline.tuned(
-                self.result, request, fake_mode, ranks, gm, inductor=inductor
+                self.result, request, fake_mode, ranks.whole, gm, inductor=inductor
             )
         if self.leads:
             known_programs.tell_plan(name, self._record())
@@ -195,7 +197,7 @@ class JointPass:
             self.result,
             request,
             fake_mode,
-            ranks,
+            ranks.whole,
             inductor=inductor,
             writes=writes,
             copied=[of for of in ends if of is not None],

@@ -18,11 +18,13 @@ from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries
+from fxpar.sharding.manual_axes import ManualAxes, planned_signature
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, pipeline_axis, split_off
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import expert_axes
+from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.search.mesh_candidates import (
     candidates,
     in_nodes,
@@ -55,6 +57,8 @@ class Request:
     pipeline_schedule: str = "auto"
     # How parameters whose rest is open lie along these stages (``Input.along_stages``).
     free_along_stages: str = "own"
+    # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
+    manual: ManualAxes | None = None
     # An op without a rule is an error, not a warning.
     strict: bool = False
     # Steps of the pipeline to leave out, by name.
@@ -99,8 +103,13 @@ class Request:
 
     @property
     def laid(self) -> Signature:
-        """The signature with its specs in the axes of ``mesh``."""
+        """The signature as it is planned: its specs in the axes of ``mesh``, without
+        those of stages and manual ones."""
         signature = self.signature
+        if self.manual is not None:
+            signature = planned_signature(signature, self.manual.axes)
+        if self.pipeline is not None:
+            signature = of_one_stage(signature, self.pipeline.axis)
         if not self.mesh.is_refined:
             return signature
         return replace(

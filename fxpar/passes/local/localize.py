@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from fxpar._torch.node_copies import copy_node
-from fxpar.passes.builder import UNEVEN, Builder, shape_of
+from fxpar.passes.builder import UNEVEN, VARIES, Builder, shape_of
 from fxpar.passes.collective_nodes import all_reduce, emit
 from fxpar.passes.local.known_forms import KnownForms
 from fxpar.passes.local.local_ops import CUTS, cut, local_like
@@ -51,8 +51,11 @@ class _Localizer:
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
-        for node, v in zip(nodes, self.program.inputs, strict=True):
+        ends = self.program.signature.inputs
+        for node, v, end in zip(nodes, self.program.inputs, ends, strict=True):
             self.map[node] = self._placeholder(node, v)
+            if v is not None and end.kind != "parameter":
+                self.map[node].meta[VARIES] = self.program.values[v].manual
         for node in graph.nodes:
             if node.op == "output":
                 self._output(node)

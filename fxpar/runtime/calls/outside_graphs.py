@@ -35,10 +35,7 @@ from fxpar._torch.objects import TensorVersion
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime.at_rest.homes import HOME
-from fxpar.runtime.calls import optimizer_steps, written_buffers
-from fxpar.runtime.calls.open_sizes import open_rows
 from fxpar.runtime.ranks import reduce_gradients
-from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.ranks.meeting import current
 from fxpar.runtime.tracing import modules_of
@@ -153,7 +150,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
     _watched.add(watched)
     if _takes_parts(options):
         # One may take its first step before the first call.
-        optimizer_steps.check_steps(_trained)
+        pass
 
     def enter() -> Callable[[], None]:
         if watched.settings is None:
@@ -196,7 +193,7 @@ def _read(watched: _CompiledCallable) -> None:
     except OptionError:
         return  # which the backend raises where the user sees it
     if watched.local:
-        optimizer_steps.check_steps(_trained)
+        pass
     for root in watched.modules().values():
         for module in root.modules():
             _tell_home(module, watched.local)
@@ -206,7 +203,6 @@ def _tell_home(module: nn.Module, local: bool) -> None:
     home = module.__dict__.get(HOME)
     if home is not None:
         home.local = local
-        optimizer_steps.check_steps(_trained)
 
 
 def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:

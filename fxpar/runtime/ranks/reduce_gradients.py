@@ -29,7 +29,7 @@ from fxpar import _torch
 from fxpar._torch.objects import TensorVersion
 from fxpar.errors import GradientError, RankMismatchError
 from fxpar.passes.custom_ops import refuse_sparse
-from fxpar.runtime.ranks import check_inputs, consensus, gradient_sketches
+from fxpar.runtime.ranks import check_inputs, consensus
 from fxpar.runtime.ranks.presence import is_alone
 
 BUCKET = 25 << 20  # bytes that are reduced at once

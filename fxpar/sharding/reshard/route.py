@@ -16,7 +16,7 @@ again for the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -71,7 +71,8 @@ def _route(
     ranks at other places run other steps."""
     route, seconds = one_pair.search(source, target, mesh, shape, itemsize)
     stages = pipeline_axis(mesh)
-    if stages in source.axes or stages in target.axes:
+    alone = {stages, *apart}
+    if not alone.isdisjoint((*source.axes, *target.axes)):
         return route, seconds
     mesh = without(without_stages(mesh), apart)
     if all(link == Link() for link in mesh.links):
@@ -134,9 +135,9 @@ class _Versions:
         made_specs: list[Spec],
         settled: Sequence[Spec],
         mesh: Mesh,
-        apart: str | None = None,
+        apart: Axes = (),
     ) -> None:
-        self.program, self.mesh, self.apart = program, mesh, apart
+        self.program, self.mesh, self.apart = program, mesh, frozenset(apart)
         self.made_specs, self.settled = made_specs, settled
         self.exist: list[list[Spec]] = [[spec] for spec in made_specs]
         self.reshards: list[Reshard] = []
@@ -151,9 +152,18 @@ class _Versions:
         """Make version ``need`` of a value unless it exists."""
         if need in self.exist[v]:
             return
-        if self.apart in need.axes:
-            self.get(v, _without(need, self.apart), reader, output)
-            self._add(v, _without(need, self.apart), need, reader, output)
+        if not self.apart.isdisjoint(need.axes):
+            source = _without(need, self.apart)
+            unreduced = [
+                pair for pair in self.made_specs[v].partial if pair[0] in self.apart
+            ]
+            if unreduced:  # a reduce-scatter, where they are split
+                source = Spec.of(source.dims, (*source.partial, *unreduced))
+            if source not in self.exist[v] and unreduced:
+                self._add(v, self.made_specs[v], source, reader, output)
+            elif not unreduced:
+                self.get(v, source, reader, output)
+            self._add(v, source, need, reader, output)
             return
         if not self._candidates(v):
             source = self.exist[v][0]
@@ -164,7 +174,8 @@ class _Versions:
         if not any(_one_way(spec, need) for spec in exist):
             self.get(v, need.without_partial(), reader, output)
         direct = min(self._price(v, spec, need) for spec in exist)
-        if settled not in exist and settled != need and self.apart not in settled.axes:
+        mixed = not self.apart.isdisjoint(settled.axes)
+        if settled not in exist and settled != need and not mixed:
             # Settling first pays if what others will read is on the way.
             through = min(self._price(v, spec, settled) for spec in exist)
             through += self._price(v, settled, need)
@@ -181,7 +192,7 @@ class _Versions:
 
     def _candidates(self, v: int) -> list[Spec]:
         """Versions that others are made from."""
-        return [spec for spec in self.exist[v] if self.apart not in spec.axes]
+        return [s for s in self.exist[v] if self.apart.isdisjoint(s.axes)]
 
     def _add(
         self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
@@ -192,10 +203,10 @@ class _Versions:
         self.reshards.append(Reshard(v, source, target, reader, output, early))
 
 
-def _without(spec: Spec, axis: str | None) -> Spec:
-    """The spec without an axis, on dims and as a reduction."""
-    dims = spec.without((axis,) if axis else ()).dims
-    return Spec.of(dims, [(a, op) for a, op in spec.partial if a != axis])
+def _without(spec: Spec, axes: Axes) -> Spec:
+    """The spec without some axes, on dims and as reductions."""
+    dims = spec.without(axes).dims
+    return Spec.of(dims, [(a, op) for a, op in spec.partial if a not in axes])
 
 
 def connect(
@@ -204,15 +215,20 @@ def connect(
     settled: Sequence[Spec],
     mesh: Mesh,
     *,
-    apart: str | None = None,
+    apart: Axes = (),
+    averaged: Mapping[int, Axes] | None = None,
 ) -> Edges:
     """All reads and reshards of a plan, inputs and outputs as the signature wants.
-    ``apart``: an axis along which values move by reshards that have no other."""
+    ``apart``: axes along which values move by reshards that have no other;
+    ``averaged``: value -> axes of these over which ranks made operands of a mean."""
     signature = program.signature
     specs: list[Spec] = list(settled)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.results):
             specs[v] = result_spec(op.rule, strategy, i)
+    for v, axes in (averaged or {}).items():
+        means = [(axis, "avg") for axis in axes]
+        specs[v] = Spec.of(_without(specs[v], axes).dims, (*specs[v].partial, *means))
     for declared, value in zip(signature.inputs, program.inputs, strict=True):
         if value is not None and declared.rest is not None:
             specs[value] = declared.rest
