@@ -124,7 +124,8 @@ def train_step(
 
                 def stage(job: CompileJob, gm: fx.GraphModule, examples: Any) -> Any:
                     finish, names = partial(compile_step, job), job.named_inputs
-                    return step.stage(gm, examples, names, finish)
+                    averages = job.ranks.manual is not None
+                    return step.stage(gm, examples, names, finish, averages=averages)
 
                 gm = _torch.flat_regions.without_regions(gm)
                 job_options, ranks = _joined(gm, options)

@@ -25,7 +25,6 @@ from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
 from fxpar.passes.builder import Builder
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.manual_axes import MEAN
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import module_path
 from fxpar.sharding.program import Input, Output, Signature, user_line
@@ -223,8 +222,7 @@ def _leave(
             if reduce:
                 x.meta["fxpar_reduce_here"] = True
             if manual:
-                x = rewriter.call(aten.alias.default, x)
-                x.meta[MEAN] = str(spec)
+                x = rewriter.call(torch.ops.fxpar.mean_over_ranks.default, x, spec)
             if dtype != own_dtype:
                 x = rewriter.call(_CONVERT, x, own_dtype)
     # A node of its own, since one value may be the gradient of parameters that rest

@@ -14,6 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
+
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
@@ -25,9 +27,6 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 End = TypeVar("End", Input, Output)
-
-# In the meta of a node that copies a gradient: it becomes the mean over the ranks.
-MEAN = "fxpar_mean_over_ranks"
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,9 @@ def over_manual_axes(
     strategies, settled = list(decision.strategies), list(decision.settled)
     averaged: dict[int, Axes] = {}
     for op in program.ops:
-        rest = op.node.meta.get(MEAN)
-        if rest is not None:
+        if op.target is torch.ops.fxpar.mean_over_ranks.default:
             averaged[op.results[0]] = axes
-            if extra := _extra(Spec.parse(rest), axes):
+            if extra := _extra(Spec.parse(str(op.node.args[1])), axes):
                 split[op.results[0]] = extra
         elif op.index in update or _casts(op):
             split_op(program, op, strategies, settled, split, mesh)

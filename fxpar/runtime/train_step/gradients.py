@@ -17,7 +17,9 @@ import torch
 
 from fxpar import _torch
 from fxpar.errors import OptionError
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.runtime.train_step.optimizer import is_number
+from fxpar.sharding.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class StepCall:
     accumulated: tuple[int, ...] = ()
     # Whether the loss is, and an update is left out if a gradient is not finite.
     scaled: bool = False
+    # Whether the update takes the means of gradients over ranks.
+    averages: bool = False
 
 
 def add_accumulated(
@@ -85,6 +89,19 @@ def add_accumulated(
             forward_args[i].grad = total
             if write and gradient is not None:
                 before.copy_(total)
+
+
+def average(
+    forward_args: Sequence[Any], trained: Iterable[int], rests: Sequence[Spec | None]
+) -> None:
+    """Make the gradients of the parameters at ``trained``, which rest so, means over
+    the ranks of manual axes."""
+    with torch.no_grad():
+        for i in trained:
+            x, rest = forward_args[i], rests[i]
+            if x.grad is not None:
+                spec = str(rest or Spec.whole(x.dim()))
+                x.grad = torch.ops.fxpar.mean_over_ranks(x.grad, spec)
 
 
 def unscale(

@@ -124,14 +124,17 @@ class TrainStep:
         examples: Sequence[Any],
         inputs: Sequence[NamedInput],
         compile_step: Compile,
+        *,
+        averages: bool,
     ) -> Callable[..., Any]:
         """What to run for a forward that Dynamo traced, on concrete shapes.
 
-        ``examples``: values of its inputs; what each rank feeds a part of in full.
+        ``examples``: values of its inputs. ``averages``: whether updates take the means
+        of gradients over ranks.
         """
         forward = globally(gm, inputs, examples)
         forward = replace(forward, kinds=tuple(repeated_segments(forward.module)))
-        return _Stage(self, forward, examples, compile_step)
+        return _Stage(self, forward, examples, compile_step, averages)
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,10 @@ class _Stage:
         forward: Forward,
         examples: Sequence[Any],
         compile_step: Compile,
+        averages: bool,
     ) -> None:
         self.owner, self.forward, self.compile = owner, forward, compile_step
+        self.averages = averages
         mode = _torch.fake.new_fake_mode(symbols=True)
         self.examples = [fake_of(x, mode) for x in examples]
         with refusing_data(forward.module):
@@ -210,7 +215,10 @@ class _Stage:
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
         calls, scales = options.accumulate, options.scales
-        return StepCall(options.clip, calls, updates, tuple(accumulated), scales)
+        averages = self.averages and updates
+        return StepCall(
+            options.clip, calls, updates, tuple(accumulated), scales, averages
+        )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
         """Position of a parameter in the optimizer -> among the inputs."""

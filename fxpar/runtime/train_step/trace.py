@@ -32,6 +32,7 @@ from fxpar.runtime.train_step.forward import (
 from fxpar.runtime.train_step.gradients import (
     StepCall,
     add_accumulated,
+    average,
     unless,
     unscale,
 )
@@ -141,6 +142,9 @@ def trace(
         if not how.updates:
             _stamp("update")
             return results
+        if how.averages:
+            rests = [end.rest for end in forward.ends]
+            average(forward_args, forward.trained, rests)
         bad = None if scale is None else unscale(forward_args, places.values(), scale)
         written = [forward_args[i] for i in places.values()]
         written += [x for slot, x in values.items() if slot not in numbers]
