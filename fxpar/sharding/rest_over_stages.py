@@ -71,7 +71,7 @@ def over_stages(
     ends: Sequence[Input | Output] = (*signature.inputs, *signature.outputs)
     if all(end.stage_dim is None for end in ends):
         return replace(decision, mesh=mesh)
-    split = {
+    split: dict[int, Splits] = {
         v: ((axis, end.stage_dim),)
         for end, v in zip(signature.inputs, program.inputs, strict=True)
         if v is not None and end.stage_dim is not None
