@@ -1,5 +1,6 @@
-"""Programs on manual axes, simulated: each place computes on what it is fed, gradients
-of parameters that rest split over these axes are means, of which each rank has its part."""
+"""Programs on manual axes, simulated: each place computes on what it is fed; gradients
+of parameters that rest split over these axes are means, of which each rank has a part.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
     xs = [torch.randn(6, 12).double() for _ in range(mesh.count(batch))]
     call, module, result, rests = planned(model, xs[0], mesh, mode)
 
-    expected, losses = {name: 0.0 for name in rests}, []
+    expected, losses = dict.fromkeys(rests, 0.0), []
     for x in xs:
         model.zero_grad()
         losses.append(model(x))
