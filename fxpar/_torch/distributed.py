@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,31 @@ def also_named(name: str, also: str) -> None:
     if group_named(also) is not group:
         registry: Any = torch._C._distributed_c10d
         registry._register_process_group(also, group)
+
+
+def make_group(name: str, ranks: Sequence[int], about: str) -> None:
+    """Make a process group of these ranks of the default one, of a name that none had.
+    They alone call this, at any time; what another group's making takes of them or of
+    others is nothing to it."""
+    c10d: Any = torch.distributed.distributed_c10d
+    default = default_group()
+    # torch would count groups for a name, and some ranks are in more than others; split
+    # NCCL's communicator, which takes all ranks.
+    plain, device = c10d._process_group_name, default.bound_device_id
+    c10d._process_group_name = lambda *_, **__: name
+    if device is not None:
+        default.bound_device_id = None
+    try:
+        torch.distributed.new_group(
+            list(ranks),
+            timeout=group_timeout(default),
+            use_local_synchronization=True,
+            group_desc=about,
+        )
+    finally:
+        c10d._process_group_name = plain
+        if device is not None:
+            default.bound_device_id = device
 
 
 def group_size(name: str) -> int:

@@ -82,7 +82,7 @@ def shard(
     _refuse(model)
     options = Options.read({"mesh": mesh})
     _same_mesh(mesh)
-    ranks = join(options)
+    ranks = join(options).whole
     if ranks.mesh.size == 1:
         return model
     check_options(options_text(options, ranks), "fxpar.shard")

@@ -3,9 +3,9 @@
 In: a graph as Inductor gets it, and the compiling. Out: what the compiling gives. The
 first rank that comes compiles; the others wait for it and then compile in turn, which
 finds what it left in Inductor's cache: on the disk that both see, or sent through the
-store. A rank whose graph is another text (another size of shard, another device) waits
-for nobody. A rank that fails says so to those that wait; for one that ends or hangs
-they wait as for any other (``presence``).
+store. Ranks of all places share what they compile. A rank whose graph is another text
+(another size of shard, another device) waits for nobody. A rank that fails says so to
+those that wait; for one that ends or hangs they wait as for any other (``presence``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.caches.told_files import checked_key, take_kernels
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.consensus import poll
-from fxpar.runtime.ranks.meeting import Channel, answering, current
-from fxpar.runtime.ranks.patience import Patience, timeout
+from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
+from fxpar.runtime.ranks.patience import timeout
 from fxpar.runtime.stage_times import INDUCTOR, stage
 
 # Of one message through the store, which takes 8 MB at most.
@@ -57,7 +57,7 @@ def one_does(what: str, key: str, work: Callable[[], None]) -> None:
     first that came; the others wait until it has ended. Where ranks see files of their
     own, all run it, and so does one whose wait was in vain. ``what``: the work, in
     words; ``key``: its name."""
-    channel = current()
+    channel = all_ranks()
     if channel is None or len(set(channel.folders())) > 1:
         work()
         return
@@ -77,14 +77,14 @@ def one_does(what: str, key: str, work: Callable[[], None]) -> None:
             channel.store.set(f"{name}/ended", "")
         return
     leader = [int(first)]
-    patience = Patience(channel.presence, timeout())
+    patience = channel.patience(timeout())
     with presence.waits(f"waits for rank {first}, which {what}"):
         if not poll(lambda: channel.has(f"{name}/ended"), patience, lambda: leader):
             work()
 
 
 def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
-    channel = current()
+    channel = all_ranks()
     if _torch.inductor.caches_disabled() or not _is_text(graph):
         return compile_graph(None)
     text = _digest(graph)
@@ -171,7 +171,7 @@ def _compile_for_others(
 def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
     """Wait until the rank that compiles has, and take over what it made."""
     done_key = f"{key}/done"
-    patience = Patience(channel.presence, timeout())
+    patience = channel.patience(timeout())
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
         if not poll(lambda: channel.has(done_key), patience, lambda: [leader]):
             raise RankMismatchError(

@@ -18,14 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
 from fxpar.passes.normalize import random
 from fxpar.runtime.calibrate.fit_curves import ContractionPoint, fit_peak
-from fxpar.runtime.ranks import consensus, groups
+from fxpar.runtime.ranks import consensus, groups, worlds
 from fxpar.sharding.cost.hardware_table import Peak, ProductDims
 
 aten = torch.ops.aten
@@ -159,13 +158,13 @@ class Probe:
         of those that share a core one may begin when another is done. ``ahead``: a GPU
         begins when the host has launched all."""
         if meet:
-            self._meet()
+            worlds.barrier()
         if self.device.type != "cuda":
             begin = time.perf_counter()
             for _ in range(calls):
                 fn()
             if meet:
-                self._meet()
+                worlds.barrier()
             return (time.perf_counter() - begin) / calls
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if ahead:
@@ -178,10 +177,6 @@ class Probe:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / calls
-
-    def _meet(self) -> None:
-        if self.ranks.mesh.size > 1:
-            dist.barrier()
 
     def _worst(self, *values: float) -> list[float]:
         texts = consensus.gather("calibrate", " ".join(map(repr, values)))

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpar import _torch
 from fxpar.errors import FxparWarning, InputMismatchError, compose
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import Ranks, check_devices
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -222,11 +221,16 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(x: torch.Tensor) -> None:
-    """Fill ``x`` in place with rank 0's, through a device the group communicates on."""
+    """Fill ``x`` in place with what the first rank of the world has, through a device
+    the group communicates on."""
+    world = worlds.current()
+    if world is None or world.size == 1:
+        return
     with torch.no_grad():
         device = transport(x.device)
         message = x.detach().to(device).contiguous()
-        dist.broadcast(message.view(-1).view(torch.uint8), src=0)
+        sent = message.view(-1).view(torch.uint8)
+        dist.broadcast(sent, group=world.group, group_src=0)
         if message.data_ptr() != x.data_ptr():
             x.copy_(message)
 
@@ -239,9 +243,12 @@ def gather_numbers(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def gather_rows(mine: torch.Tensor) -> torch.Tensor:
     """[rank, i], the same on every rank, on the CPU, of as many numbers on each."""
+    world = worlds.current()
+    if world is None or world.size == 1:
+        return mine[None].cpu()
     mine = mine.to(transport(mine.device))
-    parts = [torch.empty_like(mine) for _ in range(_world_size())]
-    dist.all_gather(parts, mine)
+    parts = [torch.empty_like(mine) for _ in world.ranks]
+    dist.all_gather(parts, mine, group=world.group)
     return torch.stack(parts).cpu()
 
 
@@ -253,11 +260,6 @@ def transport(device: torch.device) -> torch.device:
     if "cuda" in served and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _world_size() -> int:
-    group = _torch.distributed.default_group()
-    return 1 if group is None else group.size()
 
 
 def _models(kind: str, mesh: Mesh) -> list[int]:
@@ -298,8 +300,9 @@ def _told_apart(
 ) -> InputMismatchError:
     """The error, which every rank raises, of inputs that differ on two ranks. ``dims``:
     how many the first has."""
-    what = f"input {listed(names)} differs between ranks: rank {rank} does not feed "
-    what += f"what rank {model} feeds"
+    one, other = worlds.global_rank(rank), worlds.global_rank(model)
+    what = f"input {listed(names)} differs between ranks: rank {one} does not feed "
+    what += f"what rank {other} feeds"
     if kind == "batch":
         axes = batch_axes(mesh)
         fact = f"{what}, though both hold one part of the batch on mesh {mesh}"
@@ -307,6 +310,12 @@ def _told_apart(
             f"split the batch over {'+'.join(axes)} only: "
             f"DistributedSampler(num_replicas={mesh.count(axes)}, "
             f"rank={mesh.index(rank, axes)}) on rank {rank}"
+        )
+    elif (world := worlds.current()) is not None and world.places > 1:
+        fact = f"{what}, though both are fed one part of the batch"
+        fix = (
+            f"give both the same of {world.places} parts: "
+            f"DistributedSampler(num_replicas={world.places}, rank={world.place})"
         )
     elif dims == 0:
         fact = f"{what}; a tensor without dims is a global value, with "
@@ -328,20 +337,22 @@ def _told_apart(
 
 
 def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
-    """Fill parameters and buffers that differ with those of rank 0, and say so."""
+    """Fill parameters and buffers that differ with those of the first rank of the
+    world, and say so."""
     for *_, x in fed:
         broadcast(x)
     kinds = sorted({f"{kind}s" for _, kind, _ in fed}, reverse=True)
     _warn(
-        f"{' and '.join(kinds)} differ between ranks, taken from rank 0: "
+        f"{' and '.join(kinds)} differ between ranks, taken from rank "
+        f"{worlds.global_rank(0)}: "
         f"{listed(name for name, *_ in fed)}",
         fix,
     )
 
 
 def _warn(what: str, fix: str) -> None:
-    """Once per job: on rank 0."""
-    if dist.get_rank() == 0:
+    """Once: on the rank that leads."""
+    if consensus.leads():
         warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=4)
 
 

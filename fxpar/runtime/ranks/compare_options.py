@@ -14,7 +14,7 @@ import torch
 from fxpar import _torch
 from fxpar.config import Options, variable_of
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.search.mesh_candidates import read_auto
 
@@ -44,7 +44,7 @@ def check_options(text: str, what: str) -> None:
             lines.append(f"{variable_of(name) or name} is {_listed(ranks_of)}")
     if not lines:
         return
-    doing = {rank: each["what"] for rank, each in enumerate(every)}
+    doing = {worlds.global_rank(r): each["what"] for r, each in enumerate(every)}
     if len(set(doing.values())) > 1:
         lines += [f"rank {rank} is at {text}" for rank, text in doing.items()]
     raise consensus.as_told(

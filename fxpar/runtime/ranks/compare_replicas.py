@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.ranks import check_inputs
+from fxpar.runtime.ranks import check_inputs, worlds
 from fxpar.runtime.ranks.comparison_backoff import Backoff
 from fxpar.runtime.ranks.element_samples import (
     ALLOWED,
@@ -120,8 +120,8 @@ class Replicas:
         more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
         raise _told(
             f"parameter {names[unlike[0]]}{more}, of which each rank holds a part, was "
-            f"written to {apart[0]} times on rank 0 and {apart[rank]} times on rank "
-            f"{rank}",
+            f"written to {apart[0]} times on rank {worlds.global_rank(0)} and "
+            f"{apart[rank]} times on rank {worlds.global_rank(rank)}",
             _PARTS_FIX,
         )
 
@@ -229,21 +229,26 @@ def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     if not isinstance(x, DTensor):
         return (0,) * mesh.size
     grid = x.device_mesh.mesh
-    if grid.numel() != mesh.size:
-        return None
     same = [dim for dim, placed in enumerate(x.placements) if placed.is_replicate()]
-    if not same:
+    if not same or not _holds_on_all(x, mesh):
         return None
     first = grid.amin(same, keepdim=True).expand_as(grid).flatten().tolist()
-    models = dict(zip(grid.flatten().tolist(), first, strict=True))
-    return tuple(models[rank] for rank in range(mesh.size))
+    part_of = dict(zip(grid.flatten().tolist(), first, strict=True))
+    parts = [part_of[worlds.global_rank(rank)] for rank in range(mesh.size)]
+    return None if len(set(parts)) == mesh.size else tuple(map(parts.index, parts))
+
+
+def _holds_on_all(x: DTensor, mesh: Mesh) -> bool:
+    """Whether every rank of the world holds a part of a tensor."""
+    ranks = map(worlds.global_rank, range(mesh.size))
+    return set(x.device_mesh.mesh.flatten().tolist()).issuperset(ranks)
 
 
 def _is_in_parts(x: torch.Tensor, mesh: Mesh) -> bool:
     """Whether every rank holds a part of a tensor, and no two the same."""
     if not isinstance(x, DTensor) or mesh.size == 1 or x.device.type == "meta":
         return False
-    return x.device_mesh.mesh.numel() == mesh.size and _models(x, mesh) is None
+    return _holds_on_all(x, mesh) and _models(x, mesh) is None
 
 
 def _sample_sum(x: torch.Tensor, turn: int) -> torch.Tensor:
@@ -269,8 +274,9 @@ def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> InputMismatchE
         why += "through .data"
     return _told(
         f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer alike on all "
-        f"ranks: rank {rank} does not hold what rank {wrong[0].models[rank]} holds; "
-        f"{why} since an earlier call",
+        f"ranks: rank {worlds.global_rank(rank)} does not hold what rank "
+        f"{worlds.global_rank(wrong[0].models[rank])} holds; {why} since an earlier "
+        "call",
         _WRITE_FIX if alone else _UPDATE_FIX,
     )
 

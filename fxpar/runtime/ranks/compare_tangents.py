@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fxpar.errors import GradientError
-from fxpar.runtime.ranks import check_inputs
+from fxpar.runtime.ranks import check_inputs, worlds
 from fxpar.runtime.ranks.comparison_backoff import Backoff
 from fxpar.runtime.ranks.element_samples import (
     ALLOWED,
@@ -132,7 +132,8 @@ def _reals(x: torch.Tensor) -> torch.Tensor:
 def _differs(made_at: str | None, rank: int) -> GradientError:
     error = GradientError(
         "gradients of results of a compiled graph differed between ranks: code that is "
-        f"not compiled computes another loss of them on rank {rank} than on rank 0",
+        f"not compiled computes another loss of them on rank "
+        f"{worlds.global_rank(rank)} than on rank {worlds.global_rank(0)}",
         where=made_at,
         fix="compute the loss alike on every rank, with noise and dropout from one "
         "seed; or, where each rank has its own part of the batch, set "

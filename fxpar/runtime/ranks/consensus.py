@@ -1,4 +1,4 @@
-"""Ranks agree through the store of the default process group, without collectives.
+"""The ranks of a world agree through the store, without collectives.
 
 Every call of ``agree`` or ``gather`` is a round, numbered per rank. Each rank writes
 its part; rank 0 reads all of them and writes one verdict, which every rank raises or
@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fxpar.errors import FxparError, RankMismatchError
-from fxpar.runtime.ranks import presence
+from fxpar.runtime.ranks import presence, worlds
 from fxpar.runtime.ranks.meeting import Channel, answering, current
 from fxpar.runtime.ranks.patience import Patience, patience_limit
 
@@ -75,7 +75,8 @@ def agree(
         if "differ" not in verdict:
             return "void" not in verdict
         diff = _difference(channel, verdict, text, timeout)
-    fact = f"ranks disagree about {what}: {named(verdict['differ'])} from rank 0"
+    differ = named(verdict["differ"])
+    fact = f"ranks disagree about {what}: {differ} from rank {channel.ranks[0]}"
     raise as_told(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
@@ -112,7 +113,7 @@ def abort(error: BaseException) -> None:
         return
     channel.rounds += 1
     message = f"{type(error).__name__}: {error}"
-    verdict = json.dumps({"failed": channel.rank, "message": message})
+    verdict = json.dumps({"failed": channel.presence.rank, "message": message})
     with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
         channel.store.set(channel.key(channel.rounds, "verdict"), verdict)
 
@@ -151,18 +152,19 @@ def _round(
     channel.store.set(f"{channel.prefix}/at/{channel.rank}", str(number))
     part = json.dumps({"tag": tag, "value": value})
     channel.store.set(channel.key(number, channel.rank), part)
-    with presence.waits(f"waits for others at {tag!r}", "rounds", number):
+    text = f"waits for others at {tag!r}"
+    with presence.waits(text, channel.counter("rounds"), number):
         if channel.rank == 0:
             _judge_round(channel, tag, judge, wait)
         else:
             _await_verdict(channel, tag, wait)
     verdict = json.loads(channel.read(channel.key(number, "verdict")))
-    _raise_if_failed(verdict)
+    _raise_if_failed(channel, verdict)
     _forget(channel, number - 1)
     return verdict
 
 
-def _raise_if_failed(verdict: Verdict) -> None:
+def _raise_if_failed(channel: Channel, verdict: Verdict) -> None:
     if "failed" in verdict:
         what = f"rank {verdict['failed']} failed:\n{verdict['message']}"
         fix = "this rank only stopped with it: look at that rank's error"
@@ -175,7 +177,8 @@ def _raise_if_failed(verdict: Verdict) -> None:
     elif "tags" in verdict:
         tags = verdict["tags"]
         first = next(r for r, tag in enumerate(tags) if tag != tags[0])
-        what = f"rank {first} is at {tags[first]!r}, rank 0 at {tags[0]!r}"
+        what = f"rank {channel.ranks[first]} is at {tags[first]!r}, "
+        what += f"rank {channel.ranks[0]} at {tags[0]!r}"
         fix = (
             "a graph was compiled on some ranks only: see TORCH_LOGS=recompiles; feed "
             "every rank the same shapes and take the same branches"
@@ -190,29 +193,30 @@ def _await_verdict(channel: Channel, tag: str, wait: float) -> None:
 
     Raises RankMismatchError if it does not come, and leaves word for when it does.
     """
-    number = channel.rounds
+    number, leader = channel.rounds, channel.ranks[0]
     verdict, first = channel.key(number, "verdict"), channel.key(number, 0)
 
     def missing() -> list[int]:
-        return [] if channel.has(first) else [0]
+        return [] if channel.has(first) else [leader]
 
-    come = Patience(channel.presence, wait)
+    come = channel.patience(wait)
     if poll(lambda: channel.has(verdict) or channel.has(first), come, missing):
-        patience = Patience(channel.presence, wait + GRACE)
+        patience = channel.patience(wait + GRACE)
         if poll(lambda: channel.has(verdict), patience, missing):
             return
     what = (
-        f"rank 0 did not come to {tag!r} (round {number}) in {come.waited()}"
-        f"{come.tell([0])}"
+        f"rank {leader} did not come to {tag!r} (round {number}) in {come.waited()}"
+        f"{come.tell([leader])}"
     )
     message = json.dumps(
-        {"tag": tag, "gone": f"rank {channel.rank} waits no more: {what}"}
+        {"tag": tag, "gone": f"rank {channel.presence.rank} waits no more: {what}"}
     )
     channel.store.set(channel.key(number, channel.rank), message)
     raise as_told(
         RankMismatchError(
             what,
-            fix="see what rank 0 printed; it may wait in a collective or have ended",
+            fix=f"see what rank {leader} printed; it may wait in a collective or have "
+            "ended",
         )
     )
 
@@ -224,14 +228,15 @@ def _judge_round(
     number = channel.rounds
     verdict_key = channel.key(number, "verdict")
     keys = [channel.key(number, rank) for rank in range(channel.size)]
+    key_of = dict(zip(channel.ranks, keys, strict=True))
 
     def done() -> bool:
         return channel.has(*keys) or channel.has(verdict_key)
 
     def missing() -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not channel.has(key)]
+        return [rank for rank, key in key_of.items() if not channel.has(key)]
 
-    patience = Patience(channel.presence, wait)
+    patience = channel.patience(wait)
     if not poll(done, patience, missing):
         reason = _lateness(channel, tag, missing(), patience.waited())
         verdict: Verdict = {"late": reason + patience.tell(missing())}
@@ -253,12 +258,12 @@ def _judge_round(
 def _lateness(channel: Channel, tag: str, missing: Sequence[int], wait: str) -> str:
     counts = []
     for rank in missing:
-        at = f"{channel.prefix}/at/{rank}"
+        at = f"{channel.prefix}/at/{channel.ranks.index(rank)}"
         last = int(channel.read(at)) if channel.has(at) else 0
         counts.append(f"rank {rank} came to round {last}")
     return (
-        f"{named(missing)} did not come to {tag!r} in {wait}: rank 0 "
-        f"is at round {channel.rounds}, {', '.join(counts)}"
+        f"{listed(missing)} did not come to {tag!r} in {wait}: rank "
+        f"{channel.ranks[0]} is at round {channel.rounds}, {', '.join(counts)}"
     )
 
 
@@ -266,25 +271,29 @@ def _difference(
     channel: Channel, verdict: Verdict, text: str, timeout: float | None
 ) -> str:
     """Unified diff of the first rank that differs against rank 0."""
-    first, key = verdict["differ"][0], channel.key(channel.rounds, "text")
+    rank, key = verdict["differ"][0], channel.key(channel.rounds, "text")
     wait = patience_limit() if timeout is None else timeout
-    patience = Patience(channel.presence, wait)
-    if channel.rank == first:
+    patience, first = channel.patience(wait), channel.ranks[rank]
+    if channel.rank == rank:
         channel.store.set(key, text)
     elif poll(lambda: channel.has(key), patience, lambda: [first]):
         text = channel.read(key)
     else:
         return f"(rank {first} did not send its text)"
     before, after = verdict["text"].splitlines(), text.splitlines()
-    lines = list(
-        difflib.unified_diff(before, after, "rank 0", f"rank {first}", lineterm="", n=1)
-    )
+    names = f"rank {channel.ranks[0]}", f"rank {first}"
+    lines = list(difflib.unified_diff(before, after, *names, lineterm="", n=1))
     if len(lines) > DIFF_LINES:
         lines[DIFF_LINES:] = [f"... {len(lines) - DIFF_LINES} more lines"]
     return "\n".join(lines) or "(their texts are equal, their digests are not)"
 
 
 def named(ranks: Sequence[int]) -> str:
+    """Ranks of the current world, in words, as users number them."""
+    return listed([worlds.global_rank(rank) for rank in ranks])
+
+
+def listed(ranks: Sequence[int]) -> str:
     """Numbers of ranks, in words."""
     numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"

@@ -1,13 +1,16 @@
 """This process among the ranks: the process group, the mesh, groups along its axes.
 
 An existing process group is used as it is; without one, torchrun's environment starts
-one. Groups along mesh axes are made when first asked for. Making one needs every rank,
-so ranks must ask in the same order, as they do while they bind the same graph.
+one. Groups along mesh axes are made when first asked for, by their members alone, who
+must ask in the same order, as they do while they bind the same graph. Where each rank
+feeds its own part of the batch, the axes of the batch are *manual*: what is planned is
+the program of one place along them, on a mesh where they have one rank.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import math
@@ -15,7 +18,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,11 +27,14 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import DeviceError, FxparError, MeshError
-from fxpar.runtime.ranks import consensus
-from fxpar.runtime.ranks.patience import set_timeouts
+from fxpar.errors import DeviceError, FxparError, MeshError, RankMismatchError
+from fxpar.runtime.ranks import consensus, meeting, presence, worlds
+from fxpar.runtime.ranks.patience import patience_limit, set_timeouts
+from fxpar.runtime.ranks.worlds import World
+from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.spec import Spec
 
@@ -50,10 +56,10 @@ class _Life:
     # By mesh.
     device_meshes: dict[Any, Any] = field(default_factory=dict)
     mesh: Mesh | None = None  # that FXPAR_MESH=auto means from now on
-    # Ranks of a machine have devices of their own.
-    devices_checked: bool = False
-    # Numbers of compiled graphs.
-    graphs: Iterator[int] = field(default_factory=itertools.count)
+    # Names of the worlds whose ranks have devices of their own.
+    devices_checked: set[str] = field(default_factory=set)
+    # Those of this process' places, by name.
+    places: dict[str, World] = field(default_factory=dict)
 
 
 _lives: list[_Life] = []  # the current one, if any
@@ -75,25 +81,57 @@ _alone = itertools.count()  # graphs compiled without a process group
 def next_graph() -> int:
     """Number of a graph; ranks that run the same program count alike. A new process
     group counts from 0: its ranks may have been others of the one before, or none."""
-    return next(
-        _alone if _torch.distributed.default_group() is None else _life().graphs
-    )
+    world = worlds.current()
+    return next(_alone if world is None else world.graphs)
+
+
+@dataclass(frozen=True)
+class Manual:
+    """The axes of the batch, where each rank feeds its own part of it."""
+
+    # Of all ranks.
+    mesh: Mesh
+    # Of this process, in that mesh.
+    rank: int
+    # Of several ranks.
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This process's rank in the mesh, and the process groups of its axes."""
 
-    # Of all ranks.
+    # Of all ranks; of those of a place, where axes are manual.
     mesh: Mesh
-    # Of this process.
+    # Of this process, in the mesh.
     rank: int
     # The mesh is to be chosen; until then it is one axis over all ranks.
     open: bool = False
+    # The ranks of the mesh, if they are not all.
+    world: World | None = None
+    # What the mesh is a place of; None: it has all ranks.
+    manual: Manual | None = None
+
+    @property
+    def whole(self) -> Ranks:
+        """All ranks on the whole mesh, where parameters are at rest."""
+        return Ranks(self.manual.mesh, self.manual.rank) if self.manual else self
+
+    def inside(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, this thread speaks with the ranks of the mesh alone."""
+        return worlds.inside(self.world)
 
     def group(self, axes: Sequence[str]) -> str:
-        """Name of this rank's process group along ``axes``."""
-        return group_of(self.mesh, axes)
+        """Name of this rank's process group along ``axes``. Manual ones have all their
+        ranks, though the mesh has one."""
+        if self.manual is None:
+            return group_of(self.mesh, axes)
+        several = [
+            axis
+            for axis in axes
+            if axis in self.manual.axes or self.mesh.axis_size(axis) > 1
+        ]
+        return group_of(self.manual.mesh, several)
 
     def dtensor(self, local: torch.Tensor, spec: Spec) -> Any:
         """The global value, as a DTensor, of which ``local`` is this rank's part."""
@@ -101,9 +139,12 @@ class Ranks:
 
         # A part of an axis is a dim of its own of the DeviceMesh.
         mesh = self.mesh.refined(spec.joined(self.mesh).axes)
+        device_type = local.device.type
         return DTensor.from_local(
             local,
-            device_mesh_of(mesh, local.device.type),
+            device_mesh_of(mesh, device_type)
+            if self.world is None
+            else _device_mesh_of_place(self, mesh, device_type),
             spec.joined(mesh).to_placements(mesh),
             run_check=False,
         )
@@ -118,12 +159,65 @@ def join(options: Options) -> Ranks:
     set_timeouts(options.timeout, options.late_timeout)
     size = ensure_process_group(options.mesh)
     mesh = resolve_mesh(options, size)
-    chooses = read_auto(options.mesh) is not None
+    is_local = options.inputs == "local"
+    # With parts of the batch there is no choice: all axes would be those of the batch.
+    chooses = read_auto(options.mesh) is not None and not is_local
     if chooses and size > 1 and (chosen := _life().mesh) is not None:
         return Ranks(chosen, dist.get_rank())
     if options.mesh is not None and hasattr(options.mesh, "mesh_dim_names"):
         _life().device_meshes[mesh.axes, options.mesh.device_type] = options.mesh
-    return Ranks(mesh, dist.get_rank() if size > 1 else 0, chooses)
+    rank = dist.get_rank() if size > 1 else 0
+    manual = _manual(mesh, rank) if is_local else None
+    return Ranks(mesh, rank, chooses) if manual is None else _in_place(manual)
+
+
+def _manual(mesh: Mesh, rank: int) -> Manual | None:
+    """The axes of the batch; None if one part is all of it."""
+    axes = tuple(axis for axis in batch_axes(mesh) if mesh.axis_size(axis) > 1)
+    return Manual(mesh, rank, axes) if axes else None
+
+
+def _in_place(manual: Manual) -> Ranks:
+    """The ranks of this process's place."""
+    mesh, rank = manual.mesh, manual.rank
+    planned = [axis for axis in mesh.names if axis not in manual.axes]
+    members = mesh.group(rank, planned)
+    part = mesh.index(rank, manual.axes)
+    name = f"{_axes_text(mesh)}/{'+'.join(manual.axes)}/{part}"
+    life = _life()
+    world = life.places.get(name)
+    if world is None:
+        world = life.places[name] = World(
+            name,
+            members,
+            members.index(rank),
+            life.group,
+            lambda: _torch.distributed.group_named(group_of(mesh, planned)),
+            part,
+            mesh.count(manual.axes),
+        )
+        with worlds.inside(world):
+            meeting.current()  # what others of the place wait for is known from now on
+    return Ranks(_without_manual(manual), world.rank, world=world, manual=manual)
+
+
+def _without_manual(manual: Manual) -> Mesh:
+    """The mesh of a place: its manual axes have one rank."""
+    mesh, axes = manual.mesh, {axis_of(axis) for axis in manual.axes}
+    rows: dict[str, Any] = {}
+    columns = zip(mesh.axes, mesh.links, mesh.speeds, mesh.shares, strict=True)
+    for (name, size), link, speeds, shares in columns:
+        if axis_of(name) in axes:
+            rows[axis_of(name)] = (axis_of(name), 1), link, None, None
+        else:
+            rows[name] = (name, size), link, speeds, shares
+    return Mesh(*zip(*rows.values(), strict=True))
+
+
+def _axes_text(mesh: Mesh) -> str:
+    """Axes of a mesh and their sizes: the same text on all ranks, whatever else they
+    know of it."""
+    return ",".join(f"{name}={size}" for name, size in mesh.unrefined.axes)
 
 
 def settle(ranks: Ranks, mesh: Mesh) -> Ranks:
@@ -220,7 +314,8 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
     """Name of the process group of this rank along ``axes``, in mesh order: the same
     on all ranks, so that programs that name it are.
 
-    All ranks must call this, in the same order. Raises MeshError on an unknown axis.
+    Its members must call this, in the same order. Raises MeshError on an unknown axis,
+    RankMismatchError if a member does not come.
     """
     count = mesh.count(axes)
     world = _torch.distributed.default_group()
@@ -232,16 +327,39 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
     mesh = mesh.unrefined
     key = mesh.axes, mesh.joined(several)
     if key not in names:
-        for members in mesh.groups(key[1]):
-            group = dist.new_group(
-                list(members),
-                timeout=_torch.distributed.group_timeout(world),
-                group_desc=f"fxpar:{'+'.join(key[1])}",
-            )
-            if world.rank() in members:
-                names[key] = f"{mesh}/{'+'.join(key[1])}"
-                _torch.distributed.also_named(group.group_name, names[key])
+        axes_text, members = "+".join(key[1]), mesh.group(world.rank(), key[1])
+        name = f"{_axes_text(mesh)}/{axes_text}"
+        own_name = _meet_members(members, name)
+        _torch.distributed.make_group(own_name, members, f"fxpar:{axes_text}")
+        _torch.distributed.also_named(own_name, name)
+        names[key] = name
     return names[key]
+
+
+def _meet_members(members: Sequence[int], name: str) -> str:
+    """Return once all members of a process group are about to make it, with a name
+    that no other group has or had. Raises RankMismatchError if one does not come."""
+    channel, own_name = meeting.all_ranks(), f"fxpar/{name}/{members[0]}"
+    if channel is None:
+        return own_name
+    own_name = f"{channel.prefix}/{name}/{members[0]}"
+    keys = {rank: f"{own_name}/comes/{rank}" for rank in members}
+    what, store = f"the process group {name}", channel.store
+
+    def missing() -> list[int]:
+        return [rank for rank, key in keys.items() if not store.check([key])]
+
+    with meeting.answering(channel), presence.waits(f"waits for others at {what}"):
+        store.set(keys[channel.rank], "")
+        patience = channel.patience(patience_limit(), members)
+        if not consensus.poll(lambda: not missing(), patience, missing):
+            late = missing()
+            raise RankMismatchError(
+                f"{consensus.listed(late)} did not come to {what}, where rank "
+                f"{channel.rank} waited {patience.waited()}{patience.tell(late)}",
+                fix=meeting.ALONE,
+            )
+    return own_name
 
 
 def bandwidth_of(mesh: Mesh, group: str) -> float:
@@ -273,36 +391,57 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> Any:
     return meshes[key]
 
 
+def _device_mesh_of_place(ranks: Ranks, mesh: Mesh, device_type: str) -> Any:
+    """The DeviceMesh with the axes of ``mesh``, that of a place, over its ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    assert ranks.world is not None
+    meshes = _life().device_meshes
+    key = ranks.world.name, mesh.axes, device_type
+    if key not in meshes:
+        several = [[axis] if size > 1 else [] for axis, size in mesh.axes]
+        names = map(ranks.group, several)
+        meshes[key] = DeviceMesh.from_group(
+            list(map(_torch.distributed.group_named, names)),
+            device_type,
+            torch.tensor(ranks.world.ranks).view([size for _, size in mesh.axes]),
+            mesh_dim_names=mesh.names,
+        )
+    return meshes[key]
+
+
 def has_device_mesh(device_mesh: Any) -> bool:
     """Whether a DeviceMesh is equal to one that ``device_mesh_of`` gave."""
     return device_mesh in _life().device_meshes.values()
 
 
 def check_devices(device: torch.device) -> None:
-    """Compare, once, the CUDA devices of all ranks; NCCL needs one for each rank.
+    """Compare, once, the CUDA devices of the ranks of this world; NCCL needs one for
+    each rank.
 
     Raises DeviceError if ranks share one, RankMismatchError if a rank does not answer.
     """
-    world = _torch.distributed.default_group()
-    if device.type != "cuda" or world is None or _life().devices_checked:
+    world = worlds.current()
+    if device.type != "cuda" or world is None or world.size == 1:
         return
-    if world.size() == 1 or "cuda:nccl" not in dist.get_backend_config(world):
+    checked = _life().devices_checked
+    if world.name in checked or "cuda:nccl" not in dist.get_backend_config():
         return
     identity = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
     texts = consensus.gather("devices", "\n".join(identity))
     hosts, devices = zip(*(text.split("\n") for text in texts), strict=True)
     check_sharing(hosts, devices)
-    _life().devices_checked = True
+    checked.add(world.name)
 
 
 def check_sharing(hosts: Sequence[str], devices: Sequence[str]) -> None:
     """Raise DeviceError if ranks of one host use the same device.
 
-    ``hosts``, ``devices``: one entry per rank.
+    ``hosts``, ``devices``: one entry per rank of this world.
     """
     users: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(zip(hosts, devices, strict=True)):
-        users.setdefault(place, []).append(rank)
+        users.setdefault(place, []).append(worlds.global_rank(rank))
     for (host, device), ranks in users.items():
         if len(ranks) > 1:
             raise DeviceError(

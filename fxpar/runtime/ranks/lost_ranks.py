@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from fxpar.errors import FxparError, LostRankError, RankMismatchError
-from fxpar.runtime.ranks import presence
-from fxpar.runtime.ranks.meeting import Channel, current
+from fxpar.runtime.ranks import presence, worlds
+from fxpar.runtime.ranks.meeting import Channel, all_ranks
 
 # In what gloo and NCCL say of ranks that have ended, and of any they do not reach.
 _CLOSED = ("closed by peer", "pair closure", "reset")
@@ -51,7 +51,7 @@ def name_lost_ranks(error: RuntimeError) -> None:
     is_foreign = not isinstance(error, FxparError) and is_of_others
     if not (is_foreign or isinstance(error, LostRankError)):
         return
-    channel = current()
+    channel = all_ranks()
     if channel is None:
         return
     what = _what_failed(error)
@@ -85,9 +85,12 @@ def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport
     report = _reported(channel)
     if report is not None:
         return report
+    world = worlds.current()
+    near = set() if world is None else states.keys() & set(world.ranks)
     absent = {r for r, other in states.items() if other.state not in _IN_STEP}
     late = {r for r, other in states.items() if other.state == "works"}
-    lines = [f"\n  rank {r} {states[r].text}" for r in sorted(absent or late)]
+    named = (ranks & near or ranks for ranks in (absent, late) if ranks)
+    lines = [f"\n  rank {r} {states[r].text}" for r in sorted(next(named, ()))]
     if not lines:
         return None
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""

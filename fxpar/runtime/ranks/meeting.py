@@ -1,8 +1,9 @@
 """Ranks meet at every call of a compiled graph, before anything of it is launched.
 
 They speak without collectives, by keys in the store of the default process group.
-``current`` gives this rank's channel in the life of the process group there is now; it
-counts what all ranks do alike: rounds (``agree``), calls of compiled graphs (``meet``).
+``current`` gives this rank's channel in the world that it is in (``worlds``), which
+counts what all ranks of it do alike: rounds (``agree``), calls of compiled graphs
+(``meet``).
 
 Each writes a word to the store and reads those of all: so all know what each rank is
 about to run, on what sizes, and decide alike. A rank that fails before it can run
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,10 +28,11 @@ import torch.distributed as dist
 
 from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import presence, store_watch
+from fxpar.runtime.ranks import presence, store_watch, worlds
 from fxpar.runtime.ranks.mailboxes import Mailboxes
 from fxpar.runtime.ranks.patience import Patience, patience_limit
 from fxpar.runtime.ranks.presence import Presence
+from fxpar.runtime.ranks.worlds import World
 
 # Of one message; who waits longer than it should is told so by a key (``meet``).
 LONGEST = timedelta(days=7)
@@ -39,14 +40,15 @@ LONGEST = timedelta(days=7)
 
 @dataclass
 class Channel:
-    """The store as seen by one rank in one life of the default process group."""
+    """The store as seen by one rank of a world."""
 
     # Through a connection apart from that of ``presence``.
     store: Any
-    # Of this process.
+    # Of this process, in the world.
     rank: int
-    # Ranks of the group.
-    size: int
+    # By rank of the world, the number in the default process group, by which users and
+    # ``presence`` know it.
+    ranks: Sequence[int]
     # That its keys begin with; another life has another.
     prefix: str
     # Says where this rank is, and asks where others are.
@@ -59,7 +61,11 @@ class Channel:
     calls: int = 0
     questions: int = 0  # questions of waiting ranks before the last call
     wrote: list[str] = field(default_factory=list)  # this rank's keys of the last call
-    what: str = ""  # the last call, in words
+
+    @property
+    def size(self) -> int:
+        """Ranks of the world."""
+        return len(self.ranks)
 
     def key(self, number: int, *parts: object) -> str:
         return "/".join(map(str, (self.prefix, number, *parts)))
@@ -70,28 +76,44 @@ class Channel:
     def read(self, key: str) -> str:
         return self.store.get(key).decode()
 
-    def progress(self) -> tuple[dict[str, int], str]:
-        """How many "calls" and "rounds" this rank came to, and the last call."""
-        last = f"call {self.calls}, {self.what}" if self.what else ""
-        return {"calls": self.calls, "rounds": self.rounds}, last
+    def counter(self, what: str) -> str:
+        """The name by which other ranks know its "calls" or "rounds"."""
+        return f"{self.prefix}/{what}"
+
+    def progress(self) -> dict[str, int]:
+        """How many calls and rounds this rank came to, by their names."""
+        return {
+            self.counter("calls"): self.calls,
+            self.counter("rounds"): self.rounds,
+        }
+
+    def patience(self, seconds: float, ranks: Sequence[int] = ()) -> Patience:
+        """For a wait of so many seconds for ranks of this world; ``ranks``: only these,
+        by their numbers in the default process group."""
+        return Patience(self.presence, seconds, ranks or self.ranks, self.progress())
 
     def folders(self) -> list[str]:
         """Which folder of files each rank sees."""
-        return [self.read(f"{self.prefix}/folder/{r}") for r in range(self.size)]
-
-
-_CHANNELS: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
+        prefix = self.presence.prefix
+        return [self.read(f"{prefix}/folder/{rank}") for rank in self.ranks]
 
 
 def current() -> Channel | None:
-    """None where there is nobody to speak with."""
-    group = _torch.distributed.default_group()
-    if group is None:
+    """The channel of the world that this thread is in; None where there is nobody to
+    speak with."""
+    world = worlds.current()
+    if world is None:
         return None
-    channel = _CHANNELS.get(group)
-    if channel is None and group.size() > 1 and dist.get_backend() != "fake":
-        channel = _CHANNELS[group] = _open(group)
+    channel: Channel | None = world.channel
+    if channel is None and world.size > 1 and dist.get_backend() != "fake":
+        channel = world.channel = _open(world)
     return channel
+
+
+def all_ranks() -> Channel | None:
+    """The channel of all ranks, whichever world this thread is in."""
+    with worlds.inside(None):
+        return current()
 
 
 def call_number() -> int:
@@ -100,9 +122,26 @@ def call_number() -> int:
     return 0 if channel is None else channel.calls
 
 
-def _open(group: Any) -> Channel:
-    store, rank, size = _torch.distributed.default_store(), group.rank(), group.size()
-    me = Presence(weakref.ref(group), store, rank, size, "")
+def _open(world: World) -> Channel:
+    every = all_ranks() if world.name else None
+    if every is None:
+        return _begin(world)
+    channel = Channel(
+        every.store,
+        world.rank,
+        world.ranks,
+        f"{every.prefix}/{world.name}",
+        every.presence,
+    )
+    channel.boxes = _boxes(channel)
+    channel.presence.progress.append(channel.progress)
+    return channel
+
+
+def _begin(world: World) -> Channel:
+    """The first channel that is opened, that of all ranks."""
+    store, rank = _torch.distributed.default_store(), world.rank
+    me = Presence(world.life, store, rank, world.size, "")
     store_watch.start(me, store)
     try:
         # A store may outlive a process group; its next life starts new keys.
@@ -112,16 +151,21 @@ def _open(group: Any) -> Channel:
         connection = _torch.distributed.same_store(store)
         if connection is not store:
             connection.set_timeout(LONGEST)
-        boxes = None
-        if size <= DIRECT:
-            boxes = Mailboxes(rank, size, partial(_published, connection, me.prefix))
-        channel = Channel(connection, rank, size, me.prefix, me, boxes)
-        me.progress = channel.progress
+        channel = Channel(connection, rank, world.ranks, me.prefix, me)
+        channel.boxes = _boxes(channel)
+        me.progress.append(channel.progress)
         me.start()
     except dist.DistError as error:
         me.over.set()
         raise me.lost_store(error) from error
     return channel
+
+
+def _boxes(channel: Channel) -> Mailboxes | None:
+    if channel.size > DIRECT:
+        return None
+    published = partial(_published, channel.store, channel.prefix)
+    return Mailboxes(channel.rank, channel.size, published)
 
 
 @contextlib.contextmanager
@@ -163,7 +207,7 @@ def meet(word: str, what: str) -> list[str]:
     if channel is None:
         return [word]
     keys = _next_keys(channel)
-    channel.what = what
+    channel.presence.last_call = channel.calls, what
     try:
         return _words(channel, keys, word, what)
     except dist.DistError as error:
@@ -176,7 +220,7 @@ def fail(message: str) -> None:
     if channel is None:
         return
     key = _next_keys(channel)[channel.rank]
-    what = f"rank {channel.rank} failed:\n{message}"
+    what = f"rank {channel.presence.rank} failed:\n{message}"
     fix = "this rank only stopped with it: look at that rank's error"
     text = _failure(what, fix)
     with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
@@ -206,7 +250,7 @@ def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[
         watch = _Watch(channel, keys, what)
         beside.watch = watch.look
         text = f"waits for others in {what}"
-        with presence.waits(text, "calls", channel.calls):
+        with presence.waits(text, channel.counter("calls"), channel.calls):
             words = _read(channel, keys)
         beside.watch = None
     beside.read += channel.wrote  # every rank came to the call behind it
@@ -253,10 +297,13 @@ class _Watch:
     """Looked at beside a rank that waits: gives up for it when patience is over."""
 
     def __init__(self, channel: Channel, keys: Sequence[str], what: str) -> None:
-        self.keys, self.rank, self.what = keys, channel.rank, what
+        self.key, self.what = keys[channel.rank], what
+        # Those of all, by numbers in the default process group.
+        self.keys = dict(zip(channel.ranks, keys, strict=True))
         self.verdict = _verdict_key(channel) if channel.size > DIRECT else None
+        self.leader = channel.ranks[0]
         self.presence = channel.presence
-        self.patience = Patience(self.presence, patience_limit())
+        self.patience = channel.patience(patience_limit())
 
     def look(self) -> None:
         """Called at every beat, by another thread than the one that waits."""
@@ -270,18 +317,19 @@ class _Watch:
         for rank in missing:
             if store.compare_set(self.keys[rank], "", text).decode() != text:
                 return  # it came meanwhile, or another rank said so
-        store.set(self.keys[self.rank], text)
-        if self.verdict is not None and 0 in missing:
+        store.set(self.key, text)
+        if self.verdict is not None and self.leader in missing:
             store.compare_set(self.verdict, "", json.dumps([text]))
 
     def _missing(self) -> list[int]:
         check = self.presence.store.check
-        return [rank for rank, key in enumerate(self.keys) if not check([key])]
+        return [rank for rank, key in self.keys.items() if not check([key])]
 
     def _late(self, missing: Sequence[int]) -> str:
         names = ", ".join(map(str, missing))
         return (
             f"rank{'s' if len(missing) > 1 else ''} {names} did not come to "
-            f"{self.what}, where rank {self.rank} waited {self.patience.waited()}"
+            f"{self.what}, where rank {self.presence.rank} waited "
+            f"{self.patience.waited()}"
             f"{self.patience.tell(missing)}"
         )

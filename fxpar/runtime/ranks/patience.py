@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from fxpar.runtime.ranks import worlds
 from fxpar.runtime.ranks.presence import (
     BEAT,
     Answer,
@@ -18,7 +20,8 @@ from fxpar.runtime.ranks.presence import (
 _MUTUAL = "ranks wait for one another at different places"
 ENDED = 1.0  # seconds to wait for a rank that has ended
 _LIMITS = {"timeout": 30.0, "late_timeout": 600.0}
-_IN_CALL = [0]  # depth of calls that all ranks have come to
+# Whose calls this rank is inside of, all ranks of each having come.
+_IN_CALL: list[worlds.World | None] = []
 
 
 def set_timeouts(timeout: float, late_timeout: float) -> None:
@@ -35,28 +38,41 @@ def timeout() -> float:
 
 def patience_limit() -> float:
     """Seconds to wait for a rank that does not work: ``timeout`` inside a call that all
-    ranks have come to, else the longer ``late_timeout``."""
-    return _LIMITS["timeout" if _IN_CALL[0] else "late_timeout"]
+    ranks of this world have come to, else the longer ``late_timeout``."""
+    is_in_call = worlds.current() in _IN_CALL
+    return _LIMITS["timeout" if is_in_call else "late_timeout"]
 
 
 @contextlib.contextmanager
 def in_call() -> Iterator[None]:
-    """Inside, all ranks have come to the same call."""
-    _IN_CALL[0] += 1
+    """Inside, all ranks of this world have come to the same call."""
+    _IN_CALL.append(worlds.current())
     try:
         yield
     finally:
-        _IN_CALL[0] -= 1
+        _IN_CALL.pop()
 
 
 class Patience:
     """How long one wait for other ranks lasts: while any of them works, and ``seconds``
     after that. It ends at once if a rank that is waited for has ended, or waits for
     this rank at another place. Seconds in which this process was stopped do not count.
+    A rank that is held up by others than ``ranks``, in another world, counts as one
+    that works while any rank does, and is waited for as long as a late one.
     """
 
-    def __init__(self, presence: Presence, seconds: float) -> None:
+    def __init__(
+        self,
+        presence: Presence,
+        seconds: float,
+        ranks: Sequence[int],
+        counters: Collection[str],
+    ) -> None:
+        """``ranks``: those of the world that waits, by their numbers in the default
+        process group; ``counters``: the names of its calls and rounds."""
         self.presence, self.seconds = presence, seconds
+        self.ranks, self.counters = ranks, counters
+        self.held_up = False  # a rank that is waited for, by other ranks than these
         self.looked = time.monotonic()
         self.spent = 0.0  # seconds so far
         self.idle = 0.0  # seconds since a rank last worked
@@ -74,11 +90,15 @@ class Patience:
         self.unasked += step
         if self.unasked >= BEAT:
             self.presence.ask()
-            before, self.seen = self.seen, self.presence.others()
+            before = self.seen
+            self.seen = self.presence.others(None if self.held_up else self.ranks)
             late = [rank for rank in missing() if rank in self.seen]
-            if any(x.state == "works" for x in self.seen.values()):
+            is_any_at_work = any(x.state == "works" for x in self.seen.values())
+            if is_any_at_work:
                 self.idle = 0.0
-            hang = late and all(
+            self.held_up = any(self._is_held_up(self.seen[rank]) for rank in late)
+            hang = late and not (self.held_up and is_any_at_work)
+            hang = hang and all(
                 self.seen[rank].state == "collective"
                 and self.seen[rank] == before.get(rank)
                 for rank in late
@@ -87,16 +107,27 @@ class Patience:
             self.unasked = 0.0
             self.why = self._end_of(late)
             self._say_once(late)
-        return bool(self.why) or self.idle > self.seconds
+        limit = self.seconds
+        if self.held_up:
+            limit = max(limit, _LIMITS["late_timeout"])
+        return bool(self.why) or self.idle > limit
+
+    def _is_held_up(self, other: Answer) -> bool:
+        """Whether a rank waits for others than those that this wait is among."""
+        if len(self.ranks) == self.presence.size:
+            return False
+        waits = other.state in ("waits", "collective")
+        return waits and other.waits_for not in self.counters
 
     def _end_of(self, late: Sequence[int]) -> str:
         """Why those who are late will not come, "" if they may."""
-        mine, _ = self.presence.progress()
+        mine = self.presence.counts()
         for rank in late:
             other = self.seen[rank]
             if other.state == "ended" and self.spent > ENDED:
                 return "it has ended"
-            if other.waits_for and other.number > mine.get(other.waits_for, 0):
+            # What this rank has not counted is among others.
+            if other.number > mine.get(other.waits_for, math.inf):
                 self.presence.given_up = other.waits_for, other.number
                 return _MUTUAL
             if other.misses and (other.misses, other.missed) == waited_for():
@@ -110,7 +141,7 @@ class Patience:
         if self.is_said or self.spent < timeout() or self.seconds <= timeout():
             return
         self.is_said = True
-        present = set(range(self.presence.size)) - set(late)
+        present = set(self.ranks) - set(late)
         if late and self.presence.rank == min(present):
             where = self.tell(late).replace("\n ", ";")
             text = f"rank {self.presence.rank} {waiting()}, {self.spent:.0f} s"

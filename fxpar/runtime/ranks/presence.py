@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -60,12 +60,13 @@ class Answer:
     state: str
     # What it does, in words.
     text: str
-    # What it waits for, if it does: the other ranks' "calls" or "rounds".
+    # What it waits for, if it does: the other ranks' calls or rounds, by the name that
+    # a channel has for them.
     waits_for: str = ""
     # The number of that call or round.
     number: int = 0
-    # The kind, "calls" or "rounds", of a wait of others that it last gave up to join,
-    # since it waited elsewhere.
+    # As ``waits_for``, of a wait of others that it last gave up to join, since it
+    # waited elsewhere.
     misses: str = ""
     # The number of that call or round.
     missed: int = 0
@@ -79,7 +80,7 @@ def waiting() -> str:
 
 
 def waited_for() -> tuple[str, int]:
-    """The "calls" or "rounds" that this rank waits for others in, and the number."""
+    """The calls or rounds that this rank waits for others in, and the number."""
     return next(((x.waits_for, x.number) for x in _DOING[-1:]), ("", 0))
 
 
@@ -109,10 +110,6 @@ def _doing(answer: Answer) -> Iterator[None]:
         _DOING.pop()
 
 
-def _no_progress() -> tuple[dict[str, int], str]:
-    return {}, ""
-
-
 @dataclass
 class Presence:
     """This rank among the others in one life of the default process group."""
@@ -132,8 +129,10 @@ class Presence:
     read: list[str] = field(default_factory=list)
     # Called at every beat while this rank waits for others; None: it does not.
     watch: Callable[[], None] | None = None
-    # How many "calls" and "rounds" this rank came to, and the last call in words.
-    progress: Callable[[], tuple[dict[str, int], str]] = _no_progress
+    # How many calls and rounds this rank came to, by names, in each of its channels.
+    progress: list[Callable[[], dict[str, int]]] = field(default_factory=list)
+    # The number of the last call that it came to in any of them, and the call in words.
+    last_call: tuple[int, str] | None = None
     # As ``Answer.misses`` and ``missed``.
     given_up: tuple[str, int] = ("", 0)
     # Grows while the store answers the thread.
@@ -181,14 +180,18 @@ class Presence:
         mismatch.told = True  # every rank raises it
         return mismatch
 
+    def counts(self) -> dict[str, int]:
+        """How many calls and rounds this rank came to, by their names."""
+        return {name: n for counts in self.progress for name, n in counts().items()}
+
     def ask(self) -> None:
         """Let every rank say where it is, at its next beat."""
         self.store.add(f"{self.prefix}/asked", 1)
 
-    def others(self) -> dict[int, Answer]:
-        """What every other rank last said of itself."""
+    def others(self, ranks: Iterable[int] | None = None) -> dict[int, Answer]:
+        """What other ranks last said of themselves; None: all of them."""
         states = {}
-        for rank in range(self.size):
+        for rank in range(self.size) if ranks is None else ranks:
             key = f"{self.prefix}/where/{rank}"
             if rank == self.rank:
                 continue
@@ -251,7 +254,7 @@ class Presence:
         if group is None or group is not _torch.distributed.default_group():
             with contextlib.suppress(RuntimeError):  # the store may have ended
                 self._publish(Answer("ended", "has left the process group"))
-            self.progress = _no_progress  # its channel has ended
+            self.progress.clear()  # its channels have ended
             self.over.set()
             return False
         del group
@@ -286,7 +289,7 @@ class Presence:
     def _publish(self, answer: Answer) -> None:
         self._answer_number += 1
         misses, missed = self.given_up
-        last = self.progress()[1]
+        last = "call {}, {}".format(*self.last_call) if self.last_call else ""
         answer = replace(answer, last_call=last, misses=misses, missed=missed)
         text = json.dumps([self._answer_number, asdict(answer)])
         self.store.set(f"{self.prefix}/where/{self.rank}", text)

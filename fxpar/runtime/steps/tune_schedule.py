@@ -19,13 +19,12 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.graph_bodies import hold, module_of
-from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.steps.binding import bind
 
@@ -219,7 +218,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
 
 
 def _seconds(step: Step) -> float:
-    dist.barrier()
+    worlds.barrier()
     _synchronize()
     start = time.perf_counter()
     step()

@@ -1,0 +1,114 @@
+"""The ranks that fxpar speaks with: all of them, or those of one place.
+
+A **place** is the ranks that share their coordinates along the axes of the batch. Where
+each place runs a program of its own, it is a ``World``: it has its own messages, leader
+and numbers. ``current()`` is the world that this thread is in, by default all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from fxpar import _torch
+from fxpar.errors import FxparError
+
+
+@dataclass(eq=False, repr=False)
+class World:
+    """Ranks that run one program."""
+
+    # Part of the keys of its messages: "" for all ranks, equal on all of its ranks.
+    name: str
+    # Its ranks, by their numbers in the default process group.
+    ranks: Sequence[int]
+    # The number of this process among them.
+    rank: int
+    # The default process group, with which it ends.
+    life: weakref.ref[Any]
+    # Gives its process group. All its ranks call this, as for a collective.
+    find_group: Callable[[], Any]
+    # Which part of the batch its ranks are fed.
+    place: int = 0
+    # Of so many.
+    places: int = 1
+    # Through which its ranks send messages, once there are any (``meeting``).
+    channel: Any = None
+    # Numbers of compiled graphs.
+    graphs: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+    @property
+    def group(self) -> Any:
+        """Its process group."""
+        return self.find_group()
+
+    def __repr__(self) -> str:
+        return f"World({self.name!r})"
+
+
+class _Inside(threading.local):
+    world: World | None = None
+
+
+_INSIDE = _Inside()
+_ALL: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
+
+
+def current() -> World | None:
+    """The world that this thread is in; None before there is a process group."""
+    if _INSIDE.world is not None:
+        return _INSIDE.world
+    group = _torch.distributed.default_group()
+    if group is None:
+        return None
+    return _ALL.get(group) or _all_ranks(group)
+
+
+def _all_ranks(group: Any) -> World:
+    life = weakref.ref(group)
+    return _ALL.setdefault(
+        group, World("", range(group.size()), group.rank(), life, life)
+    )
+
+
+@contextlib.contextmanager
+def inside(world: World | None) -> Iterator[None]:
+    """Inside, this thread is in a world; None: in that of all ranks.
+
+    Raises FxparError if the process group that the world was made from has ended.
+    """
+    if world is not None and world.life() is not _torch.distributed.default_group():
+        raise FxparError(
+            "a function was compiled for a process group that has ended",
+            fix="call torch.compiler.reset() after a new init_process_group",
+        )
+    before, _INSIDE.world = _INSIDE.world, world
+    try:
+        yield
+    finally:
+        _INSIDE.world = before
+
+
+def global_rank(rank: int) -> int:
+    """The number in the default process group of a rank of the current world."""
+    world = current()
+    return rank if world is None else world.ranks[rank]
+
+
+def barrier() -> None:
+    """Wait until all ranks of the current world have come here."""
+    world = current()
+    if world is not None and world.size > 1:
+        dist.barrier(group=world.group)
