@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -243,7 +244,7 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
             NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
             for x in job.named_inputs
         ]
-        checks.append(inputs.Checks(named_inputs, step.ranks).run)
+        checks.append(partial(inputs.check_arguments, named_inputs))
     return [*checks, step.verify] if job.options.verify else checks
 
 
@@ -266,7 +267,8 @@ def _look_up(
     text = None
     if all(map(_torch.dtensor.brings_mesh, examples)):
         followed = job.recalled.hash if job.recalled else ""
-        extras = job.writes, followed, *sorted(job.rests.items())
+        mesh = str(job.ranks.whole.mesh)
+        extras = job.writes, followed, mesh, *sorted(job.rests.items())
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
@@ -320,7 +322,7 @@ def _make_groups(job: CompileJob, entry: KnownProgram | None) -> None:
 
 def _cache_key(job: CompileJob, entry: KnownProgram | None) -> str:
     """Of the program in torch's caches, beside its graph."""
-    key = f"{job.ranks.mesh}|{job.options}"
+    key = f"{job.ranks.whole.mesh}|{job.options}"
     return f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key
 
 

@@ -67,7 +67,7 @@ def request_of(job: CompileJob, name: str) -> Request:
     return Request(
         mesh,
         Signature((), ()),
-        manual=job.ranks.manual_axes,
+        manual=job.ranks.manual,
         strict=options.strict,
         disable=options.disable,
         keep_gathered=not options.reshard_after_forward,

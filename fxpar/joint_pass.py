@@ -307,6 +307,10 @@ class JointPass:
         agreement, has one of its own, so that all ranks return or raise. Raises
         RankMismatchError as ``agree_on_launches`` does.
         """
+        with self.job.ranks.inside():
+            return self._lower_agreed(graph, which, generate)
+
+    def _lower_agreed(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
         if not self.is_agreed:
             return self._lower(graph, which, generate)
         forward = len(self.launches)

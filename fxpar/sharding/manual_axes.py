@@ -10,12 +10,13 @@ Every other value may differ between the ranks of an axis, and never crosses it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
+from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
@@ -40,14 +41,15 @@ class ManualAxes:
 
 
 def planned_mesh(mesh: Mesh, axes: Collection[str]) -> Mesh:
-    """The mesh with one rank along these axes."""
-    sizes = tuple((name, 1 if name in axes else n) for name, n in mesh.axes)
-
-    def kept(numbers: Sequence[Any]) -> tuple[Any, ...]:
-        pairs = zip(mesh.names, numbers, strict=True)
-        return tuple(None if name in axes else x for name, x in pairs)
-
-    return Mesh(sizes, mesh.links, kept(mesh.speeds), kept(mesh.shares))
+    """The mesh with one rank along these axes, which have no parts there."""
+    manual, rows = set(map(axis_of, axes)), dict[str, Any]()
+    columns = zip(mesh.axes, mesh.links, mesh.speeds, mesh.shares, strict=True)
+    for (name, size), link, speeds, shares in columns:
+        if (axis := axis_of(name)) in manual:
+            rows[axis] = (axis, 1), link, None, None
+        else:
+            rows[name] = (name, size), link, speeds, shares
+    return Mesh(*zip(*rows.values(), strict=True))
 
 
 def planned_signature(signature: Signature, axes: Collection[str]) -> Signature:

@@ -113,8 +113,7 @@ def shard(
             (name, "parameter", p.detach())
             for name, p in model.named_parameters()
             if not p.is_meta
-        ],
-        ranks.mesh,
+        ]
     )
     swap_parameters(model, ranks, layouts)
     return model

@@ -37,7 +37,7 @@ from fxpar.runtime.ranks import (
     consensus,
     presence,
 )
-from fxpar.runtime.ranks.check_inputs import Checks, Drift
+from fxpar.runtime.ranks.check_inputs import Drift, check_arguments
 from fxpar.runtime.ranks.compare_options import check_options, options_text
 from fxpar.runtime.ranks.compare_replicas import Replicas
 from fxpar.runtime.ranks.groups import Ranks
@@ -118,6 +118,11 @@ class Calls:
         self.what = f"a call of the graph at {self.where}" if self.where else "a call"
 
     def __call__(self, *args: Any) -> Any:
+        with self.ranks.inside():
+            return self._variant(args)(*args)
+
+    def _variant(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """The variant to run, once all ranks are known to call this graph."""
         sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
@@ -135,7 +140,7 @@ class Calls:
                 run = self._variant_for(heads, beside, args)
         else:
             self._compare(beside, args, held=True)
-        return run(*args)
+        return run
 
     def _drift(self, examples: Sequence[Any]) -> Drift | None:
         if self.ranks.mesh.size == 1:
@@ -143,13 +148,13 @@ class Calls:
         from torch.distributed.tensor import DTensor
 
         fed = {
-            i: (entry.name, "input", examples[i].dim())
+            i: (entry.name, examples[i].dim())
             for i, entry in enumerate(self.inputs)
             if i in self.fed.tensors
             and entry.kind == "input"
             and not isinstance(examples[i], DTensor)
         }
-        return Drift(fed, self.ranks.mesh)
+        return Drift(fed)
 
     def _replicas(self, examples: Sequence[Any]) -> Replicas:
         held = {
@@ -219,7 +224,7 @@ class Calls:
         every = set(map(int, meet(str(mine), self.what)))
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
-            Checks(self.inputs, self.ranks).run(args)
+            check_arguments(self.inputs, args)
             self.replicas.settle(args)
         number = agreed or self._new(key, args)
         own_sizes = key[self.ranks.rank if len(key) > 1 else 0]

@@ -212,7 +212,7 @@ def bind(state: RankState) -> None:
         state.fake_mode,
         inductor=state.inductor,
         at_run_time=state.at_run_time,
-        manual=ranks.manual.axes if ranks.manual else (),
+        manual=state.request.manual.axes if state.request.manual else (),
     )
 
 

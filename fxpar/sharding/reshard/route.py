@@ -16,7 +16,7 @@ again for the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -203,7 +203,7 @@ class _Versions:
         self.reshards.append(Reshard(v, source, target, reader, output, early))
 
 
-def _without(spec: Spec, axes: Axes) -> Spec:
+def _without(spec: Spec, axes: Collection[str]) -> Spec:
     """The spec without some axes, on dims and as reductions."""
     dims = spec.without(axes).dims
     return Spec.of(dims, [(a, op) for a, op in spec.partial if a not in axes])
