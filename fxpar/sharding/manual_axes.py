@@ -89,13 +89,18 @@ def over_manual_axes(
     }
     strategies, settled = list(decision.strategies), list(decision.settled)
     averaged: dict[int, Axes] = {}
+    means = set[int]()  # and what is made of them alone
     for op in program.ops:
         if op.target is torch.ops.fxpar.mean_over_ranks.default:
             averaged[op.results[0]] = axes
             if extra := _extra(Spec.parse(str(op.node.args[1])), axes):
                 split[op.results[0]] = extra
-        elif op.index in update or _casts(op):
+                means.add(op.results[0])
+            continue
+        is_mean = bool(op.operands) and means.issuperset(op.operands)
+        if op.index in update or _casts(op) or is_mean:
             split_op(program, op, strategies, settled, split, mesh)
+            means.update(op.results if is_mean else ())
     program = replace(program, signature=signature)
     edges = connect(program, strategies, settled, mesh, apart=axes, averaged=averaged)
     return replace(
