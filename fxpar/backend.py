@@ -62,7 +62,7 @@ def fxpar(
         traced, gm = gm, _torch.flat_regions.without_regions(gm)
         job_options, ranks = _joined(gm, options)
         compiled_graph.refuse_written_parameters(gm)
-        if is_plain(job_options, ranks) and not compiled_graph.homes(gm):
+        if is_plain(job_options, ranks):
             plain, settings = compiled_graph.without_hints(traced), job_options.inductor
             return _torch.aot.compile_fx(
                 plain, examples, inductor_settings=dict(settings)

@@ -56,7 +56,7 @@ log = logging.getLogger("fxpar")
 def is_plain(options: Options, ranks: Ranks) -> bool:
     """Whether there is nothing to do for fxpar."""
     inductor = options.codegen == "inductor" and options.microbatches in (None, 1)
-    return ranks.mesh.size == 1 and inductor
+    return ranks.whole.mesh.size == 1 and inductor
 
 
 @contextlib.contextmanager

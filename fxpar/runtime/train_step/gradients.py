@@ -73,7 +73,7 @@ class StepCall:
     accumulated: tuple[int, ...] = ()
     # Whether the loss is, and an update is left out if a gradient is not finite.
     scaled: bool = False
-    # Whether the update takes the means of gradients over ranks.
+    # Whether gradients become means over ranks.
     averages: bool = False
 
 
@@ -92,14 +92,15 @@ def add_accumulated(
 
 
 def average(
-    forward_args: Sequence[Any], trained: Iterable[int], rests: Sequence[Spec | None]
+    forward_args: Sequence[Any], rests: Mapping[int, Spec | None], *, in_parts: bool
 ) -> None:
-    """Make the gradients of the parameters at ``trained``, which rest so, means over
-    the ranks of manual axes."""
+    """Make gradients means over the ranks of manual axes. ``rests``: of trained
+    parameters, how they are at rest; ``in_parts``: of those that DTensors hold, whose
+    gradients are kept as they are, or of the others."""
     with torch.no_grad():
-        for i in trained:
-            x, rest = forward_args[i], rests[i]
-            if x.grad is not None:
+        for i, rest in rests.items():
+            x = forward_args[i]
+            if x.grad is not None and in_parts == (rest is not None):
                 spec = str(rest or Spec.whole(x.dim()))
                 x.grad = torch.ops.fxpar.mean_over_ranks(x.grad, spec)
 

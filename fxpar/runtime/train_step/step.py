@@ -215,9 +215,8 @@ class _Stage:
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
         calls, scales = options.accumulate, options.scales
-        averages = self.averages and updates
         return StepCall(
-            options.clip, calls, updates, tuple(accumulated), scales, averages
+            options.clip, calls, updates, tuple(accumulated), scales, self.averages
         )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
