@@ -16,7 +16,7 @@ from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.open_sizes import OpenProgram
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.hints import load
-from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.pipeline_axis import split_off, with_planned_axis
 from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
@@ -63,7 +63,8 @@ def request_of(job: CompileJob, name: str) -> Request:
     # Elsewhere than in a training step forward and backward are two calls.
     schedule = options.pipeline if job.writes else AUTO_APART
     if stages is not None:
-        stages = replace(stages, schedule=schedule)
+        whole = with_planned_axis(job.ranks.whole.mesh)
+        stages = replace(stages, mesh=whole, schedule=schedule)
     return Request(
         mesh,
         Signature((), ()),

@@ -82,6 +82,10 @@ class Decision:
     reasons: tuple[tuple[str, str], ...] = ()
     # Names of the ops that stages but the first begin at, if a search cut it.
     stages_begin: tuple[str, ...] = ()
+    # Axes that nothing crosses but parameters and their gradients.
+    manual: Axes = ()
+    # Values that are means over these.
+    averaged: frozenset[int] = frozenset()
 
     @property
     def is_even(self) -> bool:

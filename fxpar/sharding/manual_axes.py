@@ -20,6 +20,7 @@ from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Op, Output, Program, Signature
 from fxpar.sharding.reshard.route import connect
@@ -74,9 +75,9 @@ def over_manual_axes(
     signature: Signature,
     update: Collection[int],
 ) -> Decision:
-    """What was decided for the ranks of one place, on the mesh of all. ``signature``:
-    how inputs and outputs rest there; ``update``: the ops of an optimizer, of which
-    each rank computes its part."""
+    """What was decided for the ranks of one place, on the mesh of all places.
+    ``signature``: how inputs and outputs rest there; ``update``: the ops of an
+    optimizer, of which each rank computes its part."""
     planned, axes = decision.mesh, manual.axes
     sizes = tuple((name, manual.mesh.sizes.get(name, n)) for name, n in planned.axes)
     mesh = replace(planned, axes=sizes)
@@ -88,11 +89,11 @@ def over_manual_axes(
         if v is not None and end.rest is not None and (extra := _extra(end.rest, axes))
     }
     strategies, settled = list(decision.strategies), list(decision.settled)
-    averaged: dict[int, Axes] = {}
+    averaged = set[int]()
     means = set[int]()  # and what is made of them alone
     for op in program.ops:
         if op.target is torch.ops.fxpar.mean_over_ranks.default:
-            averaged[op.results[0]] = axes
+            averaged.add(op.results[0])
             if extra := _extra(Spec.parse(str(op.node.args[1])), axes):
                 split[op.results[0]] = extra
                 means.add(op.results[0])
@@ -102,7 +103,7 @@ def over_manual_axes(
             split_op(program, op, strategies, settled, split, mesh)
             means.update(op.results if is_mean else ())
     program = replace(program, signature=signature)
-    edges = connect(program, strategies, settled, mesh, apart=axes, averaged=averaged)
+    edges = connect(program, strategies, settled, mesh, manual=axes, averaged=averaged)
     return replace(
         decision,
         program=program,
@@ -110,6 +111,8 @@ def over_manual_axes(
         strategies=tuple(strategies),
         settled=tuple(settled),
         edges=edges,
+        manual=axes,
+        averaged=frozenset(averaged),
     )
 
 
@@ -139,7 +142,8 @@ def _resting(planned: Signature, whole: Signature, axes: Axes, mesh: Mesh) -> Si
         if rest is None:
             return end
         partial = [(axis, op) for axis, op in rest.partial if axis not in axes]
-        return replace(end, rest=Spec.of(rest.dims, partial).refined(mesh))
+        rest = Spec.of(rest.dims, partial).without(set(filter(is_pipeline, rest.axes)))
+        return replace(end, rest=rest.refined(mesh))
 
     return replace(
         planned,

@@ -82,7 +82,15 @@ def over_stages(
         if op.index in update or casts:
             split_op(program, op, strategies, settled, split, mesh)
     program = replace(program, signature=_resting(signature, axis))
-    edges = connect(program, strategies, settled, mesh, apart=(axis,))
+    edges = connect(
+        program,
+        strategies,
+        settled,
+        mesh,
+        apart=(axis,),
+        manual=decision.manual,
+        averaged=decision.averaged,
+    )
     return replace(
         decision,
         program=program,

@@ -40,10 +40,10 @@ def on_whole_mesh(decision: Decision, request: Request) -> Decision:
     pipeline, manual = request.pipeline, request.manual
     ops = decision.program.ops
     update = {op.index for op in ops if phase_of(op.node) == "update"}
-    if pipeline is not None:
-        decision = over_stages(decision, pipeline, update)
     if manual is not None:
         decision = over_manual_axes(decision, manual, request.signature, update)
+    if pipeline is not None:
+        decision = over_stages(decision, pipeline, update)
     return decision
 
 

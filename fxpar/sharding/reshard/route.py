@@ -16,7 +16,7 @@ again for the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -216,19 +216,20 @@ def connect(
     mesh: Mesh,
     *,
     apart: Axes = (),
-    averaged: Mapping[int, Axes] | None = None,
+    manual: Axes = (),
+    averaged: Collection[int] = (),
 ) -> Edges:
     """All reads and reshards of a plan, inputs and outputs as the signature wants.
-    ``apart``: axes along which values move by reshards that have no other;
-    ``averaged``: value -> axes of these over which ranks made operands of a mean."""
+    ``apart``, ``manual``: axes along which values move by reshards that have no other;
+    ``averaged``: values that ranks along the latter made operands of a mean of."""
     signature = program.signature
     specs: list[Spec] = list(settled)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.results):
             specs[v] = result_spec(op.rule, strategy, i)
-    for v, axes in (averaged or {}).items():
-        means = [(axis, "avg") for axis in axes]
-        specs[v] = Spec.of(_without(specs[v], axes).dims, (*specs[v].partial, *means))
+    for v in averaged:
+        means = [(axis, "avg") for axis in manual]
+        specs[v] = Spec.of(_without(specs[v], manual).dims, (*specs[v].partial, *means))
     for declared, value in zip(signature.inputs, program.inputs, strict=True):
         if value is not None and declared.rest is not None:
             specs[value] = declared.rest
@@ -250,7 +251,7 @@ def connect(
             and constant.index not in program.inputs
         ):
             specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
-    versions = _Versions(program, specs, settled, mesh, apart)
+    versions = _Versions(program, specs, settled, mesh, (*apart, *manual))
     edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):
