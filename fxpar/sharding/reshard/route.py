@@ -135,9 +135,12 @@ class _Versions:
         made_specs: list[Spec],
         settled: Sequence[Spec],
         mesh: Mesh,
-        apart: Axes = (),
+        apart: Sequence[Axes] = (),
     ) -> None:
-        self.program, self.mesh, self.apart = program, mesh, frozenset(apart)
+        """``apart``: sets of axes each of which has reshards of its own; of a value
+        that all split, those of the first go first."""
+        self.program, self.mesh = program, mesh
+        self.apart = [frozenset(axes) for axes in apart if axes]
         self.made_specs, self.settled = made_specs, settled
         self.exist: list[list[Spec]] = [[spec] for spec in made_specs]
         self.reshards: list[Reshard] = []
@@ -152,29 +155,23 @@ class _Versions:
         """Make version ``need`` of a value unless it exists."""
         if need in self.exist[v]:
             return
-        if not self.apart.isdisjoint(need.axes):
-            source = _without(need, self.apart)
-            unreduced = [
-                pair for pair in self.made_specs[v].partial if pair[0] in self.apart
-            ]
-            if unreduced:  # a reduce-scatter, where they are split
-                source = Spec.of(source.dims, (*source.partial, *unreduced))
-            if source not in self.exist[v] and unreduced:
-                self._add(v, self.made_specs[v], source, reader, output)
-            elif not unreduced:
-                self.get(v, source, reader, output)
-            self._add(v, source, need, reader, output)
-            return
-        if not self._candidates(v):
-            source = self.exist[v][0]
-            self._add(v, source, _without(source, self.apart), reader, output)
+        for axes in self.apart:
+            if not axes.isdisjoint(need.axes):
+                source = self._before(v, _without(need, axes), axes, reader, output)
+                self._add(v, source, need, reader, output)
+                return
+        exist = self.exist[v]
+        for axes in self.apart:
+            if not any(axes.isdisjoint(spec.axes) for spec in exist):
+                self._add(v, exist[0], _without(exist[0], axes), reader, output)
+            exist = [x for x in self.exist[v] if axes.isdisjoint(x.axes)]
         exist, settled = self._candidates(v), self.settled[v]
         if need in exist:
             return
         if not any(_one_way(spec, need) for spec in exist):
             self.get(v, need.without_partial(), reader, output)
         direct = min(self._price(v, spec, need) for spec in exist)
-        mixed = not self.apart.isdisjoint(settled.axes)
+        mixed = not all(axes.isdisjoint(settled.axes) for axes in self.apart)
         if settled not in exist and settled != need and not mixed:
             # Settling first pays if what others will read is on the way.
             through = min(self._price(v, spec, settled) for spec in exist)
@@ -182,6 +179,26 @@ class _Versions:
             if through <= direct * (1 + 1e-9):
                 self._make(v, settled, reader, output)
         self._make(v, need, reader, output)
+
+    def _before(
+        self,
+        v: int,
+        bare: Spec,
+        axes: frozenset[str],
+        reader: int | None,
+        output: int | None,
+    ) -> Spec:
+        """The version that axes are added to: of a value that they do not split yet, or
+        of one that they are to reduce, which then is a reduce-scatter."""
+        made = self.made_specs[v]
+        unreduced = [pair for pair in made.partial if pair[0] in axes]
+        if not unreduced:
+            self.get(v, bare, reader, output)
+            return bare
+        source = Spec.of(bare.dims, (*bare.partial, *unreduced))
+        if source not in self.exist[v]:
+            self._add(v, made, source, reader, output)
+        return source
 
     def _make(
         self, v: int, target: Spec, reader: int | None, output: int | None
@@ -192,7 +209,8 @@ class _Versions:
 
     def _candidates(self, v: int) -> list[Spec]:
         """Versions that others are made from."""
-        return [s for s in self.exist[v] if self.apart.isdisjoint(s.axes)]
+        apart = frozenset[str]().union(*self.apart)
+        return [spec for spec in self.exist[v] if apart.isdisjoint(spec.axes)]
 
     def _add(
         self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
@@ -251,7 +269,7 @@ def connect(
             and constant.index not in program.inputs
         ):
             specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
-    versions = _Versions(program, specs, settled, mesh, (*apart, *manual))
+    versions = _Versions(program, specs, settled, mesh, (apart, manual))
     edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):
