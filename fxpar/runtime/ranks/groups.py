@@ -347,11 +347,14 @@ def _meet_members(members: Sequence[int], name: str) -> str:
     return own_name
 
 
+def axes_of_group(group: str) -> tuple[str, ...] | None:
+    """The axes along which one of the groups made here goes; None: all of a mesh."""
+    return next((k[1] for k, name in _life().names.items() if name == group), None)
+
+
 def bandwidth_of(mesh: Mesh, group: str) -> float:
     """Bytes/s that a rank sends in one of the groups made here, at the least."""
-    axes = next(
-        (key[1] for key, name in _life().names.items() if name == group), mesh.names
-    )
+    axes = axes_of_group(group) or mesh.names
     links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if mesh.has(a)]
     near = [
         link.inner.bandwidth if link.inner and size <= link.inside else link.bandwidth
