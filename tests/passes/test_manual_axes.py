@@ -37,15 +37,18 @@ class Layers(nn.Module):
         return (halves[0] - halves[1]).square().mean()
 
 
-def planned(model: nn.Module, x: torch.Tensor, mesh: Mesh, mode: Any) -> Any:
-    """The call, its module, what the pipeline gives, and the specs at rest."""
+def planned(
+    model: nn.Module, batch: tuple[torch.Tensor, ...], mesh: Mesh, mode: Any, **asked: Any
+) -> Any:
+    """The call, its module, what the pipeline gives, and the specs at rest. ``asked``:
+    of the request."""
     axes = tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
-    call = TracedCall(model, (x,), {}, True)
+    call = TracedCall(model, batch, {}, True)
     module, fake_mode = call.trace()
     rests = {name: at_rest(p.shape, mesh) for name, p in model.named_parameters()}
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Any:
-        end = call.declare(kind, payload, node, [Spec.whole(x.dim())])
+        end = call.declare(kind, payload, node, [Spec.whole(x.dim()) for x in batch])
         return replace(end, rest=rests.get(end.name, end.rest))
 
     signature = read_signature(module.graph, declare)
@@ -70,6 +73,7 @@ def planned(model: nn.Module, x: torch.Tensor, mesh: Mesh, mode: Any) -> Any:
         manual=ManualAxes(mesh, axes),
         mode=plan_mode(mode, options) if isinstance(mode, str) else mode,
         hardware=known_machine(options),
+        **asked,
     )
     return call, module, fastest_plan(module.graph, fake_mode, request), rests
 
@@ -86,7 +90,7 @@ def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
     mesh, model = Mesh.parse(text), Layers(rows).double()
     batch = batch_axes(mesh)
     xs = [torch.randn(6, 12).double() for _ in range(mesh.count(batch))]
-    call, module, result, rests = planned(model, xs[0], mesh, mode)
+    call, module, result, rests = planned(model, (xs[0],), mesh, mode)
 
     expected, losses = dict.fromkeys(rests, 0.0), []
     for x in xs:
@@ -123,8 +127,8 @@ def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
 def test_a_plan_is_followed_again() -> None:
     mesh, model = Mesh.parse("dp=2,tp=2"), Layers(8).double()
     x = torch.randn(6, 12).double()
-    *_, result, _ = planned(model, x, mesh, "search")
+    *_, result, _ = planned(model, (x,), mesh, "search")
     again = Plan.from_dict(result.plan.to_record())
-    *_, followed, _ = planned(model, x, mesh, again)
+    *_, followed, _ = planned(model, (x,), mesh, again)
     assert followed.plan.hash == result.plan.hash
     assert "dp" in str(result.plan.mesh)

@@ -17,9 +17,14 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes import graph_bodies
 from fxpar.passes.builder import shape_of
+from fxpar.passes.experts.across_places import manual_expert_axes, means_of_experts
 from fxpar.passes.experts.expert_ops import room_of
 from fxpar.passes.experts.group_rows import SentRows
-from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
+from fxpar.passes.experts.normalize_experts import (
+    Across,
+    ExpertWays,
+    experts_in_place,
+)
 from fxpar.passes.normalize import interleaved_rows, rows_in_turn
 from fxpar.passes.normalize.body_seeds import refuse_draws
 from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
@@ -146,7 +151,12 @@ def place_experts(state: JointState) -> None:
         return 1 if experts % count else count
 
     room = state.request.expert_room or 0.0
-    ways = ExpertWays(groups, room, partial(_sent, state.request, notes.append))
+    ways = ExpertWays(
+        groups,
+        room,
+        partial(_sent, state.request, notes.append),
+        partial(_across, state),
+    )
     notes += experts_in_place(state.graph, state.rewriter, ways)
     state.notes += tuple(dict.fromkeys(notes))
 
@@ -214,6 +224,29 @@ def _fastest_exchange(
         seconds["gather"] += 2 * hardware.streaming(2 * rows * groups)
         seconds["exact"] = exchanged(rows) + 2 * hardware.streaming(2 * rows)
     return min(seconds, key=seconds.__getitem__)
+
+
+def _across(
+    state: JointState, products: dict[fx.Node, int], key: fx.Node
+) -> Across | None:
+    """How rows are sent to experts that rest over manual axes; None: each rank gathers
+    the weights of all experts."""
+    request = state.request
+    axes, manual = manual_expert_axes(request.manual), request.manual
+    if manual is None or not axes or request.expert_exchange == "gather":
+        return None
+    groups, rows = manual.mesh.count(axes), shape_of(key)[0]
+    means = means_of_experts(products, request.signature, axes)
+    if means is None or any(experts % groups for experts in products.values()):
+        return None
+    one_part = parts_of(request) == 1 and not sequence_axes(request.mesh)
+    if not isinstance(rows, int) or not one_part:
+        return None
+    on_host = key.meta["val"].device.type == "cpu"
+    exact = on_host and request.expert_exchange != "all_to_all"
+    share = 0.0 if exact else request.expert_room or 0.0
+    sent = SentRows(1, exact, axes, manual.axes)
+    return Across(sent, groups, share, means)
 
 
 def drop_dead(state: JointState) -> None:

@@ -157,7 +157,9 @@ class _Versions:
             return
         for axes in self.apart:
             if not axes.isdisjoint(need.axes):
-                source = self._before(v, _without(need, axes), axes, reader, output)
+                if self._keep(v, need, axes, reader, output):
+                    return
+                source = self._before(v, need, axes, reader, output)
                 self._add(v, source, need, reader, output)
                 return
         exist = self.exist[v]
@@ -180,10 +182,32 @@ class _Versions:
                 self._make(v, settled, reader, output)
         self._make(v, need, reader, output)
 
+    def _keep(
+        self,
+        v: int,
+        need: Spec,
+        axes: frozenset[str],
+        reader: int | None,
+        output: int | None,
+    ) -> bool:
+        """Make a version that ``axes`` split as the value was made, or some of them do,
+        if it is one; of what is made whole along the others first."""
+        made = self.made_specs[v]
+        kept = axes.intersection(need.sharded_axes)
+        others = {axis for axis in (*made.axes, *need.axes) if axis not in kept}
+        if made.partial or made.without(others) != _without(need, others):
+            return False
+        part = made.without(axes - kept)
+        if part not in self.exist[v]:
+            self._add(v, made, part, reader, output)
+        if part != need:
+            self._add(v, part, need, reader, output)
+        return True
+
     def _before(
         self,
         v: int,
-        bare: Spec,
+        need: Spec,
         axes: frozenset[str],
         reader: int | None,
         output: int | None,
@@ -193,9 +217,11 @@ class _Versions:
         made = self.made_specs[v]
         unreduced = [pair for pair in made.partial if pair[0] in axes]
         if not unreduced:
+            bare = _without(need, axes)
             self.get(v, bare, reader, output)
             return bare
-        source = Spec.of(bare.dims, (*bare.partial, *unreduced))
+        source = _without(need, [axis for axis, _ in unreduced])
+        source = Spec.of(source.dims, (*source.partial, *unreduced))
         if source not in self.exist[v]:
             self._add(v, made, source, reader, output)
         return source
@@ -245,9 +271,9 @@ def connect(
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.results):
             specs[v] = result_spec(op.rule, strategy, i)
-    for v in averaged:
-        means = [(axis, "avg") for axis in manual]
-        specs[v] = Spec.of(_without(specs[v], manual).dims, (*specs[v].partial, *means))
+    for v in averaged:  # of experts, ranks have sums of their own already
+        means = [(axis, "avg") for axis in manual if axis not in specs[v].sharded_axes]
+        specs[v] = Spec.of(specs[v].dims, (*specs[v].partial, *means))
     for declared, value in zip(signature.inputs, program.inputs, strict=True):
         if value is not None and declared.rest is not None:
             specs[value] = declared.rest
