@@ -310,6 +310,7 @@ def with_schedule(
         normalized=result.normalized,
         decision=result.decision,
         notes=plan.notes,
+        sent_rows=plan.sent_rows,
     )
     names = [step.name for step in JOINT]
     run_steps(JOINT[names.index("schedule") :], state)

@@ -146,6 +146,9 @@ class SentRows:
     # Axes whose ranks tell one another how many rows they send, if not those that split
     # them.
     telling: Axes = ()
+    # Rows of a part that each group has room for, if it has a part's even share of
+    # them; 0: as many as a part has.
+    rows: int = 0
 
 
 class DispatchedRows:
@@ -166,13 +169,13 @@ class DispatchedRows:
         self.build, call = build, build.call
         self.across = "+".join(sent.across)
         count, sources = shape_of(key)[0], sent.sources
-        room = room_of(count, groups, sources, share)
+        room = room_of(sent.rows * sources or count, groups, sources, share)
         sizes = experts, groups, sources, room, sent.exact
         slots = call(ours.dispatch_slots.default, key, *sizes)
         rows, self.slots, most = (call(operator.getitem, slots, i) for i in range(3))
         where = user_line(key) or ""
         self.slot_rows = rows
-        if not sent.exact:
+        if not sent.exact and (share or not sent.across):
             telling = ("+".join(sent.telling),) if sent.telling else ()
             within = ours.within.default
             self.slot_rows = call(within, rows, most, room, where, *telling)

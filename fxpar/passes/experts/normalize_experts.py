@@ -127,11 +127,8 @@ class _Mixture:
         self.across = ways.across(products, self.key)
         sent, groups, share = self._sent(ways), self.groups, self.room
         if self.across is not None:
-            sent, groups, share = (
-                self.across.sent,
-                self.across.groups,
-                self.across.share,
-            )
+            across, self.groups = self.across, 1  # of those that a rank has
+            sent, groups, share = across.sent, across.groups, across.share
         if sent is not None:
             share = 0.0 if sent.exact else share
             with build.before(sort):

@@ -240,12 +240,14 @@ def _across(
     if means is None or any(experts % groups for experts in products.values()):
         return None
     one_part = parts_of(request) == 1 and not sequence_axes(request.mesh)
-    if not isinstance(rows, int) or not one_part:
+    if not isinstance(rows, int) or not one_part or request.sent_room == 0:
+        state.sent_rows += (0,)
         return None
+    state.sent_rows += (rows,)
     on_host = key.meta["val"].device.type == "cpu"
     exact = on_host and request.expert_exchange != "all_to_all"
     share = 0.0 if exact else request.expert_room or 0.0
-    sent = SentRows(1, exact, axes, manual.axes)
+    sent = SentRows(1, exact, axes, manual.axes, request.sent_room or 0)
     return Across(sent, groups, share, means)
 
 
