@@ -7,46 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.simulate.emulate_collectives import scatter
 from fxpar.passes.simulate.lockstep import run_ranks
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
-from tests.helpers.mixture import mixture
+from tests.helpers.routed import Routed, batch_of, gathered_over_experts
 from tests.passes.test_manual_axes import planned
 
 pytest.importorskip("transformers.integrations.moe")
 
-WIDTH, EXPERTS, ROWS = 8, 4, 6
-OUTPUTS = ("output up", "output down")
-
-
-class Routed(nn.Module):
-    """A mixture with a loss of its router, as each rank has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 12))
-        self.down = nn.Parameter(torch.randn(EXPERTS, 12, WIDTH))
-
-    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        scores = (self.router(x) + wanted).softmax(-1)
-        balance = scores.mean(0).square().sum()
-        y = mixture(x, scores, self.up, self.down)
-        return y.square().mean() + 0.1 * balance
-
-
-def fed(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a place is fed; rank 1 never chooses the first two experts, rank 2 only the
-    last."""
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator)
-    wanted = torch.zeros(ROWS, EXPERTS, dtype=torch.float64)
-    wanted[:, : {1: 2, 2: 3}.get(rank, 0)] = -50.0
-    return x, wanted
+ROWS = 6
 
 
 @pytest.mark.parametrize("mode", ["propagate", "search"])
@@ -60,7 +32,7 @@ def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
     torch.manual_seed(0)
     mesh, model = Mesh.parse(text), Routed().double()
     batch = batch_axes(mesh)
-    batches = [fed(i) for i in range(mesh.count(batch))]
+    batches = [batch_of(ROWS, i) for i in range(mesh.count(batch))]
     call, module, result, rests = planned(
         model, batches[0], mesh, mode, expert_exchange=exchange
     )
@@ -97,10 +69,5 @@ def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
                 want = scatter(expected[out.name], rests[out.name], mesh)[rank]
             torch.testing.assert_close(outs[rank][k], want, rtol=1e-12, atol=1e-12)
 
-    gathers = {"all_gather", "reduce_scatter", "all_reduce"}
-    over = {
-        c.axes
-        for c in result.plan.collectives
-        if c.kind in gathers and ("mixture.py:1" in c.source or c.source in OUTPUTS)
-    }
-    assert any("ep" in axes for axes in over) == (exchange == "gather")
+    assert gathered_over_experts(result.plan) == (exchange == "gather")
+    assert result.plan.sent_rows == (() if exchange == "gather" else (ROWS,))

@@ -159,7 +159,8 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         if not self.sent_rows or self._with_room is None:
             return self._run(args)
-        room = agreed_room(self.sent_rows, f"a call of the graph of {self.made_at}")
+        where = f" at {self.made_at}" if self.made_at else ""
+        room = agreed_room(self.sent_rows, f"a call of the graph that ends{where}")
         if room is None or not (room or any(self.sent_rows)):
             return self._run(args)
         if room not in self._of_room:
