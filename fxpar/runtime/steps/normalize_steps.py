@@ -235,15 +235,16 @@ def _across(
     axes, manual = manual_expert_axes(request.manual), request.manual
     if manual is None or not axes or request.expert_exchange == "gather":
         return None
+    if parts_of(request) > 1 or sequence_axes(request.mesh):
+        return None
     groups, rows = manual.mesh.count(axes), shape_of(key)[0]
     means = means_of_experts(products, request.signature, axes)
     if means is None or any(experts % groups for experts in products.values()):
         return None
-    one_part = parts_of(request) == 1 and not sequence_axes(request.mesh)
-    if not isinstance(rows, int) or not one_part or request.sent_room == 0:
-        state.sent_rows += (0,)
+    known = rows if isinstance(rows, int) and request.sent_room != 0 else 0
+    state.sent_rows += (known,)
+    if not known:
         return None
-    state.sent_rows += (rows,)
     on_host = key.meta["val"].device.type == "cpu"
     exact = on_host and request.expert_exchange != "all_to_all"
     share = 0.0 if exact else request.expert_room or 0.0
