@@ -103,7 +103,7 @@ def compile_step(
 @_torch.quick_graphs.quick_graphs()
 def compile_graph(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
-) -> Callable[..., Any]:
+) -> compiled_graph.Compiled:
     """The checked, compiled function of a Dynamo graph, on concrete shapes or on open
     ones.
 
@@ -119,9 +119,7 @@ def compile_graph(
         installation_keys.load()  # and leave them to the others, who come behind
     for anew in (False, True):
         entry = _look_up(job, gm, examples, number, anew=anew)
-        compiled = _compile_by(
-            entry, job, gm, examples, number, broken_at, with_room
-        )
+        compiled = _compile_by(entry, job, gm, examples, number, broken_at, with_room)
         if compiled is not None:
             return compiled
     compiled = _compile_by(None, job, gm, examples, number, broken_at, with_room)

@@ -38,7 +38,11 @@ class Layers(nn.Module):
 
 
 def planned(
-    model: nn.Module, batch: tuple[torch.Tensor, ...], mesh: Mesh, mode: Any, **asked: Any
+    model: nn.Module,
+    batch: tuple[torch.Tensor, ...],
+    mesh: Mesh,
+    mode: Any,
+    **asked: Any,
 ) -> Any:
     """The call, its module, what the pipeline gives, and the specs at rest. ``asked``:
     of the request."""

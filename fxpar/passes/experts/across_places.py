@@ -10,7 +10,6 @@ of such a mixture in another way than expert by expert, all experts are gathered
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

@@ -139,7 +139,7 @@ def take_rows_in_turn(state: JointState) -> None:
 def place_experts(state: JointState) -> None:
     """Tokens sorted by expert are computed where they lie."""
     mesh, notes = state.request.mesh, []
-    axes = state.request.expert_axes
+    axes, rows = state.request.expert_axes, dict[fx.Node, int]()
 
     def groups(experts: int) -> int:
         count = mesh.count(axes)
@@ -155,9 +155,12 @@ def place_experts(state: JointState) -> None:
         groups,
         room,
         partial(_sent, state.request, notes.append),
-        partial(_across, state),
+        partial(_across, state.request, rows),
     )
     notes += experts_in_place(state.graph, state.rewriter, ways)
+    slots = torch.ops.fxpar.dispatch_slots.default
+    sent = {n.args[0] for n in state.graph.find_nodes(op="call_function", target=slots)}
+    state.sent_rows = tuple(n if key in sent else 0 for key, n in rows.items())
     state.notes += tuple(dict.fromkeys(notes))
 
 
@@ -227,11 +230,13 @@ def _fastest_exchange(
 
 
 def _across(
-    state: JointState, products: dict[fx.Node, int], key: fx.Node
+    request: Request,
+    sent: dict[fx.Node, int],
+    products: dict[fx.Node, int],
+    key: fx.Node,
 ) -> Across | None:
     """How rows are sent to experts that rest over manual axes; None: each rank gathers
-    the weights of all experts."""
-    request = state.request
+    the weights of all experts. Adds to ``sent`` how many rows a rank would send."""
     axes, manual = manual_expert_axes(request.manual), request.manual
     if manual is None or not axes or request.expert_exchange == "gather":
         return None
@@ -241,15 +246,14 @@ def _across(
     means = means_of_experts(products, request.signature, axes)
     if means is None or any(experts % groups for experts in products.values()):
         return None
-    known = rows if isinstance(rows, int) and request.sent_room != 0 else 0
-    state.sent_rows += (known,)
-    if not known:
+    sent[key] = rows if isinstance(rows, int) and request.sent_room != 0 else 0
+    if not sent[key]:
         return None
     on_host = key.meta["val"].device.type == "cpu"
     exact = on_host and request.expert_exchange != "all_to_all"
     share = 0.0 if exact else request.expert_room or 0.0
-    sent = SentRows(1, exact, axes, manual.axes, request.sent_room or 0)
-    return Across(sent, groups, share, means)
+    ways = SentRows(1, exact, axes, manual.axes, request.sent_room or 0)
+    return Across(ways, groups, share, means)
 
 
 def drop_dead(state: JointState) -> None:
