@@ -94,7 +94,9 @@ def test_parts_of_the_batch() -> None:
     want = one_device("mixtral", STEPS).losses
     results = ranks_of("ep=2").run(fed_parts, "mixtral", "ep=2", timeout=900.0)
     assert all(rows for _, rows in results)
-    means = [sum(own) / len(own) for own in zip(*(run for run, _ in results), strict=True)]
+    means = [
+        sum(own) / len(own) for own in zip(*(run for run, _ in results), strict=True)
+    ]
     assert means == pytest.approx(want, rel=1e-5)
 
 
