@@ -16,8 +16,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
-
 from fxpar.errors import PlanError
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision
@@ -41,10 +39,10 @@ from fxpar.sharding.strategy import Strategy
 
 End = TypeVar("End", Input, Output)
 
-_EXCHANGE = torch.ops.fxpar.exchange_slots.default
-_MM = torch.ops.fxpar.expert_mm.default
-_OUTER = torch.ops.fxpar.expert_outer.default
-_MEAN = torch.ops.fxpar.mean_over_ranks.default
+# By name: passes register them.
+_EXCHANGE = "fxpar.exchange_slots.default"
+_MM, _OUTER = "fxpar.expert_mm.default", "fxpar.expert_outer.default"
+_MEAN = "fxpar.mean_over_ranks.default"
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def over_manual_axes(
     for op in program.ops:
         changed = program, op, strategies, settled, split, mesh
         of_experts = not gradients.isdisjoint(op.operands)
-        if op.target is _MEAN:
+        if str(op.target) == _MEAN:
             averaged.add(op.results[0])
             if of_experts:
                 _split_by_expert(*changed, experts)
@@ -122,7 +120,7 @@ def over_manual_axes(
                 split[op.results[0]] = extra
                 means.add(op.results[0])
             continue
-        if op.index in products and op.target is _OUTER:
+        if op.index in products and str(op.target) == _OUTER:
             _give_by_expert(op, strategies, settled, split, products[op.index])
             gradients.update(op.results)
             continue
@@ -185,9 +183,9 @@ def _products_of_sent(program: Program) -> dict[int, Axes]:
     """Products of rows that were sent to their experts, and along which axes."""
     out = dict[int, Axes]()
     for op in program.ops:
-        if op.target in (_MM, _OUTER) and op.operands[2] in program.producers:
+        if str(op.target) in (_MM, _OUTER) and op.operands[2] in program.producers:
             sender = program.ops[program.producers[op.operands[2]][0]]
-            if sender.target is _EXCHANGE:
+            if str(sender.target) == _EXCHANGE:
                 out[op.index] = tuple(str(sender.node.args[1]).split("+"))
     return out
 
@@ -206,7 +204,7 @@ def _by_expert(product: Op) -> Op:
     """A product of which each rank computes what its own experts give: of the rows that
     it has, all."""
     rule = product.rule
-    alike = rule.alike | ({(0, "e")} if product.target is _MM else set())
+    alike = rule.alike | ({(0, "e")} if str(product.target) == _MM else set())
     rule = replace(rule, whole=rule.whole - {"e"}, alike=alike)
     return replace(product, rule=rule)
 
@@ -216,7 +214,7 @@ def _makers_of_weights(program: Program, products: Mapping[int, Axes]) -> set[in
     out = set[int]()
     for index in products:
         op = program.ops[index]
-        v = None if op.target is _OUTER else op.operands[1]
+        v = None if str(op.target) == _OUTER else op.operands[1]
         while v in program.producers:
             op = program.ops[program.producers[v][0]]
             out.add(op.index)

@@ -10,7 +10,7 @@ of such a mixture in another way than expert by expert, all experts are gathered
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,21 +41,20 @@ def means_of_experts(
 ) -> list[fx.Node] | None:
     """The means of the gradients of a mixture's weights, if all its weights rest split
     by expert over the axes and nothing looks across experts; else None."""
-    means: dict[fx.Node, None] = {}
-    gradients: set[fx.Node] = set()
+    gradients: list[fx.Node] = []
     for product in products:
         weight, gradient = _weight_of(product)
         if weight is not None and not _is_at_rest(weight, signature, axes):
             return None
         if gradient is not None:
-            gradients.add(gradient)
-    for node in _readers(gradients):
+            gradients.append(gradient)
+    means = list(dict.fromkeys(_readers(gradients)))
+    for node in means:
         if node.target is not MEAN:
             return None
         if not _is_split(Spec.parse(str(node.args[1])), axes):
             return None
-        means[node] = None
-    return list(means)
+    return means
 
 
 def _weight_of(product: fx.Node) -> tuple[Any, fx.Node | None]:
@@ -86,7 +85,7 @@ def _is_split(spec: Spec, axes: Axes) -> bool:
     return bool(spec.dims) and spec.dims[0][: len(axes)] == axes
 
 
-def _readers(gradients: Collection[fx.Node]) -> Iterator[fx.Node]:
+def _readers(gradients: Sequence[fx.Node]) -> Iterator[fx.Node]:
     """What reads gradients, but what passes sums of them on expert by expert."""
     passed, queue = set(gradients), list(gradients)
     while queue:
@@ -100,13 +99,6 @@ def _readers(gradients: Collection[fx.Node]) -> Iterator[fx.Node]:
             elif user not in passed:
                 passed.add(user)
                 queue.append(user)
-    yield from _mixed(passed, gradients)
-
-
-def _mixed(
-    passed: Collection[fx.Node], gradients: Collection[fx.Node]
-) -> Iterator[fx.Node]:
-    """Sums of gradients with something else."""
-    for node in passed:
-        if node not in gradients and not set(node.all_input_nodes).issubset(passed):
+    for node in passed.difference(gradients):  # sums with something else
+        if not passed.issuperset(node.all_input_nodes):
             yield node
