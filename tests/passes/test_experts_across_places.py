@@ -3,18 +3,14 @@ and rows go to the ranks of their experts."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.simulate.emulate_collectives import scatter
-from fxpar.passes.simulate.lockstep import run_ranks
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
+from tests.helpers.manual_axes import check_places, planned
 from tests.helpers.routed import Routed, batch_of, gathered_over_experts
-from tests.passes.test_manual_axes import planned
 
 pytest.importorskip("transformers.integrations.moe")
 
@@ -31,43 +27,38 @@ def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
 ) -> None:
     torch.manual_seed(0)
     mesh, model = Mesh.parse(text), Routed().double()
-    batch = batch_axes(mesh)
-    batches = [batch_of(ROWS, i) for i in range(mesh.count(batch))]
-    call, module, result, rests = planned(
-        model, batches[0], mesh, mode, expert_exchange=exchange
-    )
+    batches = [batch_of(ROWS, i) for i in range(mesh.count(batch_axes(mesh)))]
+    plan = check_places(model, batches, mesh, mode, expert_exchange=exchange)
+    assert gathered_over_experts(plan) == (exchange == "gather")
+    assert plan.sent_rows == (() if exchange == "gather" else (ROWS,))
 
-    expected: dict[str, Any] = dict.fromkeys(rests, 0.0)
-    losses = []
-    for one in batches:
-        model.zero_grad()
-        losses.append(model(*one))
-        losses[-1].backward()
-        for name, p in model.named_parameters():
-            expected[name] = expected[name] + p.grad / len(batches)
 
-    program, feeds = result.decision.program, []
-    for rank in range(mesh.size):
-        values = call.inputs(batches[mesh.index(rank, batch)], {})
-        specs = (
-            v if v is None else result.decision.edges.specs[v] for v in program.inputs
-        )
-        feeds.append(
-            [
-                x if spec is None else scatter(x, spec, mesh)[rank]
-                for x, spec in zip(values, specs, strict=True)
-            ]
-        )
-    outs = run_ranks(module_of(module, result.local), mesh, feeds)
-    for k, out in enumerate(program.signature.outputs):
-        if out.kind not in ("output", "gradient"):
-            continue
-        for rank in range(mesh.size):
-            if out.kind == "output":
-                want = losses[mesh.index(rank, batch)].detach()
-            else:
-                want = scatter(expected[out.name], rests[out.name], mesh)[rank]
-            torch.testing.assert_close(outs[rank][k], want, rtol=1e-12, atol=1e-12)
+def test_a_plan_is_followed_again() -> None:
+    mesh, model = Mesh.parse("dp=2,ep=2,tp=2"), Routed().double()
+    *_, result, _ = planned(model, batch_of(ROWS, 0), mesh, "search")
+    again = Plan.from_dict(result.plan.to_record())
+    *_, followed, _ = planned(model, batch_of(ROWS, 0), mesh, again)
+    assert followed.plan.hash == result.plan.hash
+    assert followed.plan.sent_rows == (ROWS,)
 
-    assert gathered_over_experts(result.plan) == (exchange == "gather")
-    assert result.plan.sent_rows == (() if exchange == "gather" else (ROWS,))
+
+@pytest.mark.parametrize("room", [8, 0])
+def test_room_for_more_rows_than_a_place_has(room: int) -> None:
+    mesh, model = Mesh.parse("ep=2"), Routed().double()
+    batches = [batch_of(ROWS, i) for i in range(2)]
+    plan = check_places(model, batches, mesh, "propagate", sent_room=room)
+    assert gathered_over_experts(plan) == (room == 0)
+
+
+class Twice(Routed):
+    """Something else than the mixture reads weights of experts."""
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, wanted) + self.up.square().sum()
+
+
+def test_weights_are_gathered_where_gradients_are_no_sums_of_rows_alone() -> None:
+    mesh, model = Mesh.parse("dp=2,ep=2"), Twice().double()
+    batches = [batch_of(ROWS, i) for i in range(4)]
+    plan = check_places(model, batches, mesh, "propagate")
+    assert gathered_over_experts(plan) and not plan.sent_rows

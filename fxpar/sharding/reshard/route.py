@@ -192,14 +192,14 @@ class _Versions:
     ) -> bool:
         """Make a version that ``axes`` split as the value was made, or some of them do,
         if it is one; of what is made whole along the others first."""
-        made = self.made_specs[v]
-        kept = axes.intersection(need.sharded_axes)
-        others = {axis for axis in (*made.axes, *need.axes) if axis not in kept}
-        if made.partial or made.without(others) != _without(need, others):
+        origin = self.made_specs[v]
+        shared = axes.intersection(need.sharded_axes)
+        others = {axis for axis in (*origin.axes, *need.axes) if axis not in shared}
+        if origin.partial or origin.without(others) != _without(need, others):
             return False
-        part = made.without(axes - kept)
+        part = origin.without(axes - shared)
         if part not in self.exist[v]:
-            self._add(v, made, part, reader, output)
+            self._add(v, origin, part, reader, output)
         if part != need:
             self._add(v, part, need, reader, output)
         return True
@@ -214,8 +214,8 @@ class _Versions:
     ) -> Spec:
         """The version that axes are added to: of a value that they do not split yet, or
         of one that they are to reduce, which then is a reduce-scatter."""
-        made = self.made_specs[v]
-        unreduced = [pair for pair in made.partial if pair[0] in axes]
+        origin = self.made_specs[v]
+        unreduced = [pair for pair in origin.partial if pair[0] in axes]
         if not unreduced:
             bare = _without(need, axes)
             self.get(v, bare, reader, output)
@@ -223,7 +223,7 @@ class _Versions:
         source = _without(need, [axis for axis, _ in unreduced])
         source = Spec.of(source.dims, (*source.partial, *unreduced))
         if source not in self.exist[v]:
-            self._add(v, made, source, reader, output)
+            self._add(v, origin, source, reader, output)
         return source
 
     def _make(
