@@ -273,19 +273,26 @@ def _within_parts(
 
 def _exchange_slots(call: LocalCall, slots: fx.Node, axes: str) -> fx.Node:
     """Those of a rank's own experts, of every rank along the axes."""
-    rows = step(call.build, all_to_all, slots, 1, 0, tuple(axes.split("+")))
+    ranks = _ranks_along(call, axes)
+    rows = step(call.build, all_to_all, slots, 1, 0, ranks) if ranks else slots
     return call.build.call(aten.reshape.default, rows, [*call.local_shape()])
 
 
 def _return_slots(
     call: LocalCall, rows: fx.Node, groups: int, sources: int, axes: str
 ) -> fx.Node:
-    ranks = tuple(axes.split("+"))
+    ranks = _ranks_along(call, axes)
     count = call.build.mesh.count(ranks)
     room, *features = call.local_shape()[2:]
     shape = [groups // count, sources * count, room, *features]
     slots = call.build.call(aten.reshape.default, rows, shape)
-    return step(call.build, all_to_all, slots, 0, 1, ranks)
+    return step(call.build, all_to_all, slots, 0, 1, ranks) if ranks else slots
+
+
+def _ranks_along(call: LocalCall, axes: str) -> Axes:
+    """The axes that have several ranks."""
+    sizes = call.build.mesh.sizes
+    return tuple(axis for axis in axes.split("+") if sizes.get(axis, 1) > 1)
 
 
 def _once(call: LocalCall, ids: fx.Node, per: int, groups: int) -> fx.Node:
