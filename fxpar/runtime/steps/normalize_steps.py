@@ -240,7 +240,8 @@ def _across(
     axes, manual = manual_expert_axes(request.manual), request.manual
     if manual is None or not axes or request.expert_exchange == "gather":
         return None
-    if parts_of(request) > 1 or sequence_axes(request.mesh):
+    one_part = parts_of(request) == 1 and request.pipeline is None
+    if not one_part or sequence_axes(request.mesh):
         return None
     groups, rows = manual.mesh.count(axes), shape_of(key)[0]
     means = means_of_experts(products, request.signature, axes)

@@ -135,12 +135,14 @@ class _Versions:
         made_specs: list[Spec],
         settled: Sequence[Spec],
         mesh: Mesh,
-        apart: Sequence[Axes] = (),
+        apart: Axes = (),
+        manual: Axes = (),
     ) -> None:
-        """``apart``: sets of axes each of which has reshards of its own; of a value
-        that all split, those of the first go first."""
+        """``apart``, ``manual``: sets of axes each of which has reshards of its own; of
+        a value that both split, those of the first go first."""
         self.program, self.mesh = program, mesh
-        self.apart = [frozenset(axes) for axes in apart if axes]
+        self.manual = frozenset(manual)
+        self.apart = [frozenset(axes) for axes in (apart, manual) if axes]
         self.made_specs, self.settled = made_specs, settled
         self.exist: list[list[Spec]] = [[spec] for spec in made_specs]
         self.reshards: list[Reshard] = []
@@ -157,7 +159,7 @@ class _Versions:
             return
         for axes in self.apart:
             if not axes.isdisjoint(need.axes):
-                if self._keep(v, need, axes, reader, output):
+                if axes == self.manual and self._keep(v, need, reader, output):
                     return
                 source = self._before(v, need, axes, reader, output)
                 self._add(v, source, need, reader, output)
@@ -186,18 +188,17 @@ class _Versions:
         self,
         v: int,
         need: Spec,
-        axes: frozenset[str],
         reader: int | None,
         output: int | None,
     ) -> bool:
-        """Make a version that ``axes`` split as the value was made, or some of them do,
-        if it is one; of what is made whole along the others first."""
+        """Make a version that manual axes split as the value was made, or some of them
+        do, if it is one: along the others it is gathered first."""
         origin = self.made_specs[v]
-        shared = axes.intersection(need.sharded_axes)
+        shared = self.manual.intersection(need.sharded_axes)
         others = {axis for axis in (*origin.axes, *need.axes) if axis not in shared}
         if origin.partial or origin.without(others) != _without(need, others):
             return False
-        part = origin.without(axes - shared)
+        part = origin.without(self.manual - shared)
         if part not in self.exist[v]:
             self._add(v, origin, part, reader, output)
         if part != need:
@@ -295,7 +296,7 @@ def connect(
             and constant.index not in program.inputs
         ):
             specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
-    versions = _Versions(program, specs, settled, mesh, (apart, manual))
+    versions = _Versions(program, specs, settled, mesh, apart, manual)
     edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):
