@@ -20,6 +20,7 @@ from fxpar.errors import OptionError
 from fxpar.passes.builder import copy_of
 from fxpar.passes.order.order_collectives import DELAY, ORDER
 from fxpar.pipeline import JOINT, PHASE, STEPS
+from fxpar.sharding.manual_axes import ManualAxes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
@@ -57,8 +58,7 @@ def test_a_request_pickles() -> None:
         {"w": ("dp", None)},
         SearchOptions(machine()),
         meshes=candidates(4, machine()),
-        local=("x",),
-        summands=frozenset({0}),
+        manual=ManualAxes(MESH, ("dp",)),
         hardware=machine(),
         schedule="prefetch(ahead=2)",
         rank=1,

@@ -190,14 +190,14 @@ class _Versions:
     ) -> Spec:
         """The version that axes are added to: of a value that they do not split yet, or
         of one that they are to reduce, which then is a reduce-scatter."""
-        made = self.made_specs[v]
-        unreduced = [pair for pair in made.partial if pair[0] in axes]
+        first = self.made_specs[v]
+        unreduced = [pair for pair in first.partial if pair[0] in axes]
         if not unreduced:
             self.get(v, bare, reader, output)
             return bare
         source = Spec.of(bare.dims, (*bare.partial, *unreduced))
         if source not in self.exist[v]:
-            self._add(v, made, source, reader, output)
+            self._add(v, first, source, reader, output)
         return source
 
     def _make(
