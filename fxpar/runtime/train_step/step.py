@@ -33,7 +33,7 @@ from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks import gradient_sketches
 from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.presence import is_alone
-from fxpar.runtime.ranks.reduce_gradients import takes_part
+from fxpar.runtime.ranks.mean_gradients import takes_part
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
     Forward,
