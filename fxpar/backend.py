@@ -21,7 +21,6 @@ from fxpar.config import Options
 from fxpar.errors import (
     FxparError,
     OptionError,
-    PlanError,
 )
 from fxpar.job_request import CompileJob
 from fxpar.joint_pass import said_by_rank_0
@@ -30,25 +29,18 @@ from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
 from fxpar.runtime.caches.program_identity import (
-    NamedInput,
     lean_graph,
     name_inputs,
     placeholders,
 )
 from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
-from fxpar.runtime.calls.call_sizes import UNEVEN, SizeAgreement
-from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget, with_open_sizes
-from fxpar.runtime.calls.local_results import LocalResults, scale_results
+from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget
 from fxpar.runtime.calls.open_sizes import OpenProgram
-from fxpar.runtime.calls.refused_parts import refusing_parts
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.shard_map import mesh_of
-from fxpar.runtime.stage_times import RESULTS, stage
 from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
-from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.propagate.conventions import batch_axes
 
 
 def fxpar(
@@ -77,7 +69,9 @@ def fxpar(
             )
         gm = _without_kernels(gm, examples, ranks)
         compared = compiled_graph.compare_parameters(gm)
-        views = shared_results.views_of_results(gm) if _is_global(job_options) else []
+        views = []
+        if job_options.outputs == "global":
+            views = shared_results.views_of_results(gm)
         once = shared_results.return_once(gm, views) if views else gm
         call = _called(once, examples, job_options, ranks, compile_graph, FORWARD)
         return compared(shared_results.with_views(gm, views, call) if views else call)
@@ -130,8 +124,8 @@ def train_step(
 
                 def stage(job: CompileJob, gm: fx.GraphModule, examples: Any) -> Any:
                     finish, names = partial(compile_step, job), job.named_inputs
-                    with refusing_parts(gm, names, examples, job.local):
-                        return step.stage(gm, examples, names, finish)
+                    averages = job.ranks.manual is not None
+                    return step.stage(gm, examples, names, finish, averages=averages)
 
                 gm = _torch.flat_regions.without_regions(gm)
                 job_options, ranks = _joined(gm, options)
@@ -189,12 +183,8 @@ def _called(
     examples = [_fed(examples[i], i in numbers) for i in positions]
     named_inputs = name_inputs(lean.graph, examples)
     compiled_graph.refuse_nested(lean, named_inputs, examples)
-    local = compiled_graph.local_inputs(lean, named_inputs, examples, options)
-
-    results = LocalResults()
 
     def compile_graph(
-        size_match: SizeAgreement,
         gm: fx.GraphModule,
         examples: Sequence[Any],
         open_program: OpenProgram | None = None,
@@ -203,44 +193,19 @@ def _called(
         notes: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
         job = CompileJob(
-            options, ranks, named_inputs, frozenset(local), size_match, results
-        )
-        job = replace(job, recalled=recalled, rival=rival, notes=notes)
-        if open_program is not None:
-            job = replace(
-                job,
-                named_inputs=open_program.inputs,
-                local=open_program.local,
-                open=open_program,
-            )
-        if size_match.kind == UNEVEN:
-            whole = replace(options, inputs="global")
-            job = replace(job, options=whole, local=frozenset())
-        return compile_as(job, gm, examples)
-
-    try:
-        if local:
-            compiled_graph.require_dynamic_batch(lean, examples, local)
-            shared_results.copy_other_views(lean, local)
-            with said_by_rank_0(ranks.rank), stage(RESULTS), old_objects_kept():
-                results = _scaled(lean, examples, named_inputs, local, ranks.mesh)
-    except PlanError:
-        call = with_open_sizes(lean, named_inputs)
-        if call is None:
-            raise
-    else:
-        summand_names = results.summand_names
-        call = Calls(
-            lean,
-            examples,
-            named_inputs,
-            local,
-            summand_names,
             options,
             ranks,
-            compile_graph,
-            owner,
+            named_inputs if open_program is None else open_program.inputs,
+            open=open_program,
+            recalled=recalled,
+            rival=rival,
+            notes=notes,
         )
+        return compile_as(job, gm, examples)
+
+    call: Callable[..., Any] = Calls(
+        lean, examples, named_inputs, options, ranks, compile_graph, owner
+    )
     if numbers:
         return lambda *args: call(*(_fed(args[i], i in numbers) for i in positions))
     if len(positions) == len(placeholders(gm)):
@@ -248,26 +213,7 @@ def _called(
     return lambda *args: call(*(args[i] for i in positions))
 
 
-def _is_global(options: Options) -> bool:
-    """Whether inputs and results are global values: whole on every rank."""
-    return options.inputs == "global" and options.outputs == "global"
-
-
 def _fed(x: Any, number: bool) -> Any:
     """An input as the graph takes it, a ``number`` that is fed as a tensor by itself;
     of a fake one nothing is known."""
     return x.item() if number else x
-
-
-def _scaled(
-    gm: fx.GraphModule,
-    examples: Sequence[Any],
-    named_inputs: Sequence[NamedInput],
-    local: Sequence[int],
-    mesh: Mesh,
-) -> LocalResults:
-    """Results of a Dynamo graph that is fed parts of the batch, as they leave."""
-    args = [compiled_graph.hint_of(x) for x in examples]
-    sizes = compiled_graph.batch_sizes(gm, examples, local)
-    sized = partial(compiled_graph.resized, args, local, sizes)
-    return scale_results(gm, named_inputs, sized, mesh.count(batch_axes(mesh)))

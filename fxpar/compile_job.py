@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -32,7 +33,6 @@ from fxpar.runtime.caches import installation_keys, known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
-from fxpar.runtime.calls.call_sizes import UNLIKE
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
@@ -40,7 +40,6 @@ from fxpar.runtime.calls.open_sizes import (
     refusal_of,
     size_range,
 )
-from fxpar.runtime.calls.refused_parts import refusing_parts
 from fxpar.runtime.ranks import check_inputs as inputs
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks, join, next_graph
@@ -57,7 +56,7 @@ log = logging.getLogger("fxpar")
 def is_plain(options: Options, ranks: Ranks) -> bool:
     """Whether there is nothing to do for fxpar."""
     inductor = options.codegen == "inductor" and options.microbatches in (None, 1)
-    return ranks.mesh.size == 1 and inductor
+    return ranks.whole.mesh.size == 1 and inductor
 
 
 @contextlib.contextmanager
@@ -158,7 +157,6 @@ def _compile_by(
     with (
         showing,
         _told_to_others(),
-        refusing_parts(gm, job.named_inputs, examples, job.local),
         compiled_graph.refusing_data(gm),
         stage(TRACE),
         open_way,
@@ -223,7 +221,7 @@ def _compiled(
         inner=None if job.options.codegen == "inductor" else run_op_by_op,
         key=_cache_key(job, entry),
         cached=entry is not None,
-        local_border=bool(job.local) or job.options.outputs == "dtensor",
+        local_border=job.options.outputs == "dtensor",
         symbolic=job.open is not None,
         repeated=None if job.open is not None else repeated_segments,
         inductor_settings=dict(job.options.inductor),
@@ -246,7 +244,7 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
             NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
             for x in job.named_inputs
         ]
-        checks.append(inputs.Checks(named_inputs, job.local, step.ranks).run)
+        checks.append(partial(inputs.check_arguments, named_inputs))
     return [*checks, step.verify] if job.options.verify else checks
 
 
@@ -267,9 +265,10 @@ def _look_up(
     if job.open is not None and (job.rival or not _torch.aot.can_compile_backward()):
         return None
     text = None
-    if job.size_match.kind != UNLIKE and all(map(_torch.dtensor.brings_mesh, examples)):
+    if all(map(_torch.dtensor.brings_mesh, examples)):
         followed = job.recalled.hash if job.recalled else ""
-        extras = job.writes, followed, sorted(job.local), *sorted(job.rests.items())
+        mesh = str(job.ranks.whole.mesh)
+        extras = job.writes, followed, mesh, *sorted(job.rests.items())
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
@@ -323,7 +322,7 @@ def _make_groups(job: CompileJob, entry: KnownProgram | None) -> None:
 
 def _cache_key(job: CompileJob, entry: KnownProgram | None) -> str:
     """Of the program in torch's caches, beside its graph."""
-    key = f"{job.ranks.mesh}|{job.options}"
+    key = f"{job.ranks.whole.mesh}|{job.options}"
     return f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key
 
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from fxpar.config import Options
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.call_sizes import SizeAgreement
-from fxpar.runtime.calls.local_results import LocalResults
 from fxpar.runtime.calls.open_sizes import OpenProgram
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.hints import load
-from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.pipeline_axis import split_off, with_planned_axis
 from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
@@ -30,7 +28,6 @@ from fxpar.sharding.plan_request import (
     staged_choices,
 )
 from fxpar.sharding.program import Signature
-from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.spec import Spec
 
 
@@ -44,12 +41,6 @@ class CompileJob:
     ranks: Ranks
     # One for each input of the graph, in order.
     named_inputs: Sequence[NamedInput]
-    # Positions of the inputs that hold one rank's part of the batch.
-    local: frozenset[int]
-    # How ranks' sizes go together.
-    size_match: SizeAgreement
-    # How results leave that hold, or scale with, the batch.
-    results: LocalResults = field(default_factory=LocalResults)
     # Specs that results must have, by position.
     rests: Mapping[int, Spec] = field(default_factory=dict)
     # Inputs are written, and lie as before.
@@ -64,14 +55,6 @@ class CompileJob:
     notes: tuple[str, ...] = ()
 
 
-def _fed(job: CompileJob) -> tuple[str, ...] | None:
-    """Names of the inputs that hold one rank's part of the batch; None if every input
-    is global."""
-    if job.options.inputs != "local":
-        return None
-    return tuple(job.named_inputs[i].name for i in job.local)
-
-
 def request_of(job: CompileJob, name: str) -> Request:
     """What is asked of the pipeline, before the graph is known."""
     options = job.options
@@ -80,12 +63,12 @@ def request_of(job: CompileJob, name: str) -> Request:
     # Elsewhere than in a training step forward and backward are two calls.
     schedule = options.pipeline if job.writes else AUTO_APART
     if stages is not None:
-        stages = replace(stages, schedule=schedule)
+        whole = with_planned_axis(job.ranks.whole.mesh)
+        stages = replace(stages, mesh=whole, schedule=schedule)
     return Request(
         mesh,
         Signature((), ()),
-        local=_fed(job),
-        summands=frozenset(job.results.summand_names),
+        manual=job.ranks.manual,
         strict=options.strict,
         disable=options.disable,
         keep_gathered=not options.reshard_after_forward,
@@ -113,17 +96,13 @@ def planned_request(
     from an earlier start, that it is followed."""
     options, ranks = job.options, job.ranks
     mode = known_plan or plan_mode(options.plan, options, request.name)
-    local = options.inputs == "local"
-    staged = ranks.open and not local
-    if request.pipeline is not None:
-        signature = of_one_stage(signature, request.pipeline.axis)
     return replace(
         request,
         signature=signature,
         hints=load(options.hints),
         mode=mode,
-        meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
-        staged=staged_choices(ranks.mesh, mode) if staged else (),
+        meshes=choices(ranks.mesh, mode) if ranks.open else (),
+        staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
         hardware=known_machine(options),
         named_hardware=named_machine(options),
     )

@@ -30,7 +30,7 @@ from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
-from fxpar.runtime.calls.call_sizes import UNLIKE, agree_on_launches
+from fxpar.runtime.calls.call_sizes import agree_on_launches
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
@@ -50,7 +50,6 @@ from fxpar.runtime.train_step.trace import restore_meta
 from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output
-from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 # What comes of a program itself, at every start; not of a rank that did not come.
@@ -154,7 +153,9 @@ class JointPass:
         writes = writes_as_results.lift(gm.graph)
         if self.job.writes:
             restore_meta(gm.graph)
-        boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
+        whole = ranks.whole
+        axes = ranks.manual.axes if ranks.manual else ()
+        boundaries = absorb(gm.graph, fake_mode, whole.mesh, axes)
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = planned_request(
             self.job,
@@ -176,22 +177,18 @@ class JointPass:
         if self.job.open is not None and (divisors := self.job.open.divisors_asked()):
             self._keep_asked(divisors)
             raise DivisorsAsked(divisors, self.plan)
-        if not planned_before:
-            parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
-            result_notes = self.job.results.lines_of_results(self.results(), parts)
-            self.result = self.result.noted(*result_notes)
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
             request = self.request = request.on(self.plan.mesh)
         inductor = options.codegen == "inductor"
         if options.tune:
             self.result = pipeline.tuned(
-                self.result, request, fake_mode, ranks, gm, inductor=inductor
+                self.result, request, fake_mode, ranks.whole, gm, inductor=inductor
             )
         if self.leads:
             known_programs.tell_plan(name, self._record())
             self.has_told = True
-        elif self.job.size_match.kind != UNLIKE and not planned_before:
+        elif not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
             agree_on_numbers(f"numbers of {name}", self.result.local, gm)
         self._report(self.plan)
@@ -200,7 +197,7 @@ class JointPass:
             self.result,
             request,
             fake_mode,
-            ranks,
+            ranks.whole,
             inductor=inductor,
             writes=writes,
             copied=[of for of in ends if of is not None],
@@ -310,6 +307,10 @@ class JointPass:
         agreement, has one of its own, so that all ranks return or raise. Raises
         RankMismatchError as ``agree_on_launches`` does.
         """
+        with self.job.ranks.inside():
+            return self._lower_agreed(graph, which, generate)
+
+    def _lower_agreed(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
         if not self.is_agreed:
             return self._lower(graph, which, generate)
         forward = len(self.launches)
@@ -317,7 +318,7 @@ class JointPass:
             compiled = self._lower(graph, which, generate)
             if self._meets_in_backward():
                 tag = f"the backward of graph{self.number} is compiled"
-                agree_on_launches(tag, self.launches[forward:], self.job.size_match)
+                agree_on_launches(tag, self.launches[forward:])
         except Exception as error:
             consensus.abort(error)
             raise
@@ -327,8 +328,7 @@ class JointPass:
         """Whether all ranks lower a backward late, and may launch collectives in it."""
         if self.entry is not None and self.entry.plan is not None:
             return False  # a rank may have it from AOTAutograd's cache
-        unlike = self.job.size_match.kind == UNLIKE  # each has a plan of its own
-        return unlike or bool(self.plan and self.plan.collectives)
+        return bool(self.plan and self.plan.collectives)
 
     def _lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
         with old_objects_kept(), _torch.quick_graphs.quick_graphs():
@@ -374,12 +374,11 @@ class JointPass:
         """Return once all ranks have compiled what launches the same collectives; False
         on all ranks if one has not ``compiled``, since its known plan does not fit.
 
-        Raises RankMismatchError if they do not; InputMismatchError where that comes
-        from sizes that differ.
+        Raises RankMismatchError if they do not.
         """
         tag = f"graph{self.number} is compiled"
         launches = self.launches if compiled else None
-        self.is_agreed = agree_on_launches(tag, launches, self.job.size_match)
+        self.is_agreed = agree_on_launches(tag, launches)
         return self.is_agreed
 
     def written(self) -> set[int]:

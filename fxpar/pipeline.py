@@ -51,6 +51,7 @@ from fxpar.runtime.steps import (
     stage_steps,
     tune_schedule,
 )
+from fxpar.runtime.steps.compare_places import compare_places
 from fxpar.runtime.steps.pipeline_state import (
     JointState,
     PhaseState,
@@ -169,6 +170,7 @@ PHASE = (
     *map(_of_phase, ORDER),
     _may("fuse_regions", lowering_steps.fuse_regions),
     _of_phase(DELAY, "scheduled"),
+    _always("compare_places", compare_places),
     _may("outline_layers", lowering_steps.outline_repeated),
     _may("copy_together", lowering_steps.join_copies),
     _may("compute_first_rows", lowering_steps.compute_first_rows),

@@ -59,7 +59,6 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
-from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
@@ -342,8 +341,6 @@ def plan(
     signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
-    if pipeline is not None:
-        signature = of_one_stage(signature, pipeline.axis)
     request = Request(
         planned,
         signature,

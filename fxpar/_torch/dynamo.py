@@ -85,23 +85,6 @@ def maybe_mark_dynamic(x: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
-def is_marked_dynamic(x: torch.Tensor) -> bool:
-    return hasattr(x, "_dynamo_weak_dynamic_indices")
-
-
-_SIZE_MARKS = (
-    "_dynamo_dynamic_indices",
-    "_dynamo_unbacked_indices",
-    "_dynamo_weak_dynamic_indices",
-    "_dynamo_static_indices",
-)
-
-
-def has_size_marks(x: torch.Tensor) -> bool:
-    """Whether somebody has said of a tensor which of its dims are symbolic."""
-    return any(hasattr(x, name) for name in _SIZE_MARKS)
-
-
 def is_to_local(node: fx.Node) -> bool:
     """Whether a node of Dynamo's graph takes a rank's part out of a DTensor."""
     if node.op == "call_method":
@@ -287,37 +270,12 @@ def seconds_by_phase() -> dict[str, float]:
     return phases | {key: sum(each) for key, each in compilation_time_metrics.items()}
 
 
-def is_argument(source: Any) -> bool:
-    """Whether a value, by Dynamo's source of it, is or lies in an argument of what is
-    traced; else it is a global, in a closure, or an attribute of a module."""
-    from torch._dynamo.source import NNModuleSource
-
-    while hasattr(source, "base"):
-        if isinstance(source, NNModuleSource):
-            return False
-        source = source.base
-    return bool(getattr(source, "is_input", False))
-
-
 def captures(outputs: str) -> bool:
     """Whether Dynamo was told to keep ``outputs`` ("scalar_outputs") in a graph, which
     it does by itself where there is to be one graph."""
     from torch._dynamo import config
 
     return bool(getattr(config, f"capture_{outputs}"))
-
-
-def is_state(source: Any) -> bool:
-    """Whether a value, by Dynamo's source of it, is a gradient, or in an optimizer."""
-    from torch._dynamo import source as sources
-
-    while source is not None:
-        if isinstance(source, (sources.OptimizerSource, sources.GlobalWeakRefSource)):
-            return True  # by the latter Dynamo knows what is in an optimizer's state
-        if getattr(source, "member", "") == "grad":
-            return True
-        source = getattr(source, "base", None)
-    return False
 
 
 def graph_breaks() -> dict[str, int]:

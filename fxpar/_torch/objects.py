@@ -126,6 +126,11 @@ OPTIMIZER_ATTRIBUTES = frozenset(
 )
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def after_step(optimizer: torch.optim.Optimizer) -> None:
     """Do what ``step`` does around its update: schedulers see it, post hooks run."""
     from torch.optim import optimizer as module

@@ -24,6 +24,7 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes.builder import VARIES
 from fxpar.passes.graph_bodies import all_nodes, body_of
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
 from fxpar.sharding import rank_ints
@@ -111,7 +112,7 @@ def of_spec(node: fx.Node) -> Axes:
     """The axes an input varies over."""
     spec = node.meta.get("fxpar_spec")
     if isinstance(spec, Spec):
-        return frozenset(spec.sharded_axes) | frozenset(spec.partial_axes)
+        return frozenset((*spec.axes, *node.meta.get(VARIES, ())))
     if isinstance(node.meta.get("val"), torch.Tensor):
         raise ScheduleError(
             f"input {node.name} does not say how it lies on the mesh",

@@ -24,6 +24,7 @@ from fxpar import _torch
 from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
 from fxpar.passes.builder import Builder
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import module_path
 from fxpar.sharding.program import Input, Output, Signature, user_line
@@ -107,6 +108,7 @@ def _nearest_line(node: fx.Node) -> str | None:
 
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 # What may be done to a gradient, besides casts.
 _ON_GRADIENTS = {aten.add.Tensor, aten.clone.default}
@@ -132,8 +134,11 @@ class Boundaries:
         return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
-def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
-    """Take the crossings out of a graph, in place.
+def absorb(
+    graph: fx.Graph, fake_mode: Any, mesh: Mesh, manual: Axes = ()
+) -> Boundaries:
+    """Take the crossings out of a graph, in place. ``manual``: axes over which each
+    gradient becomes a mean.
 
     Raises MeshError if a parameter rests on another mesh, PlanError if the program
     computes with one rank's part.
@@ -150,7 +155,7 @@ def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
     }
     for node in list(graph.nodes):
         if node.target is torch.ops.fxpar.to_local.default:
-            _leave(node, leaving, result_owners, rewriter)
+            _leave(node, leaving, result_owners, rewriter, manual)
         elif node.op == "output":
             for k, arg in enumerate(node.args[0]):
                 if isinstance(arg, fx.Node) and arg in leaving:
@@ -199,21 +204,27 @@ def _leave(
     leaving: dict[fx.Node, Spec],
     result_owners: set[fx.Node],
     rewriter: Builder,
+    manual: Axes,
 ) -> None:
     """The gradient itself, in global shape, for its part. It owns its memory, since
     autograd adds to it in place: ``result_owners`` hold other results."""
-    x, spec, _, reduce = node.args
-    if Spec.parse(spec).partial:
-        reduce = ""  # nothing is reduced yet
-    if reduce and x.meta["val"].dtype != getattr(torch, reduce):
-        convert = torch.ops.prims.convert_element_type.default
-        with rewriter.before(node):
-            own_dtype = x.meta["val"].dtype
-            x = rewriter.call(convert, x, getattr(torch, reduce))
-            x.meta["fxpar_reduce_here"] = True
-            x = rewriter.call(convert, x, own_dtype)
-    elif reduce:
-        x.meta["fxpar_reduce_here"] = True
+    x, spec, mesh, reduce = node.args
+    own_dtype = x.meta["val"].dtype
+    dtype = getattr(torch, reduce) if reduce else own_dtype
+    with rewriter.before(node):
+        if Spec.parse(spec).partial:  # nothing is reduced yet
+            if manual:  # ``no_sync`` adds up what becomes a sum over ranks
+                ranks = Mesh.parse(mesh).count(manual)
+                x = rewriter.call(aten.mul.Tensor, x, 1 / ranks)
+        else:
+            if dtype != own_dtype:
+                x = rewriter.call(_CONVERT, x, dtype)
+            if reduce:
+                x.meta["fxpar_reduce_here"] = True
+            if manual:
+                x = rewriter.call(torch.ops.fxpar.mean_over_ranks.default, x, spec)
+            if dtype != own_dtype:
+                x = rewriter.call(_CONVERT, x, own_dtype)
     # A node of its own, since one value may be the gradient of parameters that rest
     # apart.
     owner, strides = (

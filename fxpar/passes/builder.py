@@ -68,6 +68,9 @@ OURS = ("fxpar_reshard", "fxpar_cause", "fxpar_parameter", "fxpar_chunk")
 # Of the output of a local graph: whether some of its shards are not alike.
 UNEVEN = "fxpar_uneven"
 
+# Of an input of a local graph: axes over which it varies, though its spec has none.
+VARIES = "fxpar_varies"
+
 
 def value_of(arg: Any) -> Any:
     """Arguments with nodes replaced by their fake values."""

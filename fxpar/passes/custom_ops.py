@@ -132,6 +132,18 @@ def _constrain_context(ctx, inputs, output) -> None:
 constrain.register_autograd(_constrain_backward, setup_context=_constrain_context)
 
 
+@torch.library.custom_op("fxpar::mean_over_ranks", mutates_args=())
+def mean_over_ranks(x: torch.Tensor, spec: str) -> torch.Tensor:
+    """The gradient of a parameter that rests as ``spec``, which becomes the mean over
+    the ranks of manual axes (``sharding.manual_axes``); an identity on one device."""
+    return x.clone()
+
+
+@mean_over_ranks.register_fake
+def _(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("fxpar::shift", mutates_args=())
 def shift(
     x: torch.Tensor, dim: int, by: int, fill: float | None = None

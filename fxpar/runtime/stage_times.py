@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from fxpar import _torch
 
 # Stages, in the order they are shown in.
-DYNAMO, TRACE, RESULTS = "Dynamo", "AOTAutograd", "trace results"
+DYNAMO, TRACE = "Dynamo", "AOTAutograd"
 INDUCTOR, COMPILER, LOAD = "Inductor", "C++ or Triton compiler", "load compiled code"
 WAIT, CHECKS, PLAN = "wait for other ranks", "check inputs", "plan"
 SEARCH, SCHEDULE = "search", "choose a schedule"
 NORMALIZE, PARTITION, PHASE = "normalize", "partition", "bind and order"
 FIRST = "first run"
 ORDER = (
-    *(DYNAMO, RESULTS, CHECKS, TRACE, NORMALIZE, PLAN, SEARCH, PARTITION, SCHEDULE),
+    *(DYNAMO, CHECKS, TRACE, NORMALIZE, PLAN, SEARCH, PARTITION, SCHEDULE),
     *(PHASE, INDUCTOR, COMPILER, LOAD, WAIT, FIRST),
 )
 

@@ -8,7 +8,7 @@ saved plan is applied to a program again by ``recall``.) Nothing here knows grap
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from fxpar.sharding import shard_sizes
@@ -82,6 +82,10 @@ class Decision:
     reasons: tuple[tuple[str, str], ...] = ()
     # Names of the ops that stages but the first begin at, if a search cut it.
     stages_begin: tuple[str, ...] = ()
+    # Axes that nothing crosses but parameters and their gradients.
+    manual: Axes = ()
+    # Values that are means over these.
+    averaged: frozenset[int] = frozenset()
 
     @property
     def is_even(self) -> bool:
@@ -178,10 +182,6 @@ def searched(
 
     Raises HintError for hints that do not fit, PlanError if no plan does.
     """
-    if program.signature.batch:
-        propagated = decide(program, mesh, {}, hardware=options.hardware)
-        program = with_rests(program, propagated.edges.outputs)
-        parts = parts and replace(parts, whole=program)
     seeds: dict[int, list[Seed]] = {}
     for seed in _given_seeds(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
@@ -254,17 +254,6 @@ def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
         f"the plan may be {result.solution.gap:.0%} from the best after "
         f"{options.seconds:.0f} s of search: give search_seconds more"
     ]
-
-
-def with_rests(program: Program, rests: Sequence[Spec | None]) -> Program:
-    """The program whose outputs that may follow the batch rest as given: whether one
-    does is no matter of cost, since the user's code goes on with its local part."""
-    signature = program.signature
-    outputs = tuple(
-        replace(out, rest=rest) if out.lie in ("batch", "summand") else out
-        for out, rest in zip(signature.outputs, rests, strict=True)
-    )
-    return replace(program, signature=replace(signature, outputs=outputs))
 
 
 def _origin(seeds: Sequence[Seed], axis: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -84,10 +84,12 @@ class NodePlan:
 
 
 def _without(
-    factors: Iterable[tuple[str, tuple[str, ...]]], axis: str
+    factors: Iterable[tuple[str, tuple[str, ...]]], left_out: Collection[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Axes of factors without one of them."""
-    pairs = [(name, tuple(a for a in axes if a != axis)) for name, axes in factors]
+    """Axes of factors without some of them."""
+    pairs = [
+        (name, tuple(a for a in axes if a not in left_out)) for name, axes in factors
+    ]
     return tuple((name, axes) for name, axes in pairs if axes)
 
 
@@ -171,18 +173,21 @@ class Plan:
         axis = pipeline_axis(self.mesh)
         if axis is None:
             return self
+        return replace(self.without({axis}), mesh=without_stages(self.mesh))
+
+    def without(self, axes: Collection[str]) -> Plan:
+        """The plan whose specs do not name these axes, on the same mesh."""
 
         def bare(named: tuple[tuple[str, Spec], ...]) -> tuple[tuple[str, Spec], ...]:
-            return tuple((name, spec.without({axis})) for name, spec in named)
+            return tuple((name, spec.without(axes)) for name, spec in named)
 
         return replace(
             self,
-            mesh=without_stages(self.mesh),
             values=bare(self.values),
             gradients=bare(self.gradients),
-            outputs=tuple(spec.without({axis}) for spec in self.outputs),
+            outputs=tuple(spec.without(axes) for spec in self.outputs),
             nodes=tuple(
-                replace(x, factors=_without(x.factors, axis)) for x in self.nodes
+                replace(x, factors=_without(x.factors, axes)) for x in self.nodes
             ),
         )
 

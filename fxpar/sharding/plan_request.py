@@ -7,7 +7,7 @@ it, and a test can hold it. The functions read what options ask for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,11 +18,13 @@ from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries
+from fxpar.sharding.manual_axes import ManualAxes, planned_signature
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, pipeline_axis, split_off
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output, Signature
-from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
+from fxpar.sharding.propagate.conventions import expert_axes
+from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.search.mesh_candidates import (
     candidates,
     in_nodes,
@@ -30,7 +32,6 @@ from fxpar.sharding.search.mesh_candidates import (
     staged_candidates,
 )
 from fxpar.sharding.search.run_search import SearchOptions
-from fxpar.sharding.spec import Spec
 
 Mode = str | SearchOptions | Plan
 End = TypeVar("End", Input, Output)
@@ -56,11 +57,8 @@ class Request:
     pipeline_schedule: str = "auto"
     # How parameters whose rest is open lie along these stages (``Input.along_stages``).
     free_along_stages: str = "own"
-    # Names of the inputs of which each rank feeds its own part of the batch; None:
-    # every input is global.
-    local: tuple[str, ...] | None = None
-    # Positions of the results of which each rank then has a summand.
-    summands: frozenset[int] = frozenset()
+    # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
+    manual: ManualAxes | None = None
     # An op without a rule is an error, not a warning.
     strict: bool = False
     # Steps of the pipeline to leave out, by name.
@@ -105,18 +103,20 @@ class Request:
 
     @property
     def laid(self) -> Signature:
-        """The signature on ``mesh``: specs in its axes, parts of the batch over its
-        batch axes."""
+        """The signature as it is planned: its specs in the axes of ``mesh``, without
+        those of stages and manual ones."""
         signature = self.signature
-        if self.mesh.is_refined:
-            signature = replace(
-                signature,
-                inputs=tuple(_lies(x, self.mesh) for x in signature.inputs),
-                outputs=tuple(_lies(x, self.mesh) for x in signature.outputs),
-            )
-        if self.local is None:
+        if self.manual is not None:
+            signature = planned_signature(signature, self.manual.axes)
+        if self.pipeline is not None:
+            signature = of_one_stage(signature, self.pipeline.axis)
+        if not self.mesh.is_refined:
             return signature
-        return local_batch(signature, self.local, self.summands, self.mesh)
+        return replace(
+            signature,
+            inputs=tuple(_lies(x, self.mesh) for x in signature.inputs),
+            outputs=tuple(_lies(x, self.mesh) for x in signature.outputs),
+        )
 
     @property
     def expert_axes(self) -> Axes:
@@ -169,41 +169,6 @@ def _lies(end: End, mesh: Mesh) -> End:
     return end if end.rest is None else replace(end, rest=end.rest.refined(mesh))
 
 
-def local_batch(
-    signature: Signature, local: Sequence[str], own: Collection[int], mesh: Mesh
-) -> Signature:
-    """The signature of a graph that is fed parts of the batch: the inputs named in
-    ``local`` rest split over the batch axes, and so does what is written to them;
-    results that follow them stay local, and of those at positions ``own`` each rank has
-    a summand."""
-    axes = batch_axes(mesh)
-
-    def fed(x: Input) -> Input:
-        if x.kind == "summand" and x.rest is not None:
-            summand = Spec.of(x.rest.dims, [(axis, "sum") for axis in axes])
-            return replace(x, rest=summand)
-        if x.name not in local or x.rest is None:
-            return x
-        part = Spec.of([axes, *x.rest.dims[1:]])
-        return replace(x, rest=part, use=part)
-
-    inputs = tuple(map(fed, signature.inputs))
-    summands = {f"output_{i}" for i in own}
-
-    def as_left(x: Output) -> Output:
-        of = None if x.of is None else inputs[x.of]
-        is_fed = of is not None and of.name in local
-        if x.kind == "mutation" and of is not None and of.is_sharded:
-            return replace(x, rest=of.rest)
-        if x.kind == "output" and x.name in summands:
-            return replace(x, lie="summand")
-        batched = x.kind == "output" or (x.kind == "gradient" and is_fed)
-        return replace(x, lie="batch") if batched else x
-
-    outputs = tuple(map(as_left, signature.outputs))
-    return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
-
-
 def machine(options: Options) -> Hardware:
     """What costs are for: that of FXPAR_HARDWARE, else this process's device, in nodes
     as ``FXPAR_MESH="auto:4x8"`` says.
@@ -229,14 +194,13 @@ def named_machine(options: Options) -> Hardware | None:
     return machine(options) if options.hardware else None
 
 
-def choices(mesh: Mesh, mode: Mode, *, local: bool = False) -> tuple[Mesh, ...]:
+def choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
     """The meshes a plan of this mode may choose from, the first of them ``mesh``, which
-    is all ranks along one axis. ``local``: each rank feeds its own part of the batch.
-    """
+    is all ranks along one axis."""
     if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
         return tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
     if isinstance(mode, SearchOptions):
-        return candidates(mesh.size, mode.hardware, local=local)
+        return candidates(mesh.size, mode.hardware)
     return (mesh,)
 
 

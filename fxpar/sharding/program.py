@@ -38,7 +38,7 @@ class Input:
 
     # Of the argument or parameter.
     name: str
-    # "input", "summand", "parameter", "buffer", "tangent" or "state".
+    # "input", "parameter", "buffer", "tangent" or "state".
     kind: str = "input"
     # The spec it lies in; None lets the plan choose.
     rest: Spec | None = None
@@ -74,10 +74,8 @@ class Output:
     of: int | None = None
     # The spec it must have; None: as ``lie`` says.
     rest: Spec | None = None
-    # "open" as the plan has it, "even" the same but for dims whose shards are not
-    # alike, "whole", "batch", split over the batch axes of the Signature on dim 0 if
-    # the plan has it so, else whole, or "summand", a sum over them if the plan makes it
-    # so, else whole.
+    # "open" as the plan has it, "even" the same but for dims of unequal shards, or
+    # "whole".
     lie: str = "open"
     # As of an Input.
     stage_dim: int | None = None
@@ -87,19 +85,13 @@ class Output:
         """Whether it rests where the plan has it."""
         return self.rest is None and self.lie == "open"
 
-    def spec(self, settled: Spec, made_spec: Spec, batch: Axes) -> Spec:
-        """Where the output rests, given the specs its value was made and settled in."""
+    def spec(self, settled: Spec) -> Spec:
+        """The spec of the output, of which the value settled in a spec."""
         if self.rest is not None:
             return self.rest
         if self.lie in ("open", "even"):
             return settled.without_partial()
-        whole = Spec.whole(len(settled.dims))
-        if self.lie == "batch" and settled.dims[:1] == (batch,):
-            return Spec.of([batch, *whole.dims[1:]])
-        sums = [(axis, "sum") for axis in batch]
-        if self.lie == "summand" and batch and set(sums) <= set(made_spec.partial):
-            return Spec.of(whole.dims, sums)
-        return whole
+        return Spec.whole(len(settled.dims))
 
 
 @dataclass(frozen=True)
@@ -112,9 +104,6 @@ class Signature:
     outputs: tuple[Output, ...]
     # Of each "tangent" input its index and the output it belongs to.
     tangents: tuple[tuple[int, int], ...] = ()
-    # In local mode the axes over which ranks feed parts of the batch; what crosses the
-    # border on them is scaled so that gradients are of the global mean.
-    batch: Axes = ()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from fxpar.sharding.program import (
     OPEN,
     Input,
     Op,
-    Output,
     Program,
     Signature,
     Value,
@@ -246,75 +245,12 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         ops,
         inputs,
         outputs,
-        _with_batch_apart(signature, ops, inputs, outputs),
+        signature,
         producers,
         uses,
         value_of,
         reduce_here,
     )
-
-
-def _with_batch_apart(
-    signature: Signature,
-    ops: Sequence[Op],
-    inputs: Sequence[int | None],
-    outputs: Sequence[int | None],
-) -> Signature:
-    """Results that follow the batch leave whole where rows were put before or behind
-    it, or taken out: a rank's part of such rows is not of its own samples. So do those
-    without it, as of parameters, which may lie split over the same axes. Gradients have
-    the rows of their inputs."""
-    if not signature.batch:
-        return signature
-    resized: set[tuple[int, int]] = set()
-    # Dims that hold the batch: rows of others (a weight that is repeated for each
-    # sample) may come and go.
-    batch_dims = {
-        (v, 0)
-        for v, declared in zip(inputs, signature.inputs, strict=True)
-        if v is not None and _is_fed(declared, signature)
-    }
-    from_inputs = {v for v in inputs if v is not None}
-    for op in ops:
-        moved = {
-            m.dim
-            for m in op.rule.moves
-            if set(m.sources) != set(m.targets) and not m.keeps_shares
-        }
-        moved |= {w.dim for w in op.rule.windows if w.rows != w.count}
-        led = zip(op.tensors, op.rule.tensors, strict=False)
-        places = [
-            (v, d, dim[0]) for v, dims in led for d, dim in enumerate(dims) if dim
-        ]
-        batched = {f for v, d, f in places if (v, d) in batch_dims}
-        factors = {f for v, d, f in places if (v, d) in resized}
-        factors |= {f for _, d, f in places if d in moved and f in batched}
-        of_results = [place for place in places if place[0] in op.results]
-        batch_dims |= {(v, d) for v, d, f in of_results if f in batched}
-        resized |= {(v, d) for v, d, f in of_results if f in factors}
-        if not from_inputs.isdisjoint(op.operands):
-            from_inputs.update(op.results)
-
-    def is_apart(out: Output, v: int | None) -> bool:
-        if v is None or (out.kind, out.lie) != ("output", "batch"):
-            return False
-        return (v, 0) in resized or v in from_inputs and (v, 0) not in batch_dims
-
-    return replace(
-        signature,
-        outputs=tuple(
-            replace(out, lie="whole") if is_apart(out, v) else out
-            for out, v in zip(signature.outputs, outputs, strict=True)
-        ),
-    )
-
-
-def _is_fed(declared: Input, signature: Signature) -> bool:
-    """Whether ranks feed parts of an input; parameters may lie split over the same
-    axes."""
-    rest, batch = declared.rest, signature.batch
-    is_split = rest is not None and rest.dims[:1] == (batch,)
-    return declared.kind in ("input", "tangent") and is_split
 
 
 def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from fxpar.errors import PlanError, SpecError
-from fxpar.sharding.decide import Decision, with_rests
+from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import NodePlan, Plan
@@ -40,8 +40,6 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
             fix="plan again for this mesh",
         )
     plan = _renamed(program, plan)
-    if program.signature.batch:
-        program = with_rests(program, _rests(program, mesh, plan))
     mesh = replace(mesh, links=plan.mesh.links, shares=plan.mesh.shares)
     strategies = [
         _strategy(op, node, mesh)
@@ -150,26 +148,3 @@ def _settled(program: Program, mesh: Mesh, plan: Plan) -> list[Spec]:
             ) from error
         settled.append(specs[value.name].refined(mesh))
     return settled
-
-
-def _rests(program: Program, mesh: Mesh, plan: Plan) -> list[Spec | None]:
-    """Where a plan's outputs rest, in the order of the program's. Raises PlanError if
-    it has others."""
-    ends = zip(program.signature.outputs, program.outputs, strict=True)
-    kinds = [None if v is None else out.kind for out, v in ends]
-    if kinds.count("output") != len(plan.outputs):
-        raise PlanError(
-            f"the plan has {len(plan.outputs)} results, the program "
-            f"{kinds.count('output')}",
-            fix=_AGAIN,
-        )
-    outputs = (spec.refined(mesh) for spec in plan.outputs)
-    gradients = {name: spec.refined(mesh) for name, spec in plan.gradients}
-    return [
-        None
-        if kind is None
-        else next(outputs)
-        if kind == "output"
-        else gradients.get(out.name)
-        for out, kind in zip(program.signature.outputs, kinds, strict=True)
-    ]

@@ -101,9 +101,9 @@ def by_speed(
     shares are open.
 
     Shards stay equal along axes over which parameters rest; and all of them in programs
-    that are cut alike on all ranks: of manual regions (``regions``), of parts of the
-    batch that ranks feed, of microbatches and of schedules given by name. Raises
-    MeshError where these meet shares that are given.
+    that are cut equally on all ranks: of manual regions (``regions``), of microbatches
+    and of schedules given by name. Raises MeshError where these meet shares that are
+    given.
     """
     mesh, mode = request.mesh, request.mode
     if isinstance(mode, Plan) and mode.mesh.unrefined.axes == mesh.unrefined.axes:
@@ -128,8 +128,6 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
     """The axes that cut something into equal parts on all ranks, and what."""
     cutters = {
         "the shards of manual regions": regions,
-        "the parts of the batch that ranks feed (FXPAR_INPUTS=local)": request.local
-        is not None,
         "microbatches": request.microbatches not in (None, 1),
         "the shards that a schedule rewrites": request.schedule not in ("auto", "none"),
     }

@@ -31,6 +31,8 @@ from fxpar.sharding.strategy import (
 )
 
 End = TypeVar("End", Input, Output)
+# (axis, dim) pairs: axes that split dims besides what a spec says, as minor ones.
+Splits = tuple[tuple[str, int], ...]
 
 
 def split_over_stages(spec: Spec, shape: Sequence[int], mesh: Mesh, axis: str) -> Spec:
@@ -41,7 +43,7 @@ def split_over_stages(spec: Spec, shape: Sequence[int], mesh: Mesh, axis: str) -
     for d in order:
         split = (*spec.dims[d], axis)
         if shape[d] and shard_sizes.is_even(shape[d], mesh, split):
-            return _extended(spec, d, axis)
+            return _extended(spec, ((axis, d),))
     return spec
 
 
@@ -69,8 +71,8 @@ def over_stages(
     ends: Sequence[Input | Output] = (*signature.inputs, *signature.outputs)
     if all(end.stage_dim is None for end in ends):
         return replace(decision, mesh=mesh)
-    split = {
-        v: end.stage_dim
+    split: dict[int, Splits] = {
+        v: ((axis, end.stage_dim),)
         for end, v in zip(signature.inputs, program.inputs, strict=True)
         if v is not None and end.stage_dim is not None
     }
@@ -78,9 +80,17 @@ def over_stages(
     for op in program.ops:
         casts = len(op.operands) == 1 and op_facts_of(op.target).casts
         if op.index in update or casts:
-            _split_op(program, op, strategies, settled, split, mesh, axis)
+            split_op(program, op, strategies, settled, split, mesh)
     program = replace(program, signature=_resting(signature, axis))
-    edges = connect(program, strategies, settled, mesh, apart=axis)
+    edges = connect(
+        program,
+        strategies,
+        settled,
+        mesh,
+        apart=(axis,),
+        manual=decision.manual,
+        averaged=decision.averaged,
+    )
     return replace(
         decision,
         program=program,
@@ -91,8 +101,11 @@ def over_stages(
     )
 
 
-def _extended(spec: Spec, dim: int, axis: str) -> Spec:
-    dims = [(*x, axis) if d == dim else x for d, x in enumerate(spec.dims)]
+def _extended(spec: Spec, splits: Splits) -> Spec:
+    dims = [
+        (*axes, *(axis for axis, at in splits if at == d))
+        for d, axes in enumerate(spec.dims)
+    ]
     return Spec.of(dims, spec.partial)
 
 
@@ -102,47 +115,50 @@ def _resting(signature: Signature, axis: str) -> Signature:
     def whole(end: End) -> End:
         if end.stage_dim is None or end.rest is None:
             return end
-        return replace(end, rest=_extended(end.rest, end.stage_dim, axis))
+        return replace(end, rest=_extended(end.rest, ((axis, end.stage_dim),)))
 
     inputs, outputs = map(whole, signature.inputs), map(whole, signature.outputs)
     return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
-def _split_op(
+def split_op(
     program: Program,
     op: Op,
     strategies: list[Strategy],
     settled: list[Spec],
-    split: dict[int, int],
+    split: dict[int, Splits],
     mesh: Mesh,
-    axis: str,
 ) -> None:
-    """Let each place compute its part of an op, by how its largest operand is split.
-    Changes the lists, and adds to ``split``: value -> dim."""
+    """Let each rank compute its part of an op, by how its largest operand is split.
+    Changes the lists, and adds to ``split``: value -> what splits it besides."""
     strategy, values = strategies[op.index], program.values
     operands = [(i, v) for i, v in enumerate(op.operands) if v in split]
     for i, v in sorted(operands, key=lambda x: -values[x[1]].numel):
-        whole = operand_spec(op.rule, strategy, i)
-        spec = _extended(whole, split[v], axis)
+        spec = _extended(operand_spec(op.rule, strategy, i), split[v])
         axes_of = project(
             op.rule.operands[i], spec, op.rule.size, mesh, even=op.rule.even_factors
         )
-        factor = next((f for f, axes in axes_of.items() if axis in axes), None)
-        if factor is None or factor not in op.rule.free:
+        added = {
+            axis: next((f for f, axes in axes_of.items() if axis in axes), None)
+            for axis, _ in split[v]
+        }
+        if not all(f in op.rule.free for f in added.values()):
             continue
-        axes = (*strategy.axes_of.get(factor, ()), axis)
-        candidate = Strategy(
-            tuple({**strategy.axes_of, factor: axes}.items()), strategy.passes
-        )
-        if factor in op.rule.exchanged or not _fits(program, op, candidate, mesh):
+        extended = dict(strategy.axes_of)
+        for axis, factor in added.items():
+            assert factor is not None
+            extended[factor] = (*extended.get(factor, ()), axis)
+        candidate = Strategy(tuple(extended.items()), strategy.passes)
+        exchanged = not set(added.values()).isdisjoint(op.rule.exchanged)
+        if exchanged or not _fits(program, op, candidate, mesh):
             continue
         strategies[op.index] = candidate
         for k, result in enumerate(op.results):
-            lies = result_spec(op.rule, candidate, k)
-            for d, dim_axes in enumerate(lies.dims):
-                if axis in dim_axes:
-                    split[result] = d
-                    settled[result] = _extended(settled[result], d, axis)
+            dims = enumerate(result_spec(op.rule, candidate, k).dims)
+            splits = tuple((a, d) for d, axes in dims for a in axes if a in added)
+            if splits:
+                split[result] = splits
+                settled[result] = _extended(settled[result], splits)
         return
 
 

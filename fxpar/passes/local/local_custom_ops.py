@@ -161,7 +161,7 @@ def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
     return emit_dot(call.build, lhs, rhs, equation, shapes)
 
 
-def _constrain(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
+def _identity(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
     return x
 
 
@@ -224,7 +224,8 @@ def _axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
 
 LOCAL: dict[Any, Localizer] = {
     "fxpar::dot": _dot,
-    "fxpar::constrain": _constrain,
+    "fxpar::constrain": _identity,
+    "fxpar::mean_over_ranks": _identity,
     "fxpar::random": _random,
     "fxpar::randint": _random,
     "fxpar::shift": _shift,

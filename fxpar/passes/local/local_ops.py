@@ -199,6 +199,7 @@ Local = Callable[[fx.Node], Any]
 _OWN = (
     torch.ops.fxpar.dot.default,
     torch.ops.fxpar.constrain.default,
+    torch.ops.fxpar.mean_over_ranks.default,
     torch.ops.fxpar.shift.default,
     torch.ops.fxpar.scan_back.default,
     torch.ops.fxpar.choice_back.default,

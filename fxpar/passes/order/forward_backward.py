@@ -13,10 +13,11 @@ of that alone, is tagged to be recomputed, so that the partitioner saves this ra
 part for the backward and not the whole (FSDP's reshard-after-forward). Without this
 pass the partitioner may keep either.
 
-``save_alike``: the partitioner weighs what it saves by its size. Where shards are not
-alike one rank would thus compute a collective again whose result another saved, and
-wait for it for ever; so what is made of values that are recomputed and of others is
-tagged to be saved: what is recomputed is what the backward itself reads, on all ranks.
+``save_alike``: the partitioner weighs what it saves by its size. Where shards, or what
+ranks are fed, have other sizes one rank would thus compute a collective again whose
+result another saved, and wait for it for ever; so what is made of values that are
+recomputed and of others is tagged to be saved: what is recomputed is what the backward
+itself reads, on all ranks.
 
 ``save_of_stages``: what rests split along the axis of stages and is read at all places
 is gathered by all of them, once: the backward of one place may not read it, and would

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache
 from itertools import count
@@ -234,12 +234,15 @@ class _LocalReader(KernelReader):
         return views
 
 
-def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
+def crossings(
+    graph: fx.Graph, *, even: bool = True, among: Collection[fx.Node] | None = None
+) -> list[str]:
     """The collectives of a graph in order, a line for each: what ranks that run it
     together must have alike, whatever else they compute. Unless shards are ``even``,
-    sizes are alike only within a group, and are left out; so are those of exchanges."""
+    sizes are alike only within a group, and are left out; so are those of exchanges.
+    ``among``: nodes to look at; None: all."""
     out: list[str] = []
-    for node in graph.nodes:
+    for node in graph.nodes if among is None else among:
         name = str(node.target)
         if node.target is _torch.inductor.invoke_subgraph():
             body: Any = getattr(graph.owning_module, str(node.args[1]))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fxpar import _torch
+from fxpar._torch.objects import parameters_of
 from fxpar.errors import ShardError
-from fxpar.runtime.ranks.gradient_sketches import parameters
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
 RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
@@ -99,7 +99,7 @@ _memory = _torch.objects.memory_of
 
 def holds_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has parameters of which each rank holds a part."""
-    return any(hasattr(p, HOME) for p in parameters(optimizer))
+    return any(hasattr(p, HOME) for p in parameters_of(optimizer))
 
 
 def home_of(number: int) -> Home | None:

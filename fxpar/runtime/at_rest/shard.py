@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar._torch.objects import parameters_of
 from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
@@ -30,7 +31,6 @@ from fxpar.runtime.at_rest.swap_parameters import swap_parameters
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
 from fxpar.runtime.ranks.compare_options import check_options, options_text
-from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.groups import Ranks, join, settle
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.hints import (
@@ -113,8 +113,7 @@ def shard(
             (name, "parameter", p.detach())
             for name, p in model.named_parameters()
             if not p.is_meta
-        ],
-        ranks.mesh,
+        ]
     )
     swap_parameters(model, ranks, layouts)
     return model
@@ -200,7 +199,7 @@ def _refuse(model: nn.Module) -> None:
             )
     ours = {id(p) for p in model.parameters()}
     for optimizer in _optimizers():
-        if any(id(p) in ours for p in parameters(optimizer)):
+        if any(id(p) in ours for p in parameters_of(optimizer)):
             raise ShardError(
                 f"optimizer {type(optimizer).__name__} holds parameters of the model "
                 f"that fxpar.shard would replace",
@@ -258,11 +257,9 @@ def _uses(
     call = TracedCall(model, tuple(args), dict(kwargs), grad)
     module, fake_mode = call.trace()
 
-    local = options.inputs == "local"
-
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         declared = call.declare(kind, payload, node, [None] * call.count)
-        fed = not local and kind in ("input", "buffer")
+        fed = options.inputs == "global" and kind in ("input", "buffer")
         value = node.meta["val"]
         if not fed or not isinstance(value, torch.Tensor):
             return declared
@@ -276,8 +273,8 @@ def _uses(
         read_signature(module.graph, declare),
         table,
         mode,
-        meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
-        staged=staged_choices(ranks.mesh, mode) if ranks.open and not local else (),
+        meshes=choices(ranks.mesh, mode) if ranks.open else (),
+        staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
         pipeline_schedule=AUTO_APART,
         microbatches=options.microbatches,
         free_along_stages="split",

@@ -13,7 +13,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,6 @@ from fxpar.sharding.program import user_line
 _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
 _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
 
-# Mark of a tensor of which a compiled graph gave each rank a summand.
-SUMMAND_MARK = "_fxpar_summand"
-
 
 @dataclass(frozen=True)
 class NamedInput:
@@ -37,13 +34,8 @@ class NamedInput:
 
     # As in the user's code.
     name: str
-    # "parameter", "buffer", "input", or "summand", an input of which each rank holds a
-    # summand.
+    # "parameter", "buffer" or "input".
     kind: str
-    # Whether the function closes over it, it is a global, or a module has it.
-    is_captured: bool = field(default=False, kw_only=True)
-    # Whether it is a gradient, or state of an optimizer: no part of a batch.
-    is_state: bool = field(default=False, kw_only=True)
 
 
 def _source(node: fx.Node) -> str:
@@ -53,15 +45,6 @@ def _source(node: fx.Node) -> str:
         return node.name
     name = source.name
     return name() if callable(name) else str(name)
-
-
-def _named(node: fx.Node, example: Any) -> NamedInput:
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    return replace(
-        _name_input(_source(node), example),
-        is_captured=source is not None and not _torch.dynamo.is_argument(source),
-        is_state=_torch.dynamo.is_state(source),
-    )
 
 
 def _name_input(source: str, example: Any) -> NamedInput:
@@ -83,8 +66,6 @@ def _name_input(source: str, example: Any) -> NamedInput:
         kind = "input"
     if isinstance(example, nn.Parameter):
         kind = "parameter"
-    if getattr(example, SUMMAND_MARK, False):
-        kind = "summand"
     return NamedInput(name, kind)
 
 
@@ -92,7 +73,8 @@ def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
     """One NamedInput per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
-        _named(node, example) for node, example in zip(nodes, examples, strict=True)
+        _name_input(_source(node), example)
+        for node, example in zip(nodes, examples, strict=True)
     ]
     total = Counter(entry.name for entry in inputs)
     seen: Counter[str] = Counter()

@@ -1,9 +1,7 @@
-"""The sizes that ranks call a graph with, and how those of all ranks go together.
+"""The sizes that ranks call a graph with, which must be the same on all of them.
 
-Where they differ, ranks may still run together: parts of a batch of unlike sizes, or
-other dims that differ while what crosses ranks does not. Anything else is an error that
-every rank raises, since every rank knows the sizes of all. Ranks also agree on what
-they launch on these sizes, once each has compiled it.
+Where they differ every rank raises the error, since every rank knows the sizes of all.
+Ranks also agree on what they launch on these sizes, once each has compiled it.
 """
 
 from __future__ import annotations
@@ -17,15 +15,9 @@ import torch
 from torch import fx
 
 from fxpar._torch.dynamo import example_of
-from fxpar.errors import FxparError, InputMismatchError, RankMismatchError
+from fxpar.errors import InputMismatchError
 from fxpar.runtime.caches.program_identity import NamedInput, placeholders
 from fxpar.runtime.ranks import consensus
-from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.propagate.conventions import batch_axes
-
-# How ranks' sizes go together: alike; other sizes in other dims than the batch; parts
-# of the batch of unlike sizes.
-SAME, UNLIKE, UNEVEN = "same", "unlike", "uneven"
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -56,36 +48,23 @@ class Sizes:
         return most
 
 
-@dataclass(frozen=True)
-class SizeAgreement:
-    """How the sizes of all ranks go together."""
-
-    # SAME, UNLIKE or UNEVEN.
-    kind: str
-    # What to raise where that cannot be run.
-    mismatch: InputMismatchError | None = None
-
-
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Fed:
-    """The inputs of a graph whose sizes may differ between calls, or between ranks.
+    """The inputs of a graph whose sizes may differ between calls.
 
     ``tensors``, ``numbers``: their positions; ``sources``: of a number that is a size,
-    the input and dim it is that of. ``local``: inputs of which each rank feeds a part.
+    the input and dim it is that of.
     """
 
     def __init__(
         self,
         gm: fx.GraphModule,
         inputs: Sequence[NamedInput],
-        local: Sequence[int],
-        mesh: Mesh,
         where: str | None,
     ) -> None:
-        self.inputs, self.mesh, self.where = inputs, mesh, where
-        self.local = frozenset(local)
+        self.inputs, self.where = inputs, where
         values = [example_of(node) for node in placeholders(gm)]
         self.tensors, self.numbers = list[int](), list[int]()
         for i, (name, value) in enumerate(zip(inputs, values, strict=True)):
@@ -102,78 +81,24 @@ class Fed:
             tuple(args[i] for i in self.numbers),
         )
 
-    def agreement(self, key: tuple[Sizes, ...]) -> SizeAgreement:
-        """How sizes go together. Raises InputMismatchError, on all ranks, if they do
-        not."""
+    def require_same(self, key: tuple[Sizes, ...]) -> None:
+        """Raise InputMismatchError, on all ranks, if ranks call with other sizes."""
         if len(set(key)) == 1:
-            return SizeAgreement(SAME)
+            return
         for n, i in enumerate(self.numbers):
             values = [sizes.numbers[n] for sizes in key]
             if i not in self.sources and len(set(values)) > 1:
                 raise self._other_numbers(i, values)
-        kind, mismatch = SAME, None
         for n, i in enumerate(self.tensors):
             shapes = [sizes.shapes[n] for sizes in key]
-            if len(set(shapes)) == 1:
-                continue
-            mismatch = self._mismatch(i, shapes)
-            rows, tails = zip(*((x[:1], x[1:]) for x in shapes), strict=True)
-            now = UNEVEN if len(set(rows)) > 1 else UNLIKE
-            both = now == UNEVEN and len(set(tails)) > 1
-            if both or kind not in (SAME, now) or not self._by_parts(i, shapes):
-                raise mismatch
-            kind = now
-        if kind == UNEVEN:
-            self._require_one_split(key)
-        return SizeAgreement(kind, mismatch)
-
-    def _by_parts(self, i: int, shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether an input is fed in parts, and has one size on ranks of one part."""
-        mesh = self.mesh
-        others = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
-        alike = len(set(map(len, shapes))) == 1
-        return (
-            alike
-            and i in self.local
-            and all(
-                shape == shapes[mesh.group(rank, others)[0]]
-                for rank, shape in enumerate(shapes)
-            )
-        )
-
-    def _require_one_split(self, key: tuple[Sizes, ...]) -> None:
-        """Raise InputMismatchError if inputs split the batch in other shares."""
-        rows = {
-            i: [sizes.shapes[n][0] for sizes in key]
-            for n, i in enumerate(self.tensors)
-            if i in self.local
-        }
-        one, first = next(iter(rows.items()))
-        for i, each in rows.items():
-            shares = zip(first, each, strict=True)
-            if any(a * sum(each) != b * sum(first) for a, b in shares):
-                raise self._other_shares(one, first, i, each)
+            if len(set(shapes)) > 1:
+                raise self._mismatch(i, shapes)
 
     def _other_numbers(self, i: int, values: Sequence[Any]) -> InputMismatchError:
         text = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(values))
         return _on_all_ranks(
             f"number {self.inputs[i].name} differs between ranks: {text}",
             "give it one value on every rank",
-            self.where,
-        )
-
-    def _other_shares(
-        self, one: int, first: Sequence[int], other: int, each: Sequence[int]
-    ) -> InputMismatchError:
-        texts = [
-            f"{self.inputs[i].name} {', '.join(map(str, counts))}"
-            for i, counts in ((one, first), (other, each))
-        ]
-        return _on_all_ranks(
-            f"inputs are no parts of one batch: on ranks in turn {texts[0]} rows, "
-            f"{texts[1]}",
-            "choose rows of all of them at once, in one function under "
-            "torch.compiler.disable; or keep all rows, and mask",
             self.where,
         )
 
@@ -187,10 +112,6 @@ class Fed:
         )
         fix = "give every rank tensors of one shape; where each rank feeds its own "
         fix += "part of the batch, set FXPAR_INPUTS=local"
-        if i in self.local:
-            fix = "let ranks differ in the size of the batch alone, or pad to one "
-            fix += "length on all ranks; a smaller last batch: "
-            fix += "DataLoader(drop_last=True)"
         return _on_all_ranks(fact, fix, self.where)
 
 
@@ -227,20 +148,12 @@ def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
     }
 
 
-def agree_on_launches(
-    tag: str, launches: Sequence[str] | None, size_match: SizeAgreement
-) -> bool:
+def agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
     """Return once all ranks came to ``tag`` with the same launches; False on all ranks
     if one has none (None), since it did not compile.
 
-    Raises RankMismatchError if theirs differ, or if one fails or does not come;
-    InputMismatchError where they differ because sizes do.
+    Raises RankMismatchError if theirs differ, or if one fails or does not come.
     """
-    text, mismatch = "\n".join(launches or ()), size_match.mismatch
-    subject, fix = "the collectives they launch", None
-    error: type[FxparError] = RankMismatchError
-    if size_match.kind == UNLIKE and mismatch is not None:
-        subject = f"what crosses between them: {mismatch.what}; more than sums do"
-        error, fix = InputMismatchError, mismatch.fix
+    text = "\n".join(launches or ())
     digest = consensus.VOID if launches is None else consensus.digest_of(text)
-    return consensus.agree(tag, digest, text, what=subject, fix=fix, error=error)
+    return consensus.agree(tag, digest, text, what="the collectives they launch")

@@ -1,10 +1,8 @@
 """A Dynamo graph as it is called: ranks meet, and run one variant for their sizes.
 
 Every rank writes which program it calls, on which sizes, and sums of what it feeds
-(``meet``). So all ranks know of all, and decide alike, before anything is launched:
-run a variant that all have, compile one (``compile_variants``), or raise. A variant is
-for the sizes of all ranks. Where dims other than the batch differ, each rank plans for
-its own, and nothing but what has one size on all may cross.
+(``meet``). So all ranks know of all, and make the same choice, before anything is
+launched: run a variant that all have, compile one (``compile_variants``), or raise.
 """
 
 from __future__ import annotations
@@ -12,14 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar import _torch
-from fxpar._torch.dynamo import example_of
 from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.caches.program_identity import (
@@ -27,24 +23,21 @@ from fxpar.runtime.caches.program_identity import (
     NamedInput,
     content,
     digest,
-    placeholders,
     program_text,
 )
-from fxpar.runtime.calls.call_sizes import SAME, Fed, SizeAgreement, Sizes, sizes_of
+from fxpar.runtime.calls.call_sizes import Fed, Sizes, sizes_of
 from fxpar.runtime.calls.compile_variants import (
     CompileGraph,
     VariantCompiler,
     Variants,
-    is_tensor,
 )
-from fxpar.runtime.calls.open_sizes import OPENED_MARK, open_sizes
+from fxpar.runtime.calls.open_sizes import open_sizes
 from fxpar.runtime.ranks import (
     compare_tangents,
     consensus,
-    gradient_sketches,
     presence,
 )
-from fxpar.runtime.ranks.check_inputs import Checks, Drift
+from fxpar.runtime.ranks.check_inputs import Drift, check_arguments
 from fxpar.runtime.ranks.compare_options import check_options, options_text
 from fxpar.runtime.ranks.compare_replicas import Replicas
 from fxpar.runtime.ranks.groups import Ranks
@@ -63,16 +56,12 @@ _OWN_MEMORY = (
 
 # Dynamo traces code again for what changes nothing: variants are by content.
 _VARIANTS: weakref.WeakValueDictionary[str, Variants] = weakref.WeakValueDictionary()
-# Graphs that keep the size of the batch open, by identity.
-_OPEN: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
 
 
 def forget() -> None:
     """Share nothing of what was compiled so far with graphs to come: what
     ``torch.compiler.reset()`` calls of a backend."""
     _VARIANTS.clear()
-    _OPEN.clear()
-    gradient_sketches.forget()
     compare_tangents.forget()
 
 
@@ -84,20 +73,15 @@ class Calls:
         gm: fx.GraphModule,
         examples: Sequence[Any],
         inputs: Sequence[NamedInput],
-        local: Sequence[int],
-        counts: Collection[int],
         options: Options,
         ranks: Ranks,
         compile_graph: CompileGraph,
         owner: object,
     ) -> None:
-        """``local``: positions of inputs of which each rank feeds a part; ``counts``:
-        of results that leave as each rank's summand. ``owner``: graphs of unlike owners
-        share nothing."""
-        self.gm, self.inputs = gm, inputs
-        self.local, self.options, self.ranks = frozenset(local), options, ranks
+        """``owner``: graphs of other owners share nothing with this one."""
+        self.gm, self.inputs, self.options, self.ranks = gm, inputs, options, ranks
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
-        self.fed = Fed(gm, inputs, local, ranks.mesh, self.where)
+        self.fed = Fed(gm, inputs, self.where)
         self.text = program_text(gm, inputs)
         self.identity = digest(self.text)
         self.options_text = options_text(options, ranks)
@@ -113,53 +97,42 @@ class Calls:
         key = digest("\n".join(map(str, inner)))
         self.variants = _VARIANTS.setdefault(key, Variants())
         takes_more = options.verify or options.tune or options.fuse != "none"
-        marked = (i for i in self.local if hasattr(examples[i], OPENED_MARK))
         self.compiler = VariantCompiler(
             gm=gm,
             inputs=inputs,
-            local=self.local,
-            marked=frozenset(marked),
-            counts=frozenset(counts),
             fed=self.fed,
             ranks=ranks,
-            sizes=open_sizes(gm, inputs, self.fed),
+            sizes=open_sizes(gm, inputs),
             opens=owner == FORWARD
             and not takes_more
             and options.microbatches in (None, 1),
-            where=self.where,
             replan=options.replan,
             compile=compile_graph,
             variants=self.variants,
         )
-        # In local mode: of the graph's results those that are sizes, or computed from
-        # them, which leave as the rank's own.
-        self.left: dict[int, Any] = {}
-        if self.local:
-            results = enumerate(gm.graph.output_node().args[0])
-            each = {i: example_of(x) for i, x in results if isinstance(x, fx.Node)}
-            self.left = {i: x for i, x in each.items() if _torch.symbols.is_number(x)}
         self.drift = self._drift(examples)
         self.replicas = self._replicas(examples)
         self.fresh = True  # what it is fed was not compared in full
         self.heads: dict[Sizes, str] = {}
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
         self.what = f"a call of the graph at {self.where}" if self.where else "a call"
-        if self.local:
-            _OPEN[self.identity] = self
 
     def __call__(self, *args: Any) -> Any:
+        with self.ranks.inside():
+            return self._variant(args)(*args)
+
+    def _variant(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """The variant to run, once all ranks are known to call this graph."""
         sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
         state = self.replicas.word(args)
         tangents = compare_tangents.word()
-        word = f"{head}\t{sums}\t{state}\t{tangents}\t{gradient_sketches.word()}"
+        word = f"{head}\t{sums}\t{state}\t{tangents}"
         words = meet(word, self.what)
-        heads, all_sums, states, all_tangents, sketches = zip(
+        heads, all_sums, states, all_tangents = zip(
             *(word.split("\t") for word in words), strict=True
         )
-        if len(set(sketches)) > 1:
-            gradient_sketches.compare(sketches)
         beside = (all_sums, states, all_tangents)
         run = self.ready.get(heads)
         if run is None:
@@ -167,13 +140,7 @@ class Calls:
                 run = self._variant_for(heads, beside, args)
         else:
             self._compare(beside, args, held=True)
-        return self._with_own_sizes(run(*args), args) if self.left else run(*args)
-
-    def _with_own_sizes(self, results: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Results of a call, the numbers among them for what this rank feeds."""
-        sizes = {size.name: size.of(args) for size in self.compiler.sizes}
-        own = {i: _torch.symbols.number_at(x, sizes) for i, x in self.left.items()}
-        return tuple(x if own.get(i) is None else own[i] for i, x in enumerate(results))
+        return run
 
     def _drift(self, examples: Sequence[Any]) -> Drift | None:
         if self.ranks.mesh.size == 1:
@@ -181,13 +148,13 @@ class Calls:
         from torch.distributed.tensor import DTensor
 
         fed = {
-            i: (entry.name, "batch" if i in self.local else "input", examples[i].dim())
+            i: (entry.name, examples[i].dim())
             for i, entry in enumerate(self.inputs)
             if i in self.fed.tensors
             and entry.kind == "input"
             and not isinstance(examples[i], DTensor)
         }
-        return Drift(fed, self.ranks.mesh)
+        return Drift(fed)
 
     def _replicas(self, examples: Sequence[Any]) -> Replicas:
         held = {
@@ -196,7 +163,7 @@ class Calls:
             if entry.kind in ("parameter", "buffer")
             and isinstance(examples[i], torch.Tensor)
         }
-        return Replicas(held, examples, self.ranks.mesh, local=bool(self.local))
+        return Replicas(held, examples, self.ranks.mesh)
 
     def _compare(
         self, beside: tuple[Sequence[str], ...], args: Sequence[Any], *, held: bool
@@ -244,11 +211,11 @@ class Calls:
             self._refuse_others(entries)
         sizes = {head: sizes_of(entry) for head, entry in read.items()}
         key = tuple(sizes[head] for head in heads)
-        agreement = self.fed.agreement(key)
+        self.fed.require_same(key)
         any_fresh = any(entry[2] for entry in read.values())
         self._compare(beside, args, held=not any_fresh)
         number, *further = {entry[1] for entry in read.values()}
-        if not further and number in self.variants.ranges and agreement.kind == SAME:
+        if not further and number in self.variants.ranges:
             self.variants.keys.setdefault(key, number)
         if not any_fresh and not further and self.variants.keys.get(key) == number:
             self.ready[heads] = self.variants.run[number]
@@ -257,9 +224,9 @@ class Calls:
         every = set(map(int, meet(str(mine), self.what)))
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
-            Checks(self.inputs, self.local, self.ranks).run(args)
+            check_arguments(self.inputs, args)
             self.replicas.settle(args)
-        number = agreed or self._new(key, agreement, args)
+        number = agreed or self._new(key, args)
         own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
         self.variants.last[own_sizes] = number
         self.fresh = False
@@ -285,15 +252,13 @@ class Calls:
     def _names(self) -> list[str]:
         return [self.inputs[i].name for i in self.fed.tensors]
 
-    def _new(
-        self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
-    ) -> int:
+    def _new(self, key: tuple[Sizes, ...], args: Sequence[Any]) -> int:
         """Compile for sizes; the number of what was made. All ranks come here alike,
         and if one fails all do: Dynamo forgets the graph then, so that the next call
         reads options again."""
         try:
             with presence.works(f"compiles {self.what}"):
-                run, range_ = self.compiler.for_sizes(key, agreement, args)
+                run, range_ = self.compiler.for_sizes(args)
         except FxparError:
             torch.compiler.reset()
             raise
@@ -304,31 +269,6 @@ class Calls:
             self.variants.ranges[number] = range_
             self.variants.planned_for[key[0]] = number
         return number
-
-
-def with_open_sizes(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput]
-) -> Callable[..., Any] | None:
-    """For a graph that Dynamo fixed to one sample, or none: the same program with open
-    sizes, if it was traced before."""
-    calls = _OPEN.get(digest(program_text(gm, inputs)))
-    if calls is None or any(i not in calls.fed.sources for i in calls.fed.numbers):
-        return None
-    tensors = [i for i, x in enumerate(placeholders(gm)) if is_tensor(x)]
-    places = [i for i, x in enumerate(placeholders(calls.gm)) if is_tensor(x)]
-    results = calls.gm.graph.output_node().args[0]
-    if len(tensors) != len(places) or not all(map(is_tensor, results)):
-        return None
-
-    def call(*args: Any) -> Any:
-        values: list[Any] = [None] * (len(places) + len(calls.fed.numbers))
-        for i, n in zip(places, tensors, strict=True):
-            values[i] = args[n]
-        for i, (source, dim) in calls.fed.sources.items():
-            values[i] = values[source].shape[dim]
-        return calls(*values)
-
-    return call
 
 
 # What a rank writes of a call, as JSON. ``json.dumps`` makes an encoder at each call.

@@ -27,14 +27,12 @@ from fxpar.runtime.at_rest.homes import (
 )
 from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import (
-    SUMMAND_MARK,
     NamedInput,
     placeholders,
 )
 from fxpar.runtime.calls import outside_graphs
-from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
+from fxpar.runtime.calls.open_sizes import SizeRange
 from fxpar.runtime.ranks import compare_tangents, meeting, presence
-from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
@@ -152,7 +150,6 @@ class Compiled:
         if plan is not None:
             _PLANS.append(plan)
         self._first, self._watches = True, False
-        self._plain = options.outputs == "global" and options.inputs == "global"
 
     def __call__(self, *args: Any) -> Any:
         outside_graphs.graph_runs(self, self.broken_at, args)
@@ -165,10 +162,10 @@ class Compiled:
             self._watches = _torch.aot.watch_backward(
                 outputs, self._backward_begins, name_lost_ranks
             )
-        return outputs if self._plain else self._dressed(outputs)
+        return outputs if self.options.outputs == "global" else self._dressed(outputs)
 
     def _backward_begins(self, gradients: Sequence[Any]) -> None:
-        if self._plain and self.ranks.mesh.size > 1:
+        if self.options.outputs == "global" and self.ranks.mesh.size > 1:
             compare_tangents.note(self.made_at, gradients)
 
     def _begun(self, args: Sequence[Any]) -> Any:
@@ -180,19 +177,14 @@ class Compiled:
             return self.compiled(*args)
 
     def _dressed(self, outputs: Any) -> Any:
-        """Results as DTensors, or marked as local, global or summands. One that the
-        graph does not compute (an input handed through) is a global value."""
-        results = []
-        for i, x in enumerate(outputs):
-            if isinstance(x, torch.Tensor):
-                spec = self.results.get(i) or Spec.whole(x.dim())
-                if self.options.outputs == "dtensor":
-                    x = self.ranks.dtensor(x, spec)
-                elif i in self.results:
-                    setattr(x, LOCAL_MARK, bool(spec.sharded_axes))
-                    setattr(x, SUMMAND_MARK, bool(spec.partial))
-            results.append(x)
-        return type(outputs)(results)
+        """Results as DTensors. One that the graph does not compute (an input handed
+        through) is a global value."""
+        return type(outputs)(
+            self.ranks.dtensor(x, self.results.get(i) or Spec.whole(x.dim()))
+            if isinstance(x, torch.Tensor)
+            else x
+            for i, x in enumerate(outputs)
+        )
 
 
 def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
@@ -311,97 +303,3 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
         home.param_dtype, home.reduce_dtype = param_dtype, reduce_dtype
     if stale:
         _torch.dynamo.trace_again("fxpar: parameters take the dtype asked for")
-
-
-def local_inputs(
-    gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
-    examples: Sequence[Any],
-    options: Options,
-) -> tuple[int, ...]:
-    """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
-    save those another graph returned whole, gradients, and what an optimizer keeps.
-    What a function captures besides its arguments is whole too, unless the program
-    needs as many rows of both."""
-    if options.inputs != "local":
-        return ()
-    parts = [
-        i
-        for i, (name, x) in enumerate(zip(inputs, examples, strict=True))
-        if name.kind == "input"
-        and not name.is_state
-        and isinstance(x, torch.Tensor)
-        and x.dim() > 0
-        and getattr(x, LOCAL_MARK, True)
-    ]
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values = {i: nodes[i].meta.get("example_value", examples[i]) for i in parts}
-    fed = [i for i in parts if not inputs[i].is_captured]
-    # A size that the first trace fixed is opened in the next.
-    rows = {str(values[i].shape[0]) for i in fed}
-    return tuple(
-        i for i in parts if not fed or i in fed or str(values[i].shape[0]) in rows
-    )
-
-
-def hint_of(x: Any) -> Any:
-    """A symbolic number as the one that Dynamo traced with."""
-    return x.node.hint if isinstance(x, (torch.SymInt, torch.SymFloat)) else x
-
-
-def batch_sizes(
-    gm: fx.GraphModule, examples: Sequence[Any], local: Collection[int]
-) -> frozenset[int]:
-    """Positions of the symbolic ints that are the size of a local batch dim."""
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values = [_torch.dynamo.example_of(n) for n in nodes]
-    symbols = {str(values[i].shape[0]) for i in local}
-    return frozenset(
-        i
-        for i, (x, value) in enumerate(zip(examples, values, strict=True))
-        if isinstance(x, torch.SymInt) and str(value) in symbols
-    )
-
-
-def resized(
-    args: Sequence[Any], local: Collection[int], sizes: Collection[int], times: int
-) -> list[Any]:
-    """Arguments with so many ``times`` the batch: the inputs in ``local`` as fakes, the
-    ints in ``sizes`` multiplied."""
-    mode, values = _torch.fake.new_fake_mode(), []
-    for i, x in enumerate(args):
-        if i in local:
-            x = _torch.fake.fake_like(x, (x.shape[0] * times, *x.shape[1:]), mode)
-        elif i in sizes:
-            x = x * times
-        values.append(x)
-    return values
-
-
-def require_dynamic_batch(
-    gm: fx.GraphModule, examples: Sequence[Any], local: Sequence[int]
-) -> None:
-    """In local mode make Dynamo trace again with the batch dim symbolic, so that the
-    global size can be put in its place.
-
-    Raises PlanError if the program fixes the size anyway.
-    """
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    fixed = []
-    for i in local:
-        value = nodes[i].meta.get("example_value")
-        if value is not None and not isinstance(value.shape[0], torch.SymInt):
-            fixed.append((nodes[i].name, examples[i]))
-    if not fixed:
-        return
-    if any(_torch.dynamo.is_marked_dynamic(x) for _, x in fixed):
-        name, x = fixed[0]
-        raise PlanError(
-            f"with FXPAR_INPUTS=local the batch size must stay open while tracing, but "
-            f"the program fixes dim 0 of {name} to {x.shape[0]}",
-            fix="feed at least 2 samples a rank and do not branch on the batch size, "
-            "or feed the global batch (FXPAR_INPUTS=global)",
-        )
-    for _, x in fixed:
-        open_rows(x)
-    _torch.dynamo.trace_again("fxpar: local batch dims become symbolic")

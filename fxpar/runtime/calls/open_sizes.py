@@ -25,15 +25,6 @@ from fxpar.runtime.caches.program_identity import NamedInput, placeholders
 from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.sharding.plan import Plan
 
-# Mark of an input whose rows stay open because fxpar wants it, not the user.
-OPENED_MARK = "_fxpar_opened"
-
-
-def open_rows(x: torch.Tensor) -> None:
-    """Ask Dynamo to keep the rows of an input symbolic."""
-    _torch.dynamo.maybe_mark_dynamic(x, 0)
-    setattr(x, OPENED_MARK, True)
-
 
 class OpenSizesRefused(Exception):
     """A program cannot be planned or compiled with its sizes left open."""
@@ -80,15 +71,11 @@ class OpenSize:
         return int(x if self.dim is None else x.shape[self.dim])
 
 
-def open_sizes(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput], fed: Fed
-) -> list[OpenSize]:
+def open_sizes(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> list[OpenSize]:
     """The sizes that Dynamo left open in the inputs of a graph, each where it stands by
-    itself: first as the rows of an input that is fed in parts."""
+    itself."""
     values = [example_of(node) for node in placeholders(gm)]
-    places: list[tuple[Any, int, int | None]] = [
-        (values[i].shape[0], i, 0) for i in sorted(fed.local)
-    ]
+    places: list[tuple[Any, int, int | None]] = []
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             places += [(size, i, d) for d, size in enumerate(value.shape)]
@@ -111,8 +98,6 @@ class OpenProgram:
     examples: Sequence[Any]
     # Names and kinds, in order of ``examples``.
     inputs: tuple[NamedInput, ...]
-    # Positions of the inputs of which each rank feeds a part.
-    local: frozenset[int]
     # Of the examples; its guards say which sizes the program holds for.
     fake_mode: Any
     # One for each symbol; others that are equal go with it.
@@ -173,16 +158,14 @@ def open_program(
     fed: Fed,
     sizes: Sequence[OpenSize],
     units: Mapping[str, int],
-    parts: int,
 ) -> OpenProgram:
     """A graph (a copy, changed in place) with ``sizes`` left open, others as fed.
 
-    ``units``: of a size by name, what it is a multiple of; ``parts``: so many times the
-    rows that a rank feeds are the global batch. Raises OpenSizesRefused.
+    ``units``: of a size by name, what it is a multiple of. Raises OpenSizesRefused.
     """
     mode = _torch.symbols.open_mode()
     values = [example_of(node) for node in placeholders(gm)]
-    every = open_sizes(gm, inputs, fed)
+    every = open_sizes(gm, inputs)
     size_values: dict[str, Any] = {size.name: size.of(args) for size in every}
     # Sizes that are equal now are taken to be so in the whole range.
     alike: dict[Any, list[OpenSize]] = {}
@@ -200,9 +183,7 @@ def open_program(
     try:
         examples: list[Any] = []
         for i, (x, value) in enumerate(zip(args, values, strict=True)):
-            example, is_dense = _example(
-                x, value, i in fed.local, size_values, parts, mode
-            )
+            example, is_dense = _example(x, value, size_values, mode)
             examples.append(example)
             dense |= {i} if is_dense else set()
             if is_dense and by_stride and (x.storage_offset() or not x.is_contiguous()):
@@ -223,7 +204,6 @@ def open_program(
         raise OpenSizesRefused(f"the size {error} is that of no input") from error
     tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
     _take_symbols(gm, sizes, symbols, examples, tensors)
-    first = len(symbols)
     return OpenProgram(
         gm,
         [*symbols, *(examples[i] for i in tensors)],
@@ -231,7 +211,6 @@ def open_program(
             *(NamedInput(size.text, "size") for size in sizes),
             *(inputs[i] for i in tensors),
         ),
-        frozenset(first + tensors.index(i) for i in fed.local),
         mode,
         tuple(sizes),
         tuple(symbols),
@@ -252,25 +231,18 @@ def open_program(
 
 
 def _example(
-    x: Any,
-    value: Any,
-    local: bool,
-    size_values: Mapping[str, Any],
-    parts: int,
-    mode: Any,
+    x: Any, value: Any, size_values: Mapping[str, Any], mode: Any
 ) -> tuple[Any, bool]:
-    """An input as the global program sees it, a fake with symbols for its sizes;
-    whether it has some, and is contiguous."""
+    """An input as a fake with symbols for its sizes; whether it has some, and is
+    contiguous."""
     if not isinstance(x, torch.Tensor):
         number = isinstance(value, torch.SymInt)
         return substituted(value, size_values) if number else x, False
-    if not local and not _torch.symbols.is_open(value):
+    if not _torch.symbols.is_open(value):
         with mode:
             return mode.from_tensor(x, static_shapes=True), False
     shape = [substituted(n, size_values) for n in value.shape]
-    if local:
-        shape[0] *= parts
-    elif not x.is_contiguous():
+    if not x.is_contiguous():
         with contextlib.suppress(KeyError):  # rows of a larger tensor
             stride = [substituted(n, size_values) for n in value.stride()]
             with mode, torch.no_grad():

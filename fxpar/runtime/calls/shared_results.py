@@ -3,14 +3,12 @@
 Of ``return z, z[0]`` without a gradient a graph gives two values, each gathered by
 itself. Here the graph returns what covers the others, and these are views of it: a
 write to one is seen in all, and nothing is sent twice. Results that are views of inputs
-or have gradients AOTAutograd makes so itself; of parts of a batch it may only where the
-view of a part is the part of the view (``copy_other_views``).
+or have gradients AOTAutograd makes so itself.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,51 +120,6 @@ def _is_view(x: torch.Tensor, base: torch.Tensor) -> bool:
         return False
     inside, around = StridedLayout.of(x).span, StridedLayout.of(base).span
     return around.start <= inside.start and inside.stop <= around.stop
-
-
-def copy_other_views(gm: fx.GraphModule, local: Collection[int]) -> None:
-    """Copy results of a Dynamo graph, in place, that lie in memory with what each rank
-    holds a part of, and are no such part (a transpose, or one row, of rows that are
-    returned too), or an input in other rows (flattened). ``local``: positions of inputs
-    that are fed in parts.
-
-    AOTAutograd would make such a view of this rank's part, an input's with the sizes of
-    the whole; what is no part leaves whole.
-    """
-    inputs = list(map(_value, gm.graph.find_nodes(op="placeholder")))
-    batch = _symbols.names_in(inputs[i].shape[0] for i in local)
-    output = gm.graph.output_node()
-    results = list(output.args[0])
-    values = {i: x for i, x in enumerate(map(_value, results)) if x is not None}
-    sharing = Counter(map(_memory_of, values.values()))
-    sharing.update({_memory_of(inputs[i]) for i in local})
-    rows = {_memory_of(inputs[i]): inputs[i].shape[0] for i in local}
-    counting = {
-        _memory_of(x)
-        for x in (*values.values(), *(inputs[i] for i in local))
-        if _symbols.names_in((*x.shape, x.storage_offset())) & batch
-    }
-    for i, x in values.items():
-        memory = _memory_of(x)
-        if sharing[memory] == 1 or memory not in counting:
-            continue
-        if _is_part(x, batch) and str(rows.get(memory, x.shape[0])) == str(x.shape[0]):
-            continue
-        with gm.graph.inserting_before(output):
-            results[i] = gm.graph.call_method("clone", (results[i],))
-        results[i].meta = dict(output.args[0][i].meta) | {"example_value": x.clone()}
-    output.args = (type(output.args[0])(results),)
-    gm.graph.lint()
-    gm.recompile()
-
-
-def _is_part(x: torch.Tensor, batch: Collection[str]) -> bool:
-    """Whether a rank's rows of a result are the same view of its rows of the memory:
-    each sample of the ``batch`` has as many, and nothing else counts samples."""
-    rows, *others = x.shape if x.dim() else (1,)
-    if _symbols.names_in((*others, *x.stride(), x.storage_offset())) & set(batch):
-        return False
-    return _symbols.grows_with(rows, batch)
 
 
 def return_once(gm: fx.GraphModule, views: Sequence[ResultView]) -> fx.GraphModule:

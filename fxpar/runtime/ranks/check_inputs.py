@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,49 +20,29 @@ import torch.distributed as dist
 from fxpar.errors import FxparWarning, InputMismatchError, compose
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import consensus, worlds
-from fxpar.runtime.ranks.groups import Ranks, check_devices
-from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.propagate.conventions import batch_axes
-
-# Mark of a tensor that a compiled graph returned in local mode: True, it is this rank's
-# part of the batch; False, it is a global value.
-LOCAL_MARK = "_fxpar_local"
+from fxpar.runtime.ranks.groups import check_devices
 
 NAMES_SHOWN = 8
 
-# (name, kind, tensor); kind is "parameter", "buffer", "input", or "batch": an input of
-# which each rank of the batch axes feeds its own part. Others are not compared.
+# (name, kind, tensor); kind is "parameter", "buffer" or "input".
 Fed = tuple[str, str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Checks:
-    """What to compare when a compiled graph is called first."""
+def check_arguments(inputs: Sequence[NamedInput], args: Sequence[Any]) -> None:
+    """Compare the tensors that ranks call a graph of these ``inputs`` with first.
 
-    # Of the graph, in order.
-    inputs: Sequence[NamedInput]
-    # Positions of those that are a rank's part of the batch.
-    local: Collection[int]
-    # That compare them.
-    ranks: Ranks
+    Raises InputMismatchError, RankMismatchError, DeviceError.
+    """
+    from torch.distributed.tensor import DTensor
 
-    def run(self, args: Sequence[Any]) -> None:
-        """Compare the tensors among the arguments.
-
-        Raises InputMismatchError, RankMismatchError, DeviceError.
-        """
-        from torch.distributed.tensor import DTensor
-
-        fed = [
-            (entry.name, "batch" if i in self.local else entry.kind, x)
-            for i, (entry, x) in enumerate(zip(self.inputs, args, strict=True))
-            if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-        ]
-        devices = {x.device for *_, x in fed}
-        accelerators = [device for device in devices if device.type == "cuda"]
-        for device in accelerators:
-            check_devices(device)
-        check_same(fed, self.ranks.mesh)
+    fed = [
+        (entry.name, entry.kind, x)
+        for entry, x in zip(inputs, args, strict=True)
+        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+    ]
+    for device in {x.device for *_, x in fed if x.device.type == "cuda"}:
+        check_devices(device)
+    check_same(fed)
 
 
 class Drift:
@@ -71,13 +50,11 @@ class Drift:
     ranks that drift apart are told. On a device sums are made beside the call and told
     at the next one, so that nobody waits for the device.
 
-    ``fed``: of inputs, by position among the arguments, name, kind and count of dims.
+    ``fed``: of inputs, by position among the arguments, name and count of dims.
     """
 
-    def __init__(self, fed: Mapping[int, tuple[str, str, int]], mesh: Mesh):
-        alone = len(set(_models("batch", mesh))) == mesh.size
-        self.fed = {i: x for i, x in fed.items() if x[1] == "input" or not alone}
-        self.mesh = mesh
+    def __init__(self, fed: Mapping[int, tuple[str, int]]):
+        self.fed = fed
         self._sums: list[Callable[[], int] | None] = [None] * len(self.fed)
 
     def word(self, args: Sequence[Any]) -> str:
@@ -99,11 +76,10 @@ class Drift:
         if len(set(words)) == 1:
             return
         sums = [word.split(" ") for word in words]
-        for n, (name, kind, dims) in enumerate(self.fed.values()):
-            models = _models(kind, self.mesh)
-            for rank, model in enumerate(models):
-                if sums[rank][n] != sums[model][n]:
-                    raise _told_apart([name], kind, rank, model, self.mesh, dims)
+        for n, (name, dims) in enumerate(self.fed.values()):
+            for rank, own in enumerate(sums):
+                if own[n] != sums[0][n]:
+                    raise _differ([name], rank, dims)
 
 
 def on_its_way(total: torch.Tensor) -> Callable[[], int]:
@@ -147,17 +123,18 @@ def _crc(data: torch.Tensor, start: int) -> int:
     return zlib.crc32((ctypes.c_char * count).from_address(data.data_ptr()), start)
 
 
-def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
-    """Raise InputMismatchError on every rank if inputs differ between ranks that must
-    feed the same; take parameters and buffers that differ from rank 0, with a warning.
+def check_same(fed: Sequence[Fed]) -> None:
+    """Raise InputMismatchError on every rank if inputs differ between ranks; take
+    parameters and buffers that differ from the first rank, with a warning.
 
     Raises InputMismatchError as well if names, shapes or dtypes differ, and
     RankMismatchError if a rank does not come. All ranks must call this.
     """
-    fed = [x for x in fed if x[1] in ("parameter", "buffer", "input", "batch")]
-    if mesh.size == 1 or not fed or dist.get_backend() == "fake":
+    world = worlds.current()
+    fed = [x for x in fed if x[1] in ("parameter", "buffer", "input")]
+    if world is None or world.size == 1 or not fed or dist.get_backend() == "fake":
         return
-    lines = [f"{kind} {name}: {_shape(x, kind)}" for name, kind, x in fed]
+    lines = [f"{kind} {name}: {_shape(x)}" for name, kind, x in fed]
     consensus.agree(
         "inputs",
         consensus.digest_of("\n".join(lines)),
@@ -168,16 +145,13 @@ def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
         error=InputMismatchError,
     )
     hashes = gather_numbers([checksum(x) for *_, x in fed])
-    wrong = [
-        i for i, (_, kind, _) in enumerate(fed) if _differing(hashes, i, kind, mesh)
-    ]
-    inputs = [i for i in wrong if fed[i][1] in ("input", "batch")]
+    wrong = (hashes != hashes[0]).any(0).nonzero().flatten().tolist()
+    inputs = [i for i in wrong if fed[i][1] == "input"]
     if inputs:
-        raise _mismatch(fed, inputs, hashes, mesh)
+        raise _mismatch(fed, inputs, hashes)
     if wrong:
         fix = "call torch.manual_seed before the model is made, or load one checkpoint"
         take_from_rank_0([fed[i] for i in wrong], fix=fix)
-    _warn_alike(fed, hashes, mesh)
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -269,95 +243,28 @@ def transport(device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _models(kind: str, mesh: Mesh) -> list[int]:
-    """For each rank the rank that it must equal."""
-    if kind != "batch":
-        return [0] * mesh.size
-    other_axes = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
-    return [mesh.group(rank, other_axes)[0] for rank in range(mesh.size)]
-
-
-def _differing(hashes: torch.Tensor, i: int, kind: str, mesh: Mesh) -> list[int]:
-    """Ranks whose tensor ``i`` is not that of the rank it must equal."""
-    values = hashes[:, i].tolist()
-    return [
-        rank
-        for rank, model in enumerate(_models(kind, mesh))
-        if values[rank] != values[model]
-    ]
-
-
-def _warn_alike(fed: Sequence[Fed], hashes: torch.Tensor, mesh: Mesh) -> None:
-    """Warn, on rank 0, of parts of the batch that are one and the same on all ranks: a
-    batch that nobody split, or a table, which has rows of its own."""
-    parts = {i: x for i, (_, kind, x) in enumerate(fed) if kind == "batch"}
-    several = mesh.count(batch_axes(mesh)) > 1
-    if not several or not parts or not consensus.leads():
-        return
-    own = {i for i in parts if len(set(hashes[:, i].tolist())) > 1}
-    rows = {parts[i].shape[0] for i in own}
-    alike = [
-        i
-        for i, x in parts.items()
-        if i not in own and x.shape[0] not in rows and not _says_little(x)
-    ]
-    if not alike or any(hasattr(parts[i], LOCAL_MARK) for i in alike):
-        return
-    names = listed([fed[i][0] for i in alike])
-    what = f"with FXPAR_INPUTS=local {names} is taken for a part of the batch, and is "
-    what += "the same on every rank"
-    fix = "close over what is no part of the batch, or make it a buffer"
-    if not own:
-        fix = "give each rank its own part (DistributedSampler), or set "
-        fix += "FXPAR_INPUTS=global"
-    warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
-
-
-def _says_little(x: torch.Tensor) -> bool:
-    """Whether all elements are one number, as in a mask of ones."""
-    return x.numel() < 2 or not bool((x != x.reshape(-1)[0]).any())
-
-
 def _mismatch(
-    fed: Sequence[Fed], wrong: Sequence[int], hashes: torch.Tensor, mesh: Mesh
+    fed: Sequence[Fed], wrong: Sequence[int], hashes: torch.Tensor
 ) -> InputMismatchError:
-    kind = fed[wrong[0]][1]
-    rank = _differing(hashes, wrong[0], kind, mesh)[0]
-    model = _models(kind, mesh)[rank]
-    names, dims = [fed[i][0] for i in wrong], fed[wrong[0]][2].dim()
-    return _told_apart(names, kind, rank, model, mesh, dims)
+    values, dims = hashes[:, wrong[0]].tolist(), fed[wrong[0]][2].dim()
+    rank = next(rank for rank, value in enumerate(values) if value != values[0])
+    return _differ([fed[i][0] for i in wrong], rank, dims)
 
 
-def _told_apart(
-    names: Sequence[str],
-    kind: str,
-    rank: int,
-    model: int,
-    mesh: Mesh,
-    dims: int,
-) -> InputMismatchError:
-    """The error, which every rank raises, of inputs that differ on two ranks. ``dims``:
-    how many the first has."""
-    one, other = worlds.global_rank(rank), worlds.global_rank(model)
+def _differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
+    """The error, which every rank raises, of inputs that differ on a rank and on the
+    first. ``dims``: how many the first of them has."""
+    one, other = worlds.global_rank(rank), worlds.global_rank(0)
     what = f"input {listed(names)} differs between ranks: rank {one} does not feed "
     what += f"what rank {other} feeds"
-    if kind == "batch":
-        axes = batch_axes(mesh)
-        fact = f"{what}, though both hold one part of the batch on mesh {mesh}"
-        fix = (
-            f"split the batch over {'+'.join(axes)} only: "
-            f"DistributedSampler(num_replicas={mesh.count(axes)}, "
-            f"rank={mesh.index(rank, axes)}) on rank {rank}"
-        )
-    elif (world := worlds.current()) is not None and world.places > 1:
+    if (world := worlds.current()) is not None and world.places > 1:
         fact = f"{what}, though both are fed one part of the batch"
         fix = (
             f"give both the same of {world.places} parts: "
             f"DistributedSampler(num_replicas={world.places}, rank={world.place})"
         )
     elif dims == 0:
-        fact = f"{what}; a tensor without dims is a global value, with "
-        fact += "FXPAR_INPUTS=local too"
+        fact = f"{what}; a tensor without dims is a global value"
         fix = (
             "all_reduce it first, or feed the same value on every rank (Trainer: "
             "average_tokens_across_devices=True, its default)"
@@ -366,8 +273,7 @@ def _told_apart(
         fact = f"{what}; a plain tensor is a global value, the same on every rank"
         fix = (
             "feed the same batch on every rank (one seed, no DistributedSampler); or, "
-            "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local "
-            "and pass it as an argument"
+            "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
         )
     error = InputMismatchError(fact, fix=fix)
     error.told = True
@@ -402,7 +308,5 @@ def listed(names: Iterable[str]) -> str:
     )
 
 
-def _shape(x: torch.Tensor, kind: str) -> str:
-    """What must be alike on all ranks; parts of a batch may have other sizes."""
-    shape: object = list(x.shape) if kind != "batch" else f" of {x.dim()} dims"
-    return f"{str(x.dtype).removeprefix('torch.')}{shape}"
+def _shape(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

@@ -27,8 +27,13 @@ from fxpar import _torch
 from fxpar.errors import InputMismatchError
 from fxpar.runtime.ranks import check_inputs, worlds
 from fxpar.runtime.ranks.comparison_backoff import Backoff
-from fxpar.runtime.ranks.element_samples import sample, sample_turn, sum_of_bits
-from fxpar.runtime.ranks.gradient_sketches import ALLOWED, sketch
+from fxpar.runtime.ranks.element_samples import (
+    ALLOWED,
+    sample,
+    sample_turn,
+    sketch,
+    sum_of_bits,
+)
 from fxpar.runtime.ranks.meeting import call_number
 from fxpar.sharding.mesh import Mesh
 
@@ -42,9 +47,6 @@ _PARTS_FIX = (
 _UPDATE_FIX = (
     "change gradients, learning rates and parameters alike on every rank: draw noise "
     "from one seed, decide by what all ranks have alike"
-)
-_BUFFER_FIX = (
-    "write to it alike on every rank, or average it over them (dist.all_reduce)"
 )
 
 
@@ -72,11 +74,7 @@ class Replicas:
         held: Mapping[int, tuple[str, str]],
         examples: Sequence[Any],
         mesh: Mesh,
-        *,
-        local: bool,
     ) -> None:
-        """``local``: whether ranks feed parts of a batch, so that buffers may be
-        written by code in no graph, each rank its own."""
         self.held = [
             _Held(i, *names, models)
             for i, names in held.items()
@@ -86,7 +84,6 @@ class Replicas:
         self.parts = {
             i: name for i, (name, _) in held.items() if _is_in_parts(examples[i], mesh)
         }
-        self.local = local
         # Writes to each tensor so far, at this call, and when all ranks were alike.
         self._now: tuple[int, ...] = ()
         self._alike: tuple[int, ...] = ()
@@ -130,8 +127,7 @@ class Replicas:
 
     def compare(self, words: Sequence[str], args: Sequence[Any]) -> None:
         """Raise InputMismatchError, on all ranks, if one holds other values than it
-        should; of buffers that code in no graph wrote to take rank 0's, as
-        DistributedDataParallel does."""
+        should."""
         if len(set(words)) == 1 or not self._suspicious(words):
             self._alike = self._now
             return
@@ -191,11 +187,6 @@ class Replicas:
             if gathered[rank][n + i] != gathered[self.held[i].models[rank]][n + i]
         ]
         wrong = alone or (list(unlike) if self._far_apart(unlike, values) else [])
-        buffers = [i for i in wrong if self.local and self.held[i].kind == "buffer"]
-        if buffers:
-            fed = [(self.held[i].name, "buffer", values[i]) for i in buffers]
-            check_inputs.take_from_rank_0(fed, fix=_BUFFER_FIX)
-            wrong = [i for i in wrong if i not in buffers]
         if wrong:
             raise _unlike(
                 [self.held[i] for i in wrong], unlike[wrong[0]], alone=bool(alone)

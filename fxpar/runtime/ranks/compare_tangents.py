@@ -21,8 +21,12 @@ from torch.distributed.tensor import DTensor
 from fxpar.errors import GradientError
 from fxpar.runtime.ranks import check_inputs, worlds
 from fxpar.runtime.ranks.comparison_backoff import Backoff
-from fxpar.runtime.ranks.element_samples import sample, sample_turn, sum_of_bits
-from fxpar.runtime.ranks.gradient_sketches import ALLOWED
+from fxpar.runtime.ranks.element_samples import (
+    ALLOWED,
+    sample,
+    sample_turn,
+    sum_of_bits,
+)
 from fxpar.runtime.ranks.meeting import call_number
 from fxpar.runtime.ranks.presence import is_alone
 

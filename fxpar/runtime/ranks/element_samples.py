@@ -61,3 +61,15 @@ def _is_dense(x: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+# Relative difference of values that are equal but for rounding.
+ALLOWED = 1e-3
+
+
+def sketch(x: torch.Tensor) -> tuple[float, float]:
+    """The norm of a tensor and its sum weighted by a wave, by which tensors are
+    compared up to rounding."""
+    flat = x.detach().to_dense().flatten().to(torch.float64)
+    waves = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).sin()
+    return flat.norm().item(), flat.dot(waves).item()

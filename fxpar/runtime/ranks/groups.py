@@ -31,7 +31,7 @@ from fxpar.errors import DeviceError, FxparError, MeshError, RankMismatchError
 from fxpar.runtime.ranks import consensus, meeting, presence, worlds
 from fxpar.runtime.ranks.patience import patience_limit, set_timeouts
 from fxpar.runtime.ranks.worlds import World
-from fxpar.sharding.axis_parts import axis_of
+from fxpar.sharding.manual_axes import ManualAxes, planned_mesh
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -86,15 +86,11 @@ def next_graph() -> int:
 
 
 @dataclass(frozen=True)
-class Manual:
+class Manual(ManualAxes):
     """The axes of the batch, where each rank feeds its own part of it."""
 
-    # Of all ranks.
-    mesh: Mesh
-    # Of this process, in that mesh.
+    # Of this process, in the mesh of all ranks.
     rank: int
-    # Of several ranks.
-    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -174,14 +170,14 @@ def join(options: Options) -> Ranks:
 def _manual(mesh: Mesh, rank: int) -> Manual | None:
     """The axes of the batch; None if one part is all of it."""
     axes = tuple(axis for axis in batch_axes(mesh) if mesh.axis_size(axis) > 1)
-    return Manual(mesh, rank, axes) if axes else None
+    return Manual(mesh, axes, rank) if axes else None
 
 
 def _in_place(manual: Manual) -> Ranks:
     """The ranks of this process's place."""
     mesh, rank = manual.mesh, manual.rank
-    planned = [axis for axis in mesh.names if axis not in manual.axes]
-    members = mesh.group(rank, planned)
+    others = [axis for axis in mesh.names if axis not in manual.axes]
+    members = mesh.group(rank, others)
     part = mesh.index(rank, manual.axes)
     name = f"{_axes_text(mesh)}/{'+'.join(manual.axes)}/{part}"
     life = _life()
@@ -192,26 +188,15 @@ def _in_place(manual: Manual) -> Ranks:
             members,
             members.index(rank),
             life.group,
-            lambda: _torch.distributed.group_named(group_of(mesh, planned)),
+            lambda: _torch.distributed.group_named(group_of(mesh, others)),
             part,
             mesh.count(manual.axes),
         )
         with worlds.inside(world):
             meeting.current()  # what others of the place wait for is known from now on
-    return Ranks(_without_manual(manual), world.rank, world=world, manual=manual)
-
-
-def _without_manual(manual: Manual) -> Mesh:
-    """The mesh of a place: its manual axes have one rank."""
-    mesh, axes = manual.mesh, {axis_of(axis) for axis in manual.axes}
-    rows: dict[str, Any] = {}
-    columns = zip(mesh.axes, mesh.links, mesh.speeds, mesh.shares, strict=True)
-    for (name, size), link, speeds, shares in columns:
-        if axis_of(name) in axes:
-            rows[axis_of(name)] = (axis_of(name), 1), link, None, None
-        else:
-            rows[name] = (name, size), link, speeds, shares
-    return Mesh(*zip(*rows.values(), strict=True))
+    return Ranks(
+        planned_mesh(mesh, manual.axes), world.rank, world=world, manual=manual
+    )
 
 
 def _axes_text(mesh: Mesh) -> str:
@@ -362,11 +347,14 @@ def _meet_members(members: Sequence[int], name: str) -> str:
     return own_name
 
 
+def axes_of_group(group: str) -> tuple[str, ...] | None:
+    """The axes along which one of the groups made here goes; None: all of a mesh."""
+    return next((k[1] for k, name in _life().names.items() if name == group), None)
+
+
 def bandwidth_of(mesh: Mesh, group: str) -> float:
     """Bytes/s that a rank sends in one of the groups made here, at the least."""
-    axes = next(
-        (key[1] for key, name in _life().names.items() if name == group), mesh.names
-    )
+    axes = axes_of_group(group) or mesh.names
     links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if mesh.has(a)]
     near = [
         link.inner.bandwidth if link.inner and size <= link.inside else link.bandwidth

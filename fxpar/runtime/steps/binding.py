@@ -11,7 +11,7 @@ sharded compiles as on one device; what is drawn comes from rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,10 @@ GroupOf = Callable[[tuple[str, ...]], str]
 
 # Key in a bound node's meta: whether it holds a number that other ranks have not.
 OF_RANK = "fxpar_of_rank"
+
+# From the seeds of one place along manual axes to those of the next: odd, so that no
+# two of 2**64 places have the same.
+PLACE_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 _ATEN = torch.ops.aten
 _C10D = torch.ops._c10d_functional
@@ -67,9 +71,11 @@ def bind(
     *,
     inductor: bool,
     at_run_time: bool = False,
+    manual: Sequence[str] = (),
 ) -> fx.Graph:
     """The bound graph of ``rank``. ``group_of``: axes -> name of the process group;
-    ``at_run_time``: its coordinates are looked up when it runs, where ops can."""
+    ``at_run_time``: its coordinates are looked up when it runs, where ops can;
+    ``manual``: axes along which ranks draw numbers of their own."""
     rank_graph = fx.Graph()
     build = Builder(rank_graph, fake_mode, mesh)
     bound: dict[fx.Node, Any] = {}
@@ -144,7 +150,12 @@ def bind(
         bound[node] = copy
         if _draws(node):
             with build.at(node):
-                bound[node] = _of_rank_0(build, copy, mesh, group_of)
+                bound[node] = _of_first_rank(build, copy, mesh, group_of, manual)
+                place = mesh.index(rank, manual)
+                if node.target is torch.ops.fxpar.seeds.default and place:
+                    offset = place * PLACE_STEP
+                    bound[node] = build.call(_ATEN.add.Tensor, bound[node], offset)
+                    bound[node].meta[OF_RANK] = True
     if inductor:
         unroll_scans(rank_graph, mesh, fake_mode)
         uncount_steps(rank_graph, fake_mode)
@@ -321,12 +332,16 @@ def _draws_whole(target: Any) -> bool:
     )
 
 
-def _of_rank_0(build: Builder, draw: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
-    """What rank 0 drew for all: generators of ranks may have drifted apart (a data
-    loader that augments, a print of a random number), masks may not."""
-    if mesh.size == 1:
+def _of_first_rank(
+    build: Builder, draw: fx.Node, mesh: Mesh, group_of: GroupOf, manual: Sequence[str]
+) -> Any:
+    """What the first rank drew for all but those of ``manual`` axes: generators of
+    ranks may have drifted apart (a data loader that augments, a print of a random
+    number), masks may not."""
+    axes = tuple(axis for axis in mesh.names if axis not in manual)
+    if mesh.count(axes) == 1:
         return draw
-    group = group_of(mesh.names)
+    group = group_of(axes)
     dtype = draw.meta["val"].dtype
     wire_dtype = _WIDER.get(dtype)
     x = draw if wire_dtype is None else _convert(build, draw, wire_dtype)

@@ -198,7 +198,7 @@ def regather(state: JointState) -> None:
     forward_backward.save_of_stages(state.graph)
     if not state.request.keep_gathered:
         forward_backward.regather(state.graph)
-    if not state.decided.is_even:
+    if not state.decided.is_even or state.request.manual is not None:
         forward_backward.save_alike(state.graph)
 
 
@@ -212,6 +212,7 @@ def bind(state: RankState) -> None:
         state.fake_mode,
         inductor=state.inductor,
         at_run_time=state.at_run_time,
+        manual=state.request.manual.axes if state.request.manual else (),
     )
 
 

@@ -35,6 +35,7 @@ from fxpar.sharding import plan_facts
 from fxpar.sharding.choose_mesh import balanced
 from fxpar.sharding.choose_stages import choose_with_stages
 from fxpar.sharding.decide_request import decide_on, split_evenly
+from fxpar.sharding.manual_axes import planned_plan
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
@@ -61,14 +62,14 @@ def look_up_plan(state: JointState) -> None:
         mode = request.mode
     if isinstance(mode, Plan):
         whole = mode
-        state.recalled = state.plan_with_schedule = mode.of_one_stage()
+        state.recalled = state.plan_with_schedule = _as_planned(mode, request)
     elif _is_kept(state):
         assert isinstance(mode, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
         stored = plan_store.load(state.key, mode.seconds)
         if stored is not None:
             whole, schedule_chosen = stored
-            state.recalled = whole.of_one_stage()
+            state.recalled = _as_planned(whole, request)
             state.plan_with_schedule = (
                 state.recalled if schedule_chosen and not request.tune else None
             )
@@ -81,7 +82,7 @@ def look_up_plan(state: JointState) -> None:
 
 def _follow(state: JointState, whole: Plan) -> None:
     """The request for the mesh of a plan, with its stages and microbatches."""
-    request, plan = state.request, whole.of_one_stage()
+    request, plan = state.request, _as_planned(whole, state.request)
     if whole.stages and request.microbatches is None:
         request = replace(request, microbatches=whole.microbatches)
         state.request = request
@@ -92,6 +93,12 @@ def _follow(state: JointState, whole: Plan) -> None:
         _on(state, whole.mesh)
     elif plan.mesh.is_refined and plan.mesh.unrefined.axes == own_axes:
         _on(state, plan.mesh)
+
+
+def _as_planned(plan: Plan, request: Request) -> Plan:
+    """A plan of the whole mesh on the mesh that is planned on."""
+    plan = plan.of_one_stage()
+    return planned_plan(plan, request.manual.axes) if request.manual else plan
 
 
 def _on(state: JointState, mesh: Mesh) -> Request:
@@ -214,7 +221,7 @@ def make_plan(state: JointState) -> None:
     decision = state.decided
     report_unknown(decision.program, decision.mesh, request.strict)
     check_user_rules(decision)
-    state.decision = on_whole_mesh(decision, state.request.pipeline)
+    state.decision = on_whole_mesh(decision, state.request)
 
 
 def _recall(state: JointState, plan: Plan) -> None:

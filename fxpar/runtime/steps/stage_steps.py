@@ -23,6 +23,7 @@ from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.hints import pinned_stages
+from fxpar.sharding.manual_axes import over_manual_axes
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of, phase_of, user_line
@@ -33,13 +34,17 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 PARTS = 4
 
 
-def on_whole_mesh(decision: Decision, pipeline: Pipeline | None) -> Decision:
-    """What was decided for one stage, on the mesh of all."""
-    if pipeline is None:
-        return decision
+def on_whole_mesh(decision: Decision, request: Request) -> Decision:
+    """What was decided for the ranks of one stage and one place along manual axes, on
+    the mesh of all."""
+    pipeline, manual = request.pipeline, request.manual
     ops = decision.program.ops
     update = {op.index for op in ops if phase_of(op.node) == "update"}
-    return over_stages(decision, pipeline, update)
+    if manual is not None:
+        decision = over_manual_axes(decision, manual, request.signature, update)
+    if pipeline is not None:
+        decision = over_stages(decision, pipeline, update)
+    return decision
 
 
 def parts_of(request: Request) -> int:

@@ -17,7 +17,9 @@ import torch
 
 from fxpar import _torch
 from fxpar.errors import OptionError
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.runtime.train_step.optimizer import is_number
+from fxpar.sharding.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class StepCall:
     accumulated: tuple[int, ...] = ()
     # Whether the loss is, and an update is left out if a gradient is not finite.
     scaled: bool = False
+    # Whether gradients become means over ranks.
+    averages: bool = False
 
 
 def add_accumulated(
@@ -85,6 +89,20 @@ def add_accumulated(
             forward_args[i].grad = total
             if write and gradient is not None:
                 before.copy_(total)
+
+
+def average(
+    forward_args: Sequence[Any], rests: Mapping[int, Spec | None], *, in_parts: bool
+) -> None:
+    """Make gradients means over the ranks of manual axes. ``rests``: of trained
+    parameters, how they are at rest; ``in_parts``: of those that DTensors hold, whose
+    gradients are kept as they are, or of the others."""
+    with torch.no_grad():
+        for i, rest in rests.items():
+            x = forward_args[i]
+            if x.grad is not None and in_parts == (rest is not None):
+                spec = str(rest or Spec.whole(x.dim()))
+                x.grad = torch.ops.fxpar.mean_over_ranks(x.grad, spec)
 
 
 def unscale(

@@ -27,8 +27,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
+from fxpar._torch.objects import parameters_of
 from fxpar.errors import PlanError
-from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.train_step.unseen_values import (
     copied_attributes,
     is_flag,
@@ -69,7 +69,7 @@ def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
     for i, group in enumerate(optimizer.param_groups):
         yield "group", i, group
     state = optimizer.state
-    for i, p in enumerate(parameters(optimizer)):
+    for i, p in enumerate(parameters_of(optimizer)):
         if p in state:
             yield "state", i, state[p]
 
@@ -92,7 +92,7 @@ def write(optimizer: torch.optim.Optimizer, slot: Slot, value: Any) -> None:
     if slot.place == "group":
         entries: Any = optimizer.param_groups[slot.index]
     else:
-        entries = optimizer.state[parameters(optimizer)[slot.index]]
+        entries = optimizer.state[parameters_of(optimizer)[slot.index]]
     if slot.item is not None:
         values = list(entries[slot.key])
         values[slot.item] = value
@@ -169,7 +169,7 @@ def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> No
 class TracedState:
     """What a stand-in holds."""
 
-    # Of those with a gradient or None, in the order of ``parameters(optimizer)``.
+    # Of those with a gradient or None, in the order of ``parameters_of(optimizer)``.
     parameters: Sequence[torch.Tensor | None]
     # By slot.
     values: Mapping[Slot, torch.Tensor]

@@ -25,15 +25,13 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar._torch.objects import parameters_of
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.compiled_graph import refusing_data
-from fxpar.runtime.ranks import gradient_sketches
-from fxpar.runtime.ranks.gradient_sketches import parameters
 from fxpar.runtime.ranks.presence import is_alone
-from fxpar.runtime.ranks.mean_gradients import takes_part
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
     Forward,
@@ -126,14 +124,17 @@ class TrainStep:
         examples: Sequence[Any],
         inputs: Sequence[NamedInput],
         compile_step: Compile,
+        *,
+        averages: bool,
     ) -> Callable[..., Any]:
         """What to run for a forward that Dynamo traced, on concrete shapes.
 
-        ``examples``: values of its inputs; what each rank feeds a part of in full.
+        ``examples``: values of its inputs. ``averages``: whether updates take the means
+        of gradients over ranks.
         """
         forward = globally(gm, inputs, examples)
         forward = replace(forward, kinds=tuple(repeated_segments(forward.module)))
-        return _Stage(self, forward, examples, compile_step)
+        return _Stage(self, forward, examples, compile_step, averages)
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,10 @@ class _Stage:
         forward: Forward,
         examples: Sequence[Any],
         compile_step: Compile,
+        averages: bool,
     ) -> None:
         self.owner, self.forward, self.compile = owner, forward, compile_step
+        self.averages = averages
         mode = _torch.fake.new_fake_mode(symbols=True)
         self.examples = [fake_of(x, mode) for x in examples]
         with refusing_data(forward.module):
@@ -212,13 +215,15 @@ class _Stage:
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
         calls, scales = options.accumulate, options.scales
-        return StepCall(options.clip, calls, updates, tuple(accumulated), scales)
+        return StepCall(
+            options.clip, calls, updates, tuple(accumulated), scales, self.averages
+        )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
         """Position of a parameter in the optimizer -> among the inputs."""
         optimizer = self.owner.optimizer
         inputs = {id(args[i]): i for i in self.forward.trained}
-        order = enumerate(parameters(optimizer))
+        order = enumerate(parameters_of(optimizer))
         places = {i: inputs[id(p)] for i, p in order if id(p) in inputs}
         if self.reached.isdisjoint(places.values()):
             raise PlanError(
@@ -295,7 +300,7 @@ class _Stage:
         """The sharded parameter that new state of this shape lies like, or None."""
         if slot.place == "group":
             return None
-        p = parameters(self.owner.optimizer)[slot.index]
+        p = parameters_of(self.owner.optimizer)[slot.index]
         return p if isinstance(p, DTensor) and tuple(p.shape) == tuple(shape) else None
 
     def _trace(
@@ -372,8 +377,6 @@ class _Stage:
                 if isinstance(x := slot_values[slot], torch.Tensor)
             ]
             torch.autograd.graph.increment_version(written)
-            if takes_part():
-                gradient_sketches.note(owner.optimizer, {}, is_shared=True)
             if not (how.scaled and self._overflowed(results[-1])):
                 self._updated(step, results, slot_values)
         return tuple(results[: step.count])

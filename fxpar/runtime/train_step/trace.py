@@ -32,6 +32,7 @@ from fxpar.runtime.train_step.forward import (
 from fxpar.runtime.train_step.gradients import (
     StepCall,
     add_accumulated,
+    average,
     unless,
     unscale,
 )
@@ -137,10 +138,13 @@ def trace(
             forward_args[i] = forward_args[i].detach().requires_grad_()
         results = _differentiate(forward, forward_args, how.calls, scale)
         findings.count = len(results)
+        rests = {i: forward.ends[i].rest for i in forward.trained if how.averages}
+        average(forward_args, rests, in_parts=True)
         add_accumulated(forward_args, accumulated, write=not how.updates)
         if not how.updates:
             _stamp("update")
             return results
+        average(forward_args, rests, in_parts=False)  # once for all calls
         bad = None if scale is None else unscale(forward_args, places.values(), scale)
         written = [forward_args[i] for i in places.values()]
         written += [x for slot, x in values.items() if slot not in numbers]

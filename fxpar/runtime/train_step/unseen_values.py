@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fxpar import _torch
+from fxpar._torch.objects import parameters_of
 from fxpar.errors import PlanError
-from fxpar.runtime.ranks.gradient_sketches import parameters
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -52,7 +52,7 @@ def refuse_unseen(optimizer: torch.optim.Optimizer) -> None:
                     "give fxpar.train_step the optimizer inside, or torch.compile the "
                     "model and call optimizer.step()",
                 )
-    ids = set(map(id, parameters(optimizer)))
+    ids = set(map(id, parameters_of(optimizer)))
     for p, state in optimizer.state.items():
         if id(p) not in ids or not isinstance(state, dict):
             raise unseen(optimizer, f"keeps state of no parameter, {_name(p)}")

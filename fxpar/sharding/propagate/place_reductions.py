@@ -348,9 +348,7 @@ def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
     signature = program.signature
 
     def may_be_partial(out: Output) -> bool:
-        if out.rest is None:
-            return out.lie == "summand" and axis in signature.batch
-        return (axis, "sum") in out.rest.partial
+        return out.rest is not None and (axis, "sum") in out.rest.partial
 
     declared = zip(signature.outputs, program.outputs, strict=True)
     return {v for out, v in declared if not may_be_partial(out)}

@@ -16,7 +16,7 @@ again for the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -71,7 +71,8 @@ def _route(
     ranks at other places run other steps."""
     route, seconds = one_pair.search(source, target, mesh, shape, itemsize)
     stages = pipeline_axis(mesh)
-    if stages in source.axes or stages in target.axes:
+    alone = {stages, *apart}
+    if not alone.isdisjoint((*source.axes, *target.axes)):
         return route, seconds
     mesh = without(without_stages(mesh), apart)
     if all(link == Link() for link in mesh.links):
@@ -134,9 +135,12 @@ class _Versions:
         made_specs: list[Spec],
         settled: Sequence[Spec],
         mesh: Mesh,
-        apart: str | None = None,
+        apart: Sequence[Axes] = (),
     ) -> None:
-        self.program, self.mesh, self.apart = program, mesh, apart
+        """``apart``: sets of axes each of which has reshards of its own; of a value
+        that all split, those of the first go first."""
+        self.program, self.mesh = program, mesh
+        self.apart = [frozenset(axes) for axes in apart if axes]
         self.made_specs, self.settled = made_specs, settled
         self.exist: list[list[Spec]] = [[spec] for spec in made_specs]
         self.reshards: list[Reshard] = []
@@ -151,26 +155,50 @@ class _Versions:
         """Make version ``need`` of a value unless it exists."""
         if need in self.exist[v]:
             return
-        if self.apart in need.axes:
-            self.get(v, _without(need, self.apart), reader, output)
-            self._add(v, _without(need, self.apart), need, reader, output)
-            return
-        if not self._candidates(v):
-            source = self.exist[v][0]
-            self._add(v, source, _without(source, self.apart), reader, output)
+        for axes in self.apart:
+            if not axes.isdisjoint(need.axes):
+                source = self._before(v, _without(need, axes), axes, reader, output)
+                self._add(v, source, need, reader, output)
+                return
+        exist = self.exist[v]
+        for axes in self.apart:
+            if not any(axes.isdisjoint(spec.axes) for spec in exist):
+                self._add(v, exist[0], _without(exist[0], axes), reader, output)
+            exist = [x for x in self.exist[v] if axes.isdisjoint(x.axes)]
         exist, settled = self._candidates(v), self.settled[v]
         if need in exist:
             return
         if not any(_one_way(spec, need) for spec in exist):
             self.get(v, need.without_partial(), reader, output)
         direct = min(self._price(v, spec, need) for spec in exist)
-        if settled not in exist and settled != need and self.apart not in settled.axes:
+        mixed = not all(axes.isdisjoint(settled.axes) for axes in self.apart)
+        if settled not in exist and settled != need and not mixed:
             # Settling first pays if what others will read is on the way.
             through = min(self._price(v, spec, settled) for spec in exist)
             through += self._price(v, settled, need)
             if through <= direct * (1 + 1e-9):
                 self._make(v, settled, reader, output)
         self._make(v, need, reader, output)
+
+    def _before(
+        self,
+        v: int,
+        bare: Spec,
+        axes: frozenset[str],
+        reader: int | None,
+        output: int | None,
+    ) -> Spec:
+        """The version that axes are added to: of a value that they do not split yet, or
+        of one that they are to reduce, which then is a reduce-scatter."""
+        made = self.made_specs[v]
+        unreduced = [pair for pair in made.partial if pair[0] in axes]
+        if not unreduced:
+            self.get(v, bare, reader, output)
+            return bare
+        source = Spec.of(bare.dims, (*bare.partial, *unreduced))
+        if source not in self.exist[v]:
+            self._add(v, made, source, reader, output)
+        return source
 
     def _make(
         self, v: int, target: Spec, reader: int | None, output: int | None
@@ -181,7 +209,8 @@ class _Versions:
 
     def _candidates(self, v: int) -> list[Spec]:
         """Versions that others are made from."""
-        return [spec for spec in self.exist[v] if self.apart not in spec.axes]
+        apart = frozenset[str]().union(*self.apart)
+        return [spec for spec in self.exist[v] if apart.isdisjoint(spec.axes)]
 
     def _add(
         self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
@@ -192,10 +221,10 @@ class _Versions:
         self.reshards.append(Reshard(v, source, target, reader, output, early))
 
 
-def _without(spec: Spec, axis: str | None) -> Spec:
-    """The spec without an axis, on dims and as a reduction."""
-    dims = spec.without((axis,) if axis else ()).dims
-    return Spec.of(dims, [(a, op) for a, op in spec.partial if a != axis])
+def _without(spec: Spec, axes: Collection[str]) -> Spec:
+    """The spec without some axes, on dims and as reductions."""
+    dims = spec.without(axes).dims
+    return Spec.of(dims, [(a, op) for a, op in spec.partial if a not in axes])
 
 
 def connect(
@@ -204,20 +233,26 @@ def connect(
     settled: Sequence[Spec],
     mesh: Mesh,
     *,
-    apart: str | None = None,
+    apart: Axes = (),
+    manual: Axes = (),
+    averaged: Collection[int] = (),
 ) -> Edges:
     """All reads and reshards of a plan, inputs and outputs as the signature wants.
-    ``apart``: an axis along which values move by reshards that have no other."""
+    ``apart``, ``manual``: axes along which values move by reshards that have no other;
+    ``averaged``: values that ranks along the latter made operands of a mean of."""
     signature = program.signature
     specs: list[Spec] = list(settled)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.results):
             specs[v] = result_spec(op.rule, strategy, i)
+    for v in averaged:
+        means = [(axis, "avg") for axis in manual]
+        specs[v] = Spec.of(_without(specs[v], manual).dims, (*specs[v].partial, *means))
     for declared, value in zip(signature.inputs, program.inputs, strict=True):
         if value is not None and declared.rest is not None:
             specs[value] = declared.rest
     rests = [
-        None if v is None else out.spec(settled[v], specs[v], signature.batch)
+        None if v is None else out.spec(settled[v])
         for out, v in zip(signature.outputs, program.outputs, strict=True)
     ]
     for k, (result, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
@@ -234,7 +269,7 @@ def connect(
             and constant.index not in program.inputs
         ):
             specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
-    versions = _Versions(program, specs, settled, mesh, apart)
+    versions = _Versions(program, specs, settled, mesh, (apart, manual))
     edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):

@@ -178,8 +178,6 @@ def _outputs(
         end_of[k] = EdgeEnd(build.node("output", k, numbers), 0)
         if out.kind == "gradient":
             build.resting[v] = end_of[k]
-        if out.lie == "summand" and out.rest is not None and out.rest.partial:
-            build.same(makers[v], end_of[k])  # a summand of its own, whatever it costs
         readers[v].append((int(out.kind == "gradient"), end_of[k]))
         if leader is not None:
             build.same(makers[leader], end_of[k])
@@ -208,9 +206,6 @@ def _may_rest(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
     if out.lie == "even":
         shape = build.program.values[v].shape
         return [s for s in build.specs_of_shape(v) if s.is_even(build.mesh, shape)]
-    if out.lie == "batch" and whole.dims:
-        split = Spec.of([build.program.signature.batch, *whole.dims[1:]])
-        return list(dict.fromkeys((split, whole)))
     return [whole]
 
 

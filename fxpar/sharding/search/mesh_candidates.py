@@ -24,7 +24,6 @@ _AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
 NAMES = ("dp", "cp", "tp")
 # Stages are tried on so many places at most.
 MOST_PLACES = 32
-LOCAL_NAMES = ("dp", "zero", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,11 @@ def in_nodes(hardware: Hardware, devices: int | None) -> Hardware:
     return replace(hardware, levels=levels)
 
 
-def candidates(
-    ranks: int, hardware: Hardware, *, local: bool = False
-) -> tuple[Mesh, ...]:
+def candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
     """Every ordered factorisation of the ranks into at most three axes, of which none
     lies partly in a node: an axis is inside nodes, between nodes, or all there is.
-
-    ``local``: each rank feeds its own part of the batch.
     """
-    names = LOCAL_NAMES if local else NAMES
-    names_by_count = {1: names[:1], 2: (names[0], names[2]), 3: names}
+    names_by_count = {1: NAMES[:1], 2: (NAMES[0], NAMES[2]), 3: NAMES}
     node = hardware.levels[-2].devices if len(hardware.levels) > 1 else 0
     several = node and ranks > node and ranks % node == 0
     return tuple(

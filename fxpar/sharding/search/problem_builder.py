@@ -24,7 +24,6 @@ from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.steps import ALONE, Alone
-from fxpar.sharding.sample_dims import Dim, keeps_apart, where_samples_begin
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.search_space import (
@@ -100,7 +99,7 @@ class ProblemBuilder:
         return len(self.nodes) - 1
 
     def op_nodes(self) -> list[int]:
-        out, begins = [], where_samples_begin(self.program)
+        out = []
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
@@ -110,10 +109,6 @@ class ProblemBuilder:
                 self.columns[key] = tuple(by_specs.values()), numbers
             options, numbers = self.columns[key]
             seconds = self._seconds(op.index)
-            if op.index in begins:
-                apart = self._keeping_apart(op, begins[op.index], numbers)
-                options = tuple(options[k] for k in apart)
-                numbers, seconds = numbers[apart], seconds[apart]
             adding = self._adding(op, numbers)
             if adding is not None:
                 seconds = seconds + adding
@@ -135,19 +130,6 @@ class ProblemBuilder:
             sizes = (nbytes / self.mesh.count(split) for split in axes)
             seconds += np.array([self.hardware.fused(n, {}) for n in sizes])[each]
         return seconds * parts.paid
-
-    def _keeping_apart(
-        self, op: Op, of_samples: tuple[Dim, ...], numbers: np.ndarray
-    ) -> list[int]:
-        """The strategies of an op that keep apart the samples of each rank; all if none
-        does."""
-        apart = []
-        for k, row in enumerate(numbers):
-            columns = zip(op.results, row[len(op.operands) :], strict=True)
-            results = {v: self.pool.specs[n] for v, n in columns}
-            if keeps_apart(self.program, op, of_samples, results):
-                apart.append(k)
-        return apart or list(range(len(numbers)))
 
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""

@@ -1,0 +1,96 @@
+"""Places compare what they launch together, before they do.
+
+Where each place along manual axes runs a program of its own, collectives between places
+(gathers of parameters, means of their gradients) pair by their order alone. So a graph
+with such collectives says which they are at each run, by a word without a collective
+(``meeting.meet``), before the first of them: places that branched to other parameters,
+or that run another number of calls or backwards, raise RankMismatchError.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import fx
+
+from fxpar.errors import RankMismatchError
+from fxpar.passes.custom_ops import group_of_call
+from fxpar.passes.simulate.launches import crossings
+from fxpar.runtime.ranks import consensus, meeting, worlds
+from fxpar.runtime.ranks.groups import axes_of_group
+from fxpar.runtime.steps.pipeline_state import PhaseState
+from fxpar.sharding.factors import Axes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
+
+# Written to as far as compilers know, so that they leave it before what reads ``first``.
+torch.library.define(
+    "fxpar::compare_places",
+    "(Tensor(a!) first, str launches, str what, str mesh, str manual) -> ()",
+)
+
+
+@torch.library.register_fake("fxpar::compare_places")
+def _(first, launches, what, mesh, manual):
+    return None
+
+
+@torch.library.impl("fxpar::compare_places", "CompositeExplicitAutograd")
+def _(first, launches, what, mesh, manual):
+    with worlds.inside(None):
+        words = meeting.meet(launches, what)
+    if len(set(words)) == 1:
+        return
+    mesh = Mesh.parse(mesh)
+    for rank, word in enumerate(words):
+        peer = mesh.group(rank, manual.split("+"))[0]
+        if words[peer] != word:
+            error = RankMismatchError(
+                f"in {what} rank {rank} gathers or reduces other parameters than rank "
+                f"{peer}: they took other branches, or broke their graphs elsewhere",
+                fix="use the same parameters on every rank, in the same order, or leave "
+                "them whole (no fxpar.shard)",
+            )
+            raise consensus.as_told(error)
+
+
+def compare_places(state: PhaseState) -> None:
+    """Let a graph with collectives between places compare them at each run."""
+    manual = state.request.manual
+    if manual is None:
+        return
+    launched = [
+        node for node in state.graph.nodes if _is_between_places(node, manual.axes)
+    ]
+    # Ranks at other stages run other programs, and meet those of their own stage.
+    if not launched and state.request.pipeline is None:
+        return
+    lines = crossings(state.graph, even=state.even, among=launched)
+    where = next(filter(None, map(user_line, state.graph.nodes)), "")
+    what = f"the {state.which} of the graph at {where}" if where else state.which
+    digest = consensus.digest_of("\n".join(lines))[:16]
+    tensors = (x for n in launched for x in n.all_input_nodes)
+    placeholders = state.graph.find_nodes(op="placeholder")
+    operand = next(chain(tensors, filter(_is_tensor, placeholders)))
+    calls = (n for n in state.graph.nodes if n.op != "placeholder")
+    with state.graph.inserting_before(launched[0] if launched else next(calls)):
+        call = state.graph.call_function(
+            torch.ops.fxpar.compare_places.default,
+            (operand, digest, what, str(manual.mesh), "+".join(manual.axes)),
+        )
+    call.meta["val"] = None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_between_places(node: fx.Node, axes: Axes) -> bool:
+    """Whether a node is a collective whose group has ranks of several places."""
+    name = str(node.target)
+    if "c10d" not in name and not name.startswith("fxpar.all_gather"):
+        return False
+    if "wait" in name:
+        return False
+    return not set(axes).isdisjoint(axes_of_group(group_of_call(node)) or axes)
