@@ -526,21 +526,21 @@ def watch_backward(
             failed(error)
             raise
 
-    return wrap_backward(outputs, watched)
+    return wrap_backward(outputs, watched) is not None
 
 
 def wrap_backward(
     outputs: Sequence[Any],
     run_around: Callable[[Any, Sequence[Any], Callable[[], Any]], Any],
-) -> bool:
+) -> Any:
     """Run ``run_around(node, gradients, run)`` as each backward of a compiled graph,
     which gave these outputs: ``run()`` gives the gradients of the graph's arguments.
-    ``node`` is that of autograd. Whether the graph has a backward."""
+    ``node`` is that of autograd. The class of its nodes; None if it has none."""
     nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
     functions = (getattr(node, "_forward_cls", None) for node in nodes)
     function = next((x for x in functions if hasattr(x, "_aot_id")), None)
     if function is None:
-        return False
+        return None
     plain = function.backward
 
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -552,7 +552,7 @@ def wrap_backward(
         )
 
     function.backward = staticmethod(backward)
-    return True
+    return function
 
 
 def before_backward(outputs: Sequence[Any], do: Callable[[], None]) -> None:
@@ -592,12 +592,15 @@ def accumulating(node: Any) -> torch.Tensor | None:
     return leaf if is_run else None
 
 
-def leaves_under(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves that a tensor was computed from, in an order that follows from how."""
+def leaves_under(
+    x: torch.Tensor, is_known: Callable[[Any], bool]
+) -> Iterator[torch.Tensor]:
+    """The leaves that a tensor was computed from, in an order that follows from how;
+    not those under nodes of autograd that are known."""
     stack, seen = [x.grad_fn], set()
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or is_known(node):
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
@@ -609,4 +612,6 @@ def leaves_under(x: torch.Tensor) -> Iterator[torch.Tensor]:
 def hooks_of(x: torch.Tensor) -> tuple[int, int]:
     """How many hooks a tensor has on its gradient, and on its accumulation."""
     hooks: Any = x
-    return len(hooks._backward_hooks or ()), len(hooks._post_accumulate_grad_hooks or ())
+    return len(hooks._backward_hooks or ()), len(
+        hooks._post_accumulate_grad_hooks or ()
+    )

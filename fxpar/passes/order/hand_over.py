@@ -20,9 +20,7 @@ FIRST, CHUNK = 1 << 18, 1 << 21
 
 # Written to as far as compilers know, so that they leave it where it stands. ``inputs``:
 # positions, among the arguments of the graph, of what each is the gradient of.
-torch.library.define(
-    "fxpar::hand_over", "(Tensor(a!)[] gradients, int[] inputs) -> ()"
-)
+torch.library.define("fxpar::hand_over", "(Tensor(a!)[] gradients, int[] inputs) -> ()")
 
 
 @torch.library.register_fake("fxpar::hand_over")

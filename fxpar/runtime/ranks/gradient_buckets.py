@@ -56,6 +56,8 @@ class Watched:
     index: int = 0
     # Whether a hook notes its gradients.
     has_hook: bool = False
+    # Whether somebody else reduces its gradient by now.
+    is_left: bool = False
 
     def text(self) -> str:
         """What ranks agree on."""
@@ -69,18 +71,19 @@ class Watched:
         """What this rank holds of its gradient. Raises GradientError if it is
         sparse."""
         p = self.ref()
-        if p is None or p.grad is None:
+        if p is None or p.grad is None or self.is_left:
             return None
         if p.grad.layout != torch.strided:
             raise GradientError(
-                f"the gradient of parameter {self.name} is sparse", fix="use sparse=False"
+                f"the gradient of parameter {self.name} is sparse",
+                fix="use sparse=False",
             )
         return local_of(p.grad)
 
     def take(self) -> torch.Tensor | None:
         """``.grad``, which is None from now on."""
         p = self.ref()
-        if p is None or p.grad is None:
+        if p is None or p.grad is None or self.is_left:
             return None
         gradient, p.grad = p.grad, None
         return gradient

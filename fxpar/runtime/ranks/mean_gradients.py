@@ -42,7 +42,6 @@ from fxpar.runtime.ranks.gradient_buckets import (
     Memory,
     Reduction,
     Watched,
-    local_of,
     parted,
 )
 from fxpar.runtime.ranks.presence import is_alone
@@ -169,7 +168,7 @@ _torch.dynamo.compile_inlined_only(_arrived)
 def _accumulated(parameter: torch.Tensor) -> None:
     reducer = _current()
     watched = reducer.watched.get(id(parameter)) if reducer is not None else None
-    if reducer is None or watched is None or id(parameter) in reducer.left:
+    if reducer is None or watched is None or watched.is_left:
         return
     # Other hooks may still change the gradient.
     is_final = _torch.aot.hooks_of(parameter)[1] == 1
@@ -284,9 +283,7 @@ class _Backward:
         finally:
             _give_back(self.state)
 
-    def add(
-        self, watched: Watched, gradient: torch.Tensor, *, is_final: bool
-    ) -> None:
+    def add(self, watched: Watched, gradient: torch.Tensor, *, is_final: bool) -> None:
         """Autograd accumulated, if anything, in ``gradient``. ``is_final``: nobody
         changes it until the end."""
         place, bucket = watched.place, watched.bucket
@@ -377,7 +374,9 @@ class _Backward:
         late = sum(1 << place for place in self.late)
         places = {**self.made, **self.counts}
         first = [p for p in places if reducer.placed[p].bucket is None]
-        word = json.dumps([self.launched, f"{touched:x}", f"{late:x}", first, [*self.new]])
+        word = json.dumps(
+            [self.launched, f"{touched:x}", f"{late:x}", first, [*self.new]]
+        )
         words = [json.loads(word) for word in meet_at(END, word)]
         names = dict.fromkeys(name for each in words for name in each[4])
         launched = max(each[0] for each in words)
@@ -433,8 +432,10 @@ class _Backward:
                 continue
             bucket = watched.bucket
             assert bucket is not None
-            sums[watched] = mean = self.filling[bucket].memory.slots[watched.index].new_zeros(
-                bucket.shapes[watched.index][0]
+            sums[watched] = mean = (
+                self.filling[bucket]
+                .memory.slots[watched.index]
+                .new_zeros(bucket.shapes[watched.index][0])
             )
             if watched.place in self.late:
                 gradient = watched.gradient()
@@ -570,7 +571,7 @@ def note_leaves(
     was not compiled; DDP may be around."""
     for key, x in args.items():
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:
-            leaves = enumerate(_torch.aot.leaves_under(x))
+            leaves = enumerate(_torch.aot.leaves_under(x, _is_served))
             parameters = {
                 f"parameter {i} under {key}": p
                 for i, p in leaves
@@ -597,6 +598,8 @@ def leave(parameters: Iterable[nn.Parameter]) -> None:
     """Somebody else, as DDP, reduces the gradients of these from now on."""
     reducer = _reducer()
     for p in parameters:
+        if id(p) in reducer.watched:
+            reducer.watched[id(p)].is_left = True
         reducer.left.add(id(p))
         weakref.finalize(p, reducer.left.discard, id(p)).atexit = False
 
@@ -676,9 +679,7 @@ class _Handing:
             if leaf is None or _torch.aot.hooks_of(leaf) != (0, 1):
                 continue
             each = self.reducer.watched.get(id(leaf))
-            if each is None or not each.early or not each.has_hook:
-                continue
-            if id(leaf) in self.reducer.left:
+            if each is None or not each.early or not each.has_hook or each.is_left:
                 continue
             backward = backward or self.reducer.begun()
             if backward.hand(each, gradient):
@@ -702,11 +703,22 @@ def _take(gradients: list[torch.Tensor], inputs: list[int]) -> None:
             _NOW.handing.take(gradients, inputs)
 
 
+# Of compiled graphs whose arguments were noted when they were called.
+_SERVED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def serve_backward(args: Sequence[Any], outputs: Sequence[Any]) -> bool:
     """Take the gradients that backwards of a compiled graph hand over. ``args``,
     ``outputs``: of a call of it. Whether it has a backward."""
     positions = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
-    return _torch.aot.wrap_backward(outputs, partial(_handing, positions))
+    function = _torch.aot.wrap_backward(outputs, partial(_handing, positions))
+    if function is not None:
+        _SERVED.add(function)
+    return function is not None
+
+
+def _is_served(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) in _SERVED
 
 
 def _handing(
