@@ -72,6 +72,12 @@ def memory_of(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+def memory_uses(x: torch.Tensor) -> int:
+    """How many tensors use the memory of ``x``; a constant may be added."""
+    registry: Any = torch._C
+    return int(registry._storage_Use_Count(x.untyped_storage()._cdata))
+
+
 def base_of(x: torch.Tensor) -> torch.Tensor:
     """The tensor that ``x`` is a view of; ``x`` itself if of none."""
     return x if x._base is None else x._base

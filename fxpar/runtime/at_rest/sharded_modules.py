@@ -32,7 +32,7 @@ from fxpar.runtime.at_rest.homes import (
     note_read,
     refuse_writes,
 )
-from fxpar.runtime.ranks import reduce_gradients as reduce
+from fxpar.runtime.ranks import mean_gradients as reduce
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.spec import Spec
 
