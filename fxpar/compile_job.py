@@ -184,6 +184,7 @@ def _compile_by(
         _checks(job, step),
         step.compiled_plan,
         step.results(),
+        [x.name for x in job.named_inputs],
         job.options,
         step.ranks,
         broken_at,

@@ -87,6 +87,7 @@ class JointPass:
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
+        self.at_rest: set[int] = set()  # inputs that are parameters of fxpar.shard
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         self.request = request_of(job, f"graph{number}")
@@ -156,6 +157,7 @@ class JointPass:
         whole = ranks.whole
         axes = ranks.manual.axes if ranks.manual else ()
         boundaries = absorb(gm.graph, fake_mode, whole.mesh, axes)
+        self.at_rest = set(boundaries.inputs)
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = planned_request(
             self.job,
@@ -346,11 +348,27 @@ class JointPass:
             result,
             backward=which == "backward",
             inductor=inductor,
+            gradients=self._gradients(graph) if which == "backward" else {},
         )
         even = result is None or result.decision.is_even
         if self.request.pipeline is None:  # whose ranks run different programs
             self.launches += crossings(graph, even=even)
         status_line.begin(pipeline.INDUCTOR[which])
+
+    def _gradients(self, backward: fx.Graph) -> dict[int, int]:
+        """Results of a backward, by position, that are gradients of whole parameters:
+        the position of each among the arguments."""
+        if self.result is None or self.request.manual is None:
+            return {}
+        inputs, outputs = self.declared, self.request.signature.outputs
+        own = outputs[len(outputs) - len(backward.output_node().args[0]) :]
+        return {
+            i: place
+            for i, out in enumerate(own)
+            if out.kind == "gradient" and out.of is not None
+            if out.of not in self.at_rest and inputs[out.of].kind == "parameter"
+            if (place := self.places[out.of]) is not None
+        }
 
     def _compile_once(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""

@@ -148,7 +148,7 @@ def is_ddp(module: torch.nn.Module) -> bool:
 
 
 def is_called_in_module(callee: Any) -> bool:
-    """Whether a module is being called other than ``callee``, or ``callee`` compiled."""
+    """Whether a module other than ``callee``, or than it compiled, is being called."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":
@@ -170,7 +170,7 @@ def on_compile(
     ``watch`` returns two callables. The first is called before each call of the
     compiled ``fn``, and what it returns after it. The second is called with each frame
     that Dynamo met there and could not compile, and Dynamo's error; with None for the
-    error of other frames. ``backend`` alone is told of graphs, and not of what has none.
+    error of other frames. ``backend`` alone sees graphs, and not what has none.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
     its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
     of the batch and of a sequence, are different symbols. A deep copy of what is

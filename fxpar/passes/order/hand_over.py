@@ -14,12 +14,16 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
+
+_WAIT = torch.ops.fxpar.wait_gather.default
+
 # Bytes that are handed over at once: first, so that the reduction begins early, and
 # then, so few that they are in a cache when they are copied, but worth a call.
 FIRST, CHUNK = 1 << 18, 1 << 21
 
-# Written to as far as compilers know, so that they leave it where it stands. ``inputs``:
-# positions, among the arguments of the graph, of what each is the gradient of.
+# Written to as far as compilers know, so that they leave it where it stands.
+# ``inputs``: positions of what each is the gradient of, among the arguments.
 torch.library.define("fxpar::hand_over", "(Tensor(a!)[] gradients, int[] inputs) -> ()")
 
 
@@ -37,13 +41,16 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
         if isinstance(result, fx.Node) and _is_made_here(result):
             # One value for two parameters is left to autograd.
             input_of[result] = inputs.get(i) if result not in input_of else None
+    made_at = {
+        _made_at(x): x for x, position in input_of.items() if position is not None
+    }
     chunk: list[fx.Node] = []
     size, limit = 0, FIRST
-    gradients = [n for n in graph.nodes if input_of.get(n) is not None]
-    for node in gradients:
-        chunk.append(node)
-        size += node.meta["val"].nbytes
-        if size < limit and node is not gradients[-1]:
+    places = [node for node in graph.nodes if node in made_at]
+    for node in places:
+        chunk.append(made_at[node])
+        size += made_at[node].meta["val"].nbytes
+        if size < limit and node is not places[-1]:
             continue
         with graph.inserting_after(node):
             positions = [input_of[gradient] for gradient in chunk]
@@ -52,6 +59,13 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
             )
             call.meta["val"] = None
         chunk, size, limit = [], 0, CHUNK
+
+
+def _made_at(gradient: fx.Node) -> fx.Node:
+    """The node after which a gradient has its values: of a gather that is waited for in
+    place, the wait."""
+    waits = (x for x in gradient.users if x.target is _WAIT)
+    return next(waits, gradient)
 
 
 def _is_made_here(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ from fxpar.runtime.caches.program_identity import (
 )
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange
-from fxpar.runtime.ranks import compare_tangents, meeting, presence
+from fxpar.runtime.ranks import compare_tangents, mean_gradients, meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
@@ -125,10 +125,10 @@ def raiser(error: FxparError) -> Callable[..., Any]:
 
 class Compiled:
     """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
-    its results, by position. ``broken_at``: the user's line of the graph break it ends
-    in; ``sizes``: those it holds for, where it leaves some open; ``made_at``: the
-    user's line of its last result; ``written``: positions of the arguments that it
-    writes to."""
+    its results, by position. ``names``: of its arguments. ``broken_at``: the user's
+    line of the graph break it ends in; ``sizes``: those it holds for, where it leaves
+    some open; ``made_at``: the user's line of its last result; ``written``: positions
+    of the arguments that it writes to."""
 
     def __init__(
         self,
@@ -136,6 +136,7 @@ class Compiled:
         checks: Sequence[Callable[[Sequence[Any]], None]],
         plan: Plan | None,
         results: Mapping[int, Spec],
+        names: Sequence[str],
         options: Options,
         ranks: Ranks,
         broken_at: str | None,
@@ -146,13 +147,14 @@ class Compiled:
         self.made_at, self.written = made_at, written
         self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
-        self.results, self.options, self.ranks = results, options, ranks
+        self.results, self.names = results, names
+        self.options, self.ranks = options, ranks
         if plan is not None:
             _PLANS.append(plan)
         self._first, self._watches = True, False
 
     def __call__(self, *args: Any) -> Any:
-        outside_graphs.graph_runs(self, self.broken_at, args)
+        outside_graphs.graph_runs(self, self.broken_at, args, self.names)
         try:
             outputs = self._begun(args) if self._first else self.compiled(*args)
         except RuntimeError as error:
@@ -162,6 +164,8 @@ class Compiled:
             self._watches = _torch.aot.watch_backward(
                 outputs, self._backward_begins, name_lost_ranks
             )
+            if self._watches and self.ranks.manual is not None:
+                mean_gradients.serve_backward(args, outputs)
         return outputs if self.options.outputs == "global" else self._dressed(outputs)
 
     def _backward_begins(self, gradients: Sequence[Any]) -> None:

@@ -39,7 +39,6 @@ from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.ranks.meeting import current
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.runtime.tracing import modules_of
-from fxpar.sharding.axis_parts import axis_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ _calls = _Calls()
 _skipped: dict[types.CodeType, _Outside] = {}
 
 
-def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
 
     Ranks that wait for this one can know from now on where it is."""
@@ -226,17 +225,12 @@ def _join(watched: _CompiledCallable) -> Ranks | None:
 
 
 def _mean_over(ranks: Ranks, parameter: nn.Parameter) -> MeanOver | None:
-    """The ranks that have other gradients of a parameter: along manual axes but for
-    those that it is split over, whose gradients are reduced where it is gathered."""
-    assert ranks.manual is not None
-    axes = list(ranks.manual.axes)
+    """The ranks that have other gradients of a parameter: those along manual axes. Of
+    one of ``fxpar.shard`` they are reduced where its global value is read."""
     if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        pairs = zip(names, parameter.placements, strict=False)
-        split = {axis_of(name) for name, p in pairs if not p.is_replicate()}
-        axes = [axis for axis in axes if axis_of(axis) not in split]
-    if not axes:
         return None
+    assert ranks.manual is not None
+    axes = ranks.manual.axes
     return MeanOver(ranks.group(axes), ranks.manual.mesh.count(axes))
 
 
