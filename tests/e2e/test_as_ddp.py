@@ -4,6 +4,8 @@ under both on the same ranks; every value is compared, in float64."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.as_ddp import INDUCED, UNREDUCED, Cell, by_rank, check
@@ -31,18 +33,15 @@ QUICK = {
 }
 
 
-def is_quick(name: str, cell: Cell) -> bool:
-    return cell == PLAIN or name in QUICK.get(cell, ())
+def case(name: str, cell: Cell, quick: bool) -> Any:
+    marks = [] if quick else [pytest.mark.slow]
+    return pytest.param(name, cell, id=f"{name}-{cell}", marks=marks)
 
 
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
-        pytest.param(
-            *(name, cell),
-            id=f"{name}-{cell}",
-            marks=[] if is_quick(name, cell) else [pytest.mark.slow],
-        )
+        case(name, cell, cell == PLAIN or name in QUICK.get(cell, ()))
         for cell in CELLS
         for name, loop in LOOPS.items()
         if not (cell.sharded and loop.whole)
@@ -52,12 +51,35 @@ def test_a_loop(name: str, cell: Cell) -> None:
     check("loops", name, cell)
 
 
+# Random loops. A seed is a whole reproduction: ``str(RandomRows(seed))`` shows it.
+
+RANDOM = [
+    (f"{kind}/{1000 * i + seed}", cell)
+    for i, cell in enumerate(CELLS)
+    for kind in ("rows", "ops")
+    for seed in range(40 if cell == PLAIN else 4)
+]
+QUICK_SEEDS = [f"{kind}/{seed}" for kind in ("rows", "ops") for seed in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"), [case(name, cell, name in QUICK_SEEDS) for name, cell in RANDOM]
+)
+def test_a_random_loop(name: str, cell: Cell) -> None:
+    check("random_loops", name, cell)
+
+
 # The comparison itself: what is equal, and what is not, without fxpar.
 
 
 @pytest.mark.parametrize("name", [n for n, loop in LOOPS.items() if not loop.eager])
 def test_a_compiled_model_in_ddp_is_equal(name: str) -> None:
     check("loops", name, Cell(side=INDUCED))
+
+
+@pytest.mark.parametrize("name", QUICK_SEEDS)
+def test_a_compiled_random_loop_in_ddp_is_equal(name: str) -> None:
+    check("random_loops", name, Cell(side=INDUCED))
 
 
 @pytest.mark.parametrize("name", [n for n, loop in LOOPS.items() if not loop.alone])
