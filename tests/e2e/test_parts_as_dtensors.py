@@ -104,21 +104,15 @@ def test_results_are_those_of_one_device(
             torch.testing.assert_close(got[name], x, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def in_eager_code() -> list[torch.Tensor]:
-    """The value, and the gradient of its DTensor, with nothing compiled."""
+def in_eager_code() -> torch.Tensor:
     (x, _) = batch(0, 7)
-    fed = read(x, devices_of("dp=2")).requires_grad_()
-    value = fxpar.global_value(fed)
-    (value**3).sum().backward()
-    assert fed.grad.placements == fed.placements
-    return [value.detach(), whole(fed.grad)]
+    return fxpar.global_value(read(x, devices_of("dp=2")))
 
 
 def test_eager_code_has_the_value() -> None:
     (x, _) = batch(0, 7)
-    for value, gradient in ranks_of("dp=2").run(in_eager_code):
+    for value in ranks_of("dp=2").run(in_eager_code):
         assert torch.equal(value, x)
-        torch.testing.assert_close(gradient, 3 * x**2)
 
 
 def sums() -> str:
