@@ -73,6 +73,8 @@ class Loop:
     eager: str = ""
     # Why nothing is lost where fxpar averages nothing; "" if something is.
     alone: str = ""
+    # Of what is compared; larger where a model itself computes in float32.
+    relative: float = RELATIVE
 
 
 class Side:
@@ -217,22 +219,23 @@ def compare(module: str, name: str, cell: Cell) -> list[str]:
     # Buckets of DDP must not cut what torch.compile traces.
     with torch._dynamo.config.patch(optimize_ddp=False):
         got = logged(module, name, cell)
-    return differences(got, want)
+    return differences(got, want, loop_of(module, name).relative)
 
 
-def differences(got: list[tuple[str, Any]], want: list[tuple[str, Any]]) -> list[str]:
+def differences(
+    got: list[tuple[str, Any]], want: list[tuple[str, Any]], relative: float
+) -> list[str]:
     names = [[name for name, _ in log] for log in (got, want)]
     if names[0] != names[1]:
         return [f"noted {names[0]}, under DDP {names[1]}"]
-    lines = [
+    return [
         f"{i}: {name}: {text}"
         for i, ((name, a), (_, b)) in enumerate(zip(got, want, strict=True))
-        if (text := difference(a, b))
+        if (text := difference(a, b, relative))
     ]
-    return lines
 
 
-def difference(a: Any, b: Any) -> str:
+def difference(a: Any, b: Any, relative: float) -> str:
     """How a value differs from the one under DDP, "" if it does not."""
     if isinstance(b, float) and isinstance(a, float):
         a, b = torch.tensor(a).double(), torch.tensor(b).double()
@@ -248,7 +251,7 @@ def difference(a: Any, b: Any) -> str:
         return f"{short(a)}, under DDP {short(b)}"
     x, y = (torch.where(finite, t, 0.0) for t in (x, y))
     error = (x - y).abs().max().item() / max(y.abs().max().item(), FLOOR)
-    if error <= RELATIVE:  # not of a NaN
+    if error <= relative:  # not of a NaN
         return ""
     return f"{short(a)}, under DDP {short(b)}: off by {error:.1e}"
 

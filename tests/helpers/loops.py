@@ -23,7 +23,7 @@ BRANCHES = "ranks that branch gather other parameters"
 OWN = "what a rank has by itself is no part of a sharded gradient"
 
 
-def loop(**why: str) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
+def loop(**why: Any) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
     """Put a function among the loops; ``why``: the fields of ``Loop``."""
 
     def register(run: Callable[[Side], None]) -> Callable[[Side], None]:
@@ -1169,7 +1169,7 @@ def adapters_added_later(use: Side) -> None:
         use.note(loss=loss, base=[p.grad for p in model.base.parameters()])
 
 
-@loop()
+@loop(relative=1e-6)
 def llama(use: Side) -> None:
     """As Transformers' Trainer: the loss is a sum over the number of all tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
