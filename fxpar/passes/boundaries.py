@@ -176,9 +176,11 @@ def _enter(
     local, shape, spec, hint, its_mesh, *_ = node.args
     if str(Mesh.parse(its_mesh).unrefined) != str(mesh.unrefined):
         raise MeshError(
-            f"parameters rest on mesh {its_mesh}, the program is for mesh {mesh}",
+            f"parameters or inputs rest on mesh {its_mesh}, the program is for mesh "
+            f"{mesh}",
             where=user_line(node),
-            fix="give fxpar.shard and torch.compile one mesh, best by FXPAR_MESH alone",
+            fix="give fxpar.shard, DTensors and torch.compile one mesh, best by "
+            "FXPAR_MESH alone",
         )
     views = []
     while local not in places:
