@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import json
 import time
+import warnings
 from functools import partial
 
 import pytest
@@ -372,3 +374,155 @@ def test_a_backward_that_fails_ends_the_others():
     assert isinstance(errors[0], RankMismatchError)
     assert "rank 1 failed" in str(errors[0])
     shared_pool(2).renew()
+
+
+def launched_early(way):
+    """How many buckets a rank launched before the end of each backward."""
+    torch.manual_seed(7)
+    model = Parts().double()
+    net, launched, plain = watched(model, way), [], mean_gradients.meet_at
+
+    def meet_at(place, word):
+        launched.append(json.loads(word)[0])
+        return plain(place, word)
+
+    mean_gradients.meet_at = meet_at
+    try:
+        with small_buckets():
+            for _ in range(3):
+                model.zero_grad()
+                net(torch.randn(2, 6, dtype=torch.float64), "abcd").sum().backward()
+    finally:
+        mean_gradients.meet_at = plain
+    pairs = [(p.grad, p.grad.untyped_storage()) for p in model.c.parameters()]
+    return launched, [memory.nbytes() > x.nbytes for x, memory in pairs]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buckets_are_launched_in_the_backward(way):
+    for launched, views in shared_pool(2).run(launched_early, way):
+        assert launched[0] == 0
+        assert launched[1] == launched[2] >= 3
+        assert views == [way != "eager"] * 2
+
+
+def with_arguments():
+    """Parameters that functions take, and those under what a graph takes."""
+    rank = dist.get_rank()
+    torch.manual_seed(7)
+    w, v = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in "wv")
+    model = nn.Linear(4, 4).double()
+    twins = copy.deepcopy([w, v, *model.parameters()])
+    torch.manual_seed(rank)
+    wrong = []
+    for step in range(3):
+        x = torch.randn(2, 4, dtype=torch.float64)
+        # The same functions, in another order.
+        for name, p in (("w", w), ("v", v))[:: -1 if rank else 1]:
+            mean_gradients.note("fn", {name: p}, over_all)
+        y = model(x) @ w
+        mean_gradients.note_leaves("loss", {"y": y}, over_all)
+        if rank == 0 or step:
+            y = y @ v
+        y.square().sum().backward()
+        with fxpar.alone():
+            y = nn.functional.linear(x, *twins[2:]) @ twins[0]
+            if rank == 0 or step:
+                y = y @ twins[1]
+            y.square().sum().backward()
+        for p, twin in zip([w, v, *model.parameters()], twins, strict=True):
+            grad = torch.zeros_like(twin) if twin.grad is None else twin.grad
+            dist.all_reduce(grad)
+            if not torch.allclose(p.grad, grad / 2, rtol=1e-12, atol=1e-12):
+                wrong.append((step, list(p.shape)))
+            p.grad = twin.grad = None
+    return wrong
+
+
+def test_parameters_that_are_seen_in_arguments():
+    assert shared_pool(2).run(with_arguments) == [[], []]
+
+
+def train_unknown():
+    torch.manual_seed(7)
+    w = nn.Parameter(torch.randn(3))
+    mean_gradients.note("fn", {"wv"[dist.get_rank()]: w}, over_all)
+    w.sum().backward()
+
+
+def test_a_parameter_that_another_rank_does_not_know():
+    for error in shared_pool(2).errors(train_unknown):
+        assert isinstance(error, RankMismatchError)
+        assert "fn: w: is not known" in str(error)
+
+
+def inside_ddp():
+    """DDP wraps what is watched, before or after."""
+    torch.manual_seed(7)
+    wrong = []
+    for early in (False, True):
+        model = nn.Linear(3, 3).double()
+        twin = copy.deepcopy(model)
+        if early:
+            mean_gradients.watch("model", {"": model}, over_all)
+        ddp, own = map(DistributedDataParallel, (model, twin))
+        mean_gradients.leave(ddp.parameters())
+        if not early:
+            mean_gradients.watch("model", {"": model}, over_all)
+        for _ in range(2):
+            x = torch.randn(2, 3, dtype=torch.float64) * (1 + dist.get_rank())
+            ddp(x).square().sum().backward()
+            own(x).square().sum().backward()
+            wrong += far(gradients(model), gradients(twin))
+    return wrong
+
+
+def test_what_ddp_reduces_is_left_to_it():
+    assert shared_pool(2).run(inside_ddp) == [[], []]
+
+
+def unequal_values():
+    torch.manual_seed(dist.get_rank())
+    model = nn.BatchNorm1d(3)
+    model.weight.data.normal_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mean_gradients.watch("model", {"": model}, over_all)
+    model.running_mean += 1 + dist.get_rank()
+    model.num_batches_tracked += dist.get_rank()
+    equal_buffers.take("model", list(model.buffers()))
+    state = {k: x.tolist() for k, x in model.state_dict().items()}
+    return state, [str(each.message) for each in caught]
+
+
+def test_parameters_and_buffers_become_those_of_rank_0():
+    (first, said), (second, nothing) = shared_pool(2).run(unequal_values)
+    assert first == second
+    assert first["running_mean"] == [1, 1, 1]
+    assert any("taken from rank 0: weight" in text for text in said), said
+    assert not nothing
+
+
+def grow_and_shrink():
+    """Models come and go; each is averaged."""
+    torch.manual_seed(dist.get_rank())
+    wrong = 0
+    for i in range(6):
+        model = nn.Linear(3, 2 + i).double()
+        mean_gradients.watch(f"model {i}", {"": model}, over_all)
+        for _ in range(2):
+            x = torch.randn(2, 3, dtype=torch.float64)
+            (own,) = torch.autograd.grad(model(x).square().sum(), [model.weight])
+            dist.all_reduce(own)
+            model.zero_grad()
+            model(x).square().sum().backward()
+            wrong += not torch.allclose(model.weight.grad, own / 2, rtol=1e-12)
+    reducer = mean_gradients._REDUCERS[dist.group.WORLD]
+    memories = sum(len(bucket.memories) for bucket in reducer.buckets)
+    return wrong, memories
+
+
+def test_models_come_and_go():
+    for wrong, memories in shared_pool(2).run(grow_and_shrink):
+        assert not wrong
+        assert memories <= 6
