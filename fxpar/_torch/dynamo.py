@@ -93,11 +93,6 @@ def is_to_local(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "prim_to_local"  # torch 2.11
 
 
-def is_resumed(code: Any) -> bool:
-    """Whether code is what follows a graph break."""
-    return bool(code.co_name.startswith("torch_dynamo_resume_in"))
-
-
 def graph_break_line(gm: fx.GraphModule) -> str | None:
     """The user's line where Dynamo broke the graph that ``gm`` ends, or None."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -307,7 +307,10 @@ def _meet_frame(
 
 
 def graph_runs(
-    graph: Any, broken_at: str | None, args: Sequence[Any], names: Sequence[str]
+    graph: Any,
+    broken_at: str | None,
+    args: Sequence[Any],
+    names: Sequence[str] = (),
 ) -> None:
     """Note that a compiled graph runs, inside the call that is under way. ``names``: of
     its arguments."""
@@ -327,7 +330,8 @@ def graph_runs(
         if not watched.whole[graph] and watched.local:
             _settle(watched)
     if watched.ranks is not None and torch.is_grad_enabled():
-        _note_args(watched, dict(zip(names, args, strict=True)))
+        named = zip(names or map(str, range(len(args))), args, strict=True)
+        _note_args(watched, dict(named))
     call.ran.append(watched.whole[graph])
 
 

@@ -432,11 +432,8 @@ class _Backward:
                 continue
             bucket = watched.bucket
             assert bucket is not None
-            sums[watched] = mean = (
-                self.filling[bucket]
-                .memory.slots[watched.index]
-                .new_zeros(bucket.shapes[watched.index][0])
-            )
+            slot = self.filling[bucket].memory.slots[watched.index]
+            sums[watched] = mean = torch.zeros_like(slot)
             if watched.place in self.late:
                 gradient = watched.gradient()
                 assert gradient is not None
