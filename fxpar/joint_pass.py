@@ -360,14 +360,12 @@ class JointPass:
         the position of each among the arguments."""
         if self.result is None or self.request.manual is None:
             return {}
-        inputs, outputs = self.declared, self.request.signature.outputs
-        own = outputs[len(outputs) - len(backward.output_node().args[0]) :]
+        count = len(backward.output_node().args[0])  # one for each argument, in order
         return {
             i: place
-            for i, out in enumerate(own)
-            if out.kind == "gradient" and out.of is not None
-            if out.of not in self.at_rest and inputs[out.of].kind == "parameter"
-            if (place := self.places[out.of]) is not None
+            for i, end in enumerate(self.declared[:count])
+            if end.kind == "parameter" and i not in self.at_rest
+            if (place := self.places[i]) is not None
         }
 
     def _compile_once(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:

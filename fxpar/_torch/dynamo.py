@@ -142,16 +142,18 @@ def is_ddp(module: torch.nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel)
 
 
-def is_called_in_module(callee: Any) -> bool:
-    """Whether a module other than ``callee``, or than it compiled, is being called."""
+def calling_module(callee: Any) -> torch.nn.Module | None:
+    """The outermost module that is being called, other than ``callee`` and than what
+    compiled it; None if there is none."""
     frame: Any = sys._getframe(1)
+    outermost = None
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":
             module = frame.f_locals.get("self")
             if callee not in (module, getattr(module, "_orig_mod", None)):
-                return True
+                outermost = module
         frame = frame.f_back
-    return False
+    return outermost
 
 
 def on_compile(

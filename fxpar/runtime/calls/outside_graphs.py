@@ -203,7 +203,11 @@ def _begin_local(watched: _CompiledCallable) -> None:
     _leave_to_ddp(watched)
     if is_first:
         over = functools.partial(_mean_over, watched.ranks)
-        mean_gradients.watch(watched.name, watched.modules(), over)
+        modules, fn = watched.modules(), watched.fn()
+        around = _torch.dynamo.calling_module(getattr(fn, "__self__", fn))
+        if around is not None:  # it may have parameters that no graph will take
+            modules = {type(around).__name__: around, **modules}
+        mean_gradients.watch(watched.name, modules, over)
         _list_buffers(watched)
     else:
         mean_gradients.hook_new()
@@ -276,7 +280,7 @@ def _make_buffers_equal(watched: _CompiledCallable) -> None:
     if not buffers:
         return
     fn = watched.fn()
-    if not _torch.dynamo.is_called_in_module(getattr(fn, "__self__", fn)):
+    if _torch.dynamo.calling_module(getattr(fn, "__self__", fn)) is None:
         _ROOTS[0] += 1
     since = mean_gradients.backwards(), _ROOTS[0]
     if since != watched.equal_since:
