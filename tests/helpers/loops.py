@@ -907,7 +907,7 @@ def queue_of_features(use: Side) -> None:
 # Optimizers and what stands around them
 
 
-@loop()
+@loop(whole="parameters() are this rank's parts, which a program may not compute with")
 def weight_penalty_in_the_forward(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         penalty = sum(p.square().sum() for p in m.net.parameters())
