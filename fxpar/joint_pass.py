@@ -159,6 +159,7 @@ class JointPass:
         boundaries = absorb(gm.graph, fake_mode, whole.mesh, axes)
         self.at_rest = set(boundaries.inputs)
         signature = read_signature(gm.graph, self._input, self._output)
+        self._refuse_parts()
         request = self.request = planned_request(
             self.job,
             self.request,
@@ -207,6 +208,16 @@ class JointPass:
         self.is_shared = self.leads and is_of_all(bound)
         hold(gm, bound)
         return bound
+
+    def _refuse_parts(self) -> None:
+        """Raise PlanError for a global value of parts of the batch in local mode."""
+        for i in sorted(self.at_rest) if self.ranks.manual is not None else ():
+            if self.declared[i].kind == "input":
+                raise PlanError(
+                    f"fxpar.global_value of {self.declared[i].name} with "
+                    "FXPAR_INPUTS=local, where each rank computes on its own part",
+                    fix="leave FXPAR_INPUTS=local out: DTensors say what each rank has",
+                )
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:

@@ -124,8 +124,9 @@ def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) ->
         reduce.meet(f"{name} {list(at_rest.shape)}")
     with _counting_writes():
         value = _globally(parameter, home, at_rest)
-        if home.local:
-            value = reduce.mean_of_gradient(value)
+        if value.requires_grad:
+            # Whether ranks feed parts may be known only once a graph reads it.
+            value.register_hook(lambda g: reduce.mean_of(g) if home.local else g)
         note_read(home, id(parameter), value, name, user_line())
     return value
 

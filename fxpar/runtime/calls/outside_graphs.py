@@ -178,10 +178,10 @@ def _read(watched: _CompiledCallable) -> None:
         return  # which the backend raises where the user sees it
     for root in watched.modules().values():
         for module in root.modules():
-            _tell_home(module, watched.local)
+            _tell_home(module, local=watched.local)
 
 
-def _tell_home(module: nn.Module, local: bool) -> None:
+def _tell_home(module: nn.Module, *, local: bool) -> None:
     home = module.__dict__.get(HOME)
     if home is not None:
         home.local = local
@@ -207,6 +207,8 @@ def _begin_local(watched: _CompiledCallable) -> None:
         around = _torch.dynamo.calling_module(getattr(fn, "__self__", fn))
         if around is not None:  # it may have parameters that no graph will take
             modules = {type(around).__name__: around, **modules}
+            for module in around.modules():
+                _tell_home(module, local=True)
         mean_gradients.watch(watched.name, modules, over)
         _list_buffers(watched)
     else:
@@ -295,7 +297,7 @@ def _meet_frame(
     for value in frame.f_locals.values():
         if isinstance(value, nn.Module):
             watched.by_id[id(value)] = weakref.ref(value)
-            _tell_home(value, watched.local)
+            _tell_home(value, local=watched.local)
     if error is None:
         return
     why, where = _torch.one_graph.why_not_one_graph(error) or (
@@ -359,7 +361,16 @@ def _note_args(watched: _CompiledCallable, args: Mapping[str, Any]) -> None:
     over = functools.partial(_mean_over, watched.ranks)
     parameters = {k: x for k, x in args.items() if isinstance(x, nn.Parameter)}
     mean_gradients.note(watched.name, parameters, over)
-    mean_gradients.note_leaves(watched.name, args, over)
+    for key, x in args.items():
+        leaves = {
+            f"parameter {i} under {key}": p
+            for i, p in enumerate(mean_gradients.leaves_under(x))
+        }
+        # DDP may be around of them.
+        mean_gradients.note(watched.name, leaves, over, early=False)
+        for p in leaves.values():
+            if (home := getattr(p, HOME, None)) is not None:
+                home.local = True
 
 
 def _leave() -> None:

@@ -559,22 +559,12 @@ def note(
         reducer.add(each)
 
 
-def note_leaves(
-    name: str,
-    args: Mapping[str, Any],
-    over: Callable[[nn.Parameter], MeanOver | None],
-) -> None:
-    """Watch the parameters that arguments of a graph were computed from in code that
-    was not compiled; DDP may be around."""
-    for key, x in args.items():
-        if isinstance(x, torch.Tensor) and x.grad_fn is not None:
-            leaves = enumerate(_torch.aot.leaves_under(x, _is_served))
-            parameters = {
-                f"parameter {i} under {key}": p
-                for i, p in leaves
-                if isinstance(p, nn.Parameter)
-            }
-            note(name, parameters, over, early=False)
+def leaves_under(x: Any) -> list[nn.Parameter]:
+    """The parameters that a value was computed from in code that was not compiled."""
+    if not isinstance(x, torch.Tensor) or x.grad_fn is None:
+        return []
+    leaves = _torch.aot.leaves_under(x, _is_served)
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
 
 
 def hook_new() -> None:
@@ -734,7 +724,8 @@ def _handing(
     except Exception as error:
         backward = reducer.backward()
         is_told = backward is not None and not backward.has_ended
-        if not is_told and any(map(_torch.aot.accumulating, nodes.values())):
+        leaves = map(_torch.aot.accumulating, nodes.values())
+        if not is_told and any(leaf is not None for leaf in leaves):
             _fail(f"{type(error).__name__}: {error}")
         raise
     finally:
@@ -764,14 +755,8 @@ def meet(what: str) -> None:
         )
 
 
-def mean_of_gradient(x: torch.Tensor) -> torch.Tensor:
-    """``x``, whose gradient becomes the mean over all ranks of what each has."""
-    if x.requires_grad:
-        x.register_hook(_mean)
-    return x
-
-
-def _mean(gradient: torch.Tensor) -> torch.Tensor:
+def mean_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The mean over all ranks of the gradient that each has of a sharded parameter."""
     group = _torch.distributed.default_group()
     if not takes_part():
         return gradient
