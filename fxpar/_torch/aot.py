@@ -78,22 +78,6 @@ def export_joint(
     return joint.graph_module
 
 
-def export_forward(
-    module: torch.nn.Module,
-    fakes: Sequence[torch.Tensor],
-    mode: Any,
-    repeated: FindKinds | None = None,
-) -> fx.GraphModule:
-    """As ``export_joint``, without gradients, while a graph is being compiled or not:
-    what Dynamo traces with is left alone."""
-    from torch._guards import tracing
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing(None))
-        stack.enter_context(mode)
-        return export_joint(stack, module, tuple(fakes), grad=False, repeated=repeated)
-
-
 # How the error of a checkpoint begins that calls ``backward`` in a backward.
 _REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fxpar.sharding.batch_growth import Growth
 
 import fxpar
 from fxpar import _torch, cache_files
@@ -24,7 +25,6 @@ from fxpar.fusion.kernels import autotune, region_op, run_kernels
 from fxpar.runtime.caches import installation_keys, known_programs, plan_store
 from fxpar.runtime.caches.told_files import checked_key, take_kernels
 from fxpar.runtime.calls import local_results
-from fxpar.sharding.batch_growth import Growth
 from fxpar.sharding.spec import Spec
 
 KEY = "0" * 64

@@ -131,7 +131,9 @@ def checkpointed(net, x, rank, step, *, reentrant):
 
 
 def all_in_checkpoint(net, x, rank, step):
-    y = checkpoint(net, x.requires_grad_(), "abcd" if rank else "ab", use_reentrant=True)
+    y = checkpoint(
+        net, x.requires_grad_(), "abcd" if rank else "ab", use_reentrant=True
+    )
     if rank:
         y = checkpoint(net, y, use_reentrant=True)
     y.sum().backward()
@@ -225,7 +227,10 @@ def watched(module, way):
 
 
 def gradients(module):
-    return {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+    return {
+        n: None if p.grad is None else p.grad.clone()
+        for n, p in module.named_parameters()
+    }
 
 
 def far(ours, theirs):
@@ -290,7 +295,9 @@ def unlike(case, way, steps=4):
 
 
 def every_case(way):
-    return {str(case): wrong for case in [*CASES, *BY_HAND] if (wrong := unlike(case, way))}
+    return {
+        str(case): wrong for case in [*CASES, *BY_HAND] if (wrong := unlike(case, way))
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
