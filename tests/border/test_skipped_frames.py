@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fxpar
-from fxpar import FxparWarning, _torch
+from fxpar import FxparWarning
 from fxpar.errors import GradientError, RankMismatchError
-from fxpar.runtime.calls import call_variants
-from fxpar.runtime.ranks import gradient_sketches
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -479,33 +477,3 @@ def test_a_parameter_that_was_frozen() -> None:
     first, second = shared_pool(RANKS).run(unfrozen)
     for mine, other in zip(first, second, strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_a_reset_forgets_the_steps_of_programs_that_are_gone(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks that go on with another program do not compare gradients of the last;
-    before there is a process group as well."""
-    group = nn.Identity() if size else None
-    monkeypatch.setattr(_torch.distributed, "default_group", lambda: group)
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], 0.5)
-    gradient_sketches.note(optimizer, {"weight": torch.ones(2)}, is_shared=False)
-    assert gradient_sketches.word()
-    gradient_sketches.note(optimizer, {"weight": torch.ones(2)}, is_shared=False)
-    call_variants.forget()
-    assert not gradient_sketches.word()
-
-
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0), (1, 1)])
-def test_steps_noted_among_other_ranks_are_not_compared(
-    before: int, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = [nn.Identity() if size else None for size in (before, after)]
-    monkeypatch.setattr(_torch.distributed, "default_group", lambda: groups[0])
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], 0.5)
-    gradient_sketches.note(optimizer, {"weight": torch.ones(2)}, is_shared=True)
-    del groups[0]
-    assert not gradient_sketches.word()
