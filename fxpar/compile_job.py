@@ -259,7 +259,7 @@ def _look_up(
 ) -> KnownProgram | None:
     """What is known of the program from an earlier start, on all ranks alike; the
     process groups that it uses are made. ``anew``: nothing that was kept is taken."""
-    if job.options.codegen != "inductor" or job.ranks.mesh.size == 1:
+    if job.options.codegen != "inductor":
         return None
     if pipeline_axis(job.ranks.mesh) is not None:
         return None
@@ -322,8 +322,10 @@ def _make_groups(job: CompileJob, entry: KnownProgram | None) -> None:
 
 
 def _cache_key(job: CompileJob, entry: KnownProgram | None) -> str:
-    """Of the program in torch's caches, beside its graph."""
-    key = f"{job.ranks.whole.mesh}|{job.options}"
+    """Of the program in torch's caches, besides its graph. Places draw numbers of their
+    own."""
+    place = job.ranks.world.place if job.ranks.world is not None else 0
+    key = f"{job.ranks.whole.mesh}|{place}|{job.options}"
     return f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key
 
 

@@ -288,7 +288,8 @@ class JointPass:
 
     def _report(self, plan: Plan) -> None:
         rank, name, warned = self.ranks.rank, self.request.name, warnings_of_plans()
-        report(plan, self.job.options, rank, name, self.broken_at, warned)
+        count = self.ranks.mesh.size
+        report(plan, self.job.options, rank, count, name, self.broken_at, warned)
 
     def keep(self) -> None:
         """Leave the program on disk for the next start, if it is a new one. What has

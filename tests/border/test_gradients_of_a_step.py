@@ -132,7 +132,11 @@ def stepped(
                 torch.distributed.get_rank(),
             )
             batch = tuple(x.chunk(ranks)[rank] for x in batch)
-        losses.append(step(*batch).item())
+        loss = step(*batch)
+        if inputs == "local":  # the rank's own
+            torch.distributed.all_reduce(loss)
+            loss /= ranks
+        losses.append(loss.item())
         scale.append(scaler.get_scale())
         for p in step.gradients:
             kept = step.gradients[p]

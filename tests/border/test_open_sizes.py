@@ -563,11 +563,11 @@ def test_a_range_is_of_sizes_that_keep_its_guards() -> None:
 
     gm, examples, named = traced(fn, torch.randn(12, 5), torch.randn(5, 3))
     fed = Fed(gm, named, None)
-    sizes = open_sizes(gm, named, fed)
+    sizes = open_sizes(gm, named)
     texts = [size.text for size in sizes]
     assert [text[-10:] for text in texts] == ["x.shape[0]", "x.shape[1]", "y.shape[1]"]
     units = {sizes[0].name: 2}
-    program = open_program(gm, examples, named, fed, sizes, units, 1)
+    program = open_program(gm, examples, named, fed, sizes, units)
     rows, inner = program.examples[len(program.symbols)].shape
     assert rows % 2 == 0
     assert program.divisors_asked() == {}  # it is known
@@ -594,8 +594,8 @@ def test_a_range_is_of_sizes_that_keep_its_guards() -> None:
 def test_a_size_that_is_fixed_is_told() -> None:
     gm, examples, named = traced(lambda x: x * x.shape[0], torch.randn(6, 5))
     fed = Fed(gm, named, None)
-    sizes = open_sizes(gm, named, fed)
-    program = open_program(gm, examples, named, fed, sizes, {}, 1)
+    sizes = open_sizes(gm, named)
+    program = open_program(gm, examples, named, fed, sizes, {})
     assert int(program.symbols[0]) == 6
     known = size_range(program)
     assert [size.text[-10:] for size in known.fixed] == ["x.shape[0]"]

@@ -271,6 +271,16 @@ class Calls:
         return number
 
 
+def meet_first(options: Options, ranks: Ranks, what: str) -> None:
+    """Raise RankMismatchError on all ranks if they come to a first call with other
+    options, some of them in local mode, where all ranks meet at that call alone."""
+    text = options_text(options, ranks)
+    head = _as_text(["", 0, True, (), (), digest(text)])
+    heads = [word.split("\t")[0] for word in meet(f"{head}\t\t\t", what)]
+    if len({json.loads(head)[5] for head in heads}) > 1:
+        check_options(text, what)
+
+
 # What a rank writes of a call, as JSON. ``json.dumps`` makes an encoder at each call.
 _as_text = json.JSONEncoder(default=str).encode
 

@@ -28,16 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import FxparWarning, OptionError, compose
+from fxpar.errors import FxparError, FxparWarning, OptionError, compose
 from fxpar.runtime.at_rest.homes import HOME
+from fxpar.runtime.calls.call_variants import meet_first
 from fxpar.runtime.ranks import equal_buffers, mean_gradients
+from fxpar.runtime.ranks.check_inputs import listed
 from fxpar.runtime.ranks.gradient_buckets import MeanOver
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.ranks.meeting import current
-from fxpar.runtime.ranks.presence import is_alone
+from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.runtime.tracing import modules_of
 
 
@@ -202,6 +205,12 @@ def _begin_local(watched: _CompiledCallable) -> None:
         return
     _leave_to_ddp(watched)
     if is_first:
+        assert watched.settings is not None
+        try:
+            meet_first(watched.settings, watched.ranks, f"a call of {watched.name}")
+        except FxparError:
+            watched.settings = watched.group = None  # are read again
+            raise
         over = functools.partial(_mean_over, watched.ranks)
         modules, fn = watched.modules(), watched.fn()
         around = _torch.dynamo.calling_module(getattr(fn, "__self__", fn))
@@ -210,11 +219,68 @@ def _begin_local(watched: _CompiledCallable) -> None:
             for module in around.modules():
                 _tell_home(module, local=True)
         mean_gradients.watch(watched.name, modules, over)
+        _watch_trained_with(watched.name, modules, over)
         _list_buffers(watched)
     else:
         mean_gradients.hook_new()
     if watched.with_buffers and not _calls.stack:
         _make_buffers_equal(watched)
+
+
+def _watch_trained_with(
+    name: str,
+    modules: Mapping[str, nn.Module],
+    over: Callable[[nn.Parameter], MeanOver | None],
+) -> None:
+    """Watch what optimizers of the parameters of modules train besides: parts of a
+    model that are not compiled, and read what is. Who steps otherwise is warned."""
+    ours = {id(p) for module in modules.values() for p in module.parameters()}
+    for optimizer in _torch.objects.live_optimizers():
+        trained = _torch.objects.parameters_of(optimizer)
+        if any(id(p) in ours for p in trained):
+            named = {
+                f"{type(optimizer).__name__} {i}": p
+                for i, p in enumerate(trained)
+                if isinstance(p, nn.Parameter) and id(p) not in ours
+            }
+            mean_gradients.note(name, named, over)
+    _warn_at_steps()
+
+
+@functools.cache
+def _warn_at_steps() -> None:
+    register_optimizer_step_pre_hook(_warn_of_own_gradients)
+
+
+_STEPPED: WeakSet[Any] = WeakSet()  # optimizers that were looked at
+
+
+def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once of gradients that nobody averages, at the step that takes them."""
+    if optimizer in _STEPPED or not mean_gradients.takes_part():
+        return
+    trained = _torch.objects.parameters_of(optimizer)
+    if all(p.grad is None for p in trained):
+        return
+    _STEPPED.add(optimizer)
+    left = {id(p) for ddp in _torch.objects.live_ddp() for p in ddp.parameters()}
+    own = [
+        f"number {i} {list(p.shape)}"
+        for i, p in enumerate(trained)
+        if p.grad is not None and not isinstance(p, DTensor) and id(p) not in left
+        if not mean_gradients.is_watched(p)
+    ]
+    if own:
+        text = compose(
+            f"{type(optimizer).__name__} steps parameters whose gradients nobody "
+            f"averages over ranks: {listed(own)}; with FXPAR_INPUTS=local each rank "
+            "has those of its own part of the batch",
+            where=user_line(),
+            fix="compile what they are in with backend='fxpar' as well, or wrap it in "
+            "DistributedDataParallel; what one rank trains goes inside `with "
+            "fxpar.alone():`",
+        )
+        warnings.warn(text, FxparWarning, stacklevel=2)
 
 
 def _join(watched: _CompiledCallable) -> Ranks | None:

@@ -567,6 +567,12 @@ def leaves_under(x: Any) -> list[nn.Parameter]:
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
 
 
+def is_watched(p: torch.Tensor) -> bool:
+    """Whether the gradients of a parameter become means, here or by somebody else."""
+    reducer = _REDUCERS.get(_torch.distributed.default_group())
+    return reducer is not None and (id(p) in reducer.watched or id(p) in reducer.left)
+
+
 def hook_new() -> None:
     """Watch parameters that were frozen before and are not now."""
     reducer = _REDUCERS.get(_torch.distributed.default_group())
