@@ -139,7 +139,8 @@ def train_step(
 
     gradient_options = GradientOptions(clip, accumulate, scaler)
     mesh = partial(mesh_of, step_options)
-    return TrainStep(model, loss_fn, optimizer, gradient_options, backend, mesh)
+    begin = outside_graphs.begins(model, options)
+    return TrainStep(model, loss_fn, optimizer, gradient_options, backend, mesh, begin)
 
 
 def _prepared(

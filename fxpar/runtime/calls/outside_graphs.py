@@ -158,6 +158,21 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     return enter, functools.partial(_meet_frame, watched)
 
 
+def begins(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], None]:
+    """What to call before each call of a program that has a model inside, other than by
+    ``torch.compile``: in local mode ranks begin with equal parameters and buffers."""
+    name = type(model).__name__
+    watched = _CompiledCallable(weakref.ref(model), name, options)
+
+    def begin() -> None:
+        if watched.settings is None:
+            _read(watched)
+        if watched.local and not is_alone():
+            _begin_local(watched)
+
+    return begin
+
+
 def options_of_call() -> Options | None:
     """The options of the compiled function that is being called; None outside."""
     return _calls.stack[-1].watched.settings if _calls.stack else None
