@@ -428,7 +428,8 @@ def with_arguments():
         for name, p in (("w", w), ("v", v))[:: -1 if rank else 1]:
             mean_gradients.note("fn", {name: p}, over_all)
         y = model(x) @ w
-        mean_gradients.note_leaves("loss", {"y": y}, over_all)
+        leaves = {str(i): p for i, p in enumerate(mean_gradients.leaves_under(y))}
+        mean_gradients.note("loss", leaves, over_all, early=False)
         if rank == 0 or step:
             y = y @ v
         y.square().sum().backward()
