@@ -361,6 +361,7 @@ class JointPass:
             backward=which == "backward",
             inductor=inductor,
             gradients=self._gradients(graph) if which == "backward" else {},
+            at_rest=[self.declared[i].name for i in sorted(self.at_rest)],
         )
         even = result is None or result.decision.is_even
         if self.request.pipeline is None:  # whose ranks run different programs

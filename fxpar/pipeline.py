@@ -406,10 +406,11 @@ def scheduled(
     backward: bool,
     inductor: bool = False,
     gradients: Mapping[int, int] | None = None,
+    at_rest: Sequence[str] = (),
 ) -> list[str]:
     """Run the steps of ``PHASE`` on a forward or a backward, in place; what of it runs
     as generated kernels. ``result``: None where nothing was planned; ``inductor``: the
-    graph goes there; ``gradients``: as of ``PhaseState``."""
+    graph goes there; ``gradients``, ``at_rest``: as of ``PhaseState``."""
     settings = result.schedule.settings if result else Settings()
     state = PhaseState(
         graph=graph,
@@ -420,6 +421,7 @@ def scheduled(
         even=result is None or result.decision.is_even,
         inductor=inductor,
         gradients=gradients or {},
+        at_rest=tuple(at_rest),
     )
     run_steps(PHASE, state)
     graph.lint()

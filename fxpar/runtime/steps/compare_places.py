@@ -66,7 +66,7 @@ def compare_places(state: PhaseState) -> None:
     # Ranks at other stages run other programs, and meet those of their own stage.
     if not launched and state.request.pipeline is None:
         return
-    lines = crossings(state.graph, even=state.even, among=launched)
+    lines = [*state.at_rest, *crossings(state.graph, even=state.even, among=launched)]
     where = next(filter(None, map(user_line, state.graph.nodes)), "")
     what = f"the {state.which} of the graph at {where}" if where else state.which
     digest = consensus.digest_of("\n".join(lines))[:16]
