@@ -177,7 +177,7 @@ PHASE = (
     *map(_of_phase, ORDER),
     _may("fuse_regions", lowering_steps.fuse_regions),
     _of_phase(DELAY, "scheduled"),
-    _may("hand_over", hand_over_gradients),
+    _always("hand_over", hand_over_gradients),
     _always("compare_places", compare_places),
     _may("outline_layers", lowering_steps.outline_repeated),
     _may("copy_together", lowering_steps.join_copies),

@@ -75,12 +75,12 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
     """Make a process group of these ranks of the default one, of a name that none had.
     They alone call this, at any time; what another group's making takes of them or of
     others is nothing to it."""
-    c10d: Any = torch.distributed.distributed_c10d
+    module: Any = torch.distributed.distributed_c10d
     default = default_group()
     # torch would count groups for a name, and some ranks are in more than others; split
     # NCCL's communicator, which takes all ranks.
-    plain, device = c10d._process_group_name, default.bound_device_id
-    c10d._process_group_name = lambda *_, **__: name
+    plain, device = module._process_group_name, default.bound_device_id
+    module._process_group_name = lambda *_, **__: name
     if device is not None:
         default.bound_device_id = None
     try:
@@ -91,7 +91,7 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
             group_desc=about,
         )
     finally:
-        c10d._process_group_name = plain
+        module._process_group_name = plain
         if device is not None:
             default.bound_device_id = device
 

@@ -32,11 +32,14 @@ def take_eager_gradients(gm: fx.GraphModule) -> None:
                 detached.meta = dict(sent.meta)
                 launch.replace_input_with(sent, detached)
         with gm.graph.inserting_before(node):
-            kept = gm.graph.call_function(
+            redirected = gm.graph.call_function(
                 torch.ops.fxpar.with_gradient_of, (value, written)
             )
-        kept.meta = {**node.meta, "example_value": value.meta.get("example_value")}
-        node.replace_input_with(value, kept)
+        redirected.meta = {
+            **node.meta,
+            "example_value": value.meta.get("example_value"),
+        }
+        node.replace_input_with(value, redirected)
     gm.recompile()
 
 

@@ -345,7 +345,8 @@ def _list_buffers(watched: _CompiledCallable) -> None:
         weakref.ref(module)
         for root in watched.modules().values()
         for module in root.modules()
-        if module._buffers and id(module) not in left
+        if next(module.buffers(recurse=False), None) is not None
+        and id(module) not in left
     ]
 
 
@@ -357,8 +358,8 @@ def _make_buffers_equal(watched: _CompiledCallable) -> None:
     buffers = {
         id(x): x
         for module in modules
-        for x in module._buffers.values()
-        if x is not None and not isinstance(x, DTensor)
+        for x in module.buffers(recurse=False)
+        if not isinstance(x, DTensor)
     }
     if not buffers:
         return

@@ -105,7 +105,7 @@ class Watched:
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return _torch.dtensor.local_of(x) if isinstance(x, DTensor) else x
 
 
 def strides_of(local: torch.Tensor) -> tuple[int, ...]:
@@ -114,8 +114,8 @@ def strides_of(local: torch.Tensor) -> tuple[int, ...]:
 
 
 @dataclass(eq=False)
-class Memory:
-    """Memory of a bucket's gradients."""
+class BucketMemory:
+    """BucketMemory of a bucket's gradients."""
 
     # All of them, one after the other.
     flat: torch.Tensor
@@ -144,15 +144,15 @@ class Bucket:
     # Where they are.
     device: torch.device
     # Up to two, used in turns: ``.grad`` may be views of one.
-    memories: list[Memory] = field(default_factory=list)
+    memories: list[BucketMemory] = field(default_factory=list)
 
     @property
     def over(self) -> MeanOver:
         """The ranks that reduce it."""
         return self.members[0].over
 
-    def memory(self) -> Memory:
-        """Memory for the gradients of a backward, of any values."""
+    def memory(self) -> BucketMemory:
+        """BucketMemory for the gradients of a backward, of any values."""
         for memory in self.memories:
             if memory.is_free():
                 return memory
@@ -163,7 +163,7 @@ class Bucket:
             flat.as_strided(shape, strides, start)
             for (shape, strides), start in zip(self.shapes, starts, strict=False)
         ]
-        memory = Memory(flat, slots, _torch.objects.memory_uses(flat))
+        memory = BucketMemory(flat, slots, _torch.objects.memory_uses(flat))
         self.memories = [*self.memories[-1:], memory]
         return memory
 
@@ -208,7 +208,7 @@ def _bucket(members: list[Watched]) -> Bucket:
     return bucket
 
 
-class Reduction:
+class LaunchedSum:
     """A sum over ranks that was launched."""
 
     def __init__(self, flat: torch.Tensor, over: MeanOver) -> None:

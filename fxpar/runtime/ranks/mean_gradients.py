@@ -38,9 +38,9 @@ from fxpar.passes.order import hand_over as _hand_over  # noqa: F401  (defines t
 from fxpar.runtime.ranks import check_inputs, consensus, meeting, presence, worlds
 from fxpar.runtime.ranks.gradient_buckets import (
     Bucket,
+    BucketMemory,
+    LaunchedSum,
     MeanOver,
-    Memory,
-    Reduction,
     Watched,
     parted,
 )
@@ -74,9 +74,9 @@ class _Reducer:
     new: dict[str, Watched] = field(default_factory=dict)
     # In the order in which they are launched.
     buckets: list[Bucket] = field(default_factory=list)
-    # Sets of places that any rank touched: in the last two backwards, and in the
-    # backward that once came after two such ones. Alike on all ranks.
+    # Sets of places that any rank touched in the last two backwards.
     last: tuple[int, int] = (0, 0)
+    # By two such sets, that of the backward that once came after them.
     follows: dict[tuple[int, int], int] = field(default_factory=dict)
     # By what all ranks touched, how often this rank had a gradient of each place.
     usual: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class _State:
     # Whether it came to its end.
     has_ended: bool = False
     # ``.grad`` of parameters whose bucket was launched, which is None meanwhile.
-    taken: dict[Watched, torch.Tensor] = field(default_factory=dict)
+    detached_gradients: dict[Watched, torch.Tensor] = field(default_factory=dict)
 
 
 def _dropped(state: _State) -> None:
@@ -199,11 +199,11 @@ def _dropped(state: _State) -> None:
 def _give_back(state: _State) -> None:
     """Let parameters have what they had accumulated."""
     state.has_ended = True
-    for watched, gradient in state.taken.items():
+    for watched, gradient in state.detached_gradients.items():
         p = watched.ref()
         if p is not None and p.grad is None:
             p.grad = gradient
-    state.taken.clear()
+    state.detached_gradients.clear()
 
 
 @dataclass(eq=False)
@@ -211,13 +211,13 @@ class _Filling:
     """A bucket in a backward."""
 
     # In which gradients are summed.
-    memory: Memory
+    memory: BucketMemory
     # How many members still want a gradient, as far as this rank can tell.
     missing: int
     # Members that a gradient was handed over of, and what was in ``.grad`` then.
     handed: dict[Watched, Any] = field(default_factory=dict)
     # Launched; None before.
-    reduction: Reduction | None = None
+    reduction: LaunchedSum | None = None
 
 
 def _write_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
@@ -244,7 +244,7 @@ class _Backward:
         # Places whose gradient came after their bucket was launched.
         self.late: set[int] = set()
         # Those without a bucket, in the order in which gradients were made.
-        self.made: dict[int, None] = {}
+        self.without_bucket: dict[int, None] = {}
         # Names of parameters that ranks have not agreed on.
         self.new: dict[str, None] = {}
         # Numbers of passes of autograd that will call this: reentrant ones, too.
@@ -308,7 +308,7 @@ class _Backward:
             self.new[watched.name] = None
             return False
         if bucket is None:
-            self.made[place] = None
+            self.without_bucket[place] = None
             return False
         filling = self._filling(bucket)
         slot = filling.memory.slots[watched.index]
@@ -350,7 +350,7 @@ class _Backward:
             self._launch(bucket, filling)
             for member in bucket.members:
                 if (gradient := member.take()) is not None:
-                    self.state.taken[member] = gradient
+                    self.state.detached_gradients[member] = gradient
             self.launched += 1
 
     def _launch(self, bucket: Bucket, filling: _Filling) -> None:
@@ -365,14 +365,14 @@ class _Backward:
                 slot.add_(gradient, alpha=scale)
             else:
                 torch.mul(gradient, scale, out=slot)
-        filling.reduction = Reduction(filling.memory.flat, bucket.over)
+        filling.reduction = LaunchedSum(filling.memory.flat, bucket.over)
 
     def _finish(self) -> None:
         """Agree with all ranks on what is left, and reduce it."""
         reducer = self.reducer
         touched = sum(1 << place for place in self.counts)
         late = sum(1 << place for place in self.late)
-        places = {**self.made, **self.counts}
+        places = {**self.without_bucket, **self.counts}
         first = [p for p in places if reducer.placed[p].bucket is None]
         word = json.dumps(
             [self.launched, f"{touched:x}", f"{late:x}", first, [*self.new]]
@@ -406,7 +406,7 @@ class _Backward:
     def _write(
         self,
         bucket: Bucket,
-        memory: Memory,
+        memory: BucketMemory,
         touched: int,
         sums: Mapping[Watched, torch.Tensor],
     ) -> None:
@@ -417,7 +417,7 @@ class _Backward:
                 continue
             if member in sums:
                 mean.add_(sums[member])
-            p, gradient = member.ref(), self.state.taken.pop(member, None)
+            p, gradient = member.ref(), self.state.detached_gradients.pop(member, None)
             if gradient is None and p is not None:
                 gradient = p.grad
             member.give(mean, gradient)
@@ -438,7 +438,7 @@ class _Backward:
                 gradient = watched.gradient()
                 assert gradient is not None
                 torch.mul(gradient, 1 / watched.over.count, out=mean)
-            reductions.append(Reduction(mean, watched.over))
+            reductions.append(LaunchedSum(mean, watched.over))
         for reduction in reductions:
             reduction.wait()
         return sums
@@ -447,16 +447,16 @@ class _Backward:
         """Agree on parameters that some rank had a gradient of for the first time, and
         that no rank named before; their places as bits."""
         new = [self.reducer.new.get(name) for name in names]
-        known = [watched for watched in new if watched is not None]
+        agreed = [watched for watched in new if watched is not None]
         lines = [
             f"{name}: is not known" if watched is None else watched.text()
             for name, watched in zip(names, new, strict=True)
         ]
-        _agree_on(lines, END, known)
-        for watched in known:
+        _agree_on(lines, END, agreed)
+        for watched in agreed:
             del self.reducer.new[watched.name]
             self.reducer.place(watched)
-        return sum(1 << w.place for w in known if w.place is not None)
+        return sum(1 << w.place for w in agreed if w.place is not None)
 
     def _make_buckets(self, touched: int, first: Sequence[int]) -> None:
         """Give those that have none yet a bucket. ``first``: places in the order in
@@ -662,7 +662,7 @@ class _Handing:
     # Of autograd, of each argument that is a tensor, by its position.
     nodes: Mapping[int, Any]
     # Positions of arguments whose gradient was taken.
-    taken: set[int] = field(default_factory=set)
+    positions_handed: set[int] = field(default_factory=set)
 
     def take(self, gradients: Sequence[torch.Tensor], inputs: Sequence[int]) -> None:
         """Take those gradients that autograd would surely accumulate."""
@@ -676,7 +676,7 @@ class _Handing:
                 continue
             backward = backward or self.reducer.begun()
             if backward.hand(each, gradient):
-                self.taken.add(position)
+                self.positions_handed.add(position)
                 watched.append(each)
         if backward is not None:
             backward.handed(watched)
@@ -726,7 +726,7 @@ def _handing(
     before, _NOW.handing = _NOW.handing, _Handing(reducer, nodes)
     try:
         results = run()
-        taken = _NOW.handing.taken
+        positions_handed = _NOW.handing.positions_handed
     except Exception as error:
         backward = reducer.backward()
         is_told = backward is not None and not backward.has_ended
@@ -736,9 +736,9 @@ def _handing(
         raise
     finally:
         _NOW.handing = before
-    if not taken:
+    if not positions_handed:
         return results
-    return tuple(None if i in taken else x for i, x in enumerate(results))
+    return tuple(None if i in positions_handed else x for i, x in enumerate(results))
 
 
 def meet(what: str) -> None:
@@ -770,5 +770,5 @@ def mean_of(gradient: torch.Tensor) -> torch.Tensor:
     meet(f"the gradient of a parameter {list(gradient.shape)}")
     mean = gradient.clone(memory_format=torch.contiguous_format)
     mean /= group.size()
-    Reduction(mean, MeanOver(group.group_name, group.size())).wait()
+    LaunchedSum(mean, MeanOver(group.group_name, group.size())).wait()
     return mean
