@@ -153,6 +153,10 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        loss = loss.detach()
+        if local:
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
         losses.append(loss.item())
     plans = fxpar.plans()[before:]
     return {
