@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fxpar
-from fxpar.errors import ShardError
+from fxpar.errors import InputMismatchError, ShardError
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole
 
@@ -103,6 +103,26 @@ def test_a_parameter_of_another_mesh() -> None:
         assert "'weight' of a Linear is replaced" in str(error) and __file__ in str(
             error
         )
+
+
+def converted() -> bool:
+    """Ranks train at different rates what was converted after it was split."""
+    model = made(None)
+    model.scale.is_special = True
+    model = fxpar.shard(model, mesh="dp=2").float()
+    assert model.scale.is_special and model.scale.dtype == torch.float32
+    optimizer = torch.optim.SGD(model.parameters(), 0.1 * (1 + dist.get_rank()))
+    run, ids = compiled(model, "dp=2"), torch.arange(8)
+    for _ in range(3):
+        F.cross_entropy(run(ids), ids).backward()
+        optimizer.step()
+    return True
+
+
+def test_converted_parameters_are_still_parts() -> None:
+    for error in shared_pool(2).errors(converted):
+        assert isinstance(error, InputMismatchError), repr(error)
+        assert "SGD(0.1) on rank 0, SGD(0.2) on rank 1" in str(error)
 
 
 def extremes(mesh: str | None) -> list[float]:
