@@ -98,7 +98,8 @@ def fxpar_side(peer: str, count: int, codegen: str, options: dict[str, Any]) -> 
 
     model, options, part = _laid_out(peer, count, codegen, options)
     compiled = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    return trainer(compiled, [{"params": list(model.parameters())}], part)
+    step = trainer(compiled, [{"params": list(model.parameters())}], part)
+    return averaged(step) if peer in LOCAL else step
 
 
 def one_program(peer: str, count: int, codegen: str, options: dict[str, Any]) -> Step:
@@ -119,7 +120,7 @@ def one_program(peer: str, count: int, codegen: str, options: dict[str, Any]) ->
         loss = whole(ids)
         return math.nan, time.perf_counter() - begun, loss
 
-    return step
+    return averaged(step) if peer in LOCAL else step
 
 
 def _laid_out(

@@ -15,7 +15,7 @@ from fxpar.sharding.spec import Spec
 if TYPE_CHECKING:
     from fxpar.backend import train_step
     from fxpar.planning import plan
-    from fxpar.runtime.at_rest.crossings import constrain
+    from fxpar.runtime.at_rest.crossings import constrain, global_value
     from fxpar.runtime.at_rest.shard import no_sync, shard
     from fxpar.runtime.calls.compiled_graph import plans
     from fxpar.runtime.ranks.presence import alone
@@ -33,6 +33,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "constrain",
+    "global_value",
     "no_sync",
     "permute",
     "plan",
@@ -48,6 +49,7 @@ _LAZY = {
     "axis_index": "fxpar.runtime.shard_map",
     "axis_size": "fxpar.runtime.shard_map",
     "constrain": "fxpar.runtime.at_rest.crossings",
+    "global_value": "fxpar.runtime.at_rest.crossings",
     "no_sync": "fxpar.runtime.at_rest.shard",
     "permute": "fxpar.runtime.shard_map",
     "plan": "fxpar.planning",

@@ -35,6 +35,7 @@ from fxpar.runtime.caches.program_identity import (
 )
 from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
 from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget
+from fxpar.runtime.calls.collectives_in_place import take_eager_gradients
 from fxpar.runtime.calls.open_sizes import OpenProgram
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.shard_map import mesh_of
@@ -67,7 +68,7 @@ def fxpar(
             return _torch.aot.compile_fx(
                 plain, examples, inductor_settings=dict(settings)
             )
-        gm = _without_kernels(gm, examples, ranks)
+        gm = _prepared(gm, examples, ranks)
         compared = compiled_graph.compare_parameters(gm)
         views = []
         if job_options.outputs == "global":
@@ -129,7 +130,7 @@ def train_step(
 
                 gm = _torch.flat_regions.without_regions(gm)
                 job_options, ranks = _joined(gm, options)
-                gm = _without_kernels(gm, examples, ranks)
+                gm = _prepared(gm, examples, ranks)
                 return _called(gm, examples, job_options, ranks, stage, step)
             except FxparError as error:
                 return compiled_graph.raiser(error)
@@ -138,14 +139,18 @@ def train_step(
 
     gradient_options = GradientOptions(clip, accumulate, scaler)
     mesh = partial(mesh_of, step_options)
-    return TrainStep(model, loss_fn, optimizer, gradient_options, backend, mesh)
+    begin = outside_graphs.begins(model, options)
+    return TrainStep(model, loss_fn, optimizer, gradient_options, backend, mesh, begin)
 
 
-def _without_kernels(
+def _prepared(
     gm: fx.GraphModule, examples: Sequence[Any], ranks: Ranks
 ) -> fx.GraphModule:
-    """A Dynamo graph whose attention with dropout can be split."""
+    """A Dynamo graph whose attention with dropout can be split, and in local mode whose
+    collectives in place have the gradients of eager code."""
     gm = attention_dropout.without_kernels(gm)
+    if ranks.manual is not None:
+        take_eager_gradients(gm)
     kinds = {x.device.type for x in examples if isinstance(x, torch.Tensor)}
     with said_by_rank_0(ranks.rank):
         attention_dropout.warn_of_products(gm, kinds)

@@ -207,6 +207,7 @@ def _compile_by(
         _checks(job, step),
         step.compiled_plan,
         step.results(),
+        [x.name for x in job.named_inputs],
         job.options,
         step.ranks,
         broken_at,
@@ -282,7 +283,7 @@ def _look_up(
 ) -> KnownProgram | None:
     """What is known of the program from an earlier start, on all ranks alike; the
     process groups that it uses are made. ``anew``: nothing that was kept is taken."""
-    if job.options.codegen != "inductor" or job.ranks.mesh.size == 1:
+    if job.options.codegen != "inductor":
         return None
     if pipeline_axis(job.ranks.mesh) is not None:
         return None
@@ -346,8 +347,10 @@ def _make_groups(job: CompileJob, entry: KnownProgram | None) -> None:
 
 
 def _cache_key(job: CompileJob, entry: KnownProgram | None) -> str:
-    """Of the program in torch's caches, beside its graph."""
-    key = f"{job.ranks.whole.mesh}|{job.options}|{job.sent_room}"
+    """Of the program in torch's caches, besides its graph. Places draw numbers of their
+    own."""
+    place = job.ranks.world.place if job.ranks.world is not None else 0
+    key = f"{job.ranks.whole.mesh}|{place}|{job.options}|{job.sent_room}"
     return f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key
 
 

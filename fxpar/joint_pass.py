@@ -87,6 +87,7 @@ class JointPass:
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
+        self.at_rest: set[int] = set()  # inputs that are parameters of fxpar.shard
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         self.request = request_of(job, f"graph{number}")
@@ -156,7 +157,9 @@ class JointPass:
         whole = ranks.whole
         axes = ranks.manual.axes if ranks.manual else ()
         boundaries = absorb(gm.graph, fake_mode, whole.mesh, axes)
+        self.at_rest = set(boundaries.inputs)
         signature = read_signature(gm.graph, self._input, self._output)
+        self._refuse_parts()
         request = self.request = planned_request(
             self.job,
             self.request,
@@ -205,6 +208,16 @@ class JointPass:
         self.is_shared = self.leads and is_of_all(bound)
         hold(gm, bound)
         return bound
+
+    def _refuse_parts(self) -> None:
+        """Raise PlanError for a global value of parts of the batch in local mode."""
+        for i in sorted(self.at_rest) if self.ranks.manual is not None else ():
+            if self.declared[i].kind == "input":
+                raise PlanError(
+                    f"fxpar.global_value of {self.declared[i].name} with "
+                    "FXPAR_INPUTS=local, where each rank computes on its own part",
+                    fix="leave FXPAR_INPUTS=local out: DTensors say what each rank has",
+                )
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
@@ -275,7 +288,8 @@ class JointPass:
 
     def _report(self, plan: Plan) -> None:
         rank, name, warned = self.ranks.rank, self.request.name, warnings_of_plans()
-        report(plan, self.job.options, rank, name, self.broken_at, warned)
+        count = self.ranks.mesh.size
+        report(plan, self.job.options, rank, count, name, self.broken_at, warned)
 
     def keep(self) -> None:
         """Leave the program on disk for the next start, if it is a new one. What has
@@ -346,11 +360,26 @@ class JointPass:
             result,
             backward=which == "backward",
             inductor=inductor,
+            gradients=self._gradients(graph) if which == "backward" else {},
+            at_rest=[self.declared[i].name for i in sorted(self.at_rest)],
         )
         even = result is None or result.decision.is_even
         if self.request.pipeline is None:  # whose ranks run different programs
             self.launches += crossings(graph, even=even)
         status_line.begin(pipeline.INDUCTOR[which])
+
+    def _gradients(self, backward: fx.Graph) -> dict[int, int]:
+        """Results of a backward, by position, that are gradients of whole parameters:
+        the position of each among the arguments."""
+        if self.result is None or self.request.manual is None:
+            return {}
+        count = len(backward.output_node().args[0])  # one for each argument, in order
+        return {
+            i: place
+            for i, end in enumerate(self.declared[:count])
+            if end.kind == "parameter" and i not in self.at_rest
+            if (place := self.places[i]) is not None
+        }
 
     def _compile_once(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""

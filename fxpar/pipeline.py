@@ -10,7 +10,7 @@ in, whether FXPAR_DISABLE may leave it out. Data goes in (``Request``) and comes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize.normalize_shifts import find_shifts
 from fxpar.passes.normalize.repeated_rows import part_repeats
 from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.hand_over import hand_over
 from fxpar.passes.order.order_collectives import (
     DELAY,
     ORDER,
@@ -163,6 +164,12 @@ RANK = (
     _always("put_writes", lowering_steps.put_writes, "bound"),
 )
 
+
+def hand_over_gradients(state: PhaseState) -> None:
+    """Gradients leave a backward where they are made, and are reduced meanwhile."""
+    hand_over(state.graph, state.gradients)
+
+
 # A forward or a backward by itself, as AOTAutograd parted them: bound -> scheduled.
 # Collectives are ordered by the rows that a prediction has, too: dropped where nobody
 # reads them, in buckets, waited for late, gathers early, scatters not too many at once.
@@ -170,6 +177,7 @@ PHASE = (
     *map(_of_phase, ORDER),
     _may("fuse_regions", lowering_steps.fuse_regions),
     _of_phase(DELAY, "scheduled"),
+    _always("hand_over", hand_over_gradients),
     _always("compare_places", compare_places),
     _may("outline_layers", lowering_steps.outline_repeated),
     _may("copy_together", lowering_steps.join_copies),
@@ -398,10 +406,12 @@ def scheduled(
     *,
     backward: bool,
     inductor: bool = False,
+    gradients: Mapping[int, int] | None = None,
+    at_rest: Sequence[str] = (),
 ) -> list[str]:
     """Run the steps of ``PHASE`` on a forward or a backward, in place; what of it runs
     as generated kernels. ``result``: None where nothing was planned; ``inductor``: the
-    graph goes there."""
+    graph goes there; ``gradients``, ``at_rest``: as of ``PhaseState``."""
     settings = result.schedule.settings if result else Settings()
     state = PhaseState(
         graph=graph,
@@ -411,6 +421,8 @@ def scheduled(
         mesh=result.plan.mesh if result else None,
         even=result is None or result.decision.is_even,
         inductor=inductor,
+        gradients=gradients or {},
+        at_rest=tuple(at_rest),
     )
     run_steps(PHASE, state)
     graph.lint()

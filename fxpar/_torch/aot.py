@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -75,22 +76,6 @@ def export_joint(
             stack, module, args, decompositions=decompositions()
         )
     return joint.graph_module
-
-
-def export_forward(
-    module: torch.nn.Module,
-    fakes: Sequence[torch.Tensor],
-    mode: Any,
-    repeated: FindKinds | None = None,
-) -> fx.GraphModule:
-    """As ``export_joint``, without gradients, while a graph is being compiled or not:
-    what Dynamo traces with is left alone."""
-    from torch._guards import tracing
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing(None))
-        stack.enter_context(mode)
-        return export_joint(stack, module, tuple(fakes), grad=False, repeated=repeated)
 
 
 # How the error of a checkpoint begins that calls ``backward`` in a backward.
@@ -516,24 +501,42 @@ def watch_backward(
     """Call ``begins(gradients)`` before each backward of a compiled graph, which gave
     these outputs, and ``failed(error)`` where it raises a RuntimeError. Whether it has
     one that is watched."""
-    nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
-    functions = (getattr(node, "_forward_cls", None) for node in nodes)
-    function = next((x for x in functions if hasattr(x, "_aot_id")), None)
-    if function is None:
-        return False
-    plain = function.backward
 
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        boxed = len(gradients) == 1 and isinstance(gradients[0], list)
-        begins(gradients[0] if boxed else gradients)
+    def watched(node: Any, gradients: Sequence[Any], run: Callable[[], Any]) -> Any:
+        begins(gradients)
         try:
-            return plain(ctx, *gradients)
+            return run()
         except RuntimeError as error:
             failed(error)
             raise
 
+    return wrap_backward(outputs, watched) is not None
+
+
+def wrap_backward(
+    outputs: Sequence[Any],
+    run_around: Callable[[Any, Sequence[Any], Callable[[], Any]], Any],
+) -> Any:
+    """Run ``run_around(node, gradients, run)`` as each backward of a compiled graph,
+    which gave these outputs: ``run()`` gives the gradients of the graph's arguments.
+    ``node`` is that of autograd. The class of its nodes; None if it has none."""
+    nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
+    functions = (getattr(node, "_forward_cls", None) for node in nodes)
+    function = next((x for x in functions if hasattr(x, "_aot_id")), None)
+    if function is None:
+        return None
+    plain = function.backward
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        is_boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+        return run_around(
+            ctx,
+            gradients[0] if is_boxed else gradients,
+            functools.partial(plain, ctx, *gradients),
+        )
+
     function.backward = staticmethod(backward)
-    return True
+    return function
 
 
 def before_backward(outputs: Sequence[Any], do: Callable[[], None]) -> None:
@@ -552,3 +555,47 @@ def is_backward_of_graph(node: Any) -> bool:
 def at_end_of_backward(fn: Callable[[], None]) -> None:
     """Call ``fn`` when the backward pass that is running ends, in its thread."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)
+
+
+def surrounding_backward() -> Any:
+    """At the end of a backward: the node of autograd that it ran in, as in a reentrant
+    checkpoint; None if it is the outermost one."""
+    return torch._C._current_autograd_node()
+
+
+def accumulating(node: Any) -> torch.Tensor | None:
+    """The leaf that a node of autograd accumulates the gradient of in the backward that
+    is running; None if it does not."""
+    leaf = getattr(node, "variable", None)
+    if leaf is None:
+        return None
+    try:
+        is_run = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of ``torch.autograd.grad``
+        return None
+    return leaf if is_run else None
+
+
+def leaves_under(
+    x: torch.Tensor, is_known: Callable[[Any], bool]
+) -> Iterator[torch.Tensor]:
+    """The leaves that a tensor was computed from, in an order that follows from how;
+    not those under nodes of autograd that are known."""
+    stack, seen = [x.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or is_known(node):
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        stack += [next_node for next_node, _ in reversed(node.next_functions)]
+
+
+def hooks_of(x: torch.Tensor) -> tuple[int, int]:
+    """How many hooks a tensor has on its gradient, and on its accumulation."""
+    hooks: Any = x
+    return len(hooks._backward_hooks or ()), len(
+        hooks._post_accumulate_grad_hooks or ()
+    )

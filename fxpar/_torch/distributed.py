@@ -52,9 +52,7 @@ def default_group() -> Any:
     """The default process group, or None before there is one."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return dist.distributed_c10d._get_default_group()
+    return dist.group.WORLD if dist.is_available() else None
 
 
 def own_rank() -> int:
@@ -75,12 +73,12 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
     """Make a process group of these ranks of the default one, of a name that none had.
     They alone call this, at any time; what another group's making takes of them or of
     others is nothing to it."""
-    c10d: Any = torch.distributed.distributed_c10d
+    module: Any = torch.distributed.distributed_c10d
     default = default_group()
     # torch would count groups for a name, and some ranks are in more than others; split
     # NCCL's communicator, which takes all ranks.
-    plain, device = c10d._process_group_name, default.bound_device_id
-    c10d._process_group_name = lambda *_, **__: name
+    plain, device = module._process_group_name, default.bound_device_id
+    module._process_group_name = lambda *_, **__: name
     if device is not None:
         default.bound_device_id = None
     try:
@@ -91,7 +89,7 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
             group_desc=about,
         )
     finally:
-        c10d._process_group_name = plain
+        module._process_group_name = plain
         if device is not None:
             default.bound_device_id = device
 

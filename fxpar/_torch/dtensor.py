@@ -455,3 +455,13 @@ def replace_newton_schulz(iterate: Callable[..., Any]) -> None:
     from torch.optim import _muon
 
     _muon._zeropower_via_newtonschulz = iterate
+
+
+def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor that lies as ``like``, of another local tensor."""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def local_of(x: DTensor) -> torch.Tensor:
+    """The tensor that a DTensor holds, not a view of it."""
+    return x._local_tensor

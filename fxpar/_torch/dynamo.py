@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -92,11 +93,6 @@ def is_to_local(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "prim_to_local"  # torch 2.11
 
 
-def is_resumed(code: Any) -> bool:
-    """Whether code is what follows a graph break."""
-    return bool(code.co_name.startswith("torch_dynamo_resume_in"))
-
-
 def graph_break_line(gm: fx.GraphModule) -> str | None:
     """The user's line where Dynamo broke the graph that ``gm`` ends, or None."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -139,6 +135,27 @@ def surrounding_ddp() -> torch.nn.Module | None:
     return DistributedDataParallel._get_active_ddp_module()
 
 
+def is_ddp(module: torch.nn.Module) -> bool:
+    """Whether a module is a DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(module, DistributedDataParallel)
+
+
+def calling_module(callee: Any) -> torch.nn.Module | None:
+    """The outermost module that is being called, other than ``callee`` and than what
+    compiled it; None if there is none."""
+    frame: Any = sys._getframe(1)
+    outermost = None
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            module = frame.f_locals.get("self")
+            if callee not in (module, getattr(module, "_orig_mod", None)):
+                outermost = module
+        frame = frame.f_back
+    return outermost
+
+
 def on_compile(
     backend: Callable[..., Any],
     watch: Callable[[Any, Any], tuple[Callable[..., Any], ...]],
@@ -147,12 +164,10 @@ def on_compile(
     """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for,
     and Dynamo trace inside ``tracing()`` for all backends that are ``SERVED``.
 
-    ``watch`` returns three callables. The first is called before each call of the
+    ``watch`` returns two callables. The first is called before each call of the
     compiled ``fn``, and what it returns after it. The second is called with each frame
-    that Dynamo is about to trace with sizes fixed unless it is told otherwise. The
-    third is called with each frame that Dynamo met there and could not compile, and
-    Dynamo's error; with None for the error of other frames. ``backend`` alone is told
-    of graphs, and not of what has none.
+    that Dynamo met there and could not compile, and Dynamo's error; with None for the
+    error of other frames. ``backend`` alone sees graphs, and not what has none.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
     its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
     of the batch and of a sequence, are different symbols. A deep copy of what is
@@ -183,17 +198,14 @@ def on_compile(
 
     def look_after(context: Any, fn: Any, frames: Any) -> None:
         options = getattr(innermost_backend(frames), "kwargs", {}).get("options")
-        enter, begins, on_frame = watch(innermost_fn(fn), options)
+        enter, on_frame = watch(innermost_fn(fn), options)
         whole = config._make_closure_patcher(optimize_ddp=False)
         own = shapes._make_closure_patcher(use_duck_shape=False)
         others = [hook for hook in context.enter_exit_hooks if hook not in hooks]
         context.enter_exit_hooks = [*others, enter, whole, own]
         hooks.update((enter, whole, own))
         if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
-            fixed = getattr(context, "_dynamic", None) is not True
-            frames._inner_convert = _Overheard(
-                frames._inner_convert, begins if fixed else None, on_frame
-            )
+            frames._inner_convert = _Overheard(frames._inner_convert, on_frame)
 
     OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
@@ -236,22 +248,13 @@ class _InsideContext(_Conversion):
 
 
 class _Overheard(_Conversion):
-    """What ``begins`` and ``on_frame`` hear of each frame."""
+    """What ``on_frame`` hears of each frame."""
 
-    def __init__(
-        self,
-        convert: Any,
-        begins: Callable[..., None] | None,
-        on_frame: Callable[..., None],
-    ) -> None:
+    def __init__(self, convert: Any, on_frame: Callable[..., None]) -> None:
         super().__init__(convert)
-        self._begins, self._on_frame = begins, on_frame
+        self._on_frame = on_frame
 
     def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
-        from torch._dynamo import config
-
-        if self._begins is not None and config.assume_static_by_default:
-            self._begins(frame)
         try:
             converted = self._convert(frame, *args, skip=skip + 1, **how)
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,12 @@ def memory_of(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+def memory_uses(x: torch.Tensor) -> int:
+    """How many tensors use the memory of ``x``; a constant may be added."""
+    registry: Any = torch._C
+    return int(registry._storage_Use_Count(x.untyped_storage()._cdata))
+
+
 def base_of(x: torch.Tensor) -> torch.Tensor:
     """The tensor that ``x`` is a view of; ``x`` itself if of none."""
     return x if x._base is None else x._base
@@ -123,6 +130,24 @@ OPTIMIZER_ATTRIBUTES = frozenset(
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def live_optimizers() -> list[torch.optim.Optimizer]:
+    """The optimizers there are."""
+    return [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), torch.optim.Optimizer)
+        and hasattr(candidate, "param_groups")
+    ]
+
+
+def live_ddp() -> list[torch.nn.Module]:
+    """The DistributedDataParallel wrappers there are."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    kinds = DistributedDataParallel
+    return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,21 +95,6 @@ def is_symbol(x: Any) -> bool:
     return isinstance(x, torch.SymInt) and x.node.expr.is_symbol
 
 
-def names_in(numbers: Iterable[Any]) -> set[str]:
-    """The names of all symbols that numbers are computed from."""
-    symbolic = (x for x in numbers if isinstance(x, SYMBOLIC))
-    return {str(s) for x in symbolic for s in x.node.expr.free_symbols}
-
-
-def grows_with(x: Any, names: Collection[str]) -> bool:
-    """Whether a number is twice as large where all symbols of these names are."""
-    if not names_in([x]).intersection(names):
-        return False
-    expr = x.node.expr
-    twice = {s: 2 * s for s in expr.free_symbols if str(s) in names}
-    return bool((expr.xreplace(twice) - 2 * expr).expand() == 0)
-
-
 def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:
     """A symbolic number of Dynamo's in other numbers, by the names of its symbols.
     Raises KeyError for a symbol that is not known."""
@@ -122,21 +107,6 @@ def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:
 def is_number(x: Any) -> bool:
     """Whether it is a symbolic number."""
     return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def number_at(x: Any, sizes: Mapping[str, int]) -> int | float | bool | None:
-    """A symbolic number where its symbols, by name, are these sizes; None if it depends
-    on others."""
-    import sympy
-
-    expr = x.node.expr
-    values = {s: sizes.get(str(s)) for s in expr.free_symbols}
-    if None in values.values():
-        return None
-    value = expr.xreplace({s: sympy.Integer(n) for s, n in values.items()})
-    if isinstance(x, torch.SymBool):
-        return bool(value)
-    return int(value) if isinstance(x, torch.SymInt) else float(value)
 
 
 def _operators() -> dict[Any, Callable[..., Any]]:

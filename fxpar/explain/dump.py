@@ -165,7 +165,7 @@ def show_seconds(
 def _splits_nothing(plan: Plan) -> bool:
     """Whether ranks repeat a graph with parameters, and no note says so."""
     is_noted = any("repeat the same work" in note for note in plan.notes)
-    if plan.mesh.size == 1 or not plan.parameters or is_noted:
+    if not plan.parameters or is_noted:
         return False
     specs = (spec for node in plan.nodes for spec in (*node.operands, *node.results))
     return not any(spec.sharded_axes for spec in specs)
@@ -192,6 +192,7 @@ def report(
     plan: Plan,
     options: Options,
     rank: int,
+    count: int,
     name: str,
     broken_at: str | None,
     warned: set[str],
@@ -199,6 +200,7 @@ def report(
     """What the plan has to say, on rank 0: what a search did to the log, the rest as
     warnings; the plan, if asked for.
 
+    ``count``: of the ranks that it is for, those of a place where axes are manual;
     ``broken_at``: the user's line where Dynamo broke the graph, None if it did not.
     ``warned``: kinds of warnings that were given of the model, once each.
     """
@@ -210,10 +212,11 @@ def report(
         else:
             warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
     one_stage = plan.of_one_stage() if plan.stages else plan
-    if _WHOLE not in warned and _splits_nothing(one_stage):
+    count = count * one_stage.mesh.size // plan.mesh.size
+    if count > 1 and _WHOLE not in warned and _splits_nothing(one_stage):
         warned.add(_WHOLE)
         whose = "all" if one_stage is plan else "in each stage all"
-        text = f"{name}: {_WHOLE}, {whose} {one_stage.mesh.size} ranks "
+        text = f"{name}: {_WHOLE}, {whose} {count} ranks "
         text += f"compute the whole of it: {_why_whole(plan)}"
         fix = (
             "see what splits would cost with python -m fxpar plan; or ask for one with "

@@ -149,7 +149,7 @@ def absorb(
     for node in list(graph.nodes):
         if node.target is torch.ops.fxpar.to_global.default:
             _enter(node, places, boundaries, rewriter, mesh)
-    leaving: dict[fx.Node, Spec] = {}
+    leaving: dict[fx.Node, _Leaving] = {}
     result_owners = {
         _owner(x) for x in graph.output_node().args[0] if isinstance(x, fx.Node)
     }
@@ -157,9 +157,14 @@ def absorb(
         if node.target is torch.ops.fxpar.to_local.default:
             _leave(node, leaving, result_owners, rewriter, manual)
         elif node.op == "output":
-            for k, arg in enumerate(node.args[0]):
+            results = list(node.args[0])
+            for k, arg in enumerate(results):
                 if isinstance(arg, fx.Node) and arg in leaving:
-                    boundaries.gradients[k] = leaving[arg]
+                    boundaries.gradients[k] = leaving[arg].spec
+                    if manual:
+                        with rewriter.before(node):
+                            results[k] = _mean(arg, leaving[arg], manual, rewriter)
+            node.args = (type(node.args[0])(results),)
         elif any(arg in leaving for arg in node.all_input_nodes):
             _carry(node, leaving, rewriter)
     return boundaries
@@ -176,9 +181,11 @@ def _enter(
     local, shape, spec, hint, its_mesh, *_ = node.args
     if str(Mesh.parse(its_mesh).unrefined) != str(mesh.unrefined):
         raise MeshError(
-            f"parameters rest on mesh {its_mesh}, the program is for mesh {mesh}",
+            f"parameters or inputs rest on mesh {its_mesh}, the program is for mesh "
+            f"{mesh}",
             where=user_line(node),
-            fix="give fxpar.shard and torch.compile one mesh, best by FXPAR_MESH alone",
+            fix="give fxpar.shard, DTensors and torch.compile one mesh, best by "
+            "FXPAR_MESH alone",
         )
     views = []
     while local not in places:
@@ -199,9 +206,21 @@ def _enter(
             rewriter.graph.erase_node(view)
 
 
+@dataclass(frozen=True)
+class _Leaving:
+    """How a gradient leaves."""
+
+    # That it is at rest in.
+    spec: Spec
+    # As Mesh.parse reads it, that of all ranks.
+    mesh: str
+    # The dtype that it is reduced in; "": its own.
+    reduce: str
+
+
 def _leave(
     node: fx.Node,
-    leaving: dict[fx.Node, Spec],
+    leaving: dict[fx.Node, _Leaving],
     result_owners: set[fx.Node],
     rewriter: Builder,
     manual: Axes,
@@ -209,20 +228,14 @@ def _leave(
     """The gradient itself, in global shape, for its part. It owns its memory, since
     autograd adds to it in place: ``result_owners`` hold other results."""
     x, spec, mesh, reduce = node.args
+    way = _Leaving(Spec.parse(spec), str(mesh), reduce)
     own_dtype = x.meta["val"].dtype
-    dtype = getattr(torch, reduce) if reduce else own_dtype
-    with rewriter.before(node):
-        if Spec.parse(spec).partial:  # nothing is reduced yet
-            if manual:  # ``no_sync`` adds up what becomes a sum over ranks
-                ranks = Mesh.parse(mesh).count(manual)
-                x = rewriter.call(aten.mul.Tensor, x, 1 / ranks)
-        else:
+    if reduce and not manual and not way.spec.partial:
+        dtype = getattr(torch, reduce)
+        with rewriter.before(node):
             if dtype != own_dtype:
                 x = rewriter.call(_CONVERT, x, dtype)
-            if reduce:
-                x.meta["fxpar_reduce_here"] = True
-            if manual:
-                x = rewriter.call(torch.ops.fxpar.mean_over_ranks.default, x, spec)
+            x.meta["fxpar_reduce_here"] = True
             if dtype != own_dtype:
                 x = rewriter.call(_CONVERT, x, own_dtype)
     # A node of its own, since one value may be the gradient of parameters that rest
@@ -240,7 +253,24 @@ def _leave(
             copy = rewriter.call(aten.alias.default, x)
     result_owners.add(owner)
     rewriter.replace(node, copy)
-    leaving[copy] = Spec.parse(spec)
+    leaving[copy] = way
+
+
+def _mean(gradient: fx.Node, way: _Leaving, manual: Axes, rewriter: Builder) -> fx.Node:
+    """The mean over ranks of a gradient, which is summed up: so ranks that read the
+    parameter more often than others do not reduce it more often."""
+    if way.spec.partial:  # ``no_sync`` adds up what becomes a sum over ranks
+        ranks = Mesh.parse(way.mesh).count(manual)
+        return rewriter.call(aten.mul.Tensor, gradient, 1 / ranks)
+    own_dtype = gradient.meta["val"].dtype
+    dtype = getattr(torch, way.reduce) if way.reduce else own_dtype
+    if dtype != own_dtype:
+        gradient = rewriter.call(_CONVERT, gradient, dtype)
+    if way.reduce:
+        gradient.meta["fxpar_reduce_here"] = True
+    text = str(way.spec)
+    mean = rewriter.call(torch.ops.fxpar.mean_over_ranks.default, gradient, text)
+    return mean if dtype == own_dtype else rewriter.call(_CONVERT, mean, own_dtype)
 
 
 def _owner(x: fx.Node) -> fx.Node:
@@ -253,12 +283,12 @@ def _owner(x: fx.Node) -> fx.Node:
     return x
 
 
-def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Builder) -> None:
+def _carry(node: fx.Node, leaving: dict[fx.Node, _Leaving], rewriter: Builder) -> None:
     """A step of a gradient from its crossing to the border, in global shape."""
-    specs = {leaving.get(arg) for arg in node.all_input_nodes}
+    ways = {leaving.get(arg) for arg in node.all_input_nodes}
     facts = op_facts_of(node.target)
     may_carry = facts.renames or facts.casts or node.target in _ON_GRADIENTS
-    if len(specs) > 1 or not may_carry:
+    if len(ways) > 1 or not may_carry:
         raise _looks_inside(node)
     if facts.renames:
         rewriter.replace(node, node.args[0])
@@ -266,9 +296,9 @@ def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Builder) -> No
     with rewriter.before(node):
         copy = rewriter.call(node.target, *node.args, **node.kwargs)
     rewriter.replace(node, copy)
-    spec = specs.pop()
-    assert spec is not None
-    leaving[copy] = spec
+    way = ways.pop()
+    assert way is not None
+    leaving[copy] = way
 
 
 def _looks_inside(node: fx.Node) -> PlanError:

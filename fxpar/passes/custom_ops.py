@@ -132,6 +132,20 @@ def _constrain_context(ctx, inputs, output) -> None:
 constrain.register_autograd(_constrain_backward, setup_context=_constrain_context)
 
 
+@torch.library.custom_op("fxpar::with_gradient_of", mutates_args=())
+def with_gradient_of(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``x``, of which the gradient goes to ``other``, of the same shape, instead."""
+    return x.clone()
+
+
+@with_gradient_of.register_fake
+def _(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+with_gradient_of.register_autograd(lambda ctx, gradient: (None, gradient))
+
+
 @torch.library.custom_op("fxpar::mean_over_ranks", mutates_args=())
 def mean_over_ranks(x: torch.Tensor, spec: str) -> torch.Tensor:
     """The gradient of a parameter that rests as ``spec``, which becomes the mean over

@@ -182,15 +182,6 @@ class RowMoves:
     # no more rows of its shard than they are, and repeats them.
     turns: int = 1
 
-    @property
-    def keeps_shares(self) -> bool:
-        """Whether rows of operands that have as many come in turn, and nothing else:
-        each stays where it is, as a share of the dim."""
-        rows, step = self.sources[0], len(self.sources)
-        pieces = (RowPiece(i, 0, rows, at=i, stride=step) for i in range(step))
-        fits = {*self.sources} == {rows} and self.targets == (rows * step,)
-        return fits and self.pieces == tuple(pieces)
-
 
 @dataclass(frozen=True)
 class Rule:

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch._higher_order_ops import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 import fxpar
@@ -114,82 +113,6 @@ def test_weights_of_keys_on_two_ranks() -> None:
     (node,) = (n for n in plan.nodes if n.name.startswith("flex_attention"))
     assert node.operands[1].dims[2] == ("dp",)
     assert compared("decoded", False, "inductor") == []
-
-
-class Summed(torch.nn.Module):
-    def __init__(self, program: bodies.Program, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.program = program
-        self.weight = torch.nn.Parameter(weight, requires_grad=weight.requires_grad)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self.program(x, self.weight).square()
-        return out.sum(), out.mean()
-
-
-def summed(name: str) -> list[tuple[float, float]]:
-    """(what local mode gives, what one device has) of a sum and of a mean over all that
-    a program gives, and of gradients of the weight."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    grad = name != "scored"  # torch has no backward of flex_attention on CPU
-    x = torch.randn(4, 4, 8, dtype=torch.float64 if grad else torch.float32) + 0.2
-    weight = (torch.randn(8, 8, dtype=x.dtype) * 0.4).requires_grad_(grad)
-    fn = Summed(PROGRAMS.get(name, scored), weight)
-    options = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
-    run = torch.compile(fn, backend="fxpar", options=options)
-    out = []
-    for i in range(2):
-        mine = run(x.chunk(2)[dist.get_rank()].clone())[i]
-        want = fn(x)[i]
-        out.append((float(mine), float(want)))
-        if grad:
-            (got,) = torch.autograd.grad(mine, fn.weight)
-            (one,) = torch.autograd.grad(want, fn.weight)
-            out.append((float(got.norm()), float(one.norm())))
-    return out
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mapped",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("scored", "branches", "nested_branches")
-        ),
-    ],
-)
-def test_sums_leave_local_mode_as_means_over_ranks(name: str) -> None:
-    for rank in shared_pool(2).run(summed, name, timeout=400.0):
-        half = len(rank) // 2  # the sum first, then the mean
-        for got, want in rank[:half]:
-            assert got == pytest.approx(want / 2, rel=1e-5)
-        for got, want in rank[half:]:
-            assert got == pytest.approx(want, rel=1e-5)
-
-
-def summed_behind_a_loop() -> tuple[float, float]:
-    """What local mode gives of a sum behind a loop, and what one device has."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    x = torch.randn(4, 4, 8, dtype=torch.float64)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        start = torch.zeros((), dtype=torch.int64), x
-        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), start)[1]
-
-    options = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
-    run = torch.compile(lambda x: fn(x).sum(), backend="fxpar", options=options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FxparWarning)
-        mine = run(x.chunk(2)[dist.get_rank()].clone())
-    return float(mine), float(x.sin().sin().sin().sum())
-
-
-def test_how_what_a_loop_gives_grows_is_known() -> None:
-    for got, want in shared_pool(2).run(summed_behind_a_loop, timeout=400.0):
-        assert got == pytest.approx(want / 2, rel=1e-9)
 
 
 def noisy(name: str, codegen: str, plan: str) -> tuple[torch.Tensor, torch.Tensor]:

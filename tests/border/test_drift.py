@@ -67,23 +67,6 @@ def test_every_rank_is_told_within_two_steps(
     assert str(errors[0]) == str(errors[1])
 
 
-def without_dims() -> None:
-    """Each rank feeds a count of its own, beside its part of the batch."""
-    torch._dynamo.reset()
-    options = {"codegen": "eager", "mesh": "dp=2", "inputs": "local"}
-    run = torch.compile(lambda x, n: x.sum() / n, backend="fxpar", options=options)
-    for step in range(3):
-        run(torch.ones(4, 5), torch.tensor(4.0 + step * dist.get_rank()))
-
-
-def test_a_tensor_without_dims_is_global_in_local_mode_too() -> None:
-    for error in shared_pool(2).errors(without_dims, timeout=60.0):
-        assert isinstance(error, InputMismatchError), error
-        assert "input n differs between ranks" in str(error)
-        assert "without dims is a global value" in str(error)
-        assert "all_reduce it first" in str(error)
-
-
 # Programs that hold a number of Python, which Dynamo makes a constant of.
 OF_A_NUMBER: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "scaled": lambda x, n: x * n,
@@ -129,7 +112,6 @@ LATER = ((2, 2), (3, 3), (2, 3))
     ("name", "how", "numbers"),
     [
         *((name, "global", ((2, 3),)) for name in OF_A_NUMBER),
-        ("scaled", "local", ((2, 3),)),
         ("scaled", "global", LATER),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpar.runtime.calls.call_layouts import contiguous_strides, for_any_strides
+from fxpar.runtime.calls.call_layouts import for_any_strides
 from tests.helpers.spawn import shared_pool
 
 
@@ -112,7 +112,3 @@ def test_inputs_are_copied_where_they_must_be(place: str) -> None:
     assert (seen[0] is x) == (place not in ("wide", "repeated"))
     if seen[0] is not x:
         assert seen[0].stride() == strides
-
-
-def test_strides_of_contiguous_tensors() -> None:
-    assert contiguous_strides((2, 3, 4)) == (12, 4, 1)

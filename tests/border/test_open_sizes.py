@@ -35,7 +35,6 @@ from fxpar.runtime.calls.open_sizes import (
     size_range,
 )
 from fxpar.sharding import decide
-from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.read_program import read
 from tests.helpers.spawn import ranks_of, shared_pool
@@ -154,6 +153,10 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        loss = loss.detach()
+        if local:
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
         losses.append(loss.item())
     plans = fxpar.plans()[before:]
     return {
@@ -563,12 +566,12 @@ def test_a_range_is_of_sizes_that_keep_its_guards() -> None:
         return x @ y
 
     gm, examples, named = traced(fn, torch.randn(12, 5), torch.randn(5, 3))
-    fed = Fed(gm, named, (), Mesh.parse("dp=2"), None)
-    sizes = open_sizes(gm, named, fed)
+    fed = Fed(gm, named, None)
+    sizes = open_sizes(gm, named)
     texts = [size.text for size in sizes]
     assert [text[-10:] for text in texts] == ["x.shape[0]", "x.shape[1]", "y.shape[1]"]
     units = {sizes[0].name: 2}
-    program = open_program(gm, examples, named, fed, sizes, units, 1)
+    program = open_program(gm, examples, named, fed, sizes, units)
     rows, inner = program.examples[len(program.symbols)].shape
     assert rows % 2 == 0
     assert program.divisors_asked() == {}  # it is known
@@ -594,9 +597,9 @@ def test_a_range_is_of_sizes_that_keep_its_guards() -> None:
 
 def test_a_size_that_is_fixed_is_told() -> None:
     gm, examples, named = traced(lambda x: x * x.shape[0], torch.randn(6, 5))
-    fed = Fed(gm, named, (), Mesh.parse("dp=2"), None)
-    sizes = open_sizes(gm, named, fed)
-    program = open_program(gm, examples, named, fed, sizes, {}, 1)
+    fed = Fed(gm, named, None)
+    sizes = open_sizes(gm, named)
+    program = open_program(gm, examples, named, fed, sizes, {})
     assert int(program.symbols[0]) == 6
     known = size_range(program)
     assert [size.text[-10:] for size in known.fixed] == ["x.shape[0]"]

@@ -175,11 +175,9 @@ def test_all_ranks_are_told_at_the_next_call(write) -> None:
     ("write", "mesh", "mode", "inputs"),
     [
         (written_in_place, "tp=2", "compile", "global"),
-        (written_in_place, "dp=2", "compile", "local"),
         (written_in_place, "pp=2", "compile", "global"),
         (written_in_place, "dp=2", "step", "global"),
         (written_through_data, "dp=2", "compile", "global"),
-        (written_in_place, "dp=2,tp=2", "shard", "local"),
         (written_through_data, "dp=2,tp=2", "shard", "global"),
         (initialized, "tp=2", "shard", "global"),
         (initialized, "tp=2", "shard", "local"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.errors import InputMismatchError
 from tests.helpers.libraries import EVALUATED, llama
 from tests.helpers.spawn import shared_pool
 
@@ -113,13 +112,11 @@ def test_global_mode_is_one_device(mesh: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_counts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
-    settings = {"average_tokens_across_devices": False}
-    arguments = "local", settings, str(tmp_path)
-    for error in shared_pool(2).errors(log_of, *arguments, timeout=TIMEOUT):
-        assert isinstance(error, InputMismatchError), error
-        assert "input num_items_in_batch differs between ranks" in str(error)
-        assert "average_tokens_across_devices=True" in str(error)
+def test_counts_that_differ_between_ranks(tmp_path: Path) -> None:
+    """Each rank divides by its own count of tokens, as under DDP. By SGD: AdamW makes
+    steps of their own of gradients that are rounding errors."""
+    settings = {"average_tokens_across_devices": False, "optim": "sgd"}
+    compare("local", settings, tmp_path)
 
 
 def resumed(folder: str) -> Any:

@@ -96,20 +96,27 @@ def wrapped(
     return trained, [text for text in texts if "is inside Distributed" in text]
 
 
-def check(ranks: list[tuple[Trained, list[str]]], inputs: str, every: int = 1) -> None:
+def eager(inputs: str, every: int = 1) -> Trained:
+    """What an eager model gives: whole batches on one device, parts in the wrapper."""
     model = Net().double()
-    want = train(model, model, torch.Tensor.clone, every)
-    for step, (loss, grads) in enumerate(want):
-        losses = [trained[step][0] for trained, _ in ranks]
-        mean = sum(losses) / len(losses)
-        assert mean == pytest.approx(loss, rel=1e-12)
-        assert inputs == "local" or losses[0] == losses[1]
-        for trained, _ in ranks:
-            assert set(trained[step][1]) == set(grads)
-            for name, grad in trained[step][1].items():
+    if inputs == "global":
+        return train(model, model, torch.Tensor.clone, every)
+    return train(model, DDP(model), part, every)
+
+
+def check(ranks: list[tuple[Trained, list[str]]], inputs: str, every: int = 1) -> None:
+    wants = shared_pool(2).run(eager, inputs, every)
+    model = Net().double()
+    for want, (trained, _) in zip(wants, ranks, strict=True):
+        for (loss, grads), (got, got_grads) in zip(want, trained, strict=True):
+            assert got == pytest.approx(loss, rel=1e-12)
+            assert set(got_grads) == set(grads)
+            for name, grad in got_grads.items():
                 torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)
     for rank, (_, texts) in enumerate(ranks):
-        assert len(texts) == (rank == 0), texts
+        assert len(texts) == (rank == 0 and inputs == "global"), texts
+    if inputs == "local":
+        return
     size = 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert f"all-reduce of {size} bytes" in ranks[0][1][0]
     assert "fix: leave the wrapper out" in ranks[0][1][0]

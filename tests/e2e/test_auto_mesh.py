@@ -145,17 +145,17 @@ def fed_parts() -> tuple[list[float], dict[str, torch.Tensor], str]:
     return losses, grads, str(fxpar.plans()[-1].mesh)
 
 
-def test_every_rank_may_feed_its_own_part(env: dict[str, str], tmp_path: Path) -> None:
+def test_every_rank_may_feed_its_own_part(env: dict[str, str]) -> None:
+    """Then nothing is left to choose."""
     want = alone(2 * ROWS)
-    (tmp_path / "hints.toml").write_text('"0.weight" = ["fsdp", "_"]')
-    env |= {"FXPAR_INPUTS": "local", "FXPAR_HINTS": str(tmp_path / "hints.toml")}
+    env |= {"FXPAR_INPUTS": "local"}
     results = shared_pool(RANKS).run(fed_parts, env=env, timeout=200.0)
     mean = [
         sum(losses) / RANKS for losses in zip(*(r[0] for r in results), strict=True)
     ]
     for _, grads, mesh in results:
         same((mean, grads), want)
-        assert mesh == "dp=2,fsdp=2"
+        assert mesh == "dp=4"
 
 
 def deep() -> nn.Module:

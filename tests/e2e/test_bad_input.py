@@ -329,7 +329,7 @@ def test_a_rank_that_leaves_between_forward_and_backward(
 
 def test_other_errors_of_a_step_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are asked of collectives alone."""
-    monkeypatch.setattr(lost_ranks, "current", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(lost_ranks, "all_ranks", lambda: pytest.fail("asked"))
     lost_ranks.name_lost_ranks(RuntimeError("mat1 and mat2 shapes"))
     lost_ranks.name_lost_ranks(PlanError("a message by gloo"))
 

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.symbols import hint_of
 from fxpar.passes.repeated_segments import repeated_segments
-from fxpar.runtime.calls.compiled_graph import hint_of
 from fxpar.runtime.train_step import trace
 
 Tensor = torch.Tensor

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ from tests.helpers.models import (
 )
 
 STEPS = 10
+BATCH = ("dp", "ep", "fsdp")  # axes along which ranks feed parts
 MESHES = {"dp=2": 2, "dp=4": 4, "dp=2,tp=2": 2}  # with the parts of a batch
 
 LOSS = 1e-5  # relative
@@ -45,6 +47,19 @@ def part(batch: dict[Any, torch.Tensor], parts: int) -> dict[Any, torch.Tensor]:
     rank = torch.distributed.get_rank()
     i = rank * parts // torch.distributed.get_world_size()
     return {k: v.chunk(parts)[i].clone() for k, v in batch.items()}
+
+
+def place_of(mesh: str) -> tuple[int, int]:
+    """This rank's place along the batch axes of a mesh, and how many there are."""
+    place, places = 0, 1
+    below = torch.distributed.get_world_size()
+    for axis, size in re.findall(r"(\w+)=(\d+)", mesh):
+        below //= int(size)
+        if axis in BATCH:
+            place *= int(size)
+            place += torch.distributed.get_rank() // below % int(size)
+            places *= int(size)
+    return place, places
 
 
 def whole(x: Any) -> torch.Tensor:

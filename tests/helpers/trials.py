@@ -7,14 +7,12 @@ nothing. What a script returns, any tensors and numbers, is compared.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -22,11 +20,10 @@ import fxpar
 from tests.helpers import device, trial_layers, trial_scripts
 from tests.helpers.machines import machine
 from tests.helpers.spawn import ranks_of
-from tests.helpers.training import whole
+from tests.helpers.training import place_of, whole
 
 DEFAULTS = {"FXPAR_PLAN": "search", "FXPAR_SCHEDULE": "auto"}
 MODES = ("compile", "shard", "step")
-BATCH = ("dp", "ep", "fsdp")  # axes along which ranks feed parts
 TOLERANCE = 1e-9  # of float64, relative to the largest value
 SCRIPTS = {**trial_scripts.SCRIPTS, **trial_layers.SCRIPTS}
 
@@ -92,15 +89,8 @@ class Setting:
         """What this rank feeds of a batch."""
         if not self.mesh or self.inputs == "global":
             return x
-        coordinate, count = 0, 1
-        below = dist.get_world_size()
-        for axis, size in re.findall(r"(\w+)=(\d+)", self.mesh):
-            below //= int(size)
-            if axis in BATCH:
-                coordinate *= int(size)
-                coordinate += dist.get_rank() // below % int(size)
-                count *= int(size)
-        return x.tensor_split(count)[coordinate].clone()
+        place, places = place_of(self.mesh)
+        return x.tensor_split(places)[place].clone()
 
 
 def run(script: str, setting: Setting) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 import fxpar
 from tests.helpers.models import double
 from tests.helpers.step_programs import OPTIMIZERS, batches, build, loss_fn
@@ -30,7 +32,12 @@ def whole_steps(
             )
             if options.get("inputs") == "local":
                 given = [tuple(part(dict(enumerate(b)), 2).values()) for b in given]
-            losses = [step(*batch).item() for batch in given]
+            each = [step(*batch).clone() for batch in given]
+            if options.get("inputs") == "local":  # each rank's own
+                for loss in each:
+                    dist.all_reduce(loss)
+                each = [loss / dist.get_world_size() for loss in each]
+            losses = [loss.item() for loss in each]
         named = dict(model.named_parameters())
         state = {name: whole(p) for name, p in named.items()}
         moments = {

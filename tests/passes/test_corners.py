@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
 
 import fxpar
-from fxpar.errors import PlanError
-from fxpar.passes.local.localize import _Localizer
-from fxpar.sharding.spec import Spec
 
 
 def whole(*shape: int) -> torch.Tensor:
@@ -171,19 +166,3 @@ def test_a_closed_dim_stays_whole():
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=1,tp=1", "tp=3", "dp=5"])
 def test_meshes_that_split_nothing(mesh):
     check(lambda x: F.gelu(x).sum(0), whole(4, 8), mesh=mesh, grad=True)
-
-
-def test_several_values_of_all_samples_by_one_rank_are_refused() -> None:
-    """In local mode what one rank's tangents make of all samples is put together from
-    each rank's own, which is done for one value only."""
-    graph = fx.Graph()
-    x = graph.call_function(torch.ops.aten.unbind.int, (graph.placeholder("x"),))
-    x.meta["val"] = (whole(2), whole(2))
-    program = SimpleNamespace(signature=SimpleNamespace(batch=("dp",)))
-    localizer = SimpleNamespace(program=program)
-    with pytest.raises(PlanError, match="unbind.* makes several values") as error:
-        _Localizer._of_own_samples(localizer, x, Spec("dp"), 0)  # type: ignore[arg-type]
-    assert "FXPAR_INPUTS=global" in str(error.value)
-    x.meta["val"], summands = whole(2), Spec("_", partial={"dp": "sum"})
-    with pytest.raises(PlanError, match="unbind.* makes summands"):
-        _Localizer._of_own_samples(localizer, x, summands, 0)  # type: ignore[arg-type]

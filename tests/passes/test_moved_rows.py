@@ -504,23 +504,6 @@ def test_generated_kernels() -> None:
     ranks_of("tp=2").run(run_moved, "inductor", HINTS[0], timeout=300.0)
 
 
-def run_parts() -> None:
-    """What was joined with other rows is no rank's own: it leaves whole, as it is read
-    by code outside of the graph."""
-    rank = torch.distributed.get_rank()
-    parts = [torch.arange(8.0).reshape(4, 2) + 100 * i for i in range(2)]
-    options = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
-    joined = torch.compile(
-        lambda x: torch.cat([x, x * 2]) + 1, backend="fxpar", options=options
-    )
-    got, whole = joined(parts[rank]), torch.cat(parts)
-    torch.testing.assert_close(got, torch.cat([whole, whole * 2]) + 1)
-
-
-def test_parts_that_ranks_feed() -> None:
-    ranks_of("dp=2").run(run_parts)
-
-
 def run_repeated_weight() -> None:
     """A weight that is repeated for each sample, as in an instance norm, takes no row
     of the batch: what is made of both stays this rank's part."""

@@ -17,7 +17,6 @@ from torch._higher_order_ops.associative_scan import associative_scan
 import fxpar
 from fxpar.errors import FxparWarning
 from fxpar.passes.normalize import rows_in_turn
-from fxpar.passes.simulate.one_op import OneOp
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -369,42 +368,3 @@ def test_two_ranks() -> None:
 def test_generated_kernels() -> None:
     """Inductor puts no kernel before the reduction that it reads."""
     ranks_of("tp=2").run(run_mixed, "inductor", timeout=300.0)
-
-
-def test_what_keeps_its_share_of_a_dim() -> None:
-    def keeps(op: Any, *args: Any) -> list[bool]:
-        rule = OneOp(op, args, {}).rule
-        assert rule is not None
-        return [moves.keeps_shares for moves in rule.moves]
-
-    x, y = torch.zeros(4, 2), torch.zeros(3, 2)
-    interleave, aten = torch.ops.fxpar.interleave.default, torch.ops.aten
-    assert keeps(interleave, [x, x], 0) == [True]
-    assert keeps(interleave, [x, y], 0) == [False]
-    assert keeps(aten.cat.default, [x, x], 0) == [False]
-    assert keeps(aten.repeat.default, x, [2, 1]) == [False]
-    assert keeps(aten.constant_pad_nd.default, x, [0, 0, 0, 4]) == [False]
-    assert keeps(aten.slice.Tensor, x, 0, 0, 2) == [False]
-
-
-def run_parts() -> None:
-    """Samples of several tensors in turn are a rank's own; with one less they are not,
-    and leave whole."""
-    rank = torch.distributed.get_rank()
-    parts = [torch.arange(6.0).reshape(3, 2) + 100 * i for i in range(2)]
-    options = {"mesh": "dp=2,tp=2", "inputs": "local", "codegen": "eager"}
-
-    def in_pairs(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([x.sin(), x * 2], 1).flatten(0, 1) + 1
-
-    def one_less(x: torch.Tensor) -> torch.Tensor:
-        return padded(x, x[1:], 0, 1)[:-1] + 1
-
-    own, whole = parts[rank // 2], torch.cat(parts)
-    for fn, want in ((in_pairs, in_pairs(own)), (one_less, one_less(whole))):
-        got = torch.compile(fn, backend="fxpar", options=options)(own)
-        torch.testing.assert_close(got, want)
-
-
-def test_parts_that_ranks_feed() -> None:
-    ranks_of("dp=2,tp=2").run(run_parts)

@@ -23,8 +23,6 @@ from fxpar.errors import FxparError, RankMismatchError
 from fxpar.fusion.kernels import autotune, region_op, run_kernels
 from fxpar.runtime.caches import installation_keys, known_programs, plan_store
 from fxpar.runtime.caches.told_files import checked_key, take_kernels
-from fxpar.runtime.calls import local_results
-from fxpar.sharding.batch_growth import Growth
 from fxpar.sharding.spec import Spec
 
 KEY = "0" * 64
@@ -94,11 +92,6 @@ def _plan(plan: Any) -> tuple[Path, Loader]:
     return path, lambda: plan_store.load(KEY, 1.0)
 
 
-def _growths(_: Any) -> tuple[Path, Loader]:
-    local_results._keep(KEY, ([Growth(1.0)], ["x"]))
-    return local_results._path(KEY), lambda: local_results._found_before(KEY)
-
-
 def _installation(_: Any) -> tuple[Path, Loader]:
     form, decoded = installation_keys.FORMAT, installation_keys._decoded
     path = cache_files.folder() / "one.installation.json"
@@ -106,7 +99,7 @@ def _installation(_: Any) -> tuple[Path, Loader]:
     return path, lambda: cache_files.read_record(path, form, KEY, decoded)
 
 
-RECORDS = (_program, _plan, _growths, _installation)
+RECORDS = (_program, _plan, _installation)
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)

@@ -247,7 +247,7 @@ def test_ranks_that_take_turns_are_timed_together(monkeypatch) -> None:
     def other_rank() -> None:
         clock[0] += 1.0
 
-    monkeypatch.setattr(probe_device.Probe, "_meet", lambda self: other_rank())
+    monkeypatch.setattr(probe_device.worlds, "barrier", other_rank)
     assert some._time(lambda: None, 1) == 0.0
     assert some._time(lambda: None, 1, meet=True) == 1.0
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fxpar
-from fxpar.errors import GradientError, ShardError
+from fxpar.errors import InputMismatchError, ShardError
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole
 
@@ -121,8 +121,8 @@ def converted() -> bool:
 
 def test_converted_parameters_are_still_parts() -> None:
     for error in shared_pool(2).errors(converted):
-        assert isinstance(error, GradientError), repr(error)
-        assert "learning rate" in str(error)
+        assert isinstance(error, InputMismatchError), repr(error)
+        assert "SGD(0.1) on rank 0, SGD(0.2) on rank 1" in str(error)
 
 
 def extremes(mesh: str | None) -> list[float]:

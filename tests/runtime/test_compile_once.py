@@ -3,7 +3,6 @@ what they are told when that fails; which graphs are one text."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -20,9 +19,9 @@ from fxpar import _torch, cache_files, compile_job
 from fxpar.errors import RankMismatchError
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.passes.order.outline_layers import INVOKE
-from fxpar.runtime.caches.compile_once import compile_once, one_does
+from fxpar.runtime.caches.compile_once import compile_once
 from fxpar.runtime.caches.plan_store import lines_of
-from fxpar.runtime.ranks import consensus, meeting, presence
+from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.binding import bind
 from tests.helpers.spawn import shared_pool
 
@@ -96,60 +95,6 @@ def disabled(_: str) -> tuple[float, float, str | None]:
 
     with config.patch(force_disable_caches=True):
         return in_turns([4, 4])
-
-
-def does_it(folders: list[str], fails: bool, late: float = 0.0) -> bool:
-    """Whether this rank did what one does for all. ``late``: seconds that rank 0 comes
-    behind the others."""
-    meeting.current().store.set(
-        f"{meeting.current().prefix}/folder/{dist.get_rank()}",
-        folders[dist.get_rank()],
-    )
-    consensus.agree("start", "", "")
-    does: list[float] = []
-
-    def work() -> None:
-        does.append(time.monotonic())
-        time.sleep(0.2)
-        if fails:
-            raise ValueError("it cannot be done")
-
-    key = f"{folders} {fails} {late}"
-    time.sleep(0.0 if dist.get_rank() else late)
-    with contextlib.suppress(ValueError):
-        one_does("works", key, work)
-    ended = time.monotonic()
-    assert not does or ended >= does[0] + 0.2
-    return bool(does)
-
-
-@pytest.mark.multiprocess
-def test_one_rank_does_what_all_need() -> None:
-    pool = shared_pool(2)
-    pool.renew()
-    assert pool.run(does_it, ["a", "a"], False) == [True, False]
-    assert pool.run(does_it, ["a", "a"], False, 0.2) == [True, False]
-    # For rank 0 nobody waits long.
-    assert pool.run(does_it, ["a", "a"], False, 3.0) == [False, True]
-    # One that fails ends the wait of the others too.
-    assert pool.run(does_it, ["a", "a"], True) == [True, False]
-    # Who sees other files does it too.
-    assert pool.run(does_it, ["a", "b"], False) == [True, True]
-    pool.renew()
-
-
-@pytest.mark.parametrize("kind", ["file", "hash"])
-def test_for_rank_0_nobody_waits_long_in_any_store(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = dist.HashStore() if kind == "hash" else dist.FileStore(f"{tmp_path}/s", 2)
-    channel = SimpleNamespace(store=store, rank=1, prefix="p", folders=lambda: ["a"])
-    channel.has = lambda name: store.check([name])
-    monkeypatch.setattr("fxpar.runtime.caches.compile_once.current", lambda: channel)
-    does: list[str] = []
-    one_does("works", "key", lambda: does.append("it"))
-    assert does == ["it"]
-    assert store.check(["p/done/key/ended"])
 
 
 def one_fails(again: bool) -> tuple[str, str]:

@@ -12,7 +12,6 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, InputMismatchError
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs
-from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import shared_pool
 
@@ -72,7 +71,7 @@ def test_checksum_goes_by_chunks(monkeypatch) -> None:
 
 
 def test_one_process_has_nothing_to_compare() -> None:
-    check_inputs.check_same([("x", "input", torch.ones(2))], Mesh.parse("dp=1"))
+    check_inputs.check_same([("x", "input", torch.ones(2))])
 
 
 def said(fn, *args) -> str:
@@ -93,7 +92,7 @@ def compare() -> dict[str, object]:
     out: dict[str, object] = {}
 
     def check(name: str, *fed: tuple) -> None:
-        out[name] = said(check_inputs.check_same, list(fed), MESH)
+        out[name] = said(check_inputs.check_same, list(fed))
 
     same = ("same", "input", torch.ones(3, dtype=torch.bfloat16))
     bias = nn.Parameter(torch.full([3], float(me)))
@@ -118,8 +117,6 @@ def compare() -> dict[str, object]:
     check("shape", same, ("x", "input", torch.ones(3 + (me == 1))))
     check("dtype", ("x", "input", torch.ones(3).to([torch.float, torch.int][me % 2])))
     check("count", *[same] * (1 + (me == 2)))
-    check("batch", ("x", "batch", torch.ones(2) * dp), same)
-    check("batch wrong", ("x", "batch", torch.ones(2) * me))
     check("other", ("part", "shard", torch.ones(2) * me))
 
     named = [
@@ -127,14 +124,8 @@ def compare() -> dict[str, object]:
         NamedInput("x", "input"),
         NamedInput("n", "input"),
     ]
-    for mode in ("global", "local"):
-        ranks = Ranks(MESH, me)
-        local = [1, 2] if mode == "local" else []
-        checks = check_inputs.Checks(named, local, ranks)
-        out[mode] = said(checks.run, [torch.ones(1), torch.ones(2) * dp, 3])
-        whole = torch.ones(2) * dp
-        checks = check_inputs.Checks(named, local[1:], ranks)
-        out[mode + " whole"] = said(checks.run, [torch.ones(1), whole, 3])
+    args = [torch.ones(1), torch.ones(2) * dp, 3]
+    out["arguments"] = said(check_inputs.check_arguments, named, args)
     return out
 
 
@@ -153,7 +144,7 @@ def test_compare() -> None:
         assert result["repaired"] == results[0]["repaired"]
         assert result["repaired"][2:] == [0.0, [False, False]]
         assert result["kept"]
-        assert result["again"] == result["batch"] == result["other"] == ""
+        assert result["again"] == result["other"] == ""
 
         text = result["input"]
         assert text.startswith("input x differs between ranks: rank 3 does not feed")
@@ -163,10 +154,4 @@ def test_compare() -> None:
         assert "drop_last" in result["shape"]
         assert "+input x: int32[3]" in result["dtype"]
         assert "rank 2 from rank 0" in result["count"]
-        text = result["batch wrong"]
-        assert "rank 1 does not feed what rank 0 feeds" in text
-        assert "num_replicas=2, rank=0) on rank 1" in text
-
-        assert "rank 2 does not feed what rank 0" in result["global"]
-        assert result["local"] == ""
-        assert result["global"] == result["global whole"] == result["local whole"]
+        assert "rank 2 does not feed what rank 0" in result["arguments"]

@@ -22,13 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops import while_loop
 from torch.optim import lr_scheduler
-from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fxpar
 from fxpar import _torch, compile_job
 from fxpar.errors import FxparWarning, OptionError, PlanError
-from fxpar.runtime.calls import optimizer_steps
 from tests.helpers.step_programs import (
     OPTIMIZERS,
     Counts,
@@ -488,18 +486,6 @@ def test_a_pre_hook_of_all_optimizers() -> None:
     finally:
         hook.remove()
     step(*batches(1)[0])
-
-
-def test_checks_of_fxpar_are_no_hook_of_a_user() -> None:
-    before = set(optimizer_module._global_optimizer_pre_hooks)
-    optimizer_steps.check_steps(dict)
-    added = set(optimizer_module._global_optimizer_pre_hooks) - before
-    try:
-        model = build()
-        train_step(model, torch.optim.SGD(model.parameters(), 0.1))(*batches(1)[0])
-    finally:
-        for key in added:
-            del optimizer_module._global_optimizer_pre_hooks[key]
 
 
 @pytest.mark.parametrize(

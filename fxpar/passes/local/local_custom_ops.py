@@ -161,7 +161,7 @@ def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
     return emit_dot(call.build, lhs, rhs, equation, shapes)
 
 
-def _identity(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
+def _identity(call: LocalCall, x: fx.Node, _: Any) -> fx.Node:
     return x
 
 
@@ -225,6 +225,7 @@ def _axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
 LOCAL: dict[Any, Localizer] = {
     "fxpar::dot": _dot,
     "fxpar::constrain": _identity,
+    "fxpar::with_gradient_of": _identity,
     "fxpar::mean_over_ranks": _identity,
     "fxpar::random": _random,
     "fxpar::randint": _random,

@@ -200,6 +200,7 @@ _OWN = (
     torch.ops.fxpar.dot.default,
     torch.ops.fxpar.constrain.default,
     torch.ops.fxpar.mean_over_ranks.default,
+    torch.ops.fxpar.with_gradient_of.default,
     torch.ops.fxpar.shift.default,
     torch.ops.fxpar.scan_back.default,
     torch.ops.fxpar.choice_back.default,

@@ -46,6 +46,18 @@ def _(count, device):
     return torch.empty([count], dtype=torch.int64, device=device)
 
 
+@torch.library.custom_op("fxpar::moved_seeds", mutates_args=())
+def moved_seeds(seeds: torch.Tensor, step: int) -> torch.Tensor:
+    """Seeds so far from others. An op of its own, since Inductor reads seeds from
+    memory alone."""
+    return seeds + step
+
+
+@moved_seeds.register_fake
+def _(seeds: torch.Tensor, step: int) -> torch.Tensor:
+    return torch.empty_like(seeds)
+
+
 @torch.library.custom_op("fxpar::random", mutates_args=())
 def random(
     size: Sequence[int],

@@ -1,20 +1,23 @@
 """The crossings between a user's code and the mesh, as they run outside a graph.
 
-``fxpar.constrain`` is where code speaks to the plan. ``fxpar::to_global`` and
-``fxpar::to_local`` are where parameters at rest enter a program and their gradients
-leave it: in a compiled graph the partitioner takes them out; run eagerly, every rank
-computes on global values, so that one gathers and the other takes this rank's part.
+``fxpar.constrain`` is where code speaks to the plan, ``fxpar.global_value`` where what
+ranks hold in parts enters a program. ``fxpar::to_global`` and ``fxpar::to_local`` are
+where it and parameters at rest enter and their gradients leave: in a compiled graph the
+partitioner takes them out; run eagerly, every rank computes on global values, so that
+one gathers and the other takes this rank's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
-from fxpar.errors import HintError
+from fxpar.errors import HintError, ShardError
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.runtime.ranks.groups import group_of
 from fxpar.sharding.mesh import Mesh
@@ -45,6 +48,35 @@ def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
     if not dims or not torch.compiler.is_compiling():
         return x
     return torch.ops.fxpar.constrain(x, ",".join(_word(entry) for entry in dims))
+
+
+def global_value(x: torch.Tensor) -> torch.Tensor:
+    """The global value of a DTensor, of which a compiled program computes with this
+    rank's part as the plan says; any other tensor itself. For batches that ranks read
+    in parts, in global mode.
+
+    The DTensor lies on the program's mesh, split as ``torch.chunk`` splits. Raises
+    ShardError if it is a sum of parts, or split along strides.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    # In words that Dynamo traces: objects of its own stand for placements and meshes.
+    devices, dims = x.device_mesh, [""] * x.dim()
+    names = devices.mesh_dim_names or ()
+    placements: tuple[Any, ...] = x.placements
+    for axis, placement in zip(names, placements, strict=True):
+        if placement.is_shard():
+            dim = placement.dim % len(dims)
+            dims[dim] = f"{dims[dim]}+{axis}" if dims[dim] else axis
+        elif not placement.is_replicate():
+            raise ShardError(
+                f"a DTensor that lies as {placement} along {axis} was fed",
+                fix="feed one whose placements are Shard and Replicate",
+            )
+    mesh = ",".join(f"{axis}={devices.size(i)}" for i, axis in enumerate(names))
+    spec = "[" + ", ".join([dim or "_" for dim in dims]) + "]"
+    how = spec, "", mesh, "", "", -1
+    return torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *how)
 
 
 def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:

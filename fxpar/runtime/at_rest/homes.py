@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar._torch.objects import parameters_of
 from fxpar.errors import ShardError
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
@@ -95,11 +94,6 @@ class EagerRead:
 
 
 _memory = _torch.objects.memory_of
-
-
-def holds_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has parameters of which each rank holds a part."""
-    return any(hasattr(p, HOME) for p in parameters_of(optimizer))
 
 
 def home_of(number: int) -> Home | None:

@@ -9,7 +9,6 @@ still sees global tensors. Buffers stay as they are.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
-from fxpar._torch.objects import parameters_of
+from fxpar._torch.objects import live_optimizers, parameters_of
 from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
@@ -198,22 +197,13 @@ def _refuse(model: nn.Module) -> None:
                 "stands in its place",
             )
     ours = {id(p) for p in model.parameters()}
-    for optimizer in _optimizers():
+    for optimizer in live_optimizers():
         if any(id(p) in ours for p in parameters_of(optimizer)):
             raise ShardError(
                 f"optimizer {type(optimizer).__name__} holds parameters of the model "
                 f"that fxpar.shard would replace",
                 fix="make the optimizer after model = fxpar.shard(model)",
             )
-
-
-def _optimizers() -> list[torch.optim.Optimizer]:
-    return [
-        candidate
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), torch.optim.Optimizer)
-        and hasattr(candidate, "param_groups")
-    ]
 
 
 def _same_mesh(mesh: Any) -> None:

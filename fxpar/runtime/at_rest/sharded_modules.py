@@ -32,7 +32,7 @@ from fxpar.runtime.at_rest.homes import (
     note_read,
     refuse_writes,
 )
-from fxpar.runtime.ranks import reduce_gradients as reduce
+from fxpar.runtime.ranks import mean_gradients as reduce
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.spec import Spec
 
@@ -124,8 +124,9 @@ def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) ->
         reduce.meet(f"{name} {list(at_rest.shape)}")
     with _counting_writes():
         value = _globally(parameter, home, at_rest)
-        if home.local:
-            value = reduce.mean_of_gradient(value)
+        if value.requires_grad:
+            # Whether ranks feed parts may be known only once a graph reads it.
+            value.register_hook(lambda g: reduce.mean_of(g) if home.local else g)
         note_read(home, id(parameter), value, name, user_line())
     return value
 

@@ -29,6 +29,7 @@ from fxpar.runtime.at_rest.global_values import write_to_parts
 from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
 from fxpar.runtime.at_rest.sharded_modules import adopt
+from fxpar.runtime.ranks.compare_replicas import note_steps_of
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
 from fxpar.runtime.ranks.presence import user_line
 from fxpar.sharding.mesh import Mesh
@@ -40,6 +41,7 @@ def swap_parameters(
     model: nn.Module, ranks: Ranks, layout: Mapping[int, ParameterLayout]
 ) -> None:
     """Replace parameters by their parts and classes by those that gather them."""
+    note_steps_of(_has_home)
     home = Home(str(ranks.mesh), _batch(ranks.mesh))
     parts: dict[int, nn.Parameter] = {}
     originals = list(model.parameters())  # ids stay taken while parameters change
@@ -67,6 +69,10 @@ def swap_parameters(
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
+
+
+def _has_home(p: torch.Tensor) -> bool:
+    return hasattr(p, HOME)
 
 
 def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:

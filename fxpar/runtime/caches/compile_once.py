@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType
@@ -50,37 +49,6 @@ def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any
     """
     with stage(INDUCTOR), presence.works(f"compiles {what}"):
         return _once(graph, what, compile_graph)
-
-
-def one_does(what: str, key: str, work: Callable[[], None]) -> None:
-    """Run ``work``, which leaves a file, on one rank: rank 0 if it comes soon, else the
-    first that came; the others wait until it has ended. Where ranks see files of their
-    own, all run it, and so does one whose wait was in vain. ``what``: the work, in
-    words; ``key``: its name."""
-    channel = all_ranks()
-    if channel is None or len(set(channel.folders())) > 1:
-        work()
-        return
-    name, word = f"{channel.prefix}/done/{key}", str(channel.rank)
-    if channel.rank:
-        with presence.waits("waits for rank 0"):
-            end = time.monotonic() + LEAD
-            # Not by ``wait``: a store logs where that ends.
-            while not channel.has(name) and time.monotonic() < end:
-                time.sleep(0.01)
-    first = channel.store.compare_set(name, "", word).decode()
-    if first == word:
-        try:
-            with presence.works(f"{what} for all ranks"):
-                work()
-        finally:
-            channel.store.set(f"{name}/ended", "")
-        return
-    leader = [int(first)]
-    patience = channel.patience(timeout())
-    with presence.waits(f"waits for rank {first}, which {what}"):
-        if not poll(lambda: channel.has(f"{name}/ended"), patience, lambda: leader):
-            work()
 
 
 def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:

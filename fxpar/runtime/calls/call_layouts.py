@@ -8,7 +8,7 @@ the program writes to a copy is written back. Nothing is copied that lies as com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,11 +39,6 @@ def for_any_strides(
         return results
 
     return call
-
-
-def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Strides of a contiguous tensor of this shape."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def _lies_so(x: torch.Tensor, stride: Strides) -> bool:

@@ -33,13 +33,13 @@ from fxpar.runtime.calls.compile_variants import (
 )
 from fxpar.runtime.calls.open_sizes import open_sizes
 from fxpar.runtime.ranks import (
+    compare_replicas,
     compare_tangents,
     consensus,
     presence,
 )
 from fxpar.runtime.ranks.check_inputs import Drift, check_arguments
 from fxpar.runtime.ranks.compare_options import check_options, options_text
-from fxpar.runtime.ranks.compare_replicas import Replicas
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import ALONE, current, meet
 from fxpar.runtime.ranks.patience import in_call
@@ -63,6 +63,7 @@ def forget() -> None:
     ``torch.compiler.reset()`` calls of a backend."""
     _VARIANTS.clear()
     compare_tangents.forget()
+    compare_replicas.forget_steps()
 
 
 class Calls:
@@ -156,14 +157,14 @@ class Calls:
         }
         return Drift(fed)
 
-    def _replicas(self, examples: Sequence[Any]) -> Replicas:
+    def _replicas(self, examples: Sequence[Any]) -> compare_replicas.Replicas:
         held = {
             i: (entry.name, entry.kind)
             for i, entry in enumerate(self.inputs)
             if entry.kind in ("parameter", "buffer")
             and isinstance(examples[i], torch.Tensor)
         }
-        return Replicas(held, examples, self.ranks.mesh)
+        return compare_replicas.Replicas(held, examples, self.ranks.mesh)
 
     def _compare(
         self, beside: tuple[Sequence[str], ...], args: Sequence[Any], *, held: bool
@@ -269,6 +270,16 @@ class Calls:
             self.variants.ranges[number] = range_
             self.variants.planned_for[key[0]] = number
         return number
+
+
+def meet_first(options: Options, ranks: Ranks, what: str) -> None:
+    """Raise RankMismatchError on all ranks if they come to a first call with other
+    options, some of them in local mode, where all ranks meet at that call alone."""
+    text = options_text(options, ranks)
+    head = _as_text(["", 0, True, (), (), digest(text)])
+    heads = [word.split("\t")[0] for word in meet(f"{head}\t\t\t", what)]
+    if len({json.loads(head)[5] for head in heads}) > 1:
+        check_options(text, what)
 
 
 # What a rank writes of a call, as JSON. ``json.dumps`` makes an encoder at each call.

@@ -33,7 +33,7 @@ from fxpar.runtime.caches.program_identity import (
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange
 from fxpar.runtime.calls.rows_to_experts import agreed_room
-from fxpar.runtime.ranks import compare_tangents, meeting, presence
+from fxpar.runtime.ranks import compare_tangents, mean_gradients, meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
@@ -126,11 +126,11 @@ def raiser(error: FxparError) -> Callable[..., Any]:
 
 class Compiled:
     """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
-    its results, by position. ``broken_at``: the user's line of the graph break it ends
-    in; ``sizes``: those it holds for, where it leaves some open; ``made_at``: the
-    user's line of its last result; ``written``: positions of the arguments that it
-    writes to; ``with_room``: compiles it for the room of all ranks
-    (``rows_to_experts``)."""
+    its results, by position. ``names``: of its arguments. ``broken_at``: the user's
+    line of the graph break it ends in; ``sizes``: those it holds for, where it leaves
+    some open; ``made_at``: the user's line of its last result; ``written``: positions
+    of the arguments that it writes to; ``with_room``: compiles it for the room of all
+    ranks (``rows_to_experts``)."""
 
     def __init__(
         self,
@@ -138,6 +138,7 @@ class Compiled:
         checks: Sequence[Callable[[Sequence[Any]], None]],
         plan: Plan | None,
         results: Mapping[int, Spec],
+        names: Sequence[str],
         options: Options,
         ranks: Ranks,
         broken_at: str | None,
@@ -151,7 +152,8 @@ class Compiled:
         self.made_at, self.written = made_at, written
         self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
-        self.results, self.options, self.ranks = results, options, ranks
+        self.results, self.names = results, names
+        self.options, self.ranks = options, ranks
         if plan is not None:
             _PLANS.append(plan)
         self._first, self._watches = True, False
@@ -168,7 +170,7 @@ class Compiled:
         return self._of_room[room]._run(args)
 
     def _run(self, args: Sequence[Any]) -> Any:
-        outside_graphs.graph_runs(self, self.broken_at, args)
+        outside_graphs.graph_runs(self, self.broken_at, args, self.names)
         try:
             outputs = self._begun(args) if self._first else self.compiled(*args)
         except RuntimeError as error:
@@ -178,6 +180,8 @@ class Compiled:
             self._watches = _torch.aot.watch_backward(
                 outputs, self._backward_begins, name_lost_ranks
             )
+            if self._watches and self.ranks.manual is not None:
+                mean_gradients.serve_backward(args, outputs)
         return outputs if self.options.outputs == "global" else self._dressed(outputs)
 
     def _backward_begins(self, gradients: Sequence[Any]) -> None:

@@ -1,16 +1,14 @@
-"""Code given to ``torch.compile`` that no graph contains: found, said, reduced.
+"""Calls of what was given to ``torch.compile``, and code of it that no graph contains.
 
 A backend sees graphs alone. What Dynamo cannot trace (a frame it skips, code at a graph
 break, a disabled function) is run by each rank as it stands. ``watch`` looks at each
 call of what was compiled: it was one graph, from its first line to its last, or there
-is code outside. Then the user is told, once, why and what it costs; and in local mode,
-where such code runs on the rank's own part of the batch,
-``runtime.ranks.reduce_gradients`` takes the mean of gradients over the ranks, and steps
-of optimizers are checked (``runtime.calls.optimizer_steps``).
+is code outside. Then the user is told, once, why and what it costs.
 
-A model inside DistributedDataParallel needs no such wrapper: gradients that leave a
-compiled graph are reduced already, and equal on every rank. The wrapper's hooks average
-them, which changes no number, and costs an all-reduce (``warn_around``).
+In local mode a call is where ranks do as DistributedDataParallel does at a forward:
+parameters of its modules are watched, whose gradients become means over the ranks
+(``runtime.ranks.mean_gradients``), and their buffers become those of rank 0. A model
+inside DistributedDataParallel is left to that.
 """
 
 from __future__ import annotations
@@ -21,23 +19,28 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar import _torch
-from fxpar._torch.objects import TensorVersion
 from fxpar.config import Options
-from fxpar.errors import FxparWarning, OptionError, compose
+from fxpar.errors import FxparError, FxparWarning, OptionError, compose
 from fxpar.runtime.at_rest.homes import HOME
-from fxpar.runtime.ranks import reduce_gradients
+from fxpar.runtime.calls.call_variants import meet_first
+from fxpar.runtime.ranks import equal_buffers, mean_gradients
+from fxpar.runtime.ranks.check_inputs import listed
+from fxpar.runtime.ranks.gradient_buckets import MeanOver
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.ranks.meeting import current
+from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.runtime.tracing import modules_of
 
 
@@ -70,22 +73,20 @@ class _CompiledCallable:
     whole: weakref.WeakKeyDictionary[Any, bool] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
-    # Ids of the other tensors that graphs take, buffers among them.
-    graph_inputs: set[int] = field(default_factory=set)
     before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     # Lines of graph breaks that a warning names.
     broken_at: set[str] = field(default_factory=set)
-    # Code that Dynamo began to trace.
-    begun: set[types.CodeType] = field(default_factory=set)
     # Whether this rank joined the mesh for it though nothing of it is compiled.
     is_joined: bool = False
     group: Any = None  # a weak reference: the one whose ranks know of it
-    # Whether gradients of its modules are reduced in that group.
-    reduced: bool = False
-    # Whether buffers that each rank writes by itself were said.
-    are_buffers_said: bool = False
+    explained: Any = None  # a weak reference: the one in which code outside was said
+    # In that group: this process on the mesh, where it takes part in means.
+    ranks: Ranks | None = None
+    # Modules that have buffers.
+    with_buffers: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    # After how many backwards and calls of whole models its buffers were made equal.
+    equal_since: tuple[int, int] | None = None
     # Kinds of warnings of plans that were given.
     warnings_of_plans: set[str] = field(default_factory=set)
 
@@ -112,8 +113,6 @@ class _Call:
     watched: _CompiledCallable
     handled: BaseException | None  # by code around the call
     breaks_before: int  # that Dynamo had met
-    # Each buffer as it was, by its name, where that is looked at.
-    buffers_before: dict[str, TensorVersion]
     # Of each graph that ran in it, whether the whole call was in it.
     ran: list[bool] = field(default_factory=list)
 
@@ -125,12 +124,11 @@ class _Calls(threading.local):
         self.stack: list[_Call] = []
 
 
-_watched: weakref.WeakSet[_CompiledCallable] = weakref.WeakSet()
 _calls = _Calls()
 _skipped: dict[types.CodeType, _Outside] = {}
 
 
-def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
 
     Ranks that wait for this one can know from now on where it is."""
@@ -147,21 +145,32 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         except TypeError:  # a class with slots
             reference = functools.partial(_itself, fn)
     watched = _CompiledCallable(reference, name, options)
-    _watched.add(watched)
-    if _takes_parts(options):
-        # One may take its first step before the first call.
-        pass
 
     def enter() -> Callable[[], None]:
         if watched.settings is None:
             _read(watched)
+        if watched.local and not is_alone():
+            _begin_local(watched)
         breaks = _torch.dynamo.graph_breaks_so_far()
-        buffers = _buffers(watched)
-        _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks, buffers))
+        _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks))
         return _leave
 
-    begins = functools.partial(_open_batch, watched)
-    return enter, begins, functools.partial(_meet_frame, watched)
+    return enter, functools.partial(_meet_frame, watched)
+
+
+def begins(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], None]:
+    """What to call before each call of a program that has a model inside, other than by
+    ``torch.compile``: in local mode ranks begin with equal parameters and buffers."""
+    name = type(model).__name__
+    watched = _CompiledCallable(weakref.ref(model), name, options)
+
+    def begin() -> None:
+        if watched.settings is None:
+            _read(watched)
+        if watched.local and not is_alone():
+            _begin_local(watched)
+
+    return begin
 
 
 def options_of_call() -> Options | None:
@@ -179,51 +188,188 @@ def _itself(fn: Any) -> Any:
     return fn
 
 
-def _takes_parts(options: dict[str, Any] | None) -> bool:
-    try:
-        return Options.read(options).inputs == "local"
-    except OptionError:
-        return False  # which the backend raises where the user sees it
-
-
 def _read(watched: _CompiledCallable) -> None:
     watched.before = _torch.dynamo.graph_breaks()
     try:
         watched.settings = Options.read(watched.options)
     except OptionError:
         return  # which the backend raises where the user sees it
-    if watched.local:
-        pass
     for root in watched.modules().values():
         for module in root.modules():
-            _tell_home(module, watched.local)
+            _tell_home(module, local=watched.local)
 
 
-def _tell_home(module: nn.Module, local: bool) -> None:
+def _tell_home(module: nn.Module, *, local: bool) -> None:
     home = module.__dict__.get(HOME)
     if home is not None:
         home.local = local
 
 
-def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
-    """Dynamo is about to trace a frame for the first time: in local mode the rows of
-    tensors it is given stay open, as the backend asks for otherwise, by a second trace
-    (``require_dynamic_batch``), of what is not seen here."""
-    return
-    code = frame.f_code
-    if not watched.local or code in watched.begun or _torch.dynamo.is_resumed(code):
+_ROOTS = [0]  # calls of whole models with buffers so far
+
+
+def _begin_local(watched: _CompiledCallable) -> None:
+    """A call in local mode begins: watch what is new, make buffers equal."""
+    group = _torch.distributed.default_group()
+    is_first = watched.group is None or watched.group() is not group or group is None
+    if is_first:
+        watched.ranks = _join(watched)
+        group = _torch.distributed.default_group()
+        watched.group = group and weakref.ref(group)
+    if watched.ranks is None or not mean_gradients.takes_part():
         return
-    watched.begun.add(code)
-    buffers = {id(x) for root in watched.modules().values() for x in root.buffers()}
-    local = {k: x for k, x in frame.f_locals.items() if k not in code.co_freevars}
-    for x in _torch.fake.tree_leaves(local):
-        plain = type(x) is torch.Tensor and x.dim() > 0 and id(x) not in buffers
-        if (
-            plain
-            and getattr(x, LOCAL_MARK, True)
-            and not _torch.dynamo.has_size_marks(x)
-        ):
-            open_rows(x)
+    _leave_to_ddp(watched)
+    if is_first:
+        assert watched.settings is not None
+        try:
+            meet_first(watched.settings, watched.ranks, f"a call of {watched.name}")
+        except FxparError:
+            watched.settings = watched.group = None  # are read again
+            raise
+        over = functools.partial(_mean_over, watched.ranks)
+        modules, fn = watched.modules(), watched.fn()
+        around = _torch.dynamo.calling_module(getattr(fn, "__self__", fn))
+        if around is not None:  # it may have parameters that no graph will take
+            modules = {type(around).__name__: around, **modules}
+            for module in around.modules():
+                _tell_home(module, local=True)
+        mean_gradients.watch(watched.name, modules, over)
+        _watch_trained_with(watched.name, modules, over)
+        _list_buffers(watched)
+    else:
+        mean_gradients.hook_new()
+    if watched.with_buffers and not _calls.stack:
+        _make_buffers_equal(watched)
+
+
+def _watch_trained_with(
+    name: str,
+    modules: Mapping[str, nn.Module],
+    over: Callable[[nn.Parameter], MeanOver | None],
+) -> None:
+    """Watch what optimizers of the parameters of modules train besides: parts of a
+    model that are not compiled, and read what is. Who steps otherwise is warned."""
+    ours = {id(p) for module in modules.values() for p in module.parameters()}
+    for optimizer in _torch.objects.live_optimizers():
+        trained = _torch.objects.parameters_of(optimizer)
+        if any(id(p) in ours for p in trained):
+            named = {
+                f"{type(optimizer).__name__} {i}": p
+                for i, p in enumerate(trained)
+                if isinstance(p, nn.Parameter) and id(p) not in ours
+            }
+            mean_gradients.note(name, named, over)
+    _warn_at_steps()
+
+
+@functools.cache
+def _warn_at_steps() -> None:
+    register_optimizer_step_pre_hook(_warn_of_own_gradients)
+
+
+_STEPPED: WeakSet[Any] = WeakSet()  # optimizers that were looked at
+
+
+def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once of gradients that nobody averages, at the step that takes them."""
+    if optimizer in _STEPPED or not mean_gradients.takes_part():
+        return
+    trained = _torch.objects.parameters_of(optimizer)
+    if all(p.grad is None for p in trained):
+        return
+    _STEPPED.add(optimizer)
+    left = {id(p) for ddp in _torch.objects.live_ddp() for p in ddp.parameters()}
+    own = [
+        f"number {i} {list(p.shape)}"
+        for i, p in enumerate(trained)
+        if p.grad is not None and not isinstance(p, DTensor) and id(p) not in left
+        if not mean_gradients.is_watched(p)
+    ]
+    if own:
+        text = compose(
+            f"{type(optimizer).__name__} steps parameters whose gradients nobody "
+            f"averages over ranks: {listed(own)}; with FXPAR_INPUTS=local each rank "
+            "has those of its own part of the batch",
+            where=user_line(),
+            fix="compile what they are in with backend='fxpar' as well, or wrap it in "
+            "DistributedDataParallel; what one rank trains goes inside `with "
+            "fxpar.alone():`",
+        )
+        warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+def _join(watched: _CompiledCallable) -> Ranks | None:
+    """This process on the mesh; None where nobody has other parts of the batch."""
+    assert watched.settings is not None
+    settings = watched.settings
+    if settings.mesh is None:
+        modules = (m for root in watched.modules().values() for m in root.modules())
+        homes = (m.__dict__[HOME] for m in modules if HOME in m.__dict__)
+        home = next(homes, None)
+        settings = settings if home is None else replace(settings, mesh=home.mesh)
+    ranks = join(settings)
+    return None if ranks.manual is None else ranks
+
+
+def _mean_over(ranks: Ranks, parameter: nn.Parameter) -> MeanOver | None:
+    """The ranks that have other gradients of a parameter: those along manual axes. Of
+    one of ``fxpar.shard`` they are reduced where its global value is read."""
+    if isinstance(parameter, DTensor):
+        return None
+    assert ranks.manual is not None
+    axes = ranks.manual.axes
+    return MeanOver(ranks.group(axes), ranks.manual.mesh.count(axes))
+
+
+_DDP: WeakSet[nn.Module] = WeakSet()  # wrappers that were met
+
+
+def _leave_to_ddp(watched: _CompiledCallable) -> None:
+    """Leave to DistributedDataParallel, around or inside, what it reduces and makes
+    equal."""
+    around = _torch.dynamo.surrounding_ddp()
+    wrappers = [] if around is None else [around]
+    if watched.ranks is not None and not watched.with_buffers:
+        roots = watched.modules().values()
+        wrappers += [m for r in roots for m in r.modules() if _torch.dynamo.is_ddp(m)]
+    for wrapper in wrappers:
+        if wrapper not in _DDP:
+            _DDP.add(wrapper)
+            mean_gradients.leave(wrapper.parameters())
+            _list_buffers(watched)
+
+
+def _list_buffers(watched: _CompiledCallable) -> None:
+    left = {id(module) for wrapper in _DDP for module in wrapper.modules()}
+    watched.with_buffers = [
+        weakref.ref(module)
+        for root in watched.modules().values()
+        for module in root.modules()
+        if next(module.buffers(recurse=False), None) is not None
+        and id(module) not in left
+    ]
+
+
+def _make_buffers_equal(watched: _CompiledCallable) -> None:
+    """Buffers become those of rank 0, as they do before each forward of DDP. A part of
+    a model that is compiled by itself may be called often in one forward: there they
+    do once between two backwards."""
+    modules = [m for reference in watched.with_buffers if (m := reference())]
+    buffers = {
+        id(x): x
+        for module in modules
+        for x in module.buffers(recurse=False)
+        if not isinstance(x, DTensor)
+    }
+    if not buffers:
+        return
+    fn = watched.fn()
+    if _torch.dynamo.calling_module(getattr(fn, "__self__", fn)) is None:
+        _ROOTS[0] += 1
+    since = mean_gradients.backwards(), _ROOTS[0]
+    if since != watched.equal_since:
+        watched.equal_since = since
+        equal_buffers.take(watched.name, list(buffers.values()))
 
 
 def _meet_frame(
@@ -233,7 +379,7 @@ def _meet_frame(
     for value in frame.f_locals.values():
         if isinstance(value, nn.Module):
             watched.by_id[id(value)] = weakref.ref(value)
-            _tell_home(value, watched.local)
+            _tell_home(value, local=watched.local)
     if error is None:
         return
     why, where = _torch.one_graph.why_not_one_graph(error) or (
@@ -244,11 +390,18 @@ def _meet_frame(
     _skipped[frame.f_code] = outside
     watched.outside.setdefault(outside, False)
     if watched.local:
+        _note_modules(watched)
         _settle(watched)
 
 
-def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
-    """Note that a compiled graph runs, inside the call that is under way."""
+def graph_runs(
+    graph: Any,
+    broken_at: str | None,
+    args: Sequence[Any],
+    names: Sequence[str] = (),
+) -> None:
+    """Note that a compiled graph runs, inside the call that is under way. ``names``: of
+    its arguments."""
     if not _calls.stack:
         return
     call = _calls.stack[-1]
@@ -256,18 +409,50 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
     if graph not in watched.whole:
         outermost = _torch.dynamo.between_graph_and_caller() <= 1
         watched.whole[graph] = broken_at is None and outermost
-        for x in args:
-            if isinstance(x, nn.Parameter):
-                watched.parameters[id(x)] = weakref.ref(x)
-            elif isinstance(x, torch.Tensor):
-                watched.graph_inputs.add(id(x))
         if broken_at is not None:
             watched.broken_at.add(broken_at)
         if broken_at is not None and watched.local:
             watched.outside[_Outside("code at a graph break", "", broken_at)] = False
+        if watched.local:
+            _note_modules(watched)
         if not watched.whole[graph] and watched.local:
             _settle(watched)
+    if watched.ranks is not None and torch.is_grad_enabled():
+        named = zip(names or map(str, range(len(args))), args, strict=True)
+        _note_args(watched, dict(named))
     call.ran.append(watched.whole[graph])
+
+
+def _note_modules(watched: _CompiledCallable) -> None:
+    """Watch the parameters of modules that are known by now."""
+    if watched.ranks is None or not mean_gradients.takes_part():
+        return
+    modules = watched.modules().items()
+    parameters = {k: p for prefix, m in modules for k, p in m.named_parameters(prefix)}
+    over = functools.partial(_mean_over, watched.ranks)
+    mean_gradients.note(watched.name, parameters, over)
+    _list_buffers(watched)
+
+
+def _note_args(watched: _CompiledCallable, args: Mapping[str, Any]) -> None:
+    """Watch parameters among the arguments of a graph, and those that they were
+    computed from in eager code."""
+    if not mean_gradients.takes_part():
+        return
+    assert watched.ranks is not None
+    over = functools.partial(_mean_over, watched.ranks)
+    parameters = {k: x for k, x in args.items() if isinstance(x, nn.Parameter)}
+    mean_gradients.note(watched.name, parameters, over)
+    for key, x in args.items():
+        leaves = {
+            f"parameter {i} under {key}": p
+            for i, p in enumerate(mean_gradients.leaves_under(x))
+        }
+        # DDP may be around of them.
+        mean_gradients.note(watched.name, leaves, over, early=False)
+        for p in leaves.values():
+            if (home := getattr(p, HOME, None)) is not None:
+                home.local = True
 
 
 def _leave() -> None:
@@ -281,6 +466,8 @@ def _leave() -> None:
     if not call.ran and not watched.is_joined:
         watched.is_joined = True
         join(watched.settings)  # as the backend does, which is not called here
+    if not call.ran and watched.local:
+        _note_modules(watched)
     for why, where in _torch.dynamo.graph_breaks_since(call.breaks_before):
         # Nothing was traced before it, so that no graph ends there.
         if call.ran and where not in watched.broken_at:
@@ -288,52 +475,17 @@ def _leave() -> None:
             outside = _Outside("code at a graph break", why, where)
             watched.outside.setdefault(outside, False)
     _settle(watched, compiled=bool(call.ran))
-    _say_buffers(call)
-
-
-def _buffers(watched: _CompiledCallable) -> dict[str, TensorVersion]:
-    """Buffers, as they are, that no backward makes those of rank 0, as there
-    is none; for the first call, and where code is known that no graph contains."""
-    return {}
-    if not watched.local or torch.is_grad_enabled() or watched.are_buffers_said:
-        return {}
-    if watched.whole and not watched.outside:
-        return {}
-    return written_buffers.versions_by_name(watched.modules(), watched.graph_inputs)
-
-
-def _say_buffers(call: _Call) -> None:
-    watched, before = call.watched, call.buffers_before
-    if not before or not reduce_gradients.takes_part():
-        return
-    names = written_buffers.written_since(
-        before, watched.modules(), watched.graph_inputs
-    )
-    if names:
-        watched.are_buffers_said = True
-        written_buffers.say_written(names)
 
 
 def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
-    """Code outside the graphs was met: say so, and have its gradients reduced, before a
-    backward comes, which the compiled function itself may run."""
-    if not reduce_gradients.takes_part():
+    """Code outside the graphs was met: say so."""
+    group = _torch.distributed.default_group()
+    if not mean_gradients.takes_part():
         return
-    if (
-        watched.group is None
-        or watched.group() is not _torch.distributed.default_group()
-    ):
-        watched.group, watched.reduced = (
-            weakref.ref(_torch.distributed.default_group()),
-            False,
-        )
+    if watched.explained is None or watched.explained() is not group:
+        watched.explained = weakref.ref(group)
         _explain(watched, compiled=compiled)
     _say(watched)
-    if watched.reduced:
-        reduce_gradients.hook_new()
-    elif watched.local and torch.is_grad_enabled():
-        watched.reduced = True
-        reduce_gradients.watch(watched.name, watched.modules())
 
 
 def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
@@ -358,8 +510,7 @@ def _say(watched: _CompiledCallable) -> None:
     """Warn of what was not said yet, once per job: on rank 0."""
     if watched.local:
         cost = (
-            "Each rank runs it as it stands, on its own part of the batch; gradients "
-            "are averaged over the ranks when a backward ends, as DDP does"
+            "Each rank runs it as it stands, on its own part of the batch, as under DDP"
         )
     else:
         cost = "Each rank runs the whole of it as it stands: nothing of it is split"
@@ -373,20 +524,6 @@ def _say(watched: _CompiledCallable) -> None:
             warnings.warn(text, FxparWarning, stacklevel=2)
 
 
-def _trained() -> dict[int, str]:
-    """Names of the parameters that compiled callables in local mode train, by id; ""
-    for one that only a graph was seen to read."""
-    local = [watched for watched in _watched if watched.local]
-    references = [ref for watched in local for ref in watched.parameters.values()]
-    names = {id(p): "" for ref in references if (p := ref()) is not None}
-    return names | {id(p): name for each in local for name, p in _parameters_of(each)}
-
-
-def _parameters_of(watched: _CompiledCallable) -> Iterator[tuple[str, nn.Parameter]]:
-    for prefix, module in watched.modules().items():
-        yield from module.named_parameters(prefix)
-
-
 _SAID: WeakSet[nn.Module] = WeakSet()
 
 
@@ -395,6 +532,8 @@ def warn_around(ranks: Ranks) -> None:
     wrapper = _torch.dynamo.surrounding_ddp()
     if wrapper is None or ranks.mesh.size == 1 or ranks.rank != 0 or wrapper in _SAID:
         return
+    if ranks.manual is not None:
+        return  # its parameters are left to it
     _SAID.add(wrapper)
     size = sum(p.nbytes for p in wrapper.parameters() if p.requires_grad)
     warnings.warn(

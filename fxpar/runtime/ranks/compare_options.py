@@ -23,7 +23,7 @@ def options_text(options: Options, ranks: Ranks) -> str:
     """What all ranks must have, as text: options, the mesh and versions."""
     chooses = read_auto(options.mesh) is not None
     shared = options.shared() | {
-        "mesh": str(options.mesh if chooses else ranks.mesh),
+        "mesh": str(options.mesh if chooses else ranks.whole.mesh),
         "torch": torch.__version__,
         "fxpar": _torch.version.own_version(),
     }

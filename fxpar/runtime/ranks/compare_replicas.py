@@ -14,6 +14,7 @@ compared alone, at every call: one that only some ranks wrote to is an error.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError
@@ -43,6 +45,10 @@ _WRITE_FIX = (
 )
 _PARTS_FIX = (
     "write to it alike on every rank, each its part: load the checkpoint on all of them"
+)
+_STEP_FIX = (
+    "take every step of an optimizer on every rank, at the same learning rate: decide "
+    "by what all ranks have, as a loss that torch.distributed.all_reduce averaged"
 )
 _UPDATE_FIX = (
     "change gradients, learning rates and parameters alike on every rank: draw noise "
@@ -100,7 +106,9 @@ class Replicas:
         if self._now != self._alike:
             writes = f"{hash(_written_since(self._now, self._alike)):x}"
         word = f"{writes} {self._next_sum(tensors) if tensors else ' '}"
-        return f"{word} {hash(self._part_writes(args)):x}" if self.parts else word
+        if not self.parts:
+            return word
+        return f"{word} {hash(self._part_writes(args)):x} {_steps_word()}"
 
     def _part_writes(self, args: Sequence[Any]) -> tuple[int, ...]:
         """How often each part was written to, since its parameter was split."""
@@ -108,8 +116,19 @@ class Replicas:
 
     def compare_parts(self, words: Sequence[str], args: Sequence[Any]) -> None:
         """Raise InputMismatchError, on all ranks, if only some wrote to a parameter of
-        which each holds a part."""
-        if not self.parts or len({word.split(" ")[-1] for word in words}) == 1:
+        which each holds a part, or took a step of its optimizer otherwise."""
+        if not self.parts:
+            return
+        ends = [word.split(" ")[-2:] for word in words]
+        for rank, (_, steps) in enumerate(ends):
+            if steps != ends[0][1]:
+                raise _told(
+                    "optimizers of parameters of which each rank holds a part took "
+                    f"other steps (learning rates by group): {ends[0][1] or 'none'} on "
+                    f"rank 0, {steps or 'none'} on rank {rank}",
+                    _STEP_FIX,
+                )
+        if len({writes for writes, _ in ends}) == 1:
             return
         writes = list(map(torch.tensor, self._part_writes(args)))
         gathered = check_inputs.gather_numbers(writes)
@@ -285,3 +304,33 @@ def _told(fact: str, fix: str) -> InputMismatchError:
     error = InputMismatchError(fact, fix=fix)
     error.told = True
     return error
+
+
+_STEPS: list[str] = []  # of optimizers of parts, since this rank's last call
+
+
+@functools.cache
+def note_steps_of(is_part: Callable[[torch.Tensor], bool]) -> None:
+    """From now on, the next call compares steps of optimizers of such parameters."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(map(is_part, _torch.objects.parameters_of(optimizer))):
+            rates = (
+                "?" if isinstance(rate := group.get("lr"), torch.Tensor) else f"{rate}"
+                for group in optimizer.param_groups
+            )
+            _STEPS.append(f"{type(optimizer).__name__}({','.join(rates)})")
+
+    register_optimizer_step_pre_hook(note)
+
+
+def _steps_word() -> str:
+    """The steps that this rank took since its last call, said once."""
+    text = "+".join(_STEPS).replace(" ", "")
+    _STEPS.clear()
+    return text
+
+
+def forget_steps() -> None:
+    """Compare nothing of the steps so far: they belong to programs that are gone."""
+    _STEPS.clear()

@@ -153,8 +153,9 @@ def bind(
                 bound[node] = _of_first_rank(build, copy, mesh, group_of, manual)
                 place = mesh.index(rank, manual)
                 if node.target is torch.ops.fxpar.seeds.default and place:
-                    offset = place * PLACE_STEP
-                    bound[node] = build.call(_ATEN.add.Tensor, bound[node], offset)
+                    offset = (place * PLACE_STEP + (1 << 63)) % (1 << 64) - (1 << 63)
+                    moved = torch.ops.fxpar.moved_seeds.default
+                    bound[node] = build.call(moved, bound[node], offset)
                     bound[node].meta[OF_RANK] = True
     if inductor:
         unroll_scans(rank_graph, mesh, fake_mode)

@@ -24,7 +24,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 
-# Written to as far as compilers know, so that they leave it before what reads ``first``.
+# Written to as far as compilers know, which leave it before what reads ``first``.
 torch.library.define(
     "fxpar::compare_places",
     "(Tensor(a!) first, str launches, str what, str mesh, str manual) -> ()",
@@ -49,7 +49,7 @@ def _(first, launches, what, mesh, manual):
             error = RankMismatchError(
                 f"in {what} rank {rank} gathers or reduces other parameters than rank "
                 f"{peer}: they took other branches, or broke their graphs elsewhere",
-                fix="use the same parameters on every rank, in the same order, or leave "
+                fix="use the same parameters in the same order on every rank, or leave "
                 "them whole (no fxpar.shard)",
             )
             raise consensus.as_told(error)
@@ -66,7 +66,7 @@ def compare_places(state: PhaseState) -> None:
     # Ranks at other stages run other programs, and meet those of their own stage.
     if not launched and state.request.pipeline is None:
         return
-    lines = crossings(state.graph, even=state.even, among=launched)
+    lines = [*state.at_rest, *crossings(state.graph, even=state.even, among=launched)]
     where = next(filter(None, map(user_line, state.graph.nodes)), "")
     what = f"the {state.which} of the graph at {where}" if where else state.which
     digest = consensus.digest_of("\n".join(lines))[:16]

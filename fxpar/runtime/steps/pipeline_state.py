@@ -148,6 +148,11 @@ class PhaseState(PipelineState):
     even: bool = True
     # The graph goes to Inductor.
     inductor: bool = False
+    # Names of the parameters of fxpar.shard that the program reads.
+    at_rest: tuple[str, ...] = ()
+    # Results of a backward, by position, that a reducer takes where they are made: the
+    # argument that each is the gradient of.
+    gradients: Mapping[int, int] = field(default_factory=dict)
     # What runs as generated kernels.
     regions: list[str] = field(default_factory=list)
 

@@ -74,14 +74,16 @@ class TrainStep:
         options: GradientOptions,
         backend: Backend,
         mesh: Callable[[], Mesh | None] = lambda: None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
+        """``begin`` is called before each step."""
         refuse(optimizer)
         refuse_unseen(optimizer)
         options.check()
         orthogonalize_whole()
         model = getattr(model, "_orig_mod", model)
         self.model, self.optimizer, self.options = model, optimizer, options
-        self.mesh = mesh  # that the forward is traced for
+        self.mesh, self.begin = mesh, begin  # the forward is traced for the mesh
         self.calls = 0  # since the last update
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of them, by parameter
 
@@ -102,6 +104,7 @@ class TrainStep:
                 "ranks",
                 fix="call it on every rank, outside; evaluate the model itself alone",
             )
+        self.begin()
         try:
             with torch.enable_grad(), traced_for(self.mesh):
                 results = self._forward(*args, **kwargs)

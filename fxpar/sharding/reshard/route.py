@@ -215,8 +215,8 @@ class _Versions:
     ) -> Spec:
         """The version that axes are added to: of a value that they do not split yet, or
         of one that they are to reduce, which then is a reduce-scatter."""
-        origin = self.made_specs[v]
-        unreduced = [pair for pair in origin.partial if pair[0] in axes]
+        first = self.made_specs[v]
+        unreduced = [pair for pair in first.partial if pair[0] in axes]
         if not unreduced:
             bare = _without(need, axes)
             self.get(v, bare, reader, output)
@@ -224,7 +224,7 @@ class _Versions:
         source = _without(need, [axis for axis, _ in unreduced])
         source = Spec.of(source.dims, (*source.partial, *unreduced))
         if source not in self.exist[v]:
-            self._add(v, origin, source, reader, output)
+            self._add(v, first, source, reader, output)
         return source
 
     def _make(

@@ -237,6 +237,7 @@ ROWS: dict[Any, Row] = {
     "fxpar::orthogonal": row("m! n! -> m! n!"),
     "fxpar::constrain": row(broadcast, movement="0"),
     "fxpar::mean_over_ranks": row(broadcast, movement="0"),
+    "fxpar::with_gradient_of": row(broadcast),
     "fxpar::shift": row(_shift),
     "fxpar::scan_back": row(_scan_back),
     "fxpar::choice_back": row(_choice_back, linear="0"),

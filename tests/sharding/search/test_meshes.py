@@ -95,14 +95,6 @@ def test_nodes_may_be_smaller_than_the_hardware_has_them() -> None:
     assert mesh.link("dp").bandwidth < mesh.link("tp").bandwidth
 
 
-def test_in_local_mode_every_axis_is_one_of_the_batch() -> None:
-    from fxpar.sharding.propagate.conventions import batch_axes
-
-    for mesh in candidates(8, lookup("cpu"), local=True):
-        assert batch_axes(mesh) == mesh.names
-    assert {batch_axes(mesh) for mesh in candidates(8, lookup("cpu"))} == {("dp",)}
-
-
 def test_orders_of_axes_with_one_link_are_alike() -> None:
     alike = unlike(candidates(8, lookup("cpu")), lookup("cpu"))
     assert texts(alike) == ["dp=8", "dp=2,tp=4", "dp=2,cp=2,tp=2"]

@@ -22,7 +22,6 @@ from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import cost_of
 from fxpar.sharding.search.rank_candidates import Overlap, Portion, step_seconds
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
-from fxpar.sharding.spec import Spec
 from fxpar.sharding.try_stages import decide_in_stages
 from tests.helpers.machines import machine
 from tests.helpers.programs import program_of
@@ -173,19 +172,3 @@ def test_rows_that_are_not_alike_are_searched_as_a_whole(
     assert search_of(plan).formulation.parts is None
     free = searched(*given, x, model)
     assert any("in 4 microbatches" in note for note in free.notes)
-
-
-def test_results_of_parts_that_ranks_feed_stay_local() -> None:
-    """Where a result may follow the batch, the parts are priced as it then lies."""
-    program, mesh = program_of(layers(2), rows(), mesh="dp=2"), Mesh.parse("dp=2")
-    whole = Spec.whole(2)
-    inputs = tuple(replace(x, rest=whole) for x in program.signature.inputs)
-    signature = replace(program.signature, inputs=inputs)
-    fed = [x.name for x in inputs if x.kind == "input"]
-    request = Request(mesh, signature, mode=SearchOptions(machine()), local=tuple(fed))
-    program = replace(program, signature=request.laid)
-    found = decide_in_stages(program, replace(request, microbatches=PARTS), PARTS)
-    assert found.search is not None
-    assert found.search.formulation.parts is not None
-    (out,) = found.search.formulation.program.signature.outputs
-    assert out.rest == found.edges.outputs[0] != whole

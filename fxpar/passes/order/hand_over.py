@@ -1,0 +1,79 @@
+"""backward -> backward: gradients of parameters leave it where they are made.
+
+In: a backward by itself, and which of its results are gradients of parameters. Out: the
+same graph with calls of ``fxpar::hand_over`` in it, each behind the last of a few
+gradients, which give them to ``runtime.ranks.mean_gradients``. Its results stay: what
+is not taken there goes the way of autograd.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
+
+_WAIT = torch.ops.fxpar.wait_gather.default
+
+# Bytes that are handed over at once: first, so that the reduction begins early, and
+# then, so few that they are in a cache when they are copied, but worth a call.
+FIRST, CHUNK = 1 << 18, 1 << 21
+
+# Written to as far as compilers know, so that they leave it where it stands.
+# ``inputs``: positions of what each is the gradient of, among the arguments.
+torch.library.define("fxpar::hand_over", "(Tensor(a!)[] gradients, int[] inputs) -> ()")
+
+
+@torch.library.register_fake("fxpar::hand_over")
+def _(gradients, inputs):
+    return None
+
+
+def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
+    """Hand gradients over. ``inputs``: of results of ``graph``, by position, of which
+    argument of the program they are the gradient."""
+    results = graph.output_node().args[0]
+    input_of: dict[fx.Node, int | None] = {}
+    for i, result in enumerate(results):
+        if isinstance(result, fx.Node) and _is_made_here(result):
+            # One value for two parameters is left to autograd.
+            input_of[result] = inputs.get(i) if result not in input_of else None
+    made_at = {
+        _made_at(x): x for x, position in input_of.items() if position is not None
+    }
+    chunk: list[fx.Node] = []
+    size, limit = 0, FIRST
+    places = [node for node in graph.nodes if node in made_at]
+    for node in places:
+        chunk.append(made_at[node])
+        size += made_at[node].meta["val"].nbytes
+        if size < limit and node is not places[-1]:
+            continue
+        with graph.inserting_after(node):
+            positions = [input_of[gradient] for gradient in chunk]
+            call = graph.call_function(
+                torch.ops.fxpar.hand_over.default, (list(chunk), positions)
+            )
+            call.meta["val"] = None
+        chunk, size, limit = [], 0, CHUNK
+
+
+def _made_at(gradient: fx.Node) -> fx.Node:
+    """The node after which a gradient has its values: of a gather that is waited for in
+    place, the wait."""
+    waits = (x for x in gradient.users if x.target is _WAIT)
+    return next(waits, gradient)
+
+
+def _is_made_here(node: fx.Node) -> bool:
+    """Whether a value is no input of the graph, nor a view of one: an op that may write
+    to it would write to an argument."""
+    while node.op == "call_function":
+        is_view = getattr(node.target, "is_view", node.target is operator.getitem)
+        if not is_view or not node.all_input_nodes:
+            return True
+        node = node.all_input_nodes[0]
+    return False

@@ -1,0 +1,225 @@
+"""Parameters whose gradients are reduced, and the buckets that hold their gradients.
+
+A bucket is reduced by one collective. After it ``.grad`` is a view of its memory, where
+there was none, so that nothing is copied back. Memory that no ``.grad`` is a view of
+any more is used again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.errors import GradientError
+from fxpar.runtime.ranks import check_inputs
+
+# Bytes of the first bucket and of the others, as DDP's.
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
+
+
+@dataclass(frozen=True)
+class MeanOver:
+    """The ranks over which the mean of a gradient is taken."""
+
+    # Name of the process group.
+    group: str
+    # Its members.
+    count: int
+
+
+@dataclass(eq=False)
+class Watched:
+    """A parameter whose gradient is reduced."""
+
+    # As messages and agreements call it.
+    name: str
+    # The parameter, weak.
+    ref: weakref.ref[nn.Parameter]
+    # The ranks that its gradient is reduced over.
+    over: MeanOver
+    # Whether its gradient may be reduced before the backward ends.
+    early: bool = True
+    # Among all parameters, alike on all ranks; None: not agreed on yet.
+    place: int | None = None
+    # That holds its gradient; None until some rank has one.
+    bucket: Bucket | None = None
+    # In its bucket.
+    index: int = 0
+    # Whether a hook notes its gradients.
+    has_hook: bool = False
+    # Whether somebody else reduces its gradient by now.
+    is_left: bool = False
+
+    def text(self) -> str:
+        """What ranks agree on."""
+        p = self.ref()
+        if p is None:
+            return f"{self.name}: has ended"
+        local = local_of(p)
+        return f"{self.name}: {p.dtype} {list(p.shape)} {strides_of(local)}"
+
+    def gradient(self) -> torch.Tensor | None:
+        """What this rank holds of its gradient. Raises GradientError if it is
+        sparse."""
+        p = self.ref()
+        if p is None or p.grad is None or self.is_left:
+            return None
+        if p.grad.layout != torch.strided:
+            raise GradientError(
+                f"the gradient of parameter {self.name} is sparse",
+                fix="use sparse=False",
+            )
+        return local_of(p.grad)
+
+    def take(self) -> torch.Tensor | None:
+        """``.grad``, which is None from now on."""
+        p = self.ref()
+        if p is None or p.grad is None or self.is_left:
+            return None
+        gradient, p.grad = p.grad, None
+        return gradient
+
+    def give(self, mean: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Let ``.grad`` be ``gradient`` with the values of ``mean``; None: ``mean``."""
+        p = self.ref()
+        if p is None:
+            return
+        if gradient is not None:
+            local_of(gradient).copy_(mean)
+        elif isinstance(p, DTensor):
+            gradient = _torch.dtensor.with_local(p, mean.detach())
+        else:
+            gradient = mean.detach()
+        if p.grad is not gradient:
+            p.grad = gradient
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return _torch.dtensor.local_of(x) if isinstance(x, DTensor) else x
+
+
+def strides_of(local: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a gradient: those of its parameter, if these leave no gaps."""
+    return tuple(torch.empty_like(local, device="meta").stride())
+
+
+@dataclass(eq=False)
+class BucketMemory:
+    """BucketMemory of a bucket's gradients."""
+
+    # All of them, one after the other.
+    flat: torch.Tensor
+    # Each, with the strides of its parameter.
+    slots: list[torch.Tensor]
+    # What ``memory_uses`` says while no ``.grad`` is a view of it.
+    unused: int
+
+    def is_free(self) -> bool:
+        """Whether nobody else holds a view of it."""
+        return _torch.objects.memory_uses(self.flat) == self.unused
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients of one dtype, device and group that one collective reduces."""
+
+    # The parameters, in their order in memory.
+    members: list[Watched]
+    # Places of the members, as bits.
+    mask: int
+    # Those of each, as ranks agreed.
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    # Of all gradients.
+    dtype: torch.dtype
+    # Where they are.
+    device: torch.device
+    # Up to two, used in turns: ``.grad`` may be views of one.
+    memories: list[BucketMemory] = field(default_factory=list)
+
+    @property
+    def over(self) -> MeanOver:
+        """The ranks that reduce it."""
+        return self.members[0].over
+
+    def memory(self) -> BucketMemory:
+        """BucketMemory for the gradients of a backward, of any values."""
+        for memory in self.memories:
+            if memory.is_free():
+                return memory
+        sizes = [_numel(shape) for shape, _ in self.shapes]
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        starts = accumulate(sizes, initial=0)
+        slots = [
+            flat.as_strided(shape, strides, start)
+            for (shape, strides), start in zip(self.shapes, starts, strict=False)
+        ]
+        memory = BucketMemory(flat, slots, _torch.objects.memory_uses(flat))
+        self.memories = [*self.memories[-1:], memory]
+        return memory
+
+    def forget(self) -> None:
+        """Free the memory once all parameters have ended here."""
+        if all(member.ref() is None for member in self.members):
+            self.memories.clear()
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def parted(parameters: Sequence[Watched], *, first: bool) -> Iterator[Bucket]:
+    """Buckets of parameters, in the order in which they are full if gradients come in
+    the order of ``parameters``. ``first``: one of them is the first of all."""
+    limit = FIRST_BUCKET if first else BUCKET
+    filling: dict[Any, list[Watched]] = {}
+    sizes: dict[Any, int] = {}
+    for watched in parameters:
+        p = watched.ref()
+        assert p is not None, "ranks agreed on a parameter that ended on this one"
+        key = p.dtype, p.device, watched.over
+        filling.setdefault(key, []).append(watched)
+        sizes[key] = sizes.get(key, 0) + local_of(p).nbytes
+        if sizes[key] >= limit:
+            del sizes[key]
+            yield _bucket(filling.pop(key))
+            limit = BUCKET
+    for members in filling.values():
+        yield _bucket(members)
+
+
+def _bucket(members: list[Watched]) -> Bucket:
+    locals_ = [local_of(p) for m in members if (p := m.ref()) is not None]
+    shapes = [(tuple(x.shape), strides_of(x)) for x in locals_]
+    mask = sum(1 << m.place for m in members if m.place is not None)
+    like = locals_[0]
+    bucket = Bucket(members, mask, shapes, like.dtype, like.device)
+    for i, member in enumerate(members):
+        member.bucket, member.index = bucket, i
+    return bucket
+
+
+class LaunchedSum:
+    """A sum over ranks that was launched."""
+
+    def __init__(self, flat: torch.Tensor, over: MeanOver) -> None:
+        group = _torch.distributed.group_named(over.group)
+        transport = check_inputs.transport(flat.device)
+        self._flat = flat
+        self._message = flat if flat.device == transport else flat.to(transport)
+        self._work: Any = dist.all_reduce(self._message, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Return once the sum is in place of the summand."""
+        self._work.wait()
+        if self._message is not self._flat:
+            self._flat.copy_(self._message)

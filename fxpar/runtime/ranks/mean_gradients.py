@@ -1,0 +1,780 @@
+"""Gradients become their mean over the ranks when a backward accumulates them.
+
+In local mode every rank runs its own program on its own part of the batch. What crosses
+the ranks is what DistributedDataParallel lets cross: after each backward, ``.grad`` of
+each watched parameter that any rank added to is the mean of what all ranks have there.
+
+Gradients are reduced in buckets, whose order follows from agreements: they are made of
+the parameters that a backward touched first, in the order in which rank 0 touched them.
+In a backward a rank launches a bucket once it is complete and all that are expected
+before it are launched, so that no two ranks can pair other gradients. When the backward
+ends all ranks meet, by one word without a collective: it says how many buckets a rank
+launched and which parameters it touched; then all launch the rest.
+
+A gradient comes in two ways: autograd accumulates it, or a compiled backward hands it
+over where it is made (``passes.order.hand_over``), and autograd gets None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.errors import RankMismatchError
+from fxpar.passes.custom_ops import refuse_sparse
+from fxpar.passes.order import hand_over as _hand_over  # noqa: F401  (defines the op)
+from fxpar.runtime.ranks import check_inputs, consensus, meeting, presence, worlds
+from fxpar.runtime.ranks.gradient_buckets import (
+    Bucket,
+    BucketMemory,
+    LaunchedSum,
+    MeanOver,
+    Watched,
+    parted,
+)
+from fxpar.runtime.ranks.presence import is_alone
+
+_FIX = (
+    "call what is compiled with all its parameters on every rank first, or make them "
+    "parameters of the module that is compiled"
+)
+_SEED_FIX = "call torch.manual_seed before the model is made, or load one checkpoint"
+
+
+def takes_part() -> bool:
+    """Whether this rank's eager code is one of several ranks' now: the one place that
+    decides whether gradients are reduced here."""
+    group = _torch.distributed.default_group()
+    if group is None or group.size() == 1 or is_alone():
+        return False
+    return dist.get_backend() != "fake"
+
+
+@dataclass(eq=False)
+class _Reducer:
+    """What is watched in one life of the process group."""
+
+    # By id.
+    watched: dict[int, Watched] = field(default_factory=dict)
+    # Those that ranks agreed on, by place; a place is never used again.
+    placed: list[Watched] = field(default_factory=list)
+    # The others, by name.
+    new: dict[str, Watched] = field(default_factory=dict)
+    # In the order in which they are launched.
+    buckets: list[Bucket] = field(default_factory=list)
+    # Sets of places that any rank touched in the last two backwards.
+    last: tuple[int, int] = (0, 0)
+    # By two such sets, that of the backward that once came after them.
+    follows: dict[tuple[int, int], int] = field(default_factory=dict)
+    # By what all ranks touched, how often this rank had a gradient of each place.
+    usual: dict[int, dict[int, int]] = field(default_factory=dict)
+    # The backward that is under way, or the last one; weak.
+    backward: Callable[[], _Backward | None] = lambda: None
+    # Those without a hook, that wanted no gradient so far.
+    frozen: set[Watched] = field(default_factory=set)
+    # Ids of parameters whose gradients somebody else reduces.
+    left: set[int] = field(default_factory=set)
+    # Grows with every backward that ends.
+    backwards: int = 0
+
+    def expected(self) -> int:
+        """Places that the next backward will touch, on some rank, as far as ranks can
+        tell, who all say the same."""
+        return self.follows.get(self.last, self.last[1])
+
+    def note(self, touched: int) -> None:
+        """Learn from a backward that touched these places."""
+        if len(self.follows) > _HISTORY:
+            self.follows.clear()
+        self.follows[self.last] = touched
+        self.last = self.last[1], touched
+        self.backwards += 1
+
+    def begun(self) -> _Backward:
+        """The backward that is under way, which will be called at its end."""
+        backward = self.backward()
+        if backward is None or backward.has_ended:
+            backward = _Backward(self)
+            self.backward = weakref.ref(backward)
+            weakref.finalize(backward, _dropped, backward.state).atexit = False
+        backward.queue()
+        return backward
+
+    def add(self, watched: Watched) -> None:
+        """Watch a parameter that ranks have not agreed on yet."""
+        p = watched.ref()
+        assert p is not None
+        self.watched[id(p)] = watched
+        weakref.finalize(p, self._end, id(p), watched).atexit = False
+        self.hook(watched)
+
+    def place(self, watched: Watched) -> None:
+        """Ranks have agreed on a parameter."""
+        watched.place = len(self.placed)
+        self.placed.append(watched)
+
+    def hook(self, watched: Watched) -> None:
+        """Note gradients of a parameter from now on, if it wants one by now."""
+        p = watched.ref()
+        if p is None or not p.requires_grad:
+            self.frozen.add(watched)
+            return
+        self.frozen.discard(watched)
+        if not watched.has_hook:
+            watched.has_hook = True
+            p.register_post_accumulate_grad_hook(_arrived)
+
+    def _end(self, key: int, watched: Watched) -> None:
+        self.watched.pop(key, None)
+        self.frozen.discard(watched)
+        if self.new.get(watched.name) is watched:
+            del self.new[watched.name]
+        if watched.bucket is not None:
+            watched.bucket.forget()
+
+
+_HISTORY = 1000  # backwards of other kinds that a reducer remembers
+_REDUCERS: weakref.WeakKeyDictionary[Any, _Reducer] = weakref.WeakKeyDictionary()
+
+
+def _existing() -> _Reducer | None:
+    """The reducer of the process group that there is."""
+    group = _torch.distributed.default_group()
+    return None if group is None else _REDUCERS.get(group)
+
+
+def _current() -> _Reducer | None:
+    """The reducer of this process, if it takes part and watches anything."""
+    reducer = _existing()
+    return reducer if reducer is not None and takes_part() else None
+
+
+def _arrived(parameter: torch.Tensor) -> None:
+    """Autograd accumulated a gradient, or none where it was handed over."""
+    if parameter.grad is not None:
+        _accumulated(parameter)
+
+
+_torch.dynamo.compile_inlined_only(_arrived)
+
+
+@_torch.dynamo.not_compiled
+def _accumulated(parameter: torch.Tensor) -> None:
+    reducer = _current()
+    watched = reducer.watched.get(id(parameter)) if reducer is not None else None
+    if reducer is None or watched is None or watched.is_left:
+        return
+    # Other hooks may still change the gradient.
+    is_final = _torch.aot.hooks_of(parameter)[1] == 1
+    with torch.no_grad():
+        gradient = watched.gradient()
+        assert gradient is not None
+        reducer.begun().add(watched, gradient, is_final=is_final)
+
+
+@dataclass(eq=False)
+class _State:
+    """What outlives a backward that raised."""
+
+    # Whether it came to its end.
+    has_ended: bool = False
+    # ``.grad`` of parameters whose bucket was launched, which is None meanwhile.
+    detached_gradients: dict[Watched, torch.Tensor] = field(default_factory=dict)
+
+
+def _dropped(state: _State) -> None:
+    """Autograd let a backward go: if it did not end, it raised an error."""
+    if state.has_ended:
+        return
+    _give_back(state)
+    _fail("its backward raised an error: look at its output")
+
+
+def _give_back(state: _State) -> None:
+    """Let parameters have what they had accumulated."""
+    state.has_ended = True
+    for watched, gradient in state.detached_gradients.items():
+        p = watched.ref()
+        if p is not None and p.grad is None:
+            p.grad = gradient
+    state.detached_gradients.clear()
+
+
+@dataclass(eq=False)
+class _Filling:
+    """A bucket in a backward."""
+
+    # In which gradients are summed.
+    memory: BucketMemory
+    # How many members still want a gradient, as far as this rank can tell.
+    missing: int
+    # Members that a gradient was handed over of, and what was in ``.grad`` then.
+    handed: dict[Watched, Any] = field(default_factory=dict)
+    # Launched; None before.
+    reduction: LaunchedSum | None = None
+
+
+def _write_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Which write to ``.grad`` was the last."""
+    if gradient is None:
+        return None
+    return id(gradient), _torch.objects.version_of(gradient)
+
+
+class _Backward:
+    """A backward of this rank: what it brought so far. Called at its end."""
+
+    def __init__(self, reducer: _Reducer) -> None:
+        self.reducer, self.state = reducer, _State()
+        self.expected = reducer.expected()
+        self.usual = reducer.usual.get(self.expected, {})
+        # Buckets that may be launched before the end, in order.
+        self.order = [b for b in reducer.buckets if b.mask & self.expected]
+        # How many of them are.
+        self.launched = 0
+        self.filling: dict[Bucket, _Filling] = {}
+        # How many gradients of each place came, in order of the first.
+        self.counts: dict[int, int] = {}
+        # Places whose gradient came after their bucket was launched.
+        self.late: set[int] = set()
+        # Those without a bucket, in the order in which gradients were made.
+        self.without_bucket: dict[int, None] = {}
+        # Names of parameters that ranks have not agreed on.
+        self.new: dict[str, None] = {}
+        # Numbers of passes of autograd that will call this: reentrant ones, too.
+        self.passes: set[int] = set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over."""
+        return self.state.has_ended
+
+    def queue(self) -> None:
+        """Have this called when the pass of autograd that is running ends."""
+        number = _torch.aot.current_backward()
+        if number not in self.passes:
+            self.passes.add(number)
+            _torch.aot.at_end_of_backward(self)
+
+    @_torch.dynamo.not_compiled
+    def __call__(self) -> None:
+        """The end of a pass; the outermost one is the end of the backward."""
+        if self.has_ended:
+            return
+        outer = _torch.aot.surrounding_backward()
+        if outer is not None:
+
+            def queue_again(*_: Any) -> None:
+                handle.remove()
+                if not self.has_ended:
+                    self.queue()
+
+            handle = outer.register_hook(queue_again)
+            return
+        try:
+            with torch.no_grad(), worlds.inside(None):
+                self._finish()
+        finally:
+            _give_back(self.state)
+
+    def add(self, watched: Watched, gradient: torch.Tensor, *, is_final: bool) -> None:
+        """Autograd accumulated, if anything, in ``gradient``. ``is_final``: nobody
+        changes it until the end."""
+        place, bucket = watched.place, watched.bucket
+        if place is None:
+            self.new[watched.name] = None
+            return
+        filling = self._filling(bucket) if bucket is not None else None
+        if filling is not None and filling.handed.get(watched) == _write_of(gradient):
+            return
+        self.counts[place] = self.counts.get(place, 0) + 1
+        if filling is None:
+            return
+        if filling.reduction is not None:
+            self.late.add(place)
+        elif is_final and watched.early:
+            self._advance(place, filling)
+
+    def hand(self, watched: Watched, gradient: torch.Tensor) -> bool:
+        """Take a gradient in place of autograd. Whether it could be."""
+        place, bucket = watched.place, watched.bucket
+        if place is None:
+            self.new[watched.name] = None
+            return False
+        if bucket is None:
+            self.without_bucket[place] = None
+            return False
+        filling = self._filling(bucket)
+        slot = filling.memory.slots[watched.index]
+        if filling.reduction is not None or gradient.shape != slot.shape:
+            return False
+        scale = 1 / watched.over.count
+        if watched in filling.handed:
+            slot.add_(gradient, alpha=scale)
+        else:
+            torch.mul(gradient, scale, out=slot)
+        filling.handed[watched] = _write_of(watched.gradient())
+        self.counts[place] = self.counts.get(place, 0) + 1
+        return True
+
+    def handed(self, watched: Sequence[Watched]) -> None:
+        """Launch what is complete by gradients that were handed over."""
+        for each in watched:
+            assert each.place is not None
+            assert each.bucket is not None
+            self._advance(each.place, self.filling[each.bucket])
+
+    def _filling(self, bucket: Bucket) -> _Filling:
+        filling = self.filling.get(bucket)
+        if filling is None:
+            places = [member.place for member in bucket.members]
+            missing = sum(place in self.usual for place in places)
+            filling = self.filling[bucket] = _Filling(bucket.memory(), missing)
+        return filling
+
+    def _advance(self, place: int, filling: _Filling) -> None:
+        """One more gradient came: launch what is complete, in order."""
+        if self.counts[place] == self.usual.get(place):
+            filling.missing -= 1
+        while self.launched < len(self.order):
+            bucket = self.order[self.launched]
+            filling = self._filling(bucket)
+            if filling.missing:
+                return
+            self._launch(bucket, filling)
+            for member in bucket.members:
+                if (gradient := member.take()) is not None:
+                    self.state.detached_gradients[member] = gradient
+            self.launched += 1
+
+    def _launch(self, bucket: Bucket, filling: _Filling) -> None:
+        """Reduce what the members have, of this backward and of those before."""
+        scale = 1 / bucket.over.count
+        for member, slot in zip(bucket.members, filling.memory.slots, strict=True):
+            gradient = member.gradient()
+            if gradient is None:
+                if member not in filling.handed:
+                    slot.zero_()
+            elif member in filling.handed:
+                slot.add_(gradient, alpha=scale)
+            else:
+                torch.mul(gradient, scale, out=slot)
+        filling.reduction = LaunchedSum(filling.memory.flat, bucket.over)
+
+    def _finish(self) -> None:
+        """Agree with all ranks on what is left, and reduce it."""
+        reducer = self.reducer
+        touched = sum(1 << place for place in self.counts)
+        late = sum(1 << place for place in self.late)
+        places = {**self.without_bucket, **self.counts}
+        first = [p for p in places if reducer.placed[p].bucket is None]
+        word = json.dumps(
+            [self.launched, f"{touched:x}", f"{late:x}", first, [*self.new]]
+        )
+        words = [json.loads(word) for word in meet_at(END, word)]
+        names = dict.fromkeys(name for each in words for name in each[4])
+        launched = max(each[0] for each in words)
+        touched = late = 0
+        for each in words:
+            touched, late = touched | int(each[1], 16), late | int(each[2], 16)
+        if names:
+            touched |= self._place(list(names))
+        self._make_buckets(touched, words[0][3])
+        for bucket in [
+            *self.order[self.launched : launched],
+            *(b for b in reducer.buckets if b.mask & touched),
+        ]:
+            filling = self._filling(bucket)
+            if filling.reduction is None:
+                self._launch(bucket, filling)
+        sums = self._sum_late(late)
+        for bucket, filling in self.filling.items():
+            if filling.reduction is not None:
+                filling.reduction.wait()
+                self._write(bucket, filling.memory, touched, sums)
+        reducer.note(touched)
+        if len(reducer.usual) > _HISTORY:
+            reducer.usual.clear()
+        reducer.usual[touched] = self.counts
+
+    def _write(
+        self,
+        bucket: Bucket,
+        memory: BucketMemory,
+        touched: int,
+        sums: Mapping[Watched, torch.Tensor],
+    ) -> None:
+        """Let ``.grad`` be the mean of those that some rank touched."""
+        for member, mean in zip(bucket.members, memory.slots, strict=True):
+            assert member.place is not None
+            if not touched >> member.place & 1:
+                continue
+            if member in sums:
+                mean.add_(sums[member])
+            p, gradient = member.ref(), self.state.detached_gradients.pop(member, None)
+            if gradient is None and p is not None:
+                gradient = p.grad
+            member.give(mean, gradient)
+
+    def _sum_late(self, late: int) -> dict[Watched, torch.Tensor]:
+        """Means of what came after its bucket was launched, on any rank."""
+        sums: dict[Watched, torch.Tensor] = {}
+        reductions = []
+        for watched in self.reducer.placed if late else ():
+            assert watched.place is not None
+            if not late >> watched.place & 1:
+                continue
+            bucket = watched.bucket
+            assert bucket is not None
+            slot = self.filling[bucket].memory.slots[watched.index]
+            sums[watched] = mean = torch.zeros_like(slot)
+            if watched.place in self.late:
+                gradient = watched.gradient()
+                assert gradient is not None
+                torch.mul(gradient, 1 / watched.over.count, out=mean)
+            reductions.append(LaunchedSum(mean, watched.over))
+        for reduction in reductions:
+            reduction.wait()
+        return sums
+
+    def _place(self, names: Sequence[str]) -> int:
+        """Agree on parameters that some rank had a gradient of for the first time, and
+        that no rank named before; their places as bits."""
+        new = [self.reducer.new.get(name) for name in names]
+        agreed = [watched for watched in new if watched is not None]
+        lines = [
+            f"{name}: is not known" if watched is None else watched.text()
+            for name, watched in zip(names, new, strict=True)
+        ]
+        _agree_on(lines, END, agreed)
+        for watched in agreed:
+            del self.reducer.new[watched.name]
+            self.reducer.place(watched)
+        return sum(1 << w.place for w in agreed if w.place is not None)
+
+    def _make_buckets(self, touched: int, first: Sequence[int]) -> None:
+        """Give those that have none yet a bucket. ``first``: places in the order in
+        which rank 0 touched them."""
+        places = dict.fromkeys(first)
+        rest = touched
+        for bucket in self.reducer.buckets:
+            rest &= ~bucket.mask
+        while rest:
+            place = (rest & -rest).bit_length() - 1
+            places[place] = None
+            rest &= rest - 1
+        homeless = [self.reducer.placed[place] for place in places]
+        has_none = not self.reducer.buckets
+        self.reducer.buckets += parted(homeless, first=has_none)
+
+
+END = "the end of a backward"
+
+
+def meet_at(place: str, word: str) -> list[str]:
+    """The words of all ranks. Raises RankMismatchError, on all ranks, if one is at
+    another place."""
+    with worlds.inside(None):
+        words = [x.partition("|") for x in meeting.meet(f"{place}|{word}", place)]
+    other = next((r for r, (at, *_) in enumerate(words) if at != words[0][0]), None)
+    if other is not None:
+        raise consensus.as_told(
+            RankMismatchError(
+                f"rank 0 is at {words[0][0]}, rank {other} is at {words[other][0]}",
+                where=presence.user_line(),
+                fix=meeting.ALONE,
+            )
+        )
+    return [text for *_, text in words]
+
+
+def _fail(message: str) -> None:
+    with worlds.inside(None):
+        meeting.fail(message)
+
+
+def watch(
+    name: str,
+    modules: Mapping[str, nn.Module],
+    over: Callable[[nn.Parameter], MeanOver | None],
+) -> None:
+    """From now on, every backward leaves the mean over ranks in the gradients of the
+    parameters of ``modules``. Every rank calls this. Those and buffers that differ
+    between ranks become those of rank 0, with a warning.
+
+    ``name``: of what uses them, for messages. ``over``: the ranks that a parameter's
+    gradient is reduced over; None: there are none. Raises RankMismatchError if a rank
+    does not come, or has other parameters.
+    """
+    reducer = _reducer()
+    new = [
+        each
+        for key, p in _parameters(modules)
+        if (each := _watched(reducer, key, p, over)) is not None
+    ]
+    for each in new:
+        reducer.add(each)
+    buffers = {
+        f"{prefix}.{key}": x
+        for prefix, module in modules.items()
+        for key, x in module.named_buffers()
+        if not isinstance(x, DTensor)
+    }
+    lines = [each.text() for each in new]
+    lines += [f"buffer {key}: {x.dtype} {list(x.shape)}" for key, x in buffers.items()]
+    with torch.no_grad(), worlds.inside(None):
+        _agree_on(lines, f"the first call of {name}", new, buffers)
+    for each in new:
+        reducer.place(each)
+
+
+def note(
+    name: str,
+    parameters: Mapping[str, nn.Parameter],
+    over: Callable[[nn.Parameter], MeanOver | None],
+    *,
+    early: bool = True,
+) -> None:
+    """Watch parameters that this rank may see before others do: ranks agree on them,
+    by ``name`` and their own, when a backward first has a gradient of them.
+
+    ``early``: as far as is known nobody else reduces them, as DDP does.
+    """
+    reducer = _reducer()
+    for key, p in parameters.items():
+        each = _watched(reducer, f"{name}: {key}", p, over)
+        if each is None:
+            continue
+        count = 2
+        while each.name in reducer.new:
+            each.name, count = f"{name}: {key} ({count})", count + 1
+        each.early = early
+        reducer.new[each.name] = each
+        reducer.add(each)
+
+
+def leaves_under(x: Any) -> list[nn.Parameter]:
+    """The parameters that a value was computed from in code that was not compiled."""
+    if not isinstance(x, torch.Tensor) or x.grad_fn is None:
+        return []
+    leaves = _torch.aot.leaves_under(x, _is_served)
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+
+
+def is_watched(p: torch.Tensor) -> bool:
+    """Whether the gradients of a parameter become means, here or by somebody else."""
+    reducer = _existing()
+    return reducer is not None and (id(p) in reducer.watched or id(p) in reducer.left)
+
+
+def hook_new() -> None:
+    """Watch parameters that were frozen before and are not now."""
+    reducer = _existing()
+    if reducer is not None and reducer.frozen:
+        for watched in list(reducer.frozen):
+            reducer.hook(watched)
+
+
+def backwards() -> int:
+    """How many backwards of watched parameters have ended."""
+    reducer = _existing()
+    return 0 if reducer is None else reducer.backwards
+
+
+def leave(parameters: Iterable[nn.Parameter]) -> None:
+    """Somebody else, as DDP, reduces the gradients of these from now on."""
+    reducer = _reducer()
+    for p in parameters:
+        if id(p) in reducer.watched:
+            reducer.watched[id(p)].is_left = True
+        reducer.left.add(id(p))
+        weakref.finalize(p, reducer.left.discard, id(p)).atexit = False
+
+
+def _reducer() -> _Reducer:
+    return _REDUCERS.setdefault(_torch.distributed.default_group(), _Reducer())
+
+
+def _parameters(
+    modules: Mapping[str, nn.Module],
+) -> Iterable[tuple[str, nn.Parameter]]:
+    for prefix, module in modules.items():
+        yield from module.named_parameters(prefix)
+
+
+def _watched(
+    reducer: _Reducer,
+    name: str,
+    p: nn.Parameter,
+    over: Callable[[nn.Parameter], MeanOver | None],
+) -> Watched | None:
+    """What to watch of a parameter; None: nothing, or it is watched."""
+    if id(p) in reducer.watched or id(p) in reducer.left:
+        return None
+    ranks = over(p)
+    if ranks is None or ranks.count == 1:
+        return None
+    return Watched(name, weakref.ref(p), ranks)
+
+
+def _agree_on(
+    lines: Sequence[str],
+    where: str,
+    parameters: Sequence[Watched],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Agree on parameters, ``lines`` of text, and on their values, which become those
+    of rank 0. Raises RankMismatchError."""
+    text = "\n".join(lines)
+    digest = consensus.digest_of(text)
+    what = f"the parameters that are trained, at {where}"
+    consensus.agree(f"parameters at {where}", digest, text, what=what, fix=_FIX)
+    values = [(each.name, "parameter", each.ref()) for each in parameters]
+    fed = [
+        (name, kind, x)
+        for name, kind, x in (
+            *values,
+            *((key, "buffer", x) for key, x in (buffers or {}).items()),
+        )
+        if x is not None and not isinstance(x, DTensor)
+    ]
+    if not fed:
+        return
+    sums = check_inputs.gather_numbers([check_inputs.checksum(x) for *_, x in fed])
+    differ = (sums != sums[0]).any(0).tolist()
+    wrong = [entry for entry, is_wrong in zip(fed, differ, strict=True) if is_wrong]
+    if wrong:
+        check_inputs.take_from_rank_0(wrong, fix=_SEED_FIX)
+
+
+@dataclass(eq=False)
+class _Handing:
+    """A backward of a compiled graph that is running."""
+
+    # Knows the parameters.
+    reducer: _Reducer
+    # Of autograd, of each argument that is a tensor, by its position.
+    nodes: Mapping[int, Any]
+    # Positions of arguments whose gradient was taken.
+    positions_handed: set[int] = field(default_factory=set)
+
+    def take(self, gradients: Sequence[torch.Tensor], inputs: Sequence[int]) -> None:
+        """Take those gradients that autograd would surely accumulate."""
+        backward, watched = None, []
+        for gradient, position in zip(gradients, inputs, strict=True):
+            leaf = _torch.aot.accumulating(self.nodes.get(position))
+            if leaf is None or _torch.aot.hooks_of(leaf) != (0, 1):
+                continue
+            each = self.reducer.watched.get(id(leaf))
+            if each is None or not each.early or not each.has_hook or each.is_left:
+                continue
+            backward = backward or self.reducer.begun()
+            if backward.hand(each, gradient):
+                self.positions_handed.add(position)
+                watched.append(each)
+        if backward is not None:
+            backward.handed(watched)
+
+
+class _Now(threading.local):
+    handing: _Handing | None = None
+
+
+_NOW = _Now()
+
+
+@torch.library.impl("fxpar::hand_over", "CompositeExplicitAutograd")
+def _take(gradients: list[torch.Tensor], inputs: list[int]) -> None:
+    if _NOW.handing is not None:
+        with torch.no_grad():
+            _NOW.handing.take(gradients, inputs)
+
+
+# Of compiled graphs whose arguments were noted when they were called.
+_SERVED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def serve_backward(args: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Take the gradients that backwards of a compiled graph hand over. ``args``,
+    ``outputs``: of a call of it. Whether it has a backward."""
+    positions = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+    function = _torch.aot.wrap_backward(outputs, partial(_handing, positions))
+    if function is not None:
+        _SERVED.add(function)
+    return function is not None
+
+
+def _is_served(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) in _SERVED
+
+
+def _handing(
+    positions: Sequence[int], node: Any, _: Any, run: Callable[[], Any]
+) -> Any:
+    reducer = _current()
+    if reducer is None:
+        return run()
+    edges, nodes = node.next_functions, {}
+    if len(edges) == len(positions):
+        nodes = {i: edge[0] for i, edge in zip(positions, edges, strict=True)}
+    before, _NOW.handing = _NOW.handing, _Handing(reducer, nodes)
+    try:
+        results = run()
+        positions_handed = _NOW.handing.positions_handed
+    except Exception as error:
+        backward = reducer.backward()
+        is_told = backward is not None and not backward.has_ended
+        leaves = map(_torch.aot.accumulating, nodes.values())
+        if not is_told and any(leaf is not None for leaf in leaves):
+            _fail(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        _NOW.handing = before
+    if not positions_handed:
+        return results
+    return tuple(None if i in positions_handed else x for i, x in enumerate(results))
+
+
+def meet(what: str) -> None:
+    """Return once all ranks have come to the same place of eager code, before they
+    communicate there. Raises RankMismatchError if they are at different ones."""
+    if not takes_part():
+        return
+    digest = hashlib.sha256(what.encode()).digest()[:8]
+    digest_here = torch.tensor([int.from_bytes(digest, signed=True)], device="cpu")
+    digests = check_inputs.gather_numbers([digest_here]).flatten().tolist()
+    if len(set(digests)) > 1:
+        unlike = [
+            rank for rank, x in enumerate(digests) if x != digests[dist.get_rank()]
+        ]
+        raise RankMismatchError(
+            f"rank {dist.get_rank()} uses {what} of a sharded model in code that no "
+            f"graph contains, rank {unlike[0]} uses another parameter there",
+            fix="take the same branches on every rank, or leave the parameters whole "
+            "(no fxpar.shard)",
+        )
+
+
+def mean_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The mean over all ranks of the gradient that each has of a sharded parameter."""
+    group = _torch.distributed.default_group()
+    if not takes_part():
+        return gradient
+    refuse_sparse(gradient)
+    meet(f"the gradient of a parameter {list(gradient.shape)}")
+    mean = gradient.clone(memory_format=torch.contiguous_format)
+    mean /= group.size()
+    LaunchedSum(mean, MeanOver(group.group_name, group.size())).wait()
+    return mean

@@ -1,0 +1,553 @@
+"""Means of gradients: those of DistributedDataParallel, whatever a backward does."""
+
+import contextlib
+import copy
+import json
+import time
+import warnings
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fxpar
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import GradientError, RankMismatchError
+from fxpar.passes.order.hand_over import hand_over
+from fxpar.runtime.ranks import equal_buffers, gradient_buckets, mean_gradients
+from fxpar.runtime.ranks.gradient_buckets import MeanOver
+from fxpar.runtime.ranks.groups import join
+from tests.helpers.spawn import shared_pool
+
+WAYS = ("eager", "graph", "inductor")
+
+
+class Parts(nn.Module):
+    """Layers that a case calls as it likes; ``which`` in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 40), nn.Linear(40, 6)
+        self.c, self.d = nn.Linear(6, 40), nn.Linear(40, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.unused = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, which="ab"):
+        layers = {"ab": (self.a, self.b), "cd": (self.c, self.d)}
+        for i in range(0, len(which), 2):
+            first, second = layers[which[i : i + 2]]
+            x = second(torch.tanh(first(x))) * self.scale
+        return x
+
+
+def parts_of(net):
+    return getattr(net, "module", net)
+
+
+def once(net, x, rank, step):
+    net(x).square().mean().backward()
+
+
+def accumulated(net, x, rank, step):
+    for part in x.split(2):
+        (net(part).square().mean() / 3).backward()
+
+
+def other_order(net, x, rank, step):
+    net(x, "abcd" if rank else "cdab").square().mean().backward()
+
+
+def other_branch(net, x, rank, step):
+    net(x, "ab" if rank else "cd").square().mean().backward()
+
+
+def changing(net, x, rank, step):
+    net(x, ("ab", "cd", "abcd")[(step + rank) % 3]).square().mean().backward()
+
+
+def other_sizes(net, x, rank, step):
+    net(x[: 2 + rank * 3]).square().sum().backward()
+
+
+def twice_in_graph(net, x, rank, step):
+    net(x, "abab").square().mean().backward()
+
+
+def two_losses(net, x, rank, step):
+    loss = net(x, "ab").square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def zeroed(net, x, rank, step):
+    for p in net.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    once(net, x, rank, step)
+
+
+def two_calls(net, x, rank, step):
+    (net(x[:3]).square().mean() + net(x[3:], "cd").sum()).backward()
+
+
+def hooked(net, x, rank, step):
+    """The hook of a tensor sees the rank's own gradient."""
+    handle = net.scale.register_hook(lambda g: g.clamp(-0.01, 0.02))
+    once(net, x, rank, step)
+    handle.remove()
+
+
+def hooked_behind(net, x, rank, step):
+    """A user's hook changes what was accumulated."""
+
+    def double(p):
+        p.grad.mul_(2)
+
+    handle = parts_of(net).a.weight.register_post_accumulate_grad_hook(double)
+    once(net, x, rank, step)
+    handle.remove()
+
+
+def on_one_rank(net, x, rank, step):
+    """One rank has a gradient of other parameters alone."""
+    net(x, "cd" if rank and step % 2 else "ab").sum().backward()
+
+
+def eager_part(net, x, rank, step):
+    """A penalty on parameters, outside of the forward."""
+    (net(x).square().mean() + (rank + 1) * net.b.weight.square().sum()).backward()
+
+
+def checkpointed(net, x, rank, step, *, reentrant):
+    y = checkpoint(net, x.requires_grad_(), use_reentrant=reentrant)
+    loss = checkpoint(net, y, "cd", use_reentrant=reentrant).square().mean()
+    (loss + net.scale.sum()).backward()
+
+
+def all_in_checkpoint(net, x, rank, step):
+    y = checkpoint(
+        net, x.requires_grad_(), "abcd" if rank else "ab", use_reentrant=True
+    )
+    if rank:
+        y = checkpoint(net, y, use_reentrant=True)
+    y.sum().backward()
+
+
+def some_inputs(net, x, rank, step):
+    """Backward accumulates into some parameters; ``autograd.grad`` into none."""
+    torch.autograd.grad(net(x).sum(), [net.scale, net.a.weight])
+    net(x).square().sum().backward(inputs=[net.a.weight, net.scale])
+
+
+def own_backward(net, x, rank, step):
+    """A gradient of one rank's own, added to under ``fxpar.alone``."""
+    with fxpar.alone():
+        net(x, "cd").sum().backward()
+    net(x, "abcd").sum().backward()
+
+
+CASES = [
+    once,
+    accumulated,
+    other_order,
+    other_branch,
+    changing,
+    other_sizes,
+    twice_in_graph,
+    hooked_behind,
+    on_one_rank,
+    zeroed,
+]
+# DDP refuses these, or reduces what comes before a forward alone.
+BY_HAND = [
+    two_losses,
+    two_calls,
+    hooked,
+    eager_part,
+    partial(checkpointed, reentrant=False),
+    partial(checkpointed, reentrant=True),
+    all_in_checkpoint,
+    some_inputs,
+    own_backward,
+]
+
+
+def backend(way):
+    """Compiles as fxpar does: gradients of parameters are handed over."""
+
+    def compile_graph(gm, examples):
+        inputs = gm.graph.find_nodes(op="placeholder")
+        kinds = [node.meta.get("example_value") for node in inputs]
+        positions = {i: i for i, x in enumerate(kinds) if isinstance(x, nn.Parameter)}
+
+        def lower(graph, which, generate):
+            if which == "backward":
+                hand_over(graph, positions)
+            return generate(None)
+
+        def run_op_by_op(gm, _):
+            return _torch.inductor.make_boxed(gm.forward)
+
+        compiled = _torch.aot.compile_fx(
+            gm,
+            examples,
+            joint_pass=lambda _: None,
+            lower=lower,
+            inner=run_op_by_op if way == "graph" else None,
+        )
+        served = []
+
+        def call(*args):
+            outputs = compiled(*args)
+            if not served and torch.is_grad_enabled():
+                served.append(mean_gradients.serve_backward(args, outputs))
+            return outputs
+
+        return call
+
+    return compile_graph
+
+
+def over_all(_):
+    return MeanOver(dist.group.WORLD.group_name, dist.get_world_size())
+
+
+def watched(module, way):
+    mean_gradients.watch("model", {"": module}, over_all)
+    if way == "eager":
+        return module
+    torch._dynamo.reset()
+    return torch.compile(module, backend=backend(way), dynamic=False)
+
+
+def gradients(module):
+    return {
+        n: None if p.grad is None else p.grad.clone()
+        for n, p in module.named_parameters()
+    }
+
+
+def far(ours, theirs):
+    """Names of gradients that differ."""
+    names = []
+    for name, mine in ours.items():
+        other = theirs[name]
+        if (mine is None) != (other is None):
+            names.append(f"{name}: {mine is None} {other is None}")
+        elif mine is not None:
+            apart = (mine - other).abs().max() / other.abs().max().clamp(min=1)
+            if apart > 1e-12:
+                names.append(f"{name}: {apart}")
+    return names
+
+
+@contextlib.contextmanager
+def small_buckets():
+    sizes = gradient_buckets.FIRST_BUCKET, gradient_buckets.BUCKET
+    gradient_buckets.FIRST_BUCKET, gradient_buckets.BUCKET = 500, 2500
+    try:
+        yield
+    finally:
+        gradient_buckets.FIRST_BUCKET, gradient_buckets.BUCKET = sizes
+
+
+def averaged(module):
+    """Gradients become means, by hand."""
+    for p in module.parameters():
+        has = torch.tensor(p.grad is not None, dtype=torch.float64)
+        dist.all_reduce(has)
+        if has:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+def unlike(case, way, steps=4):
+    """What differs from the reference, step by step."""
+    torch.manual_seed(7)
+    rank, model = dist.get_rank(), Parts().double()
+    other = reference = copy.deepcopy(model)
+    if case in CASES:
+        reference = DistributedDataParallel(other, find_unused_parameters=True)
+    nets, modules = [watched(model, way), reference], [model, other]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in modules]
+    torch.manual_seed(rank)
+    wrong = []
+    with small_buckets():
+        for step in range(steps):
+            x = torch.randn(6, 6, dtype=torch.float64)
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad(set_to_none=case is not zeroed)
+                with contextlib.nullcontext() if net is nets[0] else fxpar.alone():
+                    case(net, x.detach().clone(), rank, step)
+            if case not in CASES:
+                averaged(other)
+            wrong += [(step, each) for each in far(*map(gradients, modules))]
+            for optimizer in optimizers:
+                optimizer.step()
+    return wrong
+
+
+def every_case(way):
+    return {
+        str(case): wrong for case in [*CASES, *BY_HAND] if (wrong := unlike(case, way))
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_means(way):
+    for result in shared_pool(2).run(every_case, way):
+        assert not result, result
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, x):
+        return self.rows(x)
+
+
+def train_sparse():
+    model = Rows()
+    mean_gradients.watch("rows", {"": model}, over_all)
+    model(torch.tensor([dist.get_rank()])).sum().backward()
+
+
+def test_a_sparse_gradient_is_refused():
+    errors = shared_pool(2).errors(train_sparse)
+    assert any(isinstance(e, GradientError) for e in errors)
+    assert all("sparse" in str(e) or "its backward" in str(e) for e in errors), errors
+
+
+def skip_a_backward(then):
+    join(Options.read({"inputs": "local"}))  # reads FXPAR_TIMEOUT
+    torch.manual_seed(7)
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    mean_gradients.watch("model", {"": model}, over_all)
+    for _ in range(3 - dist.get_rank()):
+        model(torch.randn(2, 3)).sum().backward()
+    if dist.get_rank() and then == "sleeps":
+        time.sleep(8)
+    elif then == "watches":
+        mean_gradients.watch("other", {"": other}, over_all)
+    elif then == "calls":
+        equal_buffers.take("other", [torch.ones(3)])
+
+
+@pytest.mark.parametrize("then", ["sleeps", "watches", "calls"])
+def test_a_rank_that_runs_fewer_backwards_is_named(then):
+    begin = time.monotonic()
+    env = {"FXPAR_TIMEOUT": "1", "FXPAR_LATE_TIMEOUT": "60"}
+    if then == "sleeps":
+        env["FXPAR_LATE_TIMEOUT"] = "2"
+    errors = shared_pool(2).errors(skip_a_backward, then, env=env)
+    assert time.monotonic() - begin < 20
+    assert isinstance(errors[0], RankMismatchError)
+    text = str(errors[0])
+    assert "the end of a backward" in text
+    assert "rank 1" in text
+    assert "test_mean_gradients.py" in text
+    if then != "sleeps":
+        assert isinstance(errors[1], RankMismatchError)
+        assert "other" in str(errors[1])
+    shared_pool(2).renew()
+
+
+def fail_on_one_rank():
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    mean_gradients.watch("model", {"": model}, over_all)
+
+    def fail(_):
+        raise ValueError("no such row")
+
+    y = model[0](torch.randn(2, 3))
+    if dist.get_rank():
+        y.register_hook(fail)
+    model[1](y).sum().backward()
+
+
+def test_a_backward_that_fails_ends_the_others():
+    errors = shared_pool(2).errors(fail_on_one_rank)
+    assert isinstance(errors[1], ValueError)
+    assert isinstance(errors[0], RankMismatchError)
+    assert "rank 1 failed" in str(errors[0])
+    shared_pool(2).renew()
+
+
+def launched_early(way):
+    """How many buckets a rank launched before the end of each backward."""
+    torch.manual_seed(7)
+    model = Parts().double()
+    net, launched, plain = watched(model, way), [], mean_gradients.meet_at
+
+    def meet_at(place, word):
+        launched.append(json.loads(word)[0])
+        return plain(place, word)
+
+    mean_gradients.meet_at = meet_at
+    try:
+        with small_buckets():
+            for _ in range(3):
+                model.zero_grad()
+                net(torch.randn(2, 6, dtype=torch.float64), "abcd").sum().backward()
+    finally:
+        mean_gradients.meet_at = plain
+    pairs = [(p.grad, p.grad.untyped_storage()) for p in model.c.parameters()]
+    return launched, [memory.nbytes() > x.nbytes for x, memory in pairs]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buckets_are_launched_in_the_backward(way):
+    for launched, views in shared_pool(2).run(launched_early, way):
+        assert launched[0] == 0
+        assert launched[1] == launched[2] >= 3
+        assert views == [way != "eager"] * 2
+
+
+def with_arguments():
+    """Parameters that functions take, and those under what a graph takes."""
+    rank = dist.get_rank()
+    torch.manual_seed(7)
+    w, v = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in "wv")
+    model = nn.Linear(4, 4).double()
+    twins = copy.deepcopy([w, v, *model.parameters()])
+    torch.manual_seed(rank)
+    wrong = []
+    for step in range(3):
+        x = torch.randn(2, 4, dtype=torch.float64)
+        # The same functions, in another order.
+        for name, p in (("w", w), ("v", v))[:: -1 if rank else 1]:
+            mean_gradients.note("fn", {name: p}, over_all)
+        y = model(x) @ w
+        leaves = {str(i): p for i, p in enumerate(mean_gradients.leaves_under(y))}
+        mean_gradients.note("loss", leaves, over_all, early=False)
+        if rank == 0 or step:
+            y = y @ v
+        y.square().sum().backward()
+        with fxpar.alone():
+            y = nn.functional.linear(x, *twins[2:]) @ twins[0]
+            if rank == 0 or step:
+                y = y @ twins[1]
+            y.square().sum().backward()
+        for p, twin in zip([w, v, *model.parameters()], twins, strict=True):
+            grad = torch.zeros_like(twin) if twin.grad is None else twin.grad
+            dist.all_reduce(grad)
+            if not torch.allclose(p.grad, grad / 2, rtol=1e-12, atol=1e-12):
+                wrong.append((step, list(p.shape)))
+            p.grad = twin.grad = None
+    return wrong
+
+
+def test_parameters_that_are_seen_in_arguments():
+    assert shared_pool(2).run(with_arguments) == [[], []]
+
+
+def train_unknown():
+    torch.manual_seed(7)
+    w = nn.Parameter(torch.randn(3))
+    mean_gradients.note("fn", {"wv"[dist.get_rank()]: w}, over_all)
+    w.sum().backward()
+
+
+def test_a_parameter_that_another_rank_does_not_know():
+    for error in shared_pool(2).errors(train_unknown):
+        assert isinstance(error, RankMismatchError)
+        assert "fn: w: is not known" in str(error)
+
+
+def inside_ddp():
+    """DDP wraps what is watched, before or after."""
+    torch.manual_seed(7)
+    wrong = []
+    for early in (False, True):
+        model = nn.Linear(3, 3).double()
+        twin = copy.deepcopy(model)
+        if early:
+            mean_gradients.watch("model", {"": model}, over_all)
+        ddp, own = map(DistributedDataParallel, (model, twin))
+        mean_gradients.leave(ddp.parameters())
+        if not early:
+            mean_gradients.watch("model", {"": model}, over_all)
+        for _ in range(2):
+            x = torch.randn(2, 3, dtype=torch.float64) * (1 + dist.get_rank())
+            ddp(x).square().sum().backward()
+            own(x).square().sum().backward()
+            wrong += far(gradients(model), gradients(twin))
+    return wrong
+
+
+def test_what_ddp_reduces_is_left_to_it():
+    assert shared_pool(2).run(inside_ddp) == [[], []]
+
+
+def unequal_values():
+    torch.manual_seed(dist.get_rank())
+    model = nn.BatchNorm1d(3)
+    model.weight.data.normal_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mean_gradients.watch("model", {"": model}, over_all)
+    model.running_mean += 1 + dist.get_rank()
+    model.num_batches_tracked += dist.get_rank()
+    equal_buffers.take("model", list(model.buffers()))
+    state = {k: x.tolist() for k, x in model.state_dict().items()}
+    return state, [str(each.message) for each in caught]
+
+
+def test_parameters_and_buffers_become_those_of_rank_0():
+    (first, said), (second, nothing) = shared_pool(2).run(unequal_values)
+    assert first == second
+    assert first["running_mean"] == [1, 1, 1]
+    assert any("taken from rank 0: weight" in text for text in said), said
+    assert not nothing
+
+
+def grow_and_shrink():
+    """Models come and go; each is averaged."""
+    torch.manual_seed(dist.get_rank())
+    wrong = 0
+    for i in range(6):
+        model = nn.Linear(3, 2 + i).double()
+        mean_gradients.watch(f"model {i}", {"": model}, over_all)
+        for _ in range(2):
+            x = torch.randn(2, 3, dtype=torch.float64)
+            (own,) = torch.autograd.grad(model(x).square().sum(), [model.weight])
+            dist.all_reduce(own)
+            model.zero_grad()
+            model(x).square().sum().backward()
+            wrong += not torch.allclose(model.weight.grad, own / 2, rtol=1e-12)
+    reducer = mean_gradients._REDUCERS[dist.group.WORLD]
+    memories = sum(len(bucket.memories) for bucket in reducer.buckets)
+    return wrong, memories
+
+
+def test_models_come_and_go():
+    for wrong, memories in shared_pool(2).run(grow_and_shrink):
+        assert not wrong
+        assert memories <= 6
+
+
+def end_of_group():
+    """A backward once the process group is gone."""
+    p = nn.Parameter(torch.ones(3))
+    mean_gradients.watch("model", {"": nn.ParameterList([p])}, over_all)
+    group = _torch.distributed.default_group()
+    with mock.patch.object(_torch.distributed, "default_group", lambda: None):
+        p.square().sum().backward()
+        assert not mean_gradients.is_watched(p)
+    assert group is _torch.distributed.default_group()
+    return p.grad.tolist()
+
+
+def test_a_backward_after_the_group_is_the_ranks_own():
+    assert shared_pool(2).run(end_of_group) == [[2.0] * 3] * 2
