@@ -10,29 +10,36 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from fxpar import pipeline
+from fxpar import _torch, pipeline
 from fxpar.errors import HintError, PlanError
+from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.regions.region_bodies import choices as body_choices
-from fxpar.passes.simulate.simulate_step import simulate
+from fxpar.passes.simulate.check_user_rules import check_user_rules
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.decide import UNNAMED
+from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
 from fxpar.sharding.search.run_search import SearchOptions
+
+# The last step of the pipeline before the plan is told, and the share of its kernels'
+# seconds that a schedule leaves at least.
+_LOWERED, _COMPUTE = "reshard_after_forward", 0.9
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -42,8 +49,76 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     """
     request, of_bodies = _with_bodies(graph, fake_mode, request)
     request, of_experts = _over_axes(graph, fake_mode, request)
-    result = pipeline.parallelize(graph, fake_mode, request)
+    state = pipeline.decided(graph, fake_mode, request)
+    state, last = _fastest_of(state)
+    result = pipeline.finished(state, pipeline.rows_after(last))
     return result.noted(*of_bodies, *of_experts)
+
+
+def _fastest_of(state: JointState) -> tuple[JointState, str]:
+    """Of a decision and its rivals the one whose step is predicted to be the fastest,
+    with its schedule: its state, and the last step that was run on it.
+
+    Where a rival would take longer though its communication took no time, no schedule
+    is looked for.
+    """
+    decision, request = state.decided, state.request
+    if not decision.rivals:
+        return state, "plan"
+    quiet = replace(request, debug=0, dump=None)
+    trials = []
+    for each in (decision, *decision.rivals):
+        trial = _with_decision(state, quiet, each)
+        run_steps(pipeline.rows_after("plan", "pair_reductions"), trial)
+        copied = _with_decision(trial, quiet, each)
+        copied.graph = copy_of(trial.graph)
+        run_steps(pipeline.rows_after("schedule", _LOWERED), copied)
+        trials.append((_timeline(copied), trial))
+    plain = [line.seconds for line, _ in trials]
+    seconds = [math.inf] * len(trials)
+    for i in sorted(range(len(trials)), key=plain.__getitem__):
+        line, trial = trials[i]
+        if _COMPUTE * (line.seconds - line.exposed_seconds) < min(seconds):
+            run_steps(pipeline.rows_after("pair_reductions", _LOWERED), trial)
+            seconds[i] = _timeline(trial).seconds
+    best = min(range(len(trials)), key=seconds.__getitem__)
+    times = [x if x < math.inf else y for x, y in zip(seconds, plain, strict=True)]
+    if best:
+        check_user_rules(trials[best][1].decided)
+        listed = ", ".join(f"{x * 1e3:.4g}" for x in times)
+        note = f"search: of {len(times)} plans that take {listed} ms a step the fastest"
+        state.notes = (*state.notes, note)
+    if request.debug >= 2 or request.dump:
+        chosen = _with_decision(state, request, trials[best][1].decided)
+        return chosen, "plan"
+    trials[best][1].request = request
+    if best:
+        trials[best][1].notes = (*trials[best][1].notes, note)
+    return trials[best][1], _LOWERED
+
+
+def _with_decision(
+    state: JointState, request: Request, decision: Decision
+) -> JointState:
+    """A state to go on with, apart from the one it is of."""
+    other = copy(state)
+    other.request, other.decision = request, replace(decision, rivals=())
+    other.seconds = dict(state.seconds)
+    return other
+
+
+def _timeline(state: JointState) -> Timeline:
+    """A step of a lowered graph as it would run."""
+    request, graph, mesh = state.request, state.graph, state.decided.mesh
+    options = request.mode
+    assert isinstance(options, SearchOptions), "what is compared was searched"
+    hardware = (request.hardware or options.hardware).at_speed(mesh.slowest)
+    if state.open:
+        graph = size_nodes.at_hints(graph, state.fake_mode)
+    with _torch.fake.shapes_alone():
+        settings, disable = state.schedule.settings, request.disable
+        run = as_run(shapes_of(graph), disable=disable, settings=settings)
+    return simulate(run, hardware.on(mesh), hardware)
 
 
 def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:

@@ -8,7 +8,7 @@ saved plan is applied to a program again by ``recall``.) Nothing here knows grap
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.sharding import shard_sizes
@@ -34,7 +34,7 @@ from fxpar.sharding.propagate.propagation_state import Origin, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.rank_candidates import ranked
+from fxpar.sharding.search.rank_candidates import rivals
 from fxpar.sharding.search.run_search import (
     STOPPED,
     SearchOptions,
@@ -48,8 +48,6 @@ from fxpar.sharding.strategy import Strategy
 
 # A gap that a search should not end with, and one that is worth a warning.
 _WIDE, _POOR = 0.005, 0.05
-# Plans of programs of more ops are not simulated: that takes longer than to search.
-_RANKED = 2500
 
 # What ops are priced on where no hardware is named: propagation then depends on the
 # program, the mesh and the hints alone, not on the device that happens to be here. Ties
@@ -86,6 +84,8 @@ class Decision:
     manual: Axes = ()
     # Values that are means over these.
     averaged: frozenset[int] = frozenset()
+    # Others of the same program and mesh that may turn out to be faster.
+    rivals: tuple[Decision, ...] = ()
 
     @property
     def is_even(self) -> bool:
@@ -197,28 +197,54 @@ def searched(
         )
         wide = result.solution.gap > _WIDE and result.bound < options.enough
         wide = wide and options.by_hand
-        rank = options.ranked and len(program.ops) <= _RANKED
-        rank = rank and (parts is None or parts.is_step)
-        # What one would begin with by hand.
-        by_hand = [
-            decide(
-                program,
-                mesh,
-                hints,
-                constraints,
-                batch=batch,
-                hardware=options.hardware,
-            ).strategies
-            for batch in (None, mesh.names)
-            if wide or rank
-        ]
+        compare = options.ranked and (parts is None or parts.is_step)
+        by_hand = (
+            _by_hand(program, mesh, hints, constraints, options.hardware)
+            if wide or compare
+            else []
+        )
         if wide:
-            result = begun_from(result, options, by_hand)
+            result = begun_from(result, options, [each.strategies for each in by_hand])
         notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
         notes += [STOPPED] if result.solution.stopped else []
-        if rank:
-            result, rank_notes = ranked(result, options, by_hand)
-            notes += rank_notes
+        others, priced = (
+            rivals(result, options, [each.strategies for each in by_hand])
+            if compare
+            else ([], [])
+        )
+    decision = _found(result, seeds, notes)
+    found = [_found(other, seeds, notes) for other in others]
+    found += [
+        replace(each, mesh=result.mesh, search=cost, notes=(*notes, *each.notes))
+        for each, cost in zip(by_hand, priced, strict=False)
+        if cost is not None
+    ]
+    return replace(decision, rivals=tuple(found))
+
+
+def _by_hand(
+    program: Program,
+    mesh: Mesh,
+    hints: Mapping[str, Entries],
+    constraints: Sequence[tuple[int, Entries]],
+    hardware: Hardware,
+) -> list[Decision]:
+    """What an expert would begin with: each axis for what it is named for, all axes
+    for the batch, and none of them."""
+    decisions = {}
+    for batch in (None, mesh.names, ()):
+        decision = decide(
+            program, mesh, hints, constraints, batch=batch, hardware=hardware
+        )
+        decisions.setdefault((decision.strategies, decision.settled), decision)
+    return list(decisions.values())
+
+
+def _found(
+    result: SearchResult, seeds: Mapping[int, Sequence[Seed]], notes: Sequence[str]
+) -> Decision:
+    """The decision that a search comes to."""
+    program = result.formulation.program
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -232,8 +258,8 @@ def searched(
         for v, spec in enumerate(result.settled)
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
-    notes += _uneven_notes(program, edges, result.mesh)
-    notes += _gathered_notes(program, edges, result.mesh)
+    uneven = _uneven_notes(program, edges, result.mesh)
+    gathered = _gathered_notes(program, edges, result.mesh)
     return Decision(
         program,
         result.mesh,
@@ -241,7 +267,7 @@ def searched(
         result.settled,
         edges,
         tuple(origins),
-        tuple(notes),
+        (*notes, *uneven, *gathered),
         result,
     )
 

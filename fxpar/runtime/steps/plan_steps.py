@@ -221,7 +221,11 @@ def make_plan(state: JointState) -> None:
     decision = state.decided
     report_unknown(decision.program, decision.mesh, request.strict)
     check_user_rules(decision)
-    state.decision = on_whole_mesh(decision, state.request)
+    rivals = () if state.request.pipeline else decision.rivals
+    state.decision = replace(
+        on_whole_mesh(decision, state.request),
+        rivals=tuple(on_whole_mesh(rival, state.request) for rival in rivals),
+    )
 
 
 def _recall(state: JointState, plan: Plan) -> None:

@@ -163,6 +163,10 @@ class Overlap:
             total *= self._share_of_value(edge_value.value)
             if 0 < total < FORBIDDEN:
                 copies, steps = self._steps(edge_value.value, source, target, total)
+                # What a collective takes from kernels while it runs, they wait.
+                held = self.formulation.hardware.beside
+                copies += held * sum(seconds for seconds, _ in steps)
+                steps = tuple((x * (1 - held), bits) for x, bits in steps)
             self._cells[key] = bool(source.partial), copies, steps
         return self._cells[key]
 
@@ -212,8 +216,9 @@ def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
 # for nothing: it has to fit beside the compute that hides it.
 DISCOUNTS = (0.5, 0.2, 0.02)
 
-# A simulated step must be shorter by this share: the simulation is a model, too.
-_SAME = 0.02
+# Plans of programs of more ops are not simulated here, which takes longer than to
+# search; nor are those predicted that are estimated to take so many times as long.
+_SIMULATED, _FAR = 2500, 1.25
 
 
 @dataclass(frozen=True)
@@ -261,29 +266,44 @@ def polish(
     return Polished(with_choice(result, choices[best]), tuple(times))
 
 
-def ranked(
-    result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
-) -> tuple[SearchResult, list[str]]:
-    """Of the plan found, those with hidden communication at a discount, and known
-    strategies of all ops, the one with the shortest simulated step; and a note, if that
-    is another than the one found."""
-    extra_choices = []
-    for strategies in by_hand:
-        try:
-            extra_choices.append(cost_of(result.formulation, strategies, 1.0).choice)
-        except (Infeasible, PlanError):
-            continue
+def rivals(
+    result: SearchResult, options: SearchOptions, known: Iterable[Sequence[Strategy]]
+) -> tuple[list[SearchResult], list[SearchResult | None]]:
+    """Plans that may be faster than the one found once communication runs beside
+    compute: those with hidden communication at a discount, and of ``known`` strategies
+    of all ops what they cost; None of those that do not fit, or are estimated to take
+    much longer."""
+    form, many = result.formulation, len(result.strategies) > _SIMULATED
     seconds = min(1.0, options.seconds / 10)
-    best = polish(result, extra_choices=extra_choices, seconds=seconds)
-    before, after = best.candidates[0], best.seconds
-    if after >= before * (1 - _SAME):
-        return result, []
-    note = (
-        f"search: another plan is taken, with communication beside compute its step is "
-        f"simulated to take {after * 1e3:.4g} ms, that of the plan above "
-        f"{before * 1e3:.4g} ms"
+    choices = cheaper(result, DISCOUNTS[1:2] if many else DISCOUNTS, seconds)
+    priced: list[tuple[int, ...] | None] = []
+    for strategies in known:
+        try:
+            solution = cost_of(form, strategies, 1.0)
+        except (Infeasible, PlanError):
+            priced.append(None)
+            continue
+        limit = form.problem.limit
+        fits = limit is None or solution.peak <= limit
+        priced.append(solution.choice if fits else None)
+    estimate = _additive if many else step_seconds
+    each = {result.solution.choice, *choices, *(x for x in priced if x is not None)}
+    times = {choice: estimate(form, choice) for choice in each}
+    most = _FAR * min(times.values())
+    near = [x if x is not None and times[x] <= most else None for x in priced]
+
+    def found(choice: tuple[int, ...]) -> SearchResult:
+        return replace(with_choice(result, choice), first=result.solution)
+
+    return (
+        [found(x) for x in choices if times[x] <= most],
+        [None if x is None else found(x) for x in near],
     )
-    return replace(best.search, first=result.solution), [note]
+
+
+def _additive(formulation: Formulation, choice: Sequence[int]) -> float:
+    """Seconds of a step in which nothing overlaps."""
+    return evaluate(formulation.problem, choice)[0] + formulation.launches
 
 
 def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
