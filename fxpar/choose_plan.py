@@ -22,14 +22,15 @@ from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
-from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.passes.simulate.check_user_rules import check_user_rules
-from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.passes.simulate.predict_step import predict_step
+from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.sharding.choose_mesh import ms
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.plan import Plan
@@ -37,9 +38,9 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
 from fxpar.sharding.search.run_search import SearchOptions
 
-# The last step of the pipeline before the plan is told, and the share of its kernels'
-# seconds that a schedule leaves at least.
-_LOWERED, _COMPUTE = "reshard_after_forward", 0.9
+# The last steps of the pipeline before a schedule is chosen and before a plan is
+# described, and the share of its kernels' seconds that a schedule leaves at least.
+_UNSCHEDULED, _LOWERED, _COMPUTE = "order_stages", "reshard_after_forward", 0.9
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -50,75 +51,78 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     request, of_bodies = _with_bodies(graph, fake_mode, request)
     request, of_experts = _over_axes(graph, fake_mode, request)
     state = pipeline.decided(graph, fake_mode, request)
-    state, last = _fastest_of(state)
-    result = pipeline.finished(state, pipeline.rows_after(last))
-    return result.noted(*of_bodies, *of_experts)
+    return _finished(state).noted(*of_bodies, *of_experts)
 
 
-def _fastest_of(state: JointState) -> tuple[JointState, str]:
-    """Of a decision and its rivals the one whose step is predicted to be the fastest,
-    with its schedule: its state, and the last step that was run on it.
-
-    Where a rival would take longer though its communication took no time, no schedule
-    is looked for.
-    """
-    decision, request = state.decided, state.request
-    if not decision.rivals:
-        return state, "plan"
-    quiet = replace(request, debug=0, dump=None)
+def _finished(state: JointState) -> Result:
+    """What the pipeline gives of a decision, or of one of its rivals whose step is
+    predicted to be faster. A rival that would take longer though its communication took
+    no time gets no schedule."""
+    if not state.rivals:
+        return pipeline.finished(state, pipeline.rows_after("plan"))
     trials = []
-    for each in (decision, *decision.rivals):
-        trial = _with_decision(state, quiet, each)
-        run_steps(pipeline.rows_after("plan", "pair_reductions"), trial)
-        copied = _with_decision(trial, quiet, each)
-        copied.graph = copy_of(trial.graph)
-        run_steps(pipeline.rows_after("schedule", _LOWERED), copied)
-        trials.append((_timeline(copied), trial))
-    plain = [line.seconds for line, _ in trials]
-    seconds = [math.inf] * len(trials)
-    for i in sorted(range(len(trials)), key=plain.__getitem__):
-        line, trial = trials[i]
-        if _COMPUTE * (line.seconds - line.exposed_seconds) < min(seconds):
-            run_steps(pipeline.rows_after("pair_reductions", _LOWERED), trial)
-            seconds[i] = _timeline(trial).seconds
-    best = min(range(len(trials)), key=seconds.__getitem__)
-    times = [x if x < math.inf else y for x, y in zip(seconds, plain, strict=True)]
-    if best:
-        check_user_rules(trials[best][1].decided)
-        listed = ", ".join(f"{x * 1e3:.4g}" for x in times)
-        note = f"search: of {len(times)} plans that take {listed} ms a step the fastest"
-        state.notes = (*state.notes, note)
-    if request.debug >= 2 or request.dump:
-        chosen = _with_decision(state, request, trials[best][1].decided)
-        return chosen, "plan"
-    trials[best][1].request = request
-    if best:
-        trials[best][1].notes = (*trials[best][1].notes, note)
-    return trials[best][1], _LOWERED
+    for decision, request in ((state.decided, state.request), *state.rivals):
+        trial = _trial_of(state, decision, replace(request, debug=0, dump=None))
+        try:
+            run_steps(pipeline.rows_after("plan", _UNSCHEDULED), trial)
+            trials.append((_timeline_unscheduled(trial), trial))
+        except PlanError:
+            if not trials:
+                raise
+    best, seconds, known = trials[0][1], math.inf, set[tuple[float, int]]()
+    times = {}
+    for line, trial in sorted(trials, key=lambda x: x[0].seconds):
+        key = line.seconds, line.peak_bytes
+        may_win = _COMPUTE * (line.seconds - line.exposed_seconds) < seconds
+        if may_win and key not in known:
+            known.add(key)
+            run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
+            line = _timeline(trial)
+            if line.seconds < seconds:
+                best, seconds = trial, line.seconds
+        times[trial.decided.mesh, key] = line.seconds
+    listed = ", ".join(f"{mesh} {ms(x)}" for (mesh, _), x in times.items())
+    best.notes += (f"search: plans compared by their predicted steps: {listed}",)
+    if best is not trials[0][1]:
+        check_user_rules(best.decided)
+    if state.request.debug < 2 and not state.request.dump:
+        best.request = replace(best.request, debug=state.request.debug)
+        return pipeline.finished(best, pipeline.rows_after(_LOWERED))
+    shown = _trial_of(state, best.decided, state.request)
+    shown.notes = best.notes
+    return pipeline.finished(shown, pipeline.rows_after("plan"))
 
 
-def _with_decision(
-    state: JointState, request: Request, decision: Decision
-) -> JointState:
+def _trial_of(state: JointState, decision: Decision, request: Request) -> JointState:
     """A state to go on with, apart from the one it is of."""
-    other = copy(state)
-    other.request, other.decision = request, replace(decision, rivals=())
-    other.seconds = dict(state.seconds)
-    return other
+    trial = copy(state)
+    trial.decision, trial.request, trial.rivals = decision, request, ()
+    trial.seconds = dict(state.seconds)
+    return trial
+
+
+def _timeline_unscheduled(state: JointState) -> Timeline:
+    """A step before its schedule is chosen."""
+    copied = _trial_of(state, state.decided, state.request)
+    copied.graph = copy_of(state.graph)
+    run_steps(pipeline.rows_after("schedule", _LOWERED), copied)
+    return _timeline(copied)
 
 
 def _timeline(state: JointState) -> Timeline:
     """A step of a lowered graph as it would run."""
-    request, graph, mesh = state.request, state.graph, state.decided.mesh
-    options = request.mode
+    request, graph, options = state.request, state.graph, state.request.mode
     assert isinstance(options, SearchOptions), "what is compared was searched"
-    hardware = (request.hardware or options.hardware).at_speed(mesh.slowest)
     if state.open:
         graph = size_nodes.at_hints(graph, state.fake_mode)
     with _torch.fake.shapes_alone():
-        settings, disable = state.schedule.settings, request.disable
-        run = as_run(shapes_of(graph), disable=disable, settings=settings)
-    return simulate(run, hardware.on(mesh), hardware)
+        return predict_step(
+            shapes_of(graph),
+            state.decided.mesh,
+            request.hardware or options.hardware,
+            settings=state.schedule.settings,
+            disable=request.disable,
+        )
 
 
 def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -186,8 +190,7 @@ def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     if not result.decision.is_even:
         return math.inf
     hardware, mesh = request.hardware or lookup(UNNAMED), result.plan.mesh
-    graph = as_run(result.local, disable=request.disable)
-    return simulate(graph, hardware.on(mesh), hardware).seconds
+    return predict_step(result.local, mesh, hardware, disable=request.disable).seconds
 
 
 def _on_hardware(request: Request) -> Request:

@@ -285,7 +285,8 @@ def rows_after(name: str, last: str | None = None) -> tuple[PipelineStep, ...]:
 
 
 def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
-    """The state of a traced graph once its plan is decided. Raises as ``parallelize``."""
+    """The state of a traced graph once its plan is decided. Raises as
+    ``parallelize``."""
     state = JointState(
         graph=graph,
         request=request,
@@ -335,7 +336,7 @@ def with_schedule(
         decision=result.decision,
         notes=plan.notes,
     )
-    return finished(state, rows_after("pair_reductions"))
+    return finished(state, rows_after("order_stages"))
 
 
 def tuned(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.decide import Decision
+from fxpar.sharding.decide import Decision, with_rivals
 from fxpar.sharding.decide_request import (
     BatchInParts,
     batch_in_parts,
@@ -28,6 +28,7 @@ from fxpar.sharding.refine_mesh import refine, rounded
 from fxpar.sharding.search.batch_parts import SharedKernels
 from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
+from fxpar.sharding.search.rank_candidates import nearest
 from fxpar.sharding.search.run_search import (
     AGAIN,
     STOPPED,
@@ -42,6 +43,9 @@ from fxpar.sharding.solver.message_passing import warm
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
 ALIKE = 1e-3
+
+# So many plans on other meshes are compared by their predicted steps.
+_RIVALS = 3
 
 # The share of all seconds in which meshes are glanced at.
 _TRIED = 0.75
@@ -177,6 +181,7 @@ def _fastest(
         share = options.seconds / 2 / len(meshes)
         glance = replace(options, seconds=share, by_hand=False)
     trials: list[_MeshTrial] = []
+    tried: list[Decision] = []
     best: Decision | None = None
     for mesh in meshes:
         now = work_clock.now()
@@ -191,13 +196,36 @@ def _fastest(
         longest = max(longest, work_clock.now() - now)
         search = search_of(decision)
         trials.append(_MeshTrial(mesh, search.predicted, search.bound))
+        tried.append(decision)
         if best is None or search.predicted < search_of(best).predicted * (1 - ALIKE):
             best = decision
             glance = replace(glance, enough=search.predicted)
     if best is None:
         return _search_largest(trials, options, program, request, batch)
     left = work_clock.left(begun + options.seconds)
-    return _search_longer(best, trials, left, program, request, batch)
+    best = _search_longer(best, trials, left, program, request, batch)
+    others = [x for x in tried if x.mesh.axes != best.mesh.axes]
+    return _with_rivals(best, others, request)
+
+
+def _with_rivals(
+    best: Decision, others: Sequence[Decision], request: Request
+) -> Decision:
+    """The decision with others of its mesh and of other meshes that may turn out to be
+    faster."""
+    options = request.mode
+    assert isinstance(options, SearchOptions)
+    if not options.ranked:
+        return best
+    by_choice = {id(search_of(x)): x for x in others}
+    near = nearest([search_of(best), *map(search_of, others)])
+    found = [by_choice[id(x)] for x in near if id(x) in by_choice][:_RIVALS]
+    best = replace(best, rivals=tuple(found))
+    constraints = constraints_of(best.program)
+    best = with_rivals(best, request.hints, constraints, options)
+    note = best.notes[-1]  # of meshes
+    rivals = (replace(x, notes=(*x.notes, note)) for x in best.rivals)
+    return replace(best, rivals=tuple(rivals))
 
 
 def _check_memory(
@@ -260,7 +288,7 @@ def _search_longer(
         note += f"; {', '.join(map(str, listed))}"
     notes = (*best.notes, note)
     if work_clock.is_stopped() and STOPPED not in notes:
-        notes = (*notes, STOPPED)
+        notes = (*best.notes, STOPPED, note)
     return replace(best, search=search, notes=notes)
 
 

@@ -82,7 +82,8 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
             note += f"; {unstaged.mesh} {ms(unstaged.predicted)}"
         notes = (*staged.decision.notes, note, *stage_notes)
         staged_request = replace(staged.request, mode=request.mode)
-        return replace(staged.decision, notes=notes), staged_request
+        rivals = () if best is None else (best, *best.rivals)
+        return replace(staged.decision, notes=notes, rivals=rivals), staged_request
     if best is None:
         assert plan_error is not None
         raise plan_error

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of
@@ -196,30 +197,51 @@ def searched(
             parts=parts,
         )
         wide = result.solution.gap > _WIDE and result.bound < options.enough
-        wide = wide and options.by_hand
-        compare = options.ranked and (parts is None or parts.is_step)
-        by_hand = (
-            _by_hand(program, mesh, hints, constraints, options.hardware)
-            if wide or compare
-            else []
-        )
-        if wide:
+        by_hand = []
+        if wide and options.by_hand:
+            by_hand = _by_hand(program, mesh, hints, constraints, options.hardware)
             result = begun_from(result, options, [each.strategies for each in by_hand])
         notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
         notes += [STOPPED] if result.solution.stopped else []
-        others, priced = (
-            rivals(result, options, [each.strategies for each in by_hand])
-            if compare
-            else ([], [])
-        )
-    decision = _found(result, seeds, notes)
-    found = [_found(other, seeds, notes) for other in others]
+        decision = _found(result, seeds, notes)
+        if options.ranked:
+            decision = with_rivals(decision, hints, constraints, options, by_hand)
+    return decision
+
+
+def with_rivals(
+    decision: Decision,
+    hints: Mapping[str, Entries],
+    constraints: Sequence[tuple[int, Entries]],
+    options: SearchOptions,
+    by_hand: Sequence[Decision] = (),
+) -> Decision:
+    """A searched decision with others of its mesh that may turn out to be faster.
+    ``by_hand``: what an expert would begin with, if it is known."""
+    program, result = decision.program, decision.search
+    assert result is not None, "a searched decision"
+    parts = result.formulation.parts
+    if parts is not None and not parts.is_step:
+        return decision
+    by_hand = by_hand or _by_hand(
+        program, result.mesh, hints, constraints, options.hardware
+    )
+    others, priced = rivals(result, options, [each.strategies for each in by_hand])
+    seeds: dict[int, list[Seed]] = {}
+    for seed in _given_seeds(program, result.mesh, hints, constraints):
+        seeds.setdefault(seed.value, []).append(seed)
+    found = [_found(other, seeds, decision.notes[:1]) for other in others]
     found += [
-        replace(each, mesh=result.mesh, search=cost, notes=(*notes, *each.notes))
-        for each, cost in zip(by_hand, priced, strict=False)
+        replace(
+            each,
+            mesh=result.mesh,
+            search=cost,
+            notes=(*decision.notes[:1], *each.notes),
+        )
+        for each, cost in zip(by_hand, priced, strict=True)
         if cost is not None
     ]
-    return replace(decision, rivals=tuple(found))
+    return replace(decision, rivals=(*decision.rivals, *found))
 
 
 def _by_hand(
@@ -231,7 +253,7 @@ def _by_hand(
 ) -> list[Decision]:
     """What an expert would begin with: each axis for what it is named for, all axes
     for the batch, and none of them."""
-    decisions = {}
+    decisions: dict[tuple[Any, Any], Decision] = {}
     for batch in (None, mesh.names, ()):
         decision = decide(
             program, mesh, hints, constraints, batch=batch, hardware=hardware

@@ -273,8 +273,8 @@ def rivals(
     compute: those with hidden communication at a discount, and of ``known`` strategies
     of all ops what they cost; None of those that do not fit, or are estimated to take
     much longer."""
-    form, many = result.formulation, len(result.strategies) > _SIMULATED
-    seconds = min(1.0, options.seconds / 10)
+    form, seconds = result.formulation, min(1.0, options.seconds / 10)
+    many = len(result.strategies) > _SIMULATED
     choices = cheaper(result, DISCOUNTS[1:2] if many else DISCOUNTS, seconds)
     priced: list[tuple[int, ...] | None] = []
     for strategies in known:
@@ -286,24 +286,28 @@ def rivals(
         limit = form.problem.limit
         fits = limit is None or solution.peak <= limit
         priced.append(solution.choice if fits else None)
-    estimate = _additive if many else step_seconds
     each = {result.solution.choice, *choices, *(x for x in priced if x is not None)}
-    times = {choice: estimate(form, choice) for choice in each}
+    found = {x: replace(with_choice(result, x), first=result.solution) for x in each}
+    near = {x.solution.choice: x for x in nearest(list(found.values()))}
+    return [near[x] for x in choices if x in near], [
+        None if x is None else near.get(x) for x in priced
+    ]
+
+
+def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
+    """Those that may be the fastest, the estimated fastest first."""
+    times = {id(x): _estimate(x) for x in results}
     most = _FAR * min(times.values())
-    near = [x if x is not None and times[x] <= most else None for x in priced]
-
-    def found(choice: tuple[int, ...]) -> SearchResult:
-        return replace(with_choice(result, choice), first=result.solution)
-
-    return (
-        [found(x) for x in choices if times[x] <= most],
-        [None if x is None else found(x) for x in near],
-    )
+    return [
+        x for x in sorted(results, key=lambda x: times[id(x)]) if times[id(x)] <= most
+    ]
 
 
-def _additive(formulation: Formulation, choice: Sequence[int]) -> float:
-    """Seconds of a step in which nothing overlaps."""
-    return evaluate(formulation.problem, choice)[0] + formulation.launches
+def _estimate(result: SearchResult) -> float:
+    """Seconds of a step, of a large program without overlap."""
+    if len(result.strategies) > _SIMULATED:
+        return result.predicted
+    return step_seconds(result.formulation, result.solution.choice)
 
 
 def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
