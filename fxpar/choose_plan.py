@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from fxpar import _torch, pipeline
+from fxpar import pipeline
 from fxpar.errors import HintError, PlanError
-from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
@@ -30,9 +29,10 @@ from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.sharding.choose_mesh import ms
+from fxpar.sharding.choose_mesh import ms, search_of
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
@@ -40,7 +40,7 @@ from fxpar.sharding.search.run_search import SearchOptions
 
 # The last steps of the pipeline before a schedule is chosen and before a plan is
 # described, and the share of its kernels' seconds that a schedule leaves at least.
-_UNSCHEDULED, _LOWERED, _COMPUTE = "order_stages", "reshard_after_forward", 0.9
+_UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -70,17 +70,20 @@ def _finished(state: JointState) -> Result:
             if not trials:
                 raise
     best, seconds, known = trials[0][1], math.inf, set[tuple[float, int]]()
-    times = {}
+    times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
-        may_win = _COMPUTE * (line.seconds - line.exposed_seconds) < seconds
+        # A search counts attentions that a schedule balances as balanced.
+        kernels = line.seconds - line.exposed_seconds
+        least = _SHARE * min(kernels, search_of(trial.decided).predicted)
+        may_win = least < seconds
         if may_win and key not in known:
             known.add(key)
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
             line = _timeline(trial)
             if line.seconds < seconds:
                 best, seconds = trial, line.seconds
-        times[trial.decided.mesh, key] = line.seconds
+        times.setdefault((trial.decided.mesh, key), line.seconds)
     listed = ", ".join(f"{mesh} {ms(x)}" for (mesh, _), x in times.items())
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
     if best is not trials[0][1]:
@@ -115,14 +118,13 @@ def _timeline(state: JointState) -> Timeline:
     assert isinstance(options, SearchOptions), "what is compared was searched"
     if state.open:
         graph = size_nodes.at_hints(graph, state.fake_mode)
-    with _torch.fake.shapes_alone():
-        return predict_step(
-            shapes_of(graph),
-            state.decided.mesh,
-            request.hardware or options.hardware,
-            settings=state.schedule.settings,
-            disable=request.disable,
-        )
+    return predict_step(
+        graph,
+        state.decided.mesh,
+        request.hardware or options.hardware,
+        settings=state.schedule.settings,
+        disable=request.disable,
+    )
 
 
 def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:

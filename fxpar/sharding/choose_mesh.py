@@ -204,27 +204,39 @@ def _fastest(
         return _search_largest(trials, options, program, request, batch)
     left = work_clock.left(begun + options.seconds)
     best = _search_longer(best, trials, left, program, request, batch)
-    others = [x for x in tried if x.mesh.axes != best.mesh.axes]
-    return _with_rivals(best, others, request)
+    assert isinstance(request.mode, SearchOptions)
+    return _with_rivals(best, tried, trials, request) if request.mode.ranked else best
 
 
 def _with_rivals(
-    best: Decision, others: Sequence[Decision], request: Request
+    best: Decision,
+    tried: Sequence[Decision],
+    trials: Sequence[_MeshTrial],
+    request: Request,
 ) -> Decision:
     """The decision with others of its mesh and of other meshes that may turn out to be
     faster."""
     options = request.mode
     assert isinstance(options, SearchOptions)
-    if not options.ranked:
-        return best
-    by_choice = {id(search_of(x)): x for x in others}
-    near = nearest([search_of(best), *map(search_of, others)])
-    found = [by_choice[id(x)] for x in near if id(x) in by_choice][:_RIVALS]
-    best = replace(best, rivals=tuple(found))
-    constraints = constraints_of(best.program)
-    best = with_rivals(best, request.hints, constraints, options)
-    note = best.notes[-1]  # of meshes
-    rivals = (replace(x, notes=(*x.notes, note)) for x in best.rivals)
+    others = [x for x in tried if x.mesh.axes != best.mesh.axes]
+    constraints, hints = constraints_of(best.program), request.hints
+    by_search = {id(search_of(x)): x for x in (best, *others)}
+    found: list[Decision] = []
+    for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
+        decision = with_rivals(by_search[id(x)], hints, constraints, options)
+        found += [decision, *decision.rivals]
+    by_search = {id(search_of(x)): x for x in found}
+    near = [by_search[id(x)] for x in nearest([search_of(x) for x in found])]
+    notes = best.notes[-1:] if STOPPED in best.notes else ()
+    rivals = [
+        replace(
+            x,
+            rivals=(),
+            notes=(*x.notes, _note(search_of(x), trials), *notes),
+        )
+        for x in near[: 2 * _RIVALS]
+        if search_of(x) is not search_of(best)
+    ]
     return replace(best, rivals=tuple(rivals))
 
 
@@ -277,19 +289,25 @@ def _search_longer(
         if search_of(longer).predicted <= first_search.predicted:
             best = longer
     search = search_of(best)
-    other_trials = [
-        trial for trial in trials if trial.mesh.axes != search.mesh.unrefined.axes
-    ]
-    rivals = min((trial.bound for trial in other_trials), default=math.inf)
+    rivals = min((x.bound for x in _others(search, trials)), default=math.inf)
     search = replace(search, rivals=rivals)
-    note = f"mesh {search.mesh} chosen of {len(trials)}: {ms(search.predicted)} a step"
-    if other_trials:
-        listed = sorted(other_trials, key=lambda trial: trial.seconds)
-        note += f"; {', '.join(map(str, listed))}"
-    notes = (*best.notes, note)
+    notes = (*best.notes, _note(search, trials))
     if work_clock.is_stopped() and STOPPED not in notes:
-        notes = (*best.notes, STOPPED, note)
+        notes = (*notes, STOPPED)
     return replace(best, search=search, notes=notes)
+
+
+def _others(search: SearchResult, trials: Sequence[_MeshTrial]) -> list[_MeshTrial]:
+    """Those on other meshes, the fastest first."""
+    others = (x for x in trials if x.mesh.axes != search.mesh.unrefined.axes)
+    return sorted(others, key=lambda trial: trial.seconds)
+
+
+def _note(search: SearchResult, trials: Sequence[_MeshTrial]) -> str:
+    """What a plan notes of its mesh and of others."""
+    note = f"mesh {search.mesh} chosen of {len(trials)}: {ms(search.predicted)} a step"
+    listed = ", ".join(map(str, _others(search, trials)))
+    return f"{note}; {listed}" if listed else note
 
 
 def _search_largest(

@@ -87,8 +87,9 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
     if best is None:
         assert plan_error is not None
         raise plan_error
-    best = replace(best, notes=(*best.notes, *stage_notes))
-    return best, request.on(best.mesh)
+    others = (replace(x, notes=(*x.notes, *stage_notes)) for x in best.rivals)
+    notes = (*best.notes, *stage_notes)
+    return replace(best, notes=notes, rivals=tuple(others)), request.on(best.mesh)
 
 
 def fastest_staged(

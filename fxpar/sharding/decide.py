@@ -203,7 +203,7 @@ def searched(
             result = begun_from(result, options, [each.strategies for each in by_hand])
         notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
         notes += [STOPPED] if result.solution.stopped else []
-        decision = _found(result, seeds, notes)
+        decision = _found(program, result, seeds, notes)
         if options.ranked:
             decision = with_rivals(decision, hints, constraints, options, by_hand)
     return decision
@@ -230,7 +230,7 @@ def with_rivals(
     seeds: dict[int, list[Seed]] = {}
     for seed in _given_seeds(program, result.mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
-    found = [_found(other, seeds, decision.notes[:1]) for other in others]
+    found = [_found(program, other, seeds, decision.notes[:1]) for other in others]
     found += [
         replace(
             each,
@@ -263,10 +263,12 @@ def _by_hand(
 
 
 def _found(
-    result: SearchResult, seeds: Mapping[int, Sequence[Seed]], notes: Sequence[str]
+    program: Program,
+    result: SearchResult,
+    seeds: Mapping[int, Sequence[Seed]],
+    notes: Sequence[str],
 ) -> Decision:
     """The decision that a search comes to."""
-    program = result.formulation.program
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)

@@ -314,7 +314,7 @@ def test_equal_shards_run_and_the_plan_says_so(tmp_path: Path) -> None:
     (said,) = plan.notes
     assert "along dp are unlike" in said and "up to 1.5 times" in said
     with pytest.warns(FxparWarning, match="all wait for the slowest"):
-        report(plan, Options(), 0, "graph0", None, set())
+        report(plan, Options(), 0, 4, "graph0", None, set())
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.mesh.speeds == plan.mesh.speeds
