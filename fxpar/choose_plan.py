@@ -29,7 +29,7 @@ from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.sharding.choose_mesh import ms, search_of
+from fxpar.sharding.choose_mesh import ms
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.mesh import Mesh
@@ -69,14 +69,17 @@ def _finished(state: JointState) -> Result:
         except PlanError:
             if not trials:
                 raise
+    room = max(trials[0][0].peak_bytes, _budget(state.request))
+    trials = [x for x in trials if x[0].peak_bytes <= room]
     best, seconds, known = trials[0][1], math.inf, set[tuple[float, int]]()
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
         # A search counts attentions that a schedule balances as balanced.
-        kernels = line.seconds - line.exposed_seconds
-        least = _SHARE * min(kernels, search_of(trial.decided).predicted)
-        may_win = least < seconds
+        search, least = trial.decided.search, line.seconds - line.exposed_seconds
+        if search is not None:
+            least = min(least, search.predicted)
+        may_win = _SHARE * least < seconds
         if may_win and key not in known:
             known.add(key)
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
@@ -94,6 +97,12 @@ def _finished(state: JointState) -> Result:
     shown = _trial_of(state, best.decided, state.request)
     shown.notes = best.notes
     return pipeline.finished(shown, pipeline.rows_after("plan"))
+
+
+def _budget(request: Request) -> float:
+    """Bytes of a rank."""
+    assert isinstance(request.mode, SearchOptions), "what is compared was searched"
+    return request.mode.budget
 
 
 def _trial_of(state: JointState, decision: Decision, request: Request) -> JointState:

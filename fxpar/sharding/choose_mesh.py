@@ -225,17 +225,20 @@ def _with_rivals(
     for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
         decision = with_rivals(by_search[id(x)], hints, constraints, options)
         found += [decision, *decision.rivals]
-    by_search = {id(search_of(x)): x for x in found}
-    near = [by_search[id(x)] for x in nearest([search_of(x) for x in found])]
+    by_search = {id(x.search): x for x in found if x.search is not None}
+    near = [
+        by_search[id(x)] for x in nearest([search_of(x) for x in by_search.values()])
+    ]
+    near = [*near[: 2 * _RIVALS], *(x for x in found if x.search is None)]
     notes = best.notes[-1:] if STOPPED in best.notes else ()
     rivals = [
         replace(
             x,
             rivals=(),
-            notes=(*x.notes, _note(search_of(x), trials), *notes),
+            notes=(*x.notes, _note(x, trials), *notes),
         )
-        for x in near[: 2 * _RIVALS]
-        if search_of(x) is not search_of(best)
+        for x in near
+        if x.search is not best.search
     ]
     return replace(best, rivals=tuple(rivals))
 
@@ -289,24 +292,26 @@ def _search_longer(
         if search_of(longer).predicted <= first_search.predicted:
             best = longer
     search = search_of(best)
-    rivals = min((x.bound for x in _others(search, trials)), default=math.inf)
+    rivals = min((x.bound for x in _others(search.mesh, trials)), default=math.inf)
     search = replace(search, rivals=rivals)
-    notes = (*best.notes, _note(search, trials))
+    notes = (*best.notes, _note(best, trials))
     if work_clock.is_stopped() and STOPPED not in notes:
         notes = (*notes, STOPPED)
     return replace(best, search=search, notes=notes)
 
 
-def _others(search: SearchResult, trials: Sequence[_MeshTrial]) -> list[_MeshTrial]:
+def _others(mesh: Mesh, trials: Sequence[_MeshTrial]) -> list[_MeshTrial]:
     """Those on other meshes, the fastest first."""
-    others = (x for x in trials if x.mesh.axes != search.mesh.unrefined.axes)
+    others = (x for x in trials if x.mesh.axes != mesh.unrefined.axes)
     return sorted(others, key=lambda trial: trial.seconds)
 
 
-def _note(search: SearchResult, trials: Sequence[_MeshTrial]) -> str:
+def _note(decision: Decision, trials: Sequence[_MeshTrial]) -> str:
     """What a plan notes of its mesh and of others."""
-    note = f"mesh {search.mesh} chosen of {len(trials)}: {ms(search.predicted)} a step"
-    listed = ", ".join(map(str, _others(search, trials)))
+    note = f"mesh {decision.mesh} chosen of {len(trials)}"
+    if decision.search is not None:
+        note += f": {ms(decision.search.predicted)} a step"
+    listed = ", ".join(map(str, _others(decision.mesh, trials)))
     return f"{note}; {listed}" if listed else note
 
 

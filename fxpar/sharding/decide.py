@@ -35,7 +35,12 @@ from fxpar.sharding.propagate.propagation_state import Origin, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.rank_candidates import rivals
+from fxpar.sharding.search.rank_candidates import (
+    is_large,
+    nearest,
+    priced_as,
+    rivals,
+)
 from fxpar.sharding.search.run_search import (
     STOPPED,
     SearchOptions,
@@ -226,21 +231,17 @@ def with_rivals(
     by_hand = by_hand or _by_hand(
         program, result.mesh, hints, constraints, options.hardware
     )
-    others, priced = rivals(result, options, [each.strategies for each in by_hand])
     seeds: dict[int, list[Seed]] = {}
     for seed in _given_seeds(program, result.mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
-    found = [_found(program, other, seeds, decision.notes[:1]) for other in others]
-    found += [
-        replace(
-            each,
-            mesh=result.mesh,
-            search=cost,
-            notes=(*decision.notes[:1], *each.notes),
-        )
-        for each, cost in zip(by_hand, priced, strict=True)
-        if cost is not None
-    ]
+    notes = decision.notes[:1]
+    found = [_found(program, x, seeds, notes) for x in rivals(result, options)]
+    for known in by_hand:
+        cost = priced_as(result, known.strategies)
+        if is_large(result) and (cost is None or cost not in nearest([result, cost])):
+            continue
+        notes_of_both = (*notes, *known.notes)
+        found.append(replace(known, mesh=result.mesh, search=cost, notes=notes_of_both))
     return replace(decision, rivals=(*decision.rivals, *found))
 
 

@@ -18,7 +18,7 @@ Source: the task graph and delta simulation of FlexFlow (Jia, Zaharia and Aiken,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
@@ -216,8 +216,8 @@ def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
 # for nothing: it has to fit beside the compute that hides it.
 DISCOUNTS = (0.5, 0.2, 0.02)
 
-# Plans of programs of more ops are not simulated here, which takes longer than to
-# search; nor are those predicted that are estimated to take so many times as long.
+# Plans of programs of more ops are estimated without overlap; those that are estimated
+# to take so many times as long as the best are left.
 _SIMULATED, _FAR = 2500, 1.25
 
 
@@ -266,32 +266,38 @@ def polish(
     return Polished(with_choice(result, choices[best]), tuple(times))
 
 
-def rivals(
-    result: SearchResult, options: SearchOptions, known: Iterable[Sequence[Strategy]]
-) -> tuple[list[SearchResult], list[SearchResult | None]]:
+def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
     """Plans that may be faster than the one found once communication runs beside
-    compute: those with hidden communication at a discount, and of ``known`` strategies
-    of all ops what they cost; None of those that do not fit, or are estimated to take
-    much longer."""
-    form, seconds = result.formulation, min(1.0, options.seconds / 10)
-    many = len(result.strategies) > _SIMULATED
-    choices = cheaper(result, DISCOUNTS[1:2] if many else DISCOUNTS, seconds)
-    priced: list[tuple[int, ...] | None] = []
-    for strategies in known:
-        try:
-            solution = cost_of(form, strategies, 1.0)
-        except (Infeasible, PlanError):
-            priced.append(None)
-            continue
-        limit = form.problem.limit
-        fits = limit is None or solution.peak <= limit
-        priced.append(solution.choice if fits else None)
-    each = {result.solution.choice, *choices, *(x for x in priced if x is not None)}
-    found = {x: replace(with_choice(result, x), first=result.solution) for x in each}
-    near = {x.solution.choice: x for x in nearest(list(found.values()))}
-    return [near[x] for x in choices if x in near], [
-        None if x is None else near.get(x) for x in priced
-    ]
+    compute: those that are best with hidden communication at a discount."""
+    discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
+    choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
+    found = [_with_first(result, choice) for choice in choices]
+    near = nearest([result, *found])
+    return [x for x in found if x in near]
+
+
+def priced_as(
+    result: SearchResult, strategies: Sequence[Strategy]
+) -> SearchResult | None:
+    """What a search would have found, had it taken these strategies of all ops; None if
+    they are not searched, or do not fit in memory."""
+    limit = result.formulation.problem.limit
+    try:
+        solution = cost_of(result.formulation, strategies, 1.0)
+    except (Infeasible, PlanError):
+        return None
+    if limit is not None and solution.peak > limit:
+        return None
+    return _with_first(result, solution.choice)
+
+
+def _with_first(result: SearchResult, choice: Sequence[int]) -> SearchResult:
+    return replace(with_choice(result, choice), first=result.solution)
+
+
+def is_large(result: SearchResult) -> bool:
+    """Whether simulating a plan takes longer than to search."""
+    return len(result.strategies) > _SIMULATED
 
 
 def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
@@ -305,7 +311,7 @@ def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
 
 def _estimate(result: SearchResult) -> float:
     """Seconds of a step, of a large program without overlap."""
-    if len(result.strategies) > _SIMULATED:
+    if is_large(result):
         return result.predicted
     return step_seconds(result.formulation, result.solution.choice)
 

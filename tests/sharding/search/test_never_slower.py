@@ -19,7 +19,7 @@ SEEDS = [
 NAMED = {
     "dp=4": ("dp=4", "tp=4"),
     "dp=2,tp=2": ("dp=2,tp=2",),
-    "auto:4": ("dp=4", "tp=4"),
+    "auto:4": ("dp=4", "tp=4", "dp=2,tp=2"),
 }
 
 
