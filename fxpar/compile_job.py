@@ -23,6 +23,7 @@ from fxpar.config import Options
 from fxpar.explain import status_line
 from fxpar.job_request import CompileJob
 from fxpar.joint_pass import JointPass
+from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.passes.old_objects import old_objects_kept
@@ -102,7 +103,7 @@ def compile_step(
 @_torch.quick_graphs.quick_graphs()
 def compile_graph(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
-) -> Callable[..., Any]:
+) -> compiled_graph.Compiled:
     """The checked, compiled function of a Dynamo graph, on concrete shapes or on open
     ones.
 
@@ -113,17 +114,38 @@ def compile_graph(
     broken_at = _torch.dynamo.graph_break_line(gm)
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
-    number = next_graph()
+    number, with_room = next_graph(), _with_room(job, gm, examples)
     if job.options.codegen == "inductor" and job.ranks.rank == 0:
         installation_keys.load()  # and leave them to the others, who come behind
     for anew in (False, True):
         entry = _look_up(job, gm, examples, number, anew=anew)
-        compiled = _compile_by(entry, job, gm, examples, number, broken_at)
+        compiled = _compile_by(entry, job, gm, examples, number, broken_at, with_room)
         if compiled is not None:
             return compiled
-    compiled = _compile_by(None, job, gm, examples, number, broken_at)
+    compiled = _compile_by(None, job, gm, examples, number, broken_at, with_room)
     assert compiled is not None, "no plan is known that may not fit"
     return compiled
+
+
+def _with_room(
+    job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
+) -> compiled_graph.WithRoom | None:
+    """What compiles a graph for the room that ranks agree on, of rows that they send to
+    experts; None if it sends none, or that is agreed on."""
+    experts = manual_expert_axes(job.ranks.manual)
+    if not experts or job.sent_room is not None:
+        return None
+    if job.options.expert_exchange == "gather":
+        return None
+    source = _torch.dynamo.copy_graph(gm)  # compiling consumes a graph
+
+    fakes = examples if job.writes else None
+
+    def with_room(room: int, args: Sequence[Any]) -> compiled_graph.Compiled:
+        copy = _torch.dynamo.copy_graph(source)
+        return compile_graph(replace(job, sent_room=room), copy, fakes or list(args))
+
+    return with_room
 
 
 def _compile_by(
@@ -133,6 +155,7 @@ def _compile_by(
     examples: Sequence[Any],
     number: int,
     broken_at: str | None,
+    with_room: compiled_graph.WithRoom | None,
 ) -> compiled_graph.Compiled | None:
     """What ``compile_graph`` gives; None on all ranks if what is known of the program
     does not fit it on one of them."""
@@ -191,6 +214,7 @@ def _compile_by(
         step.sizes,
         _made_at(gm),
         step.written(),
+        with_room,
     )
 
 
@@ -269,7 +293,8 @@ def _look_up(
     if all(map(_torch.dtensor.brings_mesh, examples)):
         followed = job.recalled.hash if job.recalled else ""
         mesh = str(job.ranks.whole.mesh)
-        extras = job.writes, followed, mesh, *sorted(job.rests.items())
+        rests = sorted(job.rests.items())
+        extras = job.writes, followed, mesh, job.sent_room, *rests
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
@@ -325,7 +350,7 @@ def _cache_key(job: CompileJob, entry: KnownProgram | None) -> str:
     """Of the program in torch's caches, besides its graph. Places draw numbers of their
     own."""
     place = job.ranks.world.place if job.ranks.world is not None else 0
-    key = f"{job.ranks.whole.mesh}|{place}|{job.options}"
+    key = f"{job.ranks.whole.mesh}|{place}|{job.options}|{job.sent_room}"
     return f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key
 
 

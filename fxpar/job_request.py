@@ -51,6 +51,8 @@ class CompileJob:
     recalled: Plan | None = None
     # A plan that is left only for one that is faster by ``options.replan``.
     rival: Plan | None = None
+    # As of the request.
+    sent_room: int | None = None
     # What the plan says of how it came about.
     notes: tuple[str, ...] = ()
 
@@ -77,6 +79,7 @@ def request_of(job: CompileJob, name: str) -> Request:
         pipeline_schedule=schedule,
         expert_room=options.expert_room,
         expert_exchange=options.expert_exchange,
+        sent_room=job.sent_room,
         schedule=options.schedule,
         tune=options.tune,
         cached=options.cache_plans,

@@ -335,6 +335,7 @@ def with_schedule(
         normalized=result.normalized,
         decision=result.decision,
         notes=plan.notes,
+        sent_rows=plan.sent_rows,
     )
     return finished(state, rows_after("order_stages"))
 

@@ -5,30 +5,44 @@ for inputs that do not name it. What crosses the axis is added to the plan: a pa
 that rests split over it is gathered where it is read, and its gradient becomes the mean
 over the axis (``mean_over_ranks``), of which each rank keeps its part. In: signatures
 on the whole mesh, plans and Decisions on the planned one. Out: those of the other mesh.
-Every other value may differ between the ranks of an axis, and never crosses it.
+Every other value may differ between the ranks of an axis, and never crosses it; but
+rows that ranks send to experts (``fxpar::exchange_slots``): what multiplies them reads
+of each weight the part of the rank's own experts, and gives that part of its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
-
+from fxpar.errors import PlanError
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import Input, Op, Output, Program, Signature
+from fxpar.sharding.program import (
+    Input,
+    Op,
+    Output,
+    Program,
+    Signature,
+    user_line,
+)
 from fxpar.sharding.reshard.route import connect
-from fxpar.sharding.rest_over_stages import Splits, split_op
+from fxpar.sharding.rest_over_stages import Splits, split_op, with_splits
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 End = TypeVar("End", Input, Output)
+
+# By name: passes register them.
+_EXCHANGE = "fxpar.exchange_slots.default"
+_MM, _OUTER = "fxpar.expert_mm.default", "fxpar.expert_outer.default"
+_MEAN = "fxpar.mean_over_ranks.default"
 
 
 @dataclass(frozen=True)
@@ -89,19 +103,36 @@ def over_manual_axes(
         if v is not None and end.rest is not None and (extra := _extra(end.rest, axes))
     }
     strategies, settled = list(decision.strategies), list(decision.settled)
-    averaged = set[int]()
+    products = _products_of_sent(program)
+    ops = [_by_expert(op) if op.index in products else op for op in program.ops]
+    program, makers = replace(program, ops=ops), _makers_of_weights(program, products)
+    experts = tuple({axis: None for axes in products.values() for axis in axes})
+    averaged, gradients = set[int](), set[int]()  # of experts
     means = set[int]()  # and what is made of them alone
     for op in program.ops:
-        if op.target is torch.ops.fxpar.mean_over_ranks.default:
+        changed = program, op, strategies, settled, split, mesh
+        of_experts = not gradients.isdisjoint(op.operands)
+        if str(op.target) == _MEAN:
             averaged.add(op.results[0])
+            if of_experts:
+                _split_by_expert(*changed, experts)
             if extra := _extra(Spec.parse(str(op.node.args[1])), axes):
                 split[op.results[0]] = extra
                 means.add(op.results[0])
             continue
+        if op.index in products and str(op.target) == _OUTER:
+            _give_by_expert(op, strategies, settled, split, products[op.index])
+            gradients.update(op.results)
+            continue
         is_mean = bool(op.operands) and means.issuperset(op.operands)
         if op.index in update or _casts(op) or is_mean:
-            split_op(program, op, strategies, settled, split, mesh)
+            split_op(*changed)
             means.update(op.results if is_mean else ())
+        elif op.index in products or op.index in makers or of_experts:
+            _split_by_expert(*changed, experts)
+        if of_experts:
+            _require_split(op, split)
+            gradients.update(op.results)
     program = replace(program, signature=signature)
     edges = connect(program, strategies, settled, mesh, manual=axes, averaged=averaged)
     return replace(
@@ -114,6 +145,81 @@ def over_manual_axes(
         manual=axes,
         averaged=frozenset(averaged),
     )
+
+
+def _split_by_expert(
+    program: Program,
+    op: Op,
+    strategies: list[Strategy],
+    settled: list[Spec],
+    split: dict[int, Splits],
+    mesh: Mesh,
+    axes: Axes,
+) -> None:
+    """Let each rank compute an op for its own experts, which lie along ``axes``."""
+    own = {
+        v: tuple(x for x in split[v] if x[0] in axes) for v in op.operands if v in split
+    }
+    split_op(program, op, strategies, settled, own, mesh)
+    split.update((v, own[v]) for v in op.results if v in own)
+
+
+def _give_by_expert(
+    op: Op,
+    strategies: list[Strategy],
+    settled: list[Spec],
+    split: dict[int, Splits],
+    axes: Axes,
+) -> None:
+    """Let each rank give the gradients of its own experts' weights."""
+    factors = (*strategies[op.index].factors, ("e", axes))
+    strategies[op.index] = replace(strategies[op.index], factors=factors)
+    (result,) = op.results
+    split[result] = tuple((axis, 0) for axis in axes)
+    settled[result] = with_splits(settled[result], split[result])
+
+
+def _products_of_sent(program: Program) -> dict[int, Axes]:
+    """Products of rows that were sent to their experts, and along which axes."""
+    out = dict[int, Axes]()
+    for op in program.ops:
+        if str(op.target) in (_MM, _OUTER) and op.operands[2] in program.producers:
+            sender = program.ops[program.producers[op.operands[2]][0]]
+            if str(sender.target) == _EXCHANGE:
+                out[op.index] = tuple(str(sender.node.args[1]).split("+"))
+    return out
+
+
+def _require_split(op: Op, split: Mapping[int, Splits]) -> None:
+    """Raise PlanError for what reads gradients of several experts."""
+    if not split.keys() >= {*op.results}:
+        raise PlanError(
+            f"{op.name} ({op.target}) reads gradients of experts on several ranks",
+            where=user_line(op.node),
+            fix="set expert_exchange (FXPAR_EXPERT_EXCHANGE) to gather",
+        )
+
+
+def _by_expert(product: Op) -> Op:
+    """A product of which each rank computes what its own experts give: of the rows that
+    it has, all."""
+    rule = product.rule
+    alike = rule.alike | ({(0, "e")} if str(product.target) == _MM else set())
+    rule = replace(rule, whole=rule.whole - {"e"}, alike=alike)
+    return replace(product, rule=rule)
+
+
+def _makers_of_weights(program: Program, products: Mapping[int, Axes]) -> set[int]:
+    """Ops that make the weights that products read of parameters."""
+    out = set[int]()
+    for index in products:
+        op = program.ops[index]
+        v = None if str(op.target) == _OUTER else op.operands[1]
+        while v in program.producers:
+            op = program.ops[program.producers[v][0]]
+            out.add(op.index)
+            v = op.operands[0] if len(op.operands) == 1 else None
+    return out
 
 
 def _bare(spec: Spec, axes: Collection[str]) -> Spec:

@@ -157,6 +157,9 @@ class Plan:
     schedule: str = ""
     # Axes that experts are split over, where the search chose them.
     experts: tuple[str, ...] = ()
+    # Of each mixture of experts that rest over manual axes, the rows that a rank sends;
+    # 0 if each rank has all experts.
+    sent_rows: tuple[int, ...] = ()
     # Of manual regions, where the search chose others than the first.
     bodies: tuple[int, ...] = ()
     # What came near to be, and why it is not.
@@ -224,6 +227,7 @@ class Plan:
         plain = _plain
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
         data |= {"experts": list(self.experts)} if self.experts else {}
+        data |= {"sent_rows": list(self.sent_rows)} if self.sent_rows else {}
         data |= {"bodies": list(self.bodies)} if self.bodies else {}
         if self.stages:
             if self.microbatches is not None:

@@ -72,6 +72,9 @@ class Request:
     # Rows of experts that a rank has room for, in multiples of its even share; None:
     # all.
     expert_room: float | None = None
+    # Rows that ranks along manual axes have room for of what each sends to experts; 0:
+    # they send none, each has all experts. None: as many as this rank sends.
+    sent_room: int | None = None
     # Axes that experts are split over; None: those that are named for them.
     experts_over: Axes | None = None
     # Of each choice between bodies of manual regions; none: the first of each.

@@ -171,6 +171,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
         schedule=saved.get("schedule", "").text(),
         experts=texts("experts"),
+        sent_rows=saved.get("sent_rows", ()).each(Saved.count),
         bodies=saved.get("bodies", ()).each(Saved.count),
         near=texts("near"),
         regions=texts("regions"),

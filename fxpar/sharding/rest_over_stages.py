@@ -10,7 +10,7 @@ training step each place computes its part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -43,7 +43,7 @@ def split_over_stages(spec: Spec, shape: Sequence[int], mesh: Mesh, axis: str) -
     for d in order:
         split = (*spec.dims[d], axis)
         if shape[d] and shard_sizes.is_even(shape[d], mesh, split):
-            return _extended(spec, ((axis, d),))
+            return with_splits(spec, ((axis, d),))
     return spec
 
 
@@ -101,7 +101,9 @@ def over_stages(
     )
 
 
-def _extended(spec: Spec, splits: Splits) -> Spec:
+def with_splits(spec: Spec, splits: Iterable[tuple[str, int]]) -> Spec:
+    """The spec with more axes, as the minor ones of their dims."""
+    splits = list(splits)
     dims = [
         (*axes, *(axis for axis, at in splits if at == d))
         for d, axes in enumerate(spec.dims)
@@ -115,7 +117,7 @@ def _resting(signature: Signature, axis: str) -> Signature:
     def whole(end: End) -> End:
         if end.stage_dim is None or end.rest is None:
             return end
-        return replace(end, rest=_extended(end.rest, ((axis, end.stage_dim),)))
+        return replace(end, rest=with_splits(end.rest, ((axis, end.stage_dim),)))
 
     inputs, outputs = map(whole, signature.inputs), map(whole, signature.outputs)
     return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -134,7 +136,7 @@ def split_op(
     strategy, values = strategies[op.index], program.values
     operands = [(i, v) for i, v in enumerate(op.operands) if v in split]
     for i, v in sorted(operands, key=lambda x: -values[x[1]].numel):
-        spec = _extended(operand_spec(op.rule, strategy, i), split[v])
+        spec = with_splits(operand_spec(op.rule, strategy, i), split[v])
         axes_of = project(
             op.rule.operands[i], spec, op.rule.size, mesh, even=op.rule.even_factors
         )
@@ -158,7 +160,7 @@ def split_op(
             splits = tuple((a, d) for d, axes in dims for a in axes if a in added)
             if splits:
                 split[result] = splits
-                settled[result] = _extended(settled[result], splits)
+                settled[result] = with_splits(settled[result], splits)
         return
 
 

@@ -61,8 +61,9 @@ def check(name: str, mesh: str, codegen: str, rest: str, **more: Any) -> list[An
     return [x for _, sent in runs for x in sent]
 
 
-def fed_parts(name: str, mesh: str) -> list[float]:
-    """Losses where each rank reads its own part of the batch."""
+def fed_parts(name: str, mesh: str) -> tuple[list[float], int]:
+    """A rank's own losses where each reads its own part of the batch; how many rows it
+    sends to experts."""
     torch._dynamo.reset()
     model, batch = build_loss(name)
     model = fxpar.shard(model, mesh=mesh)
@@ -70,7 +71,8 @@ def fed_parts(name: str, mesh: str) -> list[float]:
     compiled = torch.compile(model, backend="fxpar", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     mine = part(batch, torch.distributed.get_world_size())
-    return loop(compiled, optimizer, [mine] * STEPS)[0]
+    losses = loop(compiled, optimizer, [mine] * STEPS)[0]
+    return losses, sum(fxpar.plans()[-1].sent_rows)
 
 
 def of_weights(sent: list[Any]) -> list[Any]:
@@ -87,10 +89,15 @@ def test_experts_at_rest_on_their_ranks() -> None:
 
 
 def test_parts_of_the_batch() -> None:
-    """``ep`` splits the batch: each of its ranks feeds a part."""
+    """``ep`` splits the batch: each of its ranks feeds a part, of as many tokens, and
+    rows go to their experts."""
     want = one_device("mixtral", STEPS).losses
-    for losses in ranks_of("ep=2").run(fed_parts, "mixtral", "ep=2", timeout=900.0):
-        assert losses == pytest.approx(want, rel=1e-5)
+    results = ranks_of("ep=2").run(fed_parts, "mixtral", "ep=2", timeout=900.0)
+    assert all(rows for _, rows in results)
+    means = [
+        sum(own) / len(own) for own in zip(*(run for run, _ in results), strict=True)
+    ]
+    assert means == pytest.approx(want, rel=1e-5)
 
 
 def test_whole_parameters() -> None:

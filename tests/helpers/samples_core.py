@@ -402,6 +402,11 @@ for _parts in (2, 4):
         _s(_f(2, _parts, _room), _place),
         namespace="fxpar",
     )
+    _slots = _s(_f(2, _parts, _room, 8), "experts"), _s(_i(2, _parts, _room), "experts")
+    _add("exchange_slots", *_slots, namespace="fxpar")
+    _rows = _f(2 * _parts * _room, 8), _i(2 * _parts * _room)
+    _slots = tuple(_s(x, 2, _parts, "experts") for x in _rows)
+    _add("return_slots", *_slots, namespace="fxpar")
     _add("within", _s(_taken, torch.tensor(3), 4, ""), namespace="fxpar")
     _add("within", _s(_taken, torch.full((_parts,), 3), 4, ""), namespace="fxpar")
 

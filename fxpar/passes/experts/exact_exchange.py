@@ -58,7 +58,8 @@ def _exchange_of(slots: fx.Node, build: Builder) -> _Exchange | None:
     does, or not every row has a slot."""
     _, experts, groups, sources, room, _ = slots.args
     items = {user.args[1]: user for user in slots.users}
-    if 0 not in items or shape_of(slots.args[0])[0] != sources * room:
+    rows = shape_of(slots.args[0])[0]
+    if 0 not in items or rows > sources * room:
         return None
     for read in items[0].users:
         if read.target is ours.dispatch_rows.default and read.args[3] == NONE:
@@ -66,7 +67,7 @@ def _exchange_of(slots: fx.Node, build: Builder) -> _Exchange | None:
                 axes = axes_of(step)
                 if build.mesh.count(axes) == groups:
                     slots_of = [items[1]] if 1 in items else []
-                    return _Exchange(build, items[0], slots_of, step, axes)
+                    return _Exchange(build, items[0], slots_of, step, axes, rows)
     return None
 
 
@@ -92,6 +93,8 @@ class _Exchange:
     ids: fx.Node
     # Of the group.
     axes: tuple[str, ...]
+    # How many rows a rank has.
+    count: int
     # What ``fxpar::exact_places`` gives.
     _places: list[fx.Node] = field(default_factory=list)
     # Of each order of rows that come, where in it each of them lies.
@@ -106,7 +109,8 @@ class _Exchange:
         if not self._places:
             call = self.build.call
             with self.build.before(self.ids.next):
-                result = call(ours.exact_places.default, self.slot_rows, self.ids)
+                args = self.slot_rows, self.ids, self.count
+                result = call(ours.exact_places.default, *args)
                 self._places = [call(operator.getitem, result, i) for i in range(4)]
         return self._places
 

@@ -34,12 +34,12 @@ Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 
 @torch.library.custom_op("fxpar::exact_places", mutates_args=())
 def exact_places(
-    slot_rows: torch.Tensor, ids: torch.Tensor
+    slot_rows: torch.Tensor, ids: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See above; ``ids`` of all that a rank receives, ``NONE`` where a slot is empty.
-    Each row is in some slot."""
+    Each of the ``count`` rows of a rank is in some slot."""
     groups, parts, room = slot_rows.shape
-    first = torch.arange(parts, device=ids.device)[:, None] * room
+    first = torch.arange(parts, device=ids.device)[:, None] * (count // parts)
     is_sent, comes = slot_rows != NONE, ids.flatten() != NONE
     slots = ids.new_zeros(ids.numel())
     numbers = comes.nonzero().flatten()
@@ -53,10 +53,10 @@ def exact_places(
 
 
 @exact_places.register_fake
-def _(slot_rows, ids):
+def _(slot_rows, ids, count):
     groups, parts, room = slot_rows.shape
     return (
-        slot_rows.new_empty(parts * room),
+        slot_rows.new_empty(count),
         slot_rows.new_empty(groups),
         ids.new_empty(ids.numel() // (parts * room)),
         ids.new_empty(ids.numel()),

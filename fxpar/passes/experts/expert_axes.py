@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import shape_of
+from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.experts.row_wise import call_of
 from fxpar.passes.graph_bodies import body_of
 from fxpar.passes.size_nodes import is_open
@@ -113,7 +114,7 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
         return []
     if mesh.is_refined or is_open(graph) or any(map(body_of, graph.nodes)):
         return []
-    if pipeline_axis(mesh) is not None:
+    if pipeline_axis(mesh) is not None or manual_expert_axes(request.manual):
         return []
     counts = {
         experts

@@ -28,6 +28,10 @@ so many rows, in slots ``[groups, sources, room]``: a shape that does not depend
 is chosen, so that the exchange between sources and groups is an all-to-all of one size.
 Where more rows of a part choose a group, nothing is right: ``most`` says how many do,
 for ``fxpar::within``.
+
+``fxpar::exchange_slots`` and ``fxpar::return_slots``: ranks along manual ``axes``, each
+with slots of rows of its own, send those of each group to the rank that has its experts
+(``sharding.manual_axes``), and get them back; on one device they are views.
 """
 
 from __future__ import annotations
@@ -350,6 +354,32 @@ def combine_rows(y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 @combine_rows.register_fake
 def _(y, slots):
     return y.new_empty(slots.shape[0], *y.shape[3:])
+
+
+@torch.library.custom_op("fxpar::exchange_slots", mutates_args=())
+def exchange_slots(slots: torch.Tensor, axes: str) -> torch.Tensor:
+    """[groups, sources, room, ...] -> [groups * sources * room, ...]: on a rank, the
+    slots of its group that all ranks along the axes have, in their order."""
+    return slots.flatten(0, 2).clone()
+
+
+@exchange_slots.register_fake
+def _(slots, axes):
+    return slots.new_empty(math.prod(slots.shape[:3]), *slots.shape[3:])
+
+
+@torch.library.custom_op("fxpar::return_slots", mutates_args=())
+def return_slots(
+    rows: torch.Tensor, groups: int, sources: int, axes: str
+) -> torch.Tensor:
+    """What ``fxpar::exchange_slots`` gave, as the slots of before."""
+    return rows.unflatten(0, (groups, sources, -1)).clone()
+
+
+@return_slots.register_fake
+def _(rows, groups, sources, axes):
+    room = rows.shape[0] // (groups * sources)
+    return rows.new_empty(groups, sources, room, *rows.shape[1:])
 
 
 def _dispatch_slots(

@@ -24,6 +24,7 @@ from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.experts.expert_ops import NONE, room_of
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
 
@@ -139,6 +140,15 @@ class SentRows:
     sources: int
     # Slots without a row are not sent (``exact_exchanges``).
     exact: bool
+    # Manual axes whose ranks exchange rows that each has of its own; none: rows lie on
+    # the ranks of all groups.
+    across: Axes = ()
+    # Axes whose ranks tell one another how many rows they send, if not those that split
+    # them.
+    telling: Axes = ()
+    # Rows of a part that each group has room for, if it has a part's even share of
+    # them; 0: as many as a part has.
+    rows: int = 0
 
 
 class DispatchedRows:
@@ -157,15 +167,18 @@ class DispatchedRows:
         share: float,
     ) -> None:
         self.build, call = build, build.call
+        self.across = "+".join(sent.across)
         count, sources = shape_of(key)[0], sent.sources
-        room = room_of(count, groups, sources, share)
+        room = room_of(sent.rows * sources or count, groups, sources, share)
         sizes = experts, groups, sources, room, sent.exact
         slots = call(ours.dispatch_slots.default, key, *sizes)
         rows, self.slots, most = (call(operator.getitem, slots, i) for i in range(3))
         where = user_line(key) or ""
         self.slot_rows = rows
-        if not sent.exact:
-            self.slot_rows = call(ours.within.default, rows, most, room, where)
+        if not sent.exact and (share or not sent.across):
+            telling = ("+".join(sent.telling),) if sent.telling else ()
+            within = ours.within.default
+            self.slot_rows = call(within, rows, most, room, where, *telling)
         self.shape = [groups, sources, room]
         # Rows of all groups, and what a product takes as the experts of rows.
         self.count = groups * sources * room
@@ -196,14 +209,22 @@ class DispatchedRows:
         if (x, copies) not in self._sent:
             call = self.build.call
             sent = call(ours.dispatch_rows.default, x, self.slot_rows, copies, fill)
-            full = [self.count, *shape_of(x)[1:]]
-            self._sent[x, copies] = call(aten.reshape.default, sent, full)
+            if self.across:
+                sent = call(ours.exchange_slots.default, sent, self.across)
+            else:
+                full = [self.count, *shape_of(x)[1:]]
+                sent = call(aten.reshape.default, sent, full)
+            self._sent[x, copies] = sent
         return self._sent[x, copies]
 
     def choose(self, x: fx.Node) -> fx.Node:
         """Each row as it is in its slot."""
         if x not in self._combined:
             call, full = self.build.call, [*self.shape, *shape_of(x)[1:]]
-            slots = call(aten.reshape.default, x, full)
+            if self.across:
+                sizes = self.shape[:2]
+                slots = call(ours.return_slots.default, x, *sizes, self.across)
+            else:
+                slots = call(aten.reshape.default, x, full)
             self._combined[x] = call(ours.combine_rows.default, slots, self.slots)
         return self._combined[x]

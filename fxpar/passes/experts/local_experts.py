@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of, value_of
-from fxpar.passes.collective_nodes import all_reduce, step
+from fxpar.passes.collective_nodes import all_reduce, all_to_all, step
 from fxpar.passes.experts.expert_ops import NONE
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
@@ -244,8 +244,8 @@ def _own_ids(
         ids = build.call(aten.sub.Tensor, ids, start)
     if own_groups > 1:
         ids = _once(call, ids, experts // groups, own_groups)
-    if groups > 1 and by_row:
-        return ids, room or 1.0, 0.0, ""
+    if by_row and room:
+        return ids, room, 0.0, ""
     if own_groups > 1 or groups == 1:
         return ids, float(groups), 0.0, ""
     return ids, float(groups), room, _telling(call, _IDS)
@@ -269,6 +269,30 @@ def _within_parts(
     axes: str | None = None,
 ) -> fx.Node:
     return call.same(x, most, room, where, _telling(call, 1) if axes is None else axes)
+
+
+def _exchange_slots(call: LocalCall, slots: fx.Node, axes: str) -> fx.Node:
+    """Those of a rank's own experts, of every rank along the axes."""
+    ranks = _ranks_along(call, axes)
+    rows = step(call.build, all_to_all, slots, 1, 0, ranks) if ranks else slots
+    return call.build.call(aten.reshape.default, rows, [*call.local_shape()])
+
+
+def _return_slots(
+    call: LocalCall, rows: fx.Node, groups: int, sources: int, axes: str
+) -> fx.Node:
+    ranks = _ranks_along(call, axes)
+    count = call.build.mesh.count(ranks)
+    room, *features = call.local_shape()[2:]
+    shape = [groups // count, sources * count, room, *features]
+    slots = call.build.call(aten.reshape.default, rows, shape)
+    return step(call.build, all_to_all, slots, 0, 1, ranks) if ranks else slots
+
+
+def _ranks_along(call: LocalCall, axes: str) -> Axes:
+    """The axes that have several ranks."""
+    sizes = call.build.mesh.sizes
+    return tuple(axis for axis in axes.split("+") if sizes.get(axis, 1) > 1)
 
 
 def _once(call: LocalCall, ids: fx.Node, per: int, groups: int) -> fx.Node:
@@ -327,4 +351,6 @@ LOCAL: dict[Any, Localizer] = {
     "fxpar::expert_mm": _mm,
     "fxpar::expert_outer": _outer,
     "fxpar::within": _within_parts,
+    "fxpar::exchange_slots": _exchange_slots,
+    "fxpar::return_slots": _return_slots,
 }

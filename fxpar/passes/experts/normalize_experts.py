@@ -62,6 +62,21 @@ class _SortedRows:
 
 
 @dataclass(frozen=True)
+class Across:
+    """How rows are sent to experts that rest over manual axes."""
+
+    # To each group of them.
+    sent: SentRows
+    # How many groups there are.
+    groups: int
+    # Rows of a rank that each group has room for, in multiples of its even share; 0:
+    # for all.
+    share: float
+    # Of the gradients of weights, which are sums over the rows of all groups.
+    means: Sequence[fx.Node]
+
+
+@dataclass(frozen=True)
 class ExpertWays:
     """How rows come to experts on a mesh."""
 
@@ -72,6 +87,10 @@ class ExpertWays:
     # (key, rows of a token, bytes of a token, groups) -> how rows are sent to groups;
     # None: tokens are gathered.
     sent: Callable[[fx.Node, int, int, int], SentRows | None] = lambda *_: None
+    # (products, experts of each, key) -> how rows are sent to experts that rest over
+    # manual axes, in how many groups, and the means of their gradients; None: each rank
+    # has all of its mixture's.
+    across: Callable[[dict[fx.Node, int], fx.Node], Across | None] = lambda *_: None
 
 
 def experts_in_place(graph: fx.Graph, rewriter: Builder, ways: ExpertWays) -> list[str]:
@@ -105,14 +124,18 @@ class _Mixture:
         self.groups = ways.groups(self.experts)
         self.room = ways.room if self.groups > 1 else 0.0
         self.copies: GroupCopies | DispatchedRows
-        sent = self._sent(ways)
+        self.across = ways.across(products, self.key)
+        sent, groups, share = self._sent(ways), self.groups, self.room
+        if self.across is not None:
+            across, self.groups = self.across, 1  # of those that a rank has
+            sent, groups, share = across.sent, across.groups, across.share
         if sent is not None:
-            share = 0.0 if sent.exact else self.room
+            share = 0.0 if sent.exact else share
             with build.before(sort):
                 self.copies = DispatchedRows(
-                    build, self.key, self.experts, self.groups, sent, share
+                    build, self.key, self.experts, groups, sent, share
                 )
-            self.room = share or float(self.groups)
+            self.room = share or float(groups)
         else:
             self.copies = GroupCopies(build, self.key, self.experts, self.groups)
         # Values in order of experts; and results of calls that give several.
@@ -402,7 +425,17 @@ class _Mixture:
             return [_reader_note(readers[0])] if readers else []
         for node, replacement in self.replacements.items():
             node.replace_all_uses_with(replacement)
+        if self.across is not None:
+            self._divide_gradients(self.across)
         return []
+
+    def _divide_gradients(self, across: Across) -> None:
+        """Each rank's share of a sum over the rows of all groups."""
+        for mean in across.means:
+            with self.build.before(mean):
+                total, share = mean.args[0], 1 / across.groups
+                part = self.build.call(aten.mul.Tensor, total, share)
+                mean.update_arg(0, part)
 
 
 def _reader_note(reader: fx.Node) -> str:

@@ -212,6 +212,8 @@ _OWN = (
     torch.ops.fxpar.axis_index.default,
     torch.ops.fxpar.expert_mm.default,
     torch.ops.fxpar.expert_outer.default,
+    torch.ops.fxpar.exchange_slots.default,
+    torch.ops.fxpar.return_slots.default,
 )
 
 # Local forms that look at values alone.

@@ -112,6 +112,8 @@ def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Laun
 
 def _sends_unlike(node: fx.Node) -> bool:
     """Whether a rank sends others unlike many rows, and each as many as it has."""
+    if node.target in EXACT:
+        return True
     exchanges = node.target is c10d.all_to_all_single.default
     return exchanges and len({*node.args[1], *node.args[2]}) > 1
 

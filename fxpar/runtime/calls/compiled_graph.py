@@ -32,6 +32,7 @@ from fxpar.runtime.caches.program_identity import (
 )
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange
+from fxpar.runtime.calls.rows_to_experts import agreed_room
 from fxpar.runtime.ranks import compare_tangents, mean_gradients, meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
@@ -128,7 +129,8 @@ class Compiled:
     its results, by position. ``names``: of its arguments. ``broken_at``: the user's
     line of the graph break it ends in; ``sizes``: those it holds for, where it leaves
     some open; ``made_at``: the user's line of its last result; ``written``: positions
-    of the arguments that it writes to."""
+    of the arguments that it writes to; ``with_room``: compiles it for the room of all
+    ranks (``rows_to_experts``)."""
 
     def __init__(
         self,
@@ -143,7 +145,10 @@ class Compiled:
         sizes: SizeRange | None = None,
         made_at: str | None = None,
         written: Collection[int] = (),
+        with_room: WithRoom | None = None,
     ) -> None:
+        self.sent_rows = plan.sent_rows if plan is not None else ()
+        self._with_room, self._of_room = with_room, dict[int, Compiled]()
         self.made_at, self.written = made_at, written
         self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
         self.compiled, self.checks = compiled, checks
@@ -154,6 +159,17 @@ class Compiled:
         self._first, self._watches = True, False
 
     def __call__(self, *args: Any) -> Any:
+        if not self.sent_rows or self._with_room is None:
+            return self._run(args)
+        where = f" at {self.made_at}" if self.made_at else ""
+        room = agreed_room(self.sent_rows, f"a call of the graph that ends{where}")
+        if room is None or not (room or any(self.sent_rows)):
+            return self._run(args)
+        if room not in self._of_room:
+            self._of_room[room] = self._with_room(room, args)
+        return self._of_room[room]._run(args)
+
+    def _run(self, args: Sequence[Any]) -> Any:
         outside_graphs.graph_runs(self, self.broken_at, args, self.names)
         try:
             outputs = self._begun(args) if self._first else self.compiled(*args)
@@ -189,6 +205,10 @@ class Compiled:
             else x
             for i, x in enumerate(outputs)
         )
+
+
+# (room, arguments) -> what is compiled for them.
+WithRoom = Callable[[int, Sequence[Any]], Compiled]
 
 
 def without_hints(gm: fx.GraphModule) -> fx.GraphModule:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.errors import RankMismatchError
 from fxpar.passes.custom_ops import group_of_call
-from fxpar.passes.simulate.launches import crossings
+from fxpar.passes.simulate.launches import EXACT, crossings
 from fxpar.runtime.ranks import consensus, meeting, worlds
 from fxpar.runtime.ranks.groups import axes_of_group
 from fxpar.runtime.steps.pipeline_state import PhaseState
@@ -89,7 +89,8 @@ def _is_tensor(node: fx.Node) -> bool:
 def _is_between_places(node: fx.Node, axes: Axes) -> bool:
     """Whether a node is a collective whose group has ranks of several places."""
     name = str(node.target)
-    if "c10d" not in name and not name.startswith("fxpar.all_gather"):
+    is_ours = name.startswith("fxpar.all_gather") or node.target in EXACT
+    if "c10d" not in name and not is_ours:
         return False
     if "wait" in name:
         return False

@@ -17,9 +17,14 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes import graph_bodies
 from fxpar.passes.builder import shape_of
+from fxpar.passes.experts.across_places import manual_expert_axes, means_of_experts
 from fxpar.passes.experts.expert_ops import room_of
 from fxpar.passes.experts.group_rows import SentRows
-from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
+from fxpar.passes.experts.normalize_experts import (
+    Across,
+    ExpertWays,
+    experts_in_place,
+)
 from fxpar.passes.normalize import interleaved_rows, rows_in_turn
 from fxpar.passes.normalize.body_seeds import refuse_draws
 from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
@@ -134,7 +139,7 @@ def take_rows_in_turn(state: JointState) -> None:
 def place_experts(state: JointState) -> None:
     """Tokens sorted by expert are computed where they lie."""
     mesh, notes = state.request.mesh, []
-    axes = state.request.expert_axes
+    axes, rows = state.request.expert_axes, dict[fx.Node, int]()
 
     def groups(experts: int) -> int:
         count = mesh.count(axes)
@@ -146,8 +151,16 @@ def place_experts(state: JointState) -> None:
         return 1 if experts % count else count
 
     room = state.request.expert_room or 0.0
-    ways = ExpertWays(groups, room, partial(_sent, state.request, notes.append))
+    ways = ExpertWays(
+        groups,
+        room,
+        partial(_sent, state.request, notes.append),
+        partial(_across, state.request, rows),
+    )
     notes += experts_in_place(state.graph, state.rewriter, ways)
+    slots = torch.ops.fxpar.dispatch_slots.default
+    sent = {n.args[0] for n in state.graph.find_nodes(op="call_function", target=slots)}
+    state.sent_rows = tuple(n if key in sent else 0 for key, n in rows.items())
     state.notes += tuple(dict.fromkeys(notes))
 
 
@@ -214,6 +227,34 @@ def _fastest_exchange(
         seconds["gather"] += 2 * hardware.streaming(2 * rows * groups)
         seconds["exact"] = exchanged(rows) + 2 * hardware.streaming(2 * rows)
     return min(seconds, key=seconds.__getitem__)
+
+
+def _across(
+    request: Request,
+    sent: dict[fx.Node, int],
+    products: dict[fx.Node, int],
+    key: fx.Node,
+) -> Across | None:
+    """How rows are sent to experts that rest over manual axes; None: each rank gathers
+    the weights of all experts. Adds to ``sent`` how many rows a rank would send."""
+    axes, manual = manual_expert_axes(request.manual), request.manual
+    if manual is None or not axes or request.expert_exchange == "gather":
+        return None
+    one_part = parts_of(request) == 1 and request.pipeline is None
+    if not one_part or sequence_axes(request.mesh):
+        return None
+    groups, rows = manual.mesh.count(axes), shape_of(key)[0]
+    means = means_of_experts(products, request.signature, axes)
+    if means is None or any(experts % groups for experts in products.values()):
+        return None
+    sent[key] = rows if isinstance(rows, int) and request.sent_room != 0 else 0
+    if not sent[key]:
+        return None
+    on_host = key.meta["val"].device.type == "cpu"
+    exact = on_host and request.expert_exchange != "all_to_all"
+    share = 0.0 if exact else request.expert_room or 0.0
+    ways = SentRows(1, exact, axes, manual.axes, request.sent_room or 0)
+    return Across(ways, groups, share, means)
 
 
 def drop_dead(state: JointState) -> None:

@@ -92,6 +92,8 @@ class JointState(PipelineState):
     others: tuple[str, ...] = ()
     # What the plan is to say of how it came about.
     notes: tuple[str, ...] = ()
+    # As ``Plan.sent_rows``.
+    sent_rows: tuple[int, ...] = ()
     # Of a program that is cut into them.
     stages: tuple[PipelineStage, ...] = ()
     # Of the decision; set once that is made.

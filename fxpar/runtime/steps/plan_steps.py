@@ -263,6 +263,7 @@ def describe(state: JointState) -> None:
         schedule=str(state.schedule),
         experts=state.request.experts_over or (),
         bodies=state.request.bodies,
+        sent_rows=state.sent_rows,
         near=state.near,
         # A plan that is followed has those of the rank that searched.
         notes=tuple(dict.fromkeys((*plan.notes, *state.notes, *notes))),

@@ -135,12 +135,14 @@ class _Versions:
         made_specs: list[Spec],
         settled: Sequence[Spec],
         mesh: Mesh,
-        apart: Sequence[Axes] = (),
+        apart: Axes = (),
+        manual: Axes = (),
     ) -> None:
-        """``apart``: sets of axes each of which has reshards of its own; of a value
-        that all split, those of the first go first."""
+        """``apart``, ``manual``: sets of axes each of which has reshards of its own; of
+        a value that both split, those of the first go first."""
         self.program, self.mesh = program, mesh
-        self.apart = [frozenset(axes) for axes in apart if axes]
+        self.manual = frozenset(manual)
+        self.apart = [frozenset(axes) for axes in (apart, manual) if axes]
         self.made_specs, self.settled = made_specs, settled
         self.exist: list[list[Spec]] = [[spec] for spec in made_specs]
         self.reshards: list[Reshard] = []
@@ -157,7 +159,9 @@ class _Versions:
             return
         for axes in self.apart:
             if not axes.isdisjoint(need.axes):
-                source = self._before(v, _without(need, axes), axes, reader, output)
+                if axes == self.manual and self._keep(v, need, reader, output):
+                    return
+                source = self._before(v, need, axes, reader, output)
                 self._add(v, source, need, reader, output)
                 return
         exist = self.exist[v]
@@ -180,10 +184,31 @@ class _Versions:
                 self._make(v, settled, reader, output)
         self._make(v, need, reader, output)
 
+    def _keep(
+        self,
+        v: int,
+        need: Spec,
+        reader: int | None,
+        output: int | None,
+    ) -> bool:
+        """Make a version that manual axes split as the value was made, or some of them
+        do, if it is one: along the others it is gathered first."""
+        origin = self.made_specs[v]
+        shared = self.manual.intersection(need.sharded_axes)
+        others = {axis for axis in (*origin.axes, *need.axes) if axis not in shared}
+        if origin.partial or origin.without(others) != _without(need, others):
+            return False
+        part = origin.without(self.manual - shared)
+        if part not in self.exist[v]:
+            self._add(v, origin, part, reader, output)
+        if part != need:
+            self._add(v, part, need, reader, output)
+        return True
+
     def _before(
         self,
         v: int,
-        bare: Spec,
+        need: Spec,
         axes: frozenset[str],
         reader: int | None,
         output: int | None,
@@ -193,9 +218,11 @@ class _Versions:
         first = self.made_specs[v]
         unreduced = [pair for pair in first.partial if pair[0] in axes]
         if not unreduced:
+            bare = _without(need, axes)
             self.get(v, bare, reader, output)
             return bare
-        source = Spec.of(bare.dims, (*bare.partial, *unreduced))
+        source = _without(need, [axis for axis, _ in unreduced])
+        source = Spec.of(source.dims, (*source.partial, *unreduced))
         if source not in self.exist[v]:
             self._add(v, first, source, reader, output)
         return source
@@ -245,9 +272,9 @@ def connect(
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.results):
             specs[v] = result_spec(op.rule, strategy, i)
-    for v in averaged:
-        means = [(axis, "avg") for axis in manual]
-        specs[v] = Spec.of(_without(specs[v], manual).dims, (*specs[v].partial, *means))
+    for v in averaged:  # of experts, ranks have sums of their own already
+        means = [(axis, "avg") for axis in manual if axis not in specs[v].sharded_axes]
+        specs[v] = Spec.of(specs[v].dims, (*specs[v].partial, *means))
     for declared, value in zip(signature.inputs, program.inputs, strict=True):
         if value is not None and declared.rest is not None:
             specs[value] = declared.rest
@@ -269,7 +296,7 @@ def connect(
             and constant.index not in program.inputs
         ):
             specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
-    versions = _Versions(program, specs, settled, mesh, (apart, manual))
+    versions = _Versions(program, specs, settled, mesh, apart, manual)
     edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):

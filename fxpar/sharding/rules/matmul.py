@@ -325,6 +325,26 @@ def _combine_rows(y: torch.Tensor, slots: torch.Tensor) -> Rule:
     return replace(rule, evenly=frozenset("s"))
 
 
+def _exchange_slots(slots: torch.Tensor, _: str) -> Rule:
+    return _slots_as_rows(slots, slots.shape[:3], [0, 1])
+
+
+def _return_slots(rows: torch.Tensor, groups: int, sources: int, _: str) -> Rule:
+    room = rows.shape[0] // (groups * sources)
+    return _slots_as_rows(rows[:, None, None], (groups, sources, room), [1, 0])
+
+
+def _slots_as_rows(x: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> Rule:
+    """Slots and the same as rows, or in the other ``order``."""
+    columns = words_of(x)[3:]
+    tensors: list[list[Word]] = [
+        ["g!", "s!", "c!", *columns],
+        [("g!", "s!", "c!"), *columns],
+    ]
+    first, second = (tensors[i] for i in order)
+    return make([first], [second], dict(zip("gsc", sizes, strict=True)))
+
+
 def _within(x: torch.Tensor, most: torch.Tensor, *_: Any) -> Rule:
     """The most of each part lies as the dim 1 that parts are."""
     words = words_of(x)
@@ -363,5 +383,7 @@ ROWS = {
     **rows("dispatch_slots", _dispatch_slots, "fxpar"),
     **rows("dispatch_rows", _dispatch_rows, "fxpar"),
     **rows("combine_rows", _combine_rows, "fxpar", linear="0"),
+    **rows("exchange_slots", _exchange_slots, "fxpar"),
+    **rows("return_slots", _return_slots, "fxpar"),
     **rows("within", _within, "fxpar"),
 }

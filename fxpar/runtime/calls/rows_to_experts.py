@@ -1,0 +1,38 @@
+"""How many rows places have room for, of those that each sends to experts.
+
+A rank sends rows of its own to ranks along manual axes (``passes.experts``), and knows
+neither how many others feed nor that they send any. In: what a compiled graph would
+send, at each of its runs. Out: the same room on all ranks, which the graph to run is
+compiled for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxpar.errors import RankMismatchError
+from fxpar.runtime.ranks import consensus, meeting, worlds
+
+_SENDS = "rows to experts: "
+
+
+def agreed_room(sent: Sequence[int], what: str) -> int | None:
+    """The room of all ranks; None if all send as many rows, 0 if some of them cannot.
+    ``sent``: ``Plan.sent_rows``.
+
+    Raises RankMismatchError, on all ranks, if some do not send rows here."""
+    with worlds.inside(None):
+        words = meeting.meet(_SENDS + ",".join(map(str, sent)), what)
+    if len(set(words)) == 1:
+        return None
+    rows = [word.removeprefix(_SENDS).split(",") for word in words]
+    if not all(word.startswith(_SENDS) for word in words) or len({*map(len, rows)}) > 1:
+        error = RankMismatchError(
+            f"in {what} ranks send rows to other mixtures of experts",
+            fix="use the same experts on every rank, in the same order, or set "
+            "expert_exchange (FXPAR_EXPERT_EXCHANGE) to gather",
+        )
+        raise consensus.as_told(error)
+    counts = [int(n) for each in rows for n in each]
+    # Few rooms, however many numbers of rows there are.
+    return 1 << (max(counts) - 1).bit_length() if all(counts) else 0
