@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +21,26 @@ from fxpar.errors import HintError, PlanError
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
-from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.regions.region_bodies import choices as body_choices
-from fxpar.passes.simulate.simulate_step import simulate
+from fxpar.passes.simulate.check_user_rules import check_user_rules
+from fxpar.passes.simulate.predict_step import predict_step
+from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.sharding.choose_mesh import ms
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.decide import UNNAMED
+from fxpar.sharding.decide import UNNAMED, Decision
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
 from fxpar.sharding.search.run_search import SearchOptions
+
+# The last steps of the pipeline before a schedule is chosen and before a plan is
+# described, and the share of its kernels' seconds that a schedule leaves at least.
+_UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -42,8 +50,90 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     """
     request, of_bodies = _with_bodies(graph, fake_mode, request)
     request, of_experts = _over_axes(graph, fake_mode, request)
-    result = pipeline.parallelize(graph, fake_mode, request)
-    return result.noted(*of_bodies, *of_experts)
+    state = pipeline.decided(graph, fake_mode, request)
+    return _finished(state).noted(*of_bodies, *of_experts)
+
+
+def _finished(state: JointState) -> Result:
+    """What the pipeline gives of a decision, or of one of its rivals whose step is
+    predicted to be faster. A rival that would take longer though its communication took
+    no time gets no schedule."""
+    if not state.rivals:
+        return pipeline.finished(state, pipeline.rows_after("plan"))
+    trials = []
+    for decision, request in ((state.decided, state.request), *state.rivals):
+        trial = _trial_of(state, decision, replace(request, debug=0, dump=None))
+        try:
+            run_steps(pipeline.rows_after("plan", _UNSCHEDULED), trial)
+            trials.append((_timeline_unscheduled(trial), trial))
+        except PlanError:
+            if not trials:
+                raise
+    room = max(trials[0][0].peak_bytes, _budget(state.request))
+    trials = [x for x in trials if x[0].peak_bytes <= room]
+    best, seconds, known = trials[0][1], math.inf, set[tuple[float, int]]()
+    times: dict[tuple[Mesh, tuple[float, int]], float] = {}
+    for line, trial in sorted(trials, key=lambda x: x[0].seconds):
+        key = line.seconds, line.peak_bytes
+        # A search counts attentions that a schedule balances as balanced.
+        search, least = trial.decided.search, line.seconds - line.exposed_seconds
+        if search is not None:
+            least = min(least, search.predicted)
+        may_win = _SHARE * least < seconds
+        if may_win and key not in known:
+            known.add(key)
+            run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
+            line = _timeline(trial)
+            if line.seconds < seconds:
+                best, seconds = trial, line.seconds
+        times.setdefault((trial.decided.mesh, key), line.seconds)
+    listed = ", ".join(f"{mesh} {ms(x)}" for (mesh, _), x in times.items())
+    best.notes += (f"search: plans compared by their predicted steps: {listed}",)
+    if best is not trials[0][1]:
+        check_user_rules(best.decided)
+    if state.request.debug < 2 and not state.request.dump:
+        best.request = replace(best.request, debug=state.request.debug)
+        return pipeline.finished(best, pipeline.rows_after(_LOWERED))
+    shown = _trial_of(state, best.decided, state.request)
+    shown.notes = best.notes
+    return pipeline.finished(shown, pipeline.rows_after("plan"))
+
+
+def _budget(request: Request) -> float:
+    """Bytes of a rank."""
+    assert isinstance(request.mode, SearchOptions), "what is compared was searched"
+    return request.mode.budget
+
+
+def _trial_of(state: JointState, decision: Decision, request: Request) -> JointState:
+    """A state to go on with, apart from the one it is of."""
+    trial = copy(state)
+    trial.decision, trial.request, trial.rivals = decision, request, ()
+    trial.seconds = dict(state.seconds)
+    return trial
+
+
+def _timeline_unscheduled(state: JointState) -> Timeline:
+    """A step before its schedule is chosen."""
+    copied = _trial_of(state, state.decided, state.request)
+    copied.graph = copy_of(state.graph)
+    run_steps(pipeline.rows_after("schedule", _LOWERED), copied)
+    return _timeline(copied)
+
+
+def _timeline(state: JointState) -> Timeline:
+    """A step of a lowered graph as it would run."""
+    request, graph, options = state.request, state.graph, state.request.mode
+    assert isinstance(options, SearchOptions), "what is compared was searched"
+    if state.open:
+        graph = size_nodes.at_hints(graph, state.fake_mode)
+    return predict_step(
+        graph,
+        state.decided.mesh,
+        request.hardware or options.hardware,
+        settings=state.schedule.settings,
+        disable=request.disable,
+    )
 
 
 def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -111,8 +201,7 @@ def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     if not result.decision.is_even:
         return math.inf
     hardware, mesh = request.hardware or lookup(UNNAMED), result.plan.mesh
-    graph = as_run(result.local, disable=request.disable)
-    return simulate(graph, hardware.on(mesh), hardware).seconds
+    return predict_step(result.local, mesh, hardware, disable=request.disable).seconds
 
 
 def _on_hardware(request: Request) -> Request:

@@ -274,6 +274,19 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     Raises HintError, RuleError, PlanError, ScheduleError, and UnknownOpError under
     ``strict``.
     """
+    return finished(decided(graph, fake_mode, request), rows_after("plan"))
+
+
+def rows_after(name: str, last: str | None = None) -> tuple[PipelineStep, ...]:
+    """The steps of ``JOINT`` behind one of them, up to the ``last``."""
+    names = [step.name for step in JOINT]
+    end = len(names) if last is None else names.index(last) + 1
+    return JOINT[names.index(name) + 1 : end]
+
+
+def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
+    """The state of a traced graph once its plan is decided. Raises as
+    ``parallelize``."""
     state = JointState(
         graph=graph,
         request=request,
@@ -282,11 +295,15 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
         open=size_nodes.is_open(graph),
     )
     show(state, "traced")
-    run_steps(JOINT, state)
-    return _result(state)
+    names = [step.name for step in JOINT]
+    run_steps(JOINT[: names.index("plan") + 1], state)
+    return state
 
 
-def _result(state: JointState) -> Result:
+def finished(state: JointState, rows: Sequence[PipelineStep]) -> Result:
+    """What planning gives, after the last steps of ``JOINT``. Raises as
+    ``parallelize``."""
+    run_steps(rows, state)
     return Result(
         replace(state.plan, timings=state.seconds),
         state.normalized,
@@ -320,9 +337,7 @@ def with_schedule(
         notes=plan.notes,
         sent_rows=plan.sent_rows,
     )
-    names = [step.name for step in JOINT]
-    run_steps(JOINT[names.index("schedule") :], state)
-    return _result(state)
+    return finished(state, rows_after("order_stages"))
 
 
 def tuned(

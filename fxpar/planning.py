@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from fxpar._torch.distributed import default_group, own_rank
-from fxpar._torch.fake import fake_mode_of
 from fxpar.cache_files import write_asked
 from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
@@ -31,13 +30,11 @@ from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.rank_sizes import sized
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
-from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
-from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.passes.simulate.predict_step import predict_step
+from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.pipeline import STEP_NAMES, Result
 from fxpar.python_frames import in_one_block
 from fxpar.runtime.shard_map import traced_for
@@ -46,7 +43,7 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.given_specs import specs_of, with_all_dims
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import pipeline_axis, split_off
+from fxpar.sharding.pipeline_axis import split_off
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
     Request,
@@ -61,7 +58,7 @@ from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
-from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
+from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
 
 
@@ -123,32 +120,19 @@ class TracedPlan(Plan):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """One step of the slowest rank, simulated (``passes/simulate``).
+        """One step of the slowest rank, as ``predict_step`` has it.
 
-        What is simulated is the local graph, with forward and backward parted and
-        scheduled as when compiled. Which values the backward computes again is decided
-        by a simpler rule than AOTAutograd's, fusion by simpler ones than Inductor's.
         Raises as ``hardware`` does.
         """
         result, _ = self._traced()
-        settings, disable = result.schedule.settings, self.options.disable
-        fused = self.options.codegen == "inductor"
-        mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
-        axis = pipeline_axis(mesh)
-        if axis is not None:
-            line = self.hardware.on(mesh)
-            return simulate_pipeline(
-                result.local, line, axis, self.hardware, fused=fused
-            )
-        graph = as_run(result.local, disable=disable, settings=settings)
-        if mesh.is_shared_equally:
-            return simulate(graph, machine.on(mesh), machine, fused=fused)
-        mode = fake_mode_of([n.meta["val"] for n in graph.find_nodes(op="placeholder")])
-        lines = []
-        for rank, speed in unlike_ranks(mesh):
-            machine, own = self.hardware.at_speed(speed), sized(graph, mesh, rank, mode)
-            lines.append(simulate(own, machine.on(mesh), machine, fused=fused))
-        return max(lines, key=lambda line: line.seconds)
+        return predict_step(
+            result.local,
+            self.mesh,
+            self.hardware,
+            settings=result.schedule.settings,
+            disable=self.options.disable,
+            fused=self.options.codegen == "inductor",
+        )
 
     @cached_property
     def predicted(self) -> Predicted:

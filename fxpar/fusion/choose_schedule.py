@@ -33,7 +33,13 @@ from fxpar.fusion.fewer_layers import (
 from fxpar.fusion.halo_candidates import halo_candidates
 from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.schedule_attempts import LEAST, Attempts, SimulatedRun, with_room
+from fxpar.fusion.schedule_attempts import (
+    LEAST,
+    Attempts,
+    SimulatedRun,
+    is_better,
+    with_room,
+)
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.unlike_shards import UnlikeOp, closed
 from fxpar.fusion.varying_axes import varying
@@ -65,6 +71,9 @@ _PAIRED = 2
 
 # A step that takes no longer than this share of what its windows say is as said.
 _AS_SAID = 1.005
+
+# Of a step, what all of a schedule must save: a simulation does not know it better.
+_PAYS = 0.01
 
 # What is tried of forward and backward, each on top of what was taken before.
 _SETTINGS: tuple[dict[str, int], ...] = (
@@ -151,6 +160,8 @@ def choose(
             _lines(state)
         if len(graph.nodes) <= _LARGE or fewer is not None:
             _by_phase(state)
+        if not is_better(state.now, before, _PAYS):
+            state.keep(Schedule())
     return Chosen(
         state.schedule,
         apply(state.schedule, graph, state.mesh) if state.schedule.lines else graph,

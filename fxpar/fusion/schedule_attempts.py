@@ -141,9 +141,14 @@ class Attempts:
         """Whether a step is better with a schedule, which is then the one so far."""
         if not is_better(then, self.now):
             return False
-        self.schedule, self.now = schedule, then
-        self.run = self._run_of(schedule)
+        self.simulated[schedule] = then
+        self.keep(schedule)
         return True
+
+    def keep(self, schedule: Schedule) -> None:
+        """Take a schedule that was simulated."""
+        self.schedule, self.now = schedule, self.simulated[schedule]
+        self.run = self._run_of(schedule)
 
 
 def with_room(now: Timeline) -> int:
@@ -151,6 +156,7 @@ def with_room(now: Timeline) -> int:
     return now.peak_bytes + max(int(_ROOM * now.peak_bytes), _LITTLE)
 
 
-def is_better(then: Timeline, now: Timeline) -> bool:
+def is_better(then: Timeline, now: Timeline, least: float = LEAST) -> bool:
+    """Whether a step saves more than the share ``least`` of its seconds, or memory."""
     saved = 1 - then.seconds / now.seconds if now.seconds else 0.0
-    return saved > LEAST or (saved >= -LEAST and then.peak_bytes < now.peak_bytes)
+    return saved > least or (saved >= -LEAST and then.peak_bytes < now.peak_bytes)

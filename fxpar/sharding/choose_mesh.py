@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.decide import Decision
+from fxpar.sharding.decide import Decision, with_rivals
 from fxpar.sharding.decide_request import (
     BatchInParts,
     batch_in_parts,
@@ -28,6 +28,7 @@ from fxpar.sharding.refine_mesh import refine, rounded
 from fxpar.sharding.search.batch_parts import SharedKernels
 from fxpar.sharding.search.least_memory import least_bytes, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
+from fxpar.sharding.search.rank_candidates import nearest
 from fxpar.sharding.search.run_search import (
     AGAIN,
     STOPPED,
@@ -42,6 +43,9 @@ from fxpar.sharding.solver.message_passing import warm
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
 ALIKE = 1e-3
+
+# So many plans on other meshes are compared by their predicted steps.
+_RIVALS = 3
 
 # The share of all seconds in which meshes are glanced at.
 _TRIED = 0.75
@@ -177,6 +181,7 @@ def _fastest(
         share = options.seconds / 2 / len(meshes)
         glance = replace(options, seconds=share, by_hand=False)
     trials: list[_MeshTrial] = []
+    tried: list[Decision] = []
     best: Decision | None = None
     for mesh in meshes:
         now = work_clock.now()
@@ -191,13 +196,51 @@ def _fastest(
         longest = max(longest, work_clock.now() - now)
         search = search_of(decision)
         trials.append(_MeshTrial(mesh, search.predicted, search.bound))
+        tried.append(decision)
         if best is None or search.predicted < search_of(best).predicted * (1 - ALIKE):
             best = decision
             glance = replace(glance, enough=search.predicted)
     if best is None:
         return _search_largest(trials, options, program, request, batch)
     left = work_clock.left(begun + options.seconds)
-    return _search_longer(best, trials, left, program, request, batch)
+    best = _search_longer(best, trials, left, program, request, batch)
+    assert isinstance(request.mode, SearchOptions)
+    return _with_rivals(best, tried, trials, request) if request.mode.ranked else best
+
+
+def _with_rivals(
+    best: Decision,
+    tried: Sequence[Decision],
+    trials: Sequence[_MeshTrial],
+    request: Request,
+) -> Decision:
+    """The decision with others of its mesh and of other meshes that may turn out to be
+    faster."""
+    options = request.mode
+    assert isinstance(options, SearchOptions)
+    others = [x for x in tried if x.mesh.axes != best.mesh.axes]
+    constraints, hints = constraints_of(best.program), request.hints
+    by_search = {id(search_of(x)): x for x in (best, *others)}
+    found: list[Decision] = []
+    for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
+        decision = with_rivals(by_search[id(x)], hints, constraints, options)
+        found += [decision, *decision.rivals]
+    by_search = {id(x.search): x for x in found if x.search is not None}
+    near = [
+        by_search[id(x)] for x in nearest([search_of(x) for x in by_search.values()])
+    ]
+    near = [*near[: 2 * _RIVALS], *(x for x in found if x.search is None)]
+    notes = best.notes[-1:] if STOPPED in best.notes else ()
+    rivals = [
+        replace(
+            x,
+            rivals=(),
+            notes=(*x.notes, _note(x, trials), *notes),
+        )
+        for x in near
+        if x.search is not best.search
+    ]
+    return replace(best, rivals=tuple(rivals))
 
 
 def _check_memory(
@@ -249,19 +292,27 @@ def _search_longer(
         if search_of(longer).predicted <= first_search.predicted:
             best = longer
     search = search_of(best)
-    other_trials = [
-        trial for trial in trials if trial.mesh.axes != search.mesh.unrefined.axes
-    ]
-    rivals = min((trial.bound for trial in other_trials), default=math.inf)
+    rivals = min((x.bound for x in _others(search.mesh, trials)), default=math.inf)
     search = replace(search, rivals=rivals)
-    note = f"mesh {search.mesh} chosen of {len(trials)}: {ms(search.predicted)} a step"
-    if other_trials:
-        listed = sorted(other_trials, key=lambda trial: trial.seconds)
-        note += f"; {', '.join(map(str, listed))}"
-    notes = (*best.notes, note)
+    notes = (*best.notes, _note(best, trials))
     if work_clock.is_stopped() and STOPPED not in notes:
         notes = (*notes, STOPPED)
     return replace(best, search=search, notes=notes)
+
+
+def _others(mesh: Mesh, trials: Sequence[_MeshTrial]) -> list[_MeshTrial]:
+    """Those on other meshes, the fastest first."""
+    others = (x for x in trials if x.mesh.axes != mesh.unrefined.axes)
+    return sorted(others, key=lambda trial: trial.seconds)
+
+
+def _note(decision: Decision, trials: Sequence[_MeshTrial]) -> str:
+    """What a plan notes of its mesh and of others."""
+    note = f"mesh {decision.mesh} chosen of {len(trials)}"
+    if decision.search is not None:
+        note += f": {ms(decision.search.predicted)} a step"
+    listed = ", ".join(map(str, _others(decision.mesh, trials)))
+    return f"{note}; {listed}" if listed else note
 
 
 def _search_largest(

@@ -82,12 +82,14 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
             note += f"; {unstaged.mesh} {ms(unstaged.predicted)}"
         notes = (*staged.decision.notes, note, *stage_notes)
         staged_request = replace(staged.request, mode=request.mode)
-        return replace(staged.decision, notes=notes), staged_request
+        rivals = () if best is None else (best, *best.rivals)
+        return replace(staged.decision, notes=notes, rivals=rivals), staged_request
     if best is None:
         assert plan_error is not None
         raise plan_error
-    best = replace(best, notes=(*best.notes, *stage_notes))
-    return best, request.on(best.mesh)
+    others = (replace(x, notes=(*x.notes, *stage_notes)) for x in best.rivals)
+    notes = (*best.notes, *stage_notes)
+    return replace(best, notes=notes, rivals=tuple(others)), request.on(best.mesh)
 
 
 def fastest_staged(

@@ -8,8 +8,9 @@ saved plan is applied to a program again by ``recall``.) Nothing here knows grap
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of
@@ -34,7 +35,12 @@ from fxpar.sharding.propagate.propagation_state import Origin, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.rank_candidates import ranked
+from fxpar.sharding.search.rank_candidates import (
+    is_large,
+    nearest,
+    priced_as,
+    rivals,
+)
 from fxpar.sharding.search.run_search import (
     STOPPED,
     SearchOptions,
@@ -48,8 +54,6 @@ from fxpar.sharding.strategy import Strategy
 
 # A gap that a search should not end with, and one that is worth a warning.
 _WIDE, _POOR = 0.005, 0.05
-# Plans of programs of more ops are not simulated: that takes longer than to search.
-_RANKED = 2500
 
 # What ops are priced on where no hardware is named: propagation then depends on the
 # program, the mesh and the hints alone, not on the device that happens to be here. Ties
@@ -86,6 +90,8 @@ class Decision:
     manual: Axes = ()
     # Values that are means over these.
     averaged: frozenset[int] = frozenset()
+    # Others of the same program and mesh that may turn out to be faster.
+    rivals: tuple[Decision, ...] = ()
 
     @property
     def is_even(self) -> bool:
@@ -196,29 +202,74 @@ def searched(
             parts=parts,
         )
         wide = result.solution.gap > _WIDE and result.bound < options.enough
-        wide = wide and options.by_hand
-        rank = options.ranked and len(program.ops) <= _RANKED
-        rank = rank and (parts is None or parts.is_step)
-        # What one would begin with by hand.
-        by_hand = [
-            decide(
-                program,
-                mesh,
-                hints,
-                constraints,
-                batch=batch,
-                hardware=options.hardware,
-            ).strategies
-            for batch in (None, mesh.names)
-            if wide or rank
-        ]
-        if wide:
-            result = begun_from(result, options, by_hand)
+        by_hand = []
+        if wide and options.by_hand:
+            by_hand = _by_hand(program, mesh, hints, constraints, options.hardware)
+            result = begun_from(result, options, [each.strategies for each in by_hand])
         notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
         notes += [STOPPED] if result.solution.stopped else []
-        if rank:
-            result, rank_notes = ranked(result, options, by_hand)
-            notes += rank_notes
+        decision = _found(program, result, seeds, notes)
+        if options.ranked:
+            decision = with_rivals(decision, hints, constraints, options, by_hand)
+    return decision
+
+
+def with_rivals(
+    decision: Decision,
+    hints: Mapping[str, Entries],
+    constraints: Sequence[tuple[int, Entries]],
+    options: SearchOptions,
+    by_hand: Sequence[Decision] = (),
+) -> Decision:
+    """A searched decision with others of its mesh that may turn out to be faster.
+    ``by_hand``: what an expert would begin with, if it is known."""
+    program, result = decision.program, decision.search
+    assert result is not None, "a searched decision"
+    parts = result.formulation.parts
+    if parts is not None and not parts.is_step:
+        return decision
+    by_hand = by_hand or _by_hand(
+        program, result.mesh, hints, constraints, options.hardware
+    )
+    seeds: dict[int, list[Seed]] = {}
+    for seed in _given_seeds(program, result.mesh, hints, constraints):
+        seeds.setdefault(seed.value, []).append(seed)
+    notes = decision.notes[:1]
+    found = [_found(program, x, seeds, notes) for x in rivals(result, options)]
+    for known in by_hand:
+        cost = priced_as(result, known.strategies)
+        if is_large(result) and (cost is None or cost not in nearest([result, cost])):
+            continue
+        notes_of_both = (*notes, *known.notes)
+        found.append(replace(known, mesh=result.mesh, search=cost, notes=notes_of_both))
+    return replace(decision, rivals=(*decision.rivals, *found))
+
+
+def _by_hand(
+    program: Program,
+    mesh: Mesh,
+    hints: Mapping[str, Entries],
+    constraints: Sequence[tuple[int, Entries]],
+    hardware: Hardware,
+) -> list[Decision]:
+    """What an expert would begin with: each axis for what it is named for, all axes
+    for the batch, and none of them."""
+    decisions: dict[tuple[Any, Any], Decision] = {}
+    for batch in (None, mesh.names, ()):
+        decision = decide(
+            program, mesh, hints, constraints, batch=batch, hardware=hardware
+        )
+        decisions.setdefault((decision.strategies, decision.settled), decision)
+    return list(decisions.values())
+
+
+def _found(
+    program: Program,
+    result: SearchResult,
+    seeds: Mapping[int, Sequence[Seed]],
+    notes: Sequence[str],
+) -> Decision:
+    """The decision that a search comes to."""
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -232,8 +283,8 @@ def searched(
         for v, spec in enumerate(result.settled)
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
-    notes += _uneven_notes(program, edges, result.mesh)
-    notes += _gathered_notes(program, edges, result.mesh)
+    uneven = _uneven_notes(program, edges, result.mesh)
+    gathered = _gathered_notes(program, edges, result.mesh)
     return Decision(
         program,
         result.mesh,
@@ -241,7 +292,7 @@ def searched(
         result.settled,
         edges,
         tuple(origins),
-        tuple(notes),
+        (*notes, *uneven, *gathered),
         result,
     )
 

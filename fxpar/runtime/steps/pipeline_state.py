@@ -78,6 +78,8 @@ class JointState(PipelineState):
     key: str = ""
     # None before the plan is decided or recalled.
     decision: Decision | None = None
+    # Decisions that may turn out to be faster, and the requests they answer.
+    rivals: tuple[tuple[Decision, Request], ...] = ()
     # The local graph before its schedule, if the request is to be tuned.
     unscheduled: fx.Graph | None = None
     # Given, recalled or chosen.

@@ -222,6 +222,9 @@ def make_plan(state: JointState) -> None:
     report_unknown(decision.program, decision.mesh, request.strict)
     check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request)
+    for rival in () if state.open_shares else decision.rivals:
+        on_mesh = request.on(rival.mesh) if request.meshes else state.request
+        state.rivals += ((on_whole_mesh(rival, on_mesh), on_mesh),)
 
 
 def _recall(state: JointState, plan: Plan) -> None:

@@ -60,10 +60,10 @@ class Formulation:
     settling: Mapping[int, tuple[int, int]]
     # What ops move and compute, and when.
     kernels: ProgramKernels
+    # That it is priced on.
+    hardware: Hardware
     # What occupies memory, and when.
     entries: Sequence[Entry] = ()
-    # Seconds that a kernel takes to start.
-    launch: float = 0.0
     # Of each row of the problem's memory the entry it is of.
     memory_entries: tuple[Entry, ...] = ()
     # Where the program is one part of a batch.
@@ -75,7 +75,7 @@ class Formulation:
     def launches_of(self, index: int) -> float:
         """Seconds that an op's kernels take to start, which no choice changes."""
         share = 1.0 if self.parts is None else self.parts.op_share(index)
-        return self.launch * self.kernels.works[index].launches * share
+        return self.hardware.launch * self.kernels.works[index].launches * share
 
     @cached_property
     def launches(self) -> float:
@@ -129,8 +129,8 @@ def formulate(
         tuple(build.pool.specs),
         build.settling,
         build.kernels,
+        hardware,
         live,
-        hardware.launch,
         tuple(entry for entry, _ in memory),
         facts.parts,
         build.adding,

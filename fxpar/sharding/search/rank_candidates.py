@@ -18,7 +18,7 @@ Source: the task graph and delta simulation of FlexFlow (Jia, Zaharia and Aiken,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
@@ -163,6 +163,10 @@ class Overlap:
             total *= self._share_of_value(edge_value.value)
             if 0 < total < FORBIDDEN:
                 copies, steps = self._steps(edge_value.value, source, target, total)
+                # What a collective takes from kernels while it runs, they wait.
+                held = self.formulation.hardware.beside
+                copies += held * sum(seconds for seconds, _ in steps)
+                steps = tuple((x * (1 - held), bits) for x, bits in steps)
             self._cells[key] = bool(source.partial), copies, steps
         return self._cells[key]
 
@@ -212,8 +216,9 @@ def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
 # for nothing: it has to fit beside the compute that hides it.
 DISCOUNTS = (0.5, 0.2, 0.02)
 
-# A simulated step must be shorter by this share: the simulation is a model, too.
-_SAME = 0.02
+# Plans of programs of more ops are estimated without overlap; those that are estimated
+# to take so many times as long as the best are left.
+_SIMULATED, _FAR = 2500, 1.25
 
 
 @dataclass(frozen=True)
@@ -261,29 +266,54 @@ def polish(
     return Polished(with_choice(result, choices[best]), tuple(times))
 
 
-def ranked(
-    result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
-) -> tuple[SearchResult, list[str]]:
-    """Of the plan found, those with hidden communication at a discount, and known
-    strategies of all ops, the one with the shortest simulated step; and a note, if that
-    is another than the one found."""
-    extra_choices = []
-    for strategies in by_hand:
-        try:
-            extra_choices.append(cost_of(result.formulation, strategies, 1.0).choice)
-        except (Infeasible, PlanError):
-            continue
-    seconds = min(1.0, options.seconds / 10)
-    best = polish(result, extra_choices=extra_choices, seconds=seconds)
-    before, after = best.candidates[0], best.seconds
-    if after >= before * (1 - _SAME):
-        return result, []
-    note = (
-        f"search: another plan is taken, with communication beside compute its step is "
-        f"simulated to take {after * 1e3:.4g} ms, that of the plan above "
-        f"{before * 1e3:.4g} ms"
-    )
-    return replace(best.search, first=result.solution), [note]
+def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
+    """Plans that may be faster than the one found once communication runs beside
+    compute: those that are best with hidden communication at a discount."""
+    discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
+    choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
+    found = [_with_first(result, choice) for choice in choices]
+    near = nearest([result, *found])
+    return [x for x in found if x in near]
+
+
+def priced_as(
+    result: SearchResult, strategies: Sequence[Strategy]
+) -> SearchResult | None:
+    """What a search would have found, had it taken these strategies of all ops; None if
+    they are not searched, or do not fit in memory."""
+    limit = result.formulation.problem.limit
+    try:
+        solution = cost_of(result.formulation, strategies, 1.0)
+    except (Infeasible, PlanError):
+        return None
+    if limit is not None and solution.peak > limit:
+        return None
+    return _with_first(result, solution.choice)
+
+
+def _with_first(result: SearchResult, choice: Sequence[int]) -> SearchResult:
+    return replace(with_choice(result, choice), first=result.solution)
+
+
+def is_large(result: SearchResult) -> bool:
+    """Whether simulating a plan takes longer than to search."""
+    return len(result.strategies) > _SIMULATED
+
+
+def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
+    """Those that may be the fastest, the estimated fastest first."""
+    times = {id(x): _estimate(x) for x in results}
+    most = _FAR * min(times.values())
+    return [
+        x for x in sorted(results, key=lambda x: times[id(x)]) if times[id(x)] <= most
+    ]
+
+
+def _estimate(result: SearchResult) -> float:
+    """Seconds of a step, of a large program without overlap."""
+    if is_large(result):
+        return result.predicted
+    return step_seconds(result.formulation, result.solution.choice)
 
 
 def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:

@@ -348,9 +348,10 @@ def test_meshes_with_stages() -> None:
 def test_stages_are_chosen_where_weights_are_dear_to_send(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = planned(STARVED, tmp_path, monkeypatch)
-    assert str(plan.mesh) == "pp=4,dp=1" and len(plan.stages) == 4
-    assert any(n.startswith("mesh pp=4,dp=1 chosen: 4 stages") for n in plan.notes)
+    choice, _ = chosen_of(STARVED, 4)
+    assert choice is not None and str(choice.request.whole_mesh) == "pp=4,dp=1"
+    plan = planned(STARVED, tmp_path, monkeypatch, "pp=4,dp=1")
+    assert len(plan.stages) == 4
     got, want = plan.simulate(rows()), plan.reference(rows())
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
@@ -362,13 +363,13 @@ def test_stages_are_chosen_where_weights_are_dear_to_send(
     again = fxpar.plan(
         layers(),
         rows(),
-        mesh="auto:4",
+        mesh="pp=4,dp=1",
         mode=str(tmp_path / "plan.json"),
         grad=True,
         schedule="none",
     )
     assert again.mesh.axes == plan.mesh.axes and again.hash == plan.hash
-    assert again.microbatches == plan.microbatches > 1
+    assert again.microbatches == plan.microbatches
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class Searches:
         meshes = tuple(Mesh.parse(text) for text in self.results)
         program = program_of(mlp(), batch(), mesh=str(meshes[0]))
         hints = {"0.0.weight": ("dp", None)}  # so that each of the meshes is tried
-        asked = SearchOptions(machine(), seconds)
+        asked = SearchOptions(machine(), seconds, ranked=False)
         request = Request(meshes[0], program.signature, hints, asked, meshes=meshes)
         with mock.patch.object(choose_mesh, "decide_on", self):
             return choose_mesh.fastest(program, request)
@@ -299,8 +299,8 @@ def test_no_named_mesh_is_faster_than_the_chosen_one(pairs: Hardware) -> None:
         fxpar.plan(model, x, mesh=mesh, mode="search", grad=True)
         for mesh in ("dp=4", "dp=2,tp=2")
     ]
-    seconds = {str(p.mesh): found_of(p).predicted for p in named}
-    assert found_of(plan).predicted == pytest.approx(min(seconds.values()), rel=1e-3)
+    seconds = {str(p.mesh): p.predicted.seconds for p in named}
+    assert plan.predicted.seconds <= min(seconds.values()) * (1 + 1e-9)
     assert plan.mesh.size == 4 and f"mesh {plan.mesh} chosen of 2" in str(plan)
     torch.testing.assert_close(plan.simulate(x), plan.reference(x))
 

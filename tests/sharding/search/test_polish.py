@@ -38,8 +38,9 @@ MESH = "dp=2,tp=2"
 
 
 def started(bandwidth: float = 1e10) -> Hardware:
-    """As ``machine``, and kernels take time to start."""
-    return replace(machine(), launch=1e-5, levels=(Level(0, bandwidth, 1e-8, 1e-7),))
+    """As ``machine``, but kernels take time to start, and none to send."""
+    levels = (Level(0, bandwidth, 1e-8, 1e-7),)
+    return replace(machine(), launch=1e-5, levels=levels, beside=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_many_random_programs(seed: int, slow: Hardware) -> None:
 def test_training_is_split_and_right(slow: Hardware) -> None:
     model, x = mlp(2), batch()
     plan = fxpar.plan(model, x, mesh="dp=2,tp=2", mode="search", grad=True)
-    assert any(spec.sharded_axes for _, spec in plan.parameters)
+    assert any(spec.sharded_axes for _, spec in plan.values)
     got, want = plan.simulate(x), plan.reference(x)
     torch.testing.assert_close(got, want)
     assert "proved within" in plan.notes[0]
@@ -402,7 +402,8 @@ def test_the_next_best_is_solved_again(slow: Hardware) -> None:
             if k != found.solution.choice[node]
         ]
         launches = found.formulation.launches
-        assert others[0].seconds >= found.predicted * (1 - 1e-9)
+        # The plan is that of the shortest predicted step, not of the least sum.
+        assert others[0].seconds >= found.first.cost + launches - 1e-12
         assert others[0].seconds <= sorted(totals)[0] + launches + 1e-12
         assert str(op.results) and others == sorted(others, key=lambda a: a.seconds)
 
@@ -410,7 +411,7 @@ def test_the_next_best_is_solved_again(slow: Hardware) -> None:
 def test_why_and_why_not(slow: Hardware) -> None:
     plan = fxpar.plan(mlp(), batch(), mesh="x=4", mode="search", grad=True)
     product = next(node.name for node in plan.nodes if "dot" in node.name)
-    assert "search" in plan.why(product) and "%" in plan.why(product)
+    assert "%" in plan.why(product)
     whole = plan.why_not(product, (None, None))
     assert "ms" in whole and "[_, _]" in whole
     with pytest.raises(PlanError, match="no strategy of"):
@@ -472,13 +473,11 @@ def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
     bad = replace(bad, solution=closed)
     monkeypatch.setattr(decide, "search", lambda *args, **how: bad)
     decision = decide.searched(program, mesh, {}, (), SearchOptions(slow))
-    form, found = best.formulation, decision.search
+    form, found = best.formulation, decision.rivals[0].search
     before = Overlap(form, choice).seconds
     after = Overlap(form, found.solution.choice).seconds
     assert after < 0.9 * before
-    assert any(note.startswith("search: another plan") for note in decision.notes)
     assert found.first == closed and found.solution.choice != choice
     asked = replace(SearchOptions(slow), ranked=False)
     unranked = decide.searched(program, mesh, {}, (), asked)
-    assert unranked.search.solution.choice == choice
-    assert not any("another plan" in note for note in unranked.notes)
+    assert unranked.search.solution.choice == choice and not unranked.rivals

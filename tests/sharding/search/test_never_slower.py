@@ -1,0 +1,69 @@
+"""A searched plan is predicted to be no slower than what an expert would begin with."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import fxpar
+from tests.helpers.programs import batch, mlp
+from tests.helpers.random_programs import Case
+
+QUICK = (0, 3, 7, 11)
+SEEDS = [
+    pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in range(60)
+]
+# Of one axis those that split the batch over all ranks, and the features.
+NAMED = {
+    "dp=4": ("dp=4", "tp=4"),
+    "dp=2,tp=2": ("dp=2,tp=2",),
+    "auto:4": ("dp=4", "tp=4", "dp=2,tp=2"),
+}
+
+
+def seconds(make: Any, mode: str) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(mode).predicted.seconds
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_programs(
+    seed: int, hardware: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_HARDWARE", hardware)
+    monkeypatch.setenv("FXPAR_SCHEDULE", "auto")
+    case = Case(seed)
+
+    def planned(mode: str) -> Any:
+        case.mode = mode
+        return case.plan()
+
+    assert seconds(planned, "search") <= seconds(planned, "propagate") * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("mesh", NAMED)
+@pytest.mark.parametrize("whole", [False, True])
+def test_models(
+    mesh: str, hardware: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of parameters that rest as the plan wants, and whole on every rank."""
+    monkeypatch.setenv("FXPAR_HARDWARE", hardware)
+    monkeypatch.setenv("FXPAR_SCHEDULE", "auto")
+    model, x = mlp(2), batch()
+    if whole:
+        hints = {name: (None,) * p.dim() for name, p in model.named_parameters()}
+    else:
+        hints = None
+
+    def planned(on: str) -> Any:
+        return lambda mode: fxpar.plan(
+            model, x, mesh=on, mode=mode, grad=True, hints=hints
+        )
+
+    known = min(seconds(planned(on), "propagate") for on in NAMED[mesh])
+    assert seconds(planned(mesh), "search") <= known * (1 + 1e-9)
