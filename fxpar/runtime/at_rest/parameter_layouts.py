@@ -8,7 +8,7 @@ nothing; reads no values, so ranks decide alike.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from fxpar.sharding.hints import Entries, axes_of, check, check_chunks, entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.propagate.at_rest import at_rest, is_worth_chunks
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.spec import Spec
 
@@ -92,6 +93,19 @@ def layouts_of(
             spec = split_over_stages(spec, shape, mesh, stages)
         layouts[key] = ParameterLayout(spec, hints[key])
     return layouts
+
+
+def layout_as_used(
+    shape: Sequence[int], use: Spec, mesh: Mesh, used: Collection[str], *, alike: bool
+) -> Spec:
+    """Where a parameter rests that a program uses in ``use``: as it is used along axes
+    that do not split the batch, split further by all others. A vector is not split by
+    axes that the program has ``used`` for some parameter: gathering it costs more than
+    it holds. ``alike``: all shards are."""
+    use = use.without(batch_axes(mesh))
+    use = use.evened(mesh, shape) if alike else use.in_chunks(mesh, shape)
+    whole_along = used if len(shape) < 2 else ()
+    return at_rest(shape, mesh, use.dims, (), whole_along, alike=alike)
 
 
 def _named_dims(

@@ -1,0 +1,164 @@
+"""Parameters at rest that come to rest otherwise, with all that lies as they do.
+
+A parameter stays the object it was, and so do its gradient, the optimizer's state and
+what else shares its memory: each is given other placements and another local tensor.
+Copies of the model go where it goes. Never decides where a parameter rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.runtime.at_rest.crossings import part_of
+from fxpar.runtime.at_rest.global_values import gathered
+from fxpar.runtime.at_rest.homes import HOME, RESTS, Home, ParameterAtRest, live_homes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model holds a parameter."""
+
+    # Of the model.
+    home: Home
+    # That has it as an attribute.
+    module: nn.Module
+    # The name of the attribute.
+    key: str
+
+    @property
+    def rest(self) -> ParameterAtRest:
+        rest: ParameterAtRest = self.module.__dict__[RESTS][self.key]
+        return rest
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A parameter that no program has read yet."""
+
+    # Of its model.
+    home: Home
+    # In its model.
+    name: str
+    # Itself.
+    parameter: Any
+    # It and what goes where it goes, by what it is.
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> Spec:
+        mesh = Mesh.from_device_mesh(self.parameter.device_mesh)
+        ndim = self.parameter.dim()
+        return Spec.from_placements(self.parameter.placements, mesh, ndim)
+
+
+def places() -> dict[int, list[Place]]:
+    """Where models hold each parameter, by its id."""
+    found: dict[int, list[Place]] = {}
+    for home in live_homes():
+        for module in home.modules:
+            own = _torch.objects.own_parameters(module)
+            for key in module.__dict__[RESTS]:
+                if isinstance(p := own.get(key), DTensor):
+                    found.setdefault(id(p), []).append(Place(home, module, key))
+    return found
+
+
+def movables(homes: Collection[Home]) -> list[Movable]:
+    """The movable parameters of models, in the order of their names, with what goes
+    where they go; one that two models hold stays."""
+    held = places()
+    by_name: dict[tuple[Home, str], Any] = {}
+    for where in held.values():
+        names = sorted({p.rest.name for p in where} & where[0].home.movable)
+        if names and len({p.home for p in where}) == 1:
+            place = where[0]
+            parameter = _torch.objects.own_parameters(place.module)[place.key]
+            by_name[place.home, names[0]] = parameter
+    optimizers = sorted(
+        _torch.objects.live_optimizers(), key=lambda x: type(x).__name__
+    )
+    found = []
+    for home in homes:
+        for name in sorted(home.movable):
+            if (parameter := by_name.get((home, name))) is None:
+                continue
+            movable = Movable(home, name, parameter)
+            for i, copy in enumerate(ref() for ref in home.copies):
+                if copy is None or (p := by_name.get((copy, name))) is None:
+                    continue
+                if _torch.dtensor.are_laid_out_alike(p, parameter):
+                    which = "" if copy is home else f"copy {i}: "
+                    _add(movable.tensors, which, p, optimizers)
+            found.append(movable)
+    return found
+
+
+def _add(
+    tensors: dict[str, Any], which: str, parameter: Any, optimizers: Iterable[Any]
+) -> None:
+    """Add a parameter, its gradient and its state to what goes where it goes."""
+    named = [("value", parameter), ("gradient", parameter.grad)]
+    for optimizer in optimizers:
+        state = getattr(optimizer, "state", {}).get(parameter)
+        for key, x in state.items() if isinstance(state, dict) else ():
+            named.append((f"{type(optimizer).__name__} {key}", x))
+    for what, x in named:
+        if any(x is y for y in tensors.values()):
+            continue
+        if _torch.dtensor.are_laid_out_alike(x, parameter):
+            what = f"{which}{what}"
+            tensors[what if what not in tensors else f"{what}, again"] = x
+
+
+def twins_of(found: Iterable[Movable]) -> dict[int, list[Any]]:
+    """DTensors that share the memory of one that goes with a parameter, and lie as it
+    does, by the id of that one. Takes from ``found`` what something else looks into:
+    a view, or a part that a user holds."""
+    owners: dict[int, tuple[dict[str, Any], str, Any]] = {}
+    for movable in found:
+        for what, x in movable.tensors.items():
+            memory = _torch.objects.memory_of(_torch.dtensor.local_of(x))
+            owners[memory] = movable.tensors, what, x
+    twins: dict[int, list[Any]] = {}
+    parts, bare = set[int](), []
+    for x in _torch.dtensor.live_users_of(owners):
+        local = _torch.dtensor.local_of(x) if isinstance(x, DTensor) else x
+        tensors, what, owner = owners[_torch.objects.memory_of(local)]
+        if x is owner:
+            parts.add(id(local))
+        elif _torch.dtensor.are_laid_out_alike(x, owner) and not hasattr(x, HOME):
+            twins.setdefault(id(owner), []).append(x)
+            parts.add(id(local))
+        else:
+            bare.append((x, tensors, what))
+    for x, tensors, what in bare:
+        if id(x) not in parts:
+            tensors.pop(what, None)
+    return twins
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def move(movable: Movable, spec: Spec, twins: Mapping[int, list[Any]]) -> None:
+    """Lay a parameter out by another spec, and all that goes with it. Memory for the
+    global value of one tensor is taken meanwhile. All ranks come together."""
+    held, mesh = places(), Mesh.from_device_mesh(movable.parameter.device_mesh)
+    placements = spec.to_placements(mesh)
+    for x in movable.tensors.values():
+        part = part_of(gathered(x), spec, mesh, dist.get_rank())
+        part = part.clone(memory_format=torch.contiguous_format)
+        for twin in (x, *twins.get(id(x), ())):
+            _torch.dtensor.lay_out(twin, part, placements)
+        for place in held.get(id(x), ()):
+            rests = place.module.__dict__[RESTS]
+            rests[place.key] = replace(place.rest, spec=str(spec))

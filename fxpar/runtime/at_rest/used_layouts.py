@@ -1,0 +1,290 @@
+"""Where the plan of a program has parameters: of a sample's call, or of the first graph
+that reads them.
+
+``uses`` plans a traced graph whose parameters may lie anywhere. ``settle`` does so for
+a Dynamo graph that is the first to read parameters which ``fxpar.shard`` split by
+default: rank 0 plans, all ranks move them, once, and Dynamo traces again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.choose_plan import planned, searched
+from fxpar.config import Options
+from fxpar.passes.boundaries import read_signature
+from fxpar.runtime.at_rest.homes import HOME, Home
+from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
+from fxpar.runtime.at_rest.parameter_layouts import Uses, layout_as_used
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks.groups import Ranks, coming_graph
+from fxpar.runtime.tracing import TracedCall
+from fxpar.runtime.train_step.forward import fake_of, globally
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.hints import Entries, load
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
+from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import (
+    Mode,
+    Request,
+    choices,
+    named_machine,
+    plan_mode,
+    staged_choices,
+)
+from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.spec import Spec
+
+log = logging.getLogger("fxpar")
+
+
+def decided(
+    graph: fx.Graph,
+    fake_mode: Any,
+    signature: Signature,
+    ranks: Ranks,
+    hints: Mapping[str, Entries],
+    options: Options,
+    *,
+    of_all: bool,
+    name: str,
+) -> Decision:
+    """How the planner would run a traced graph, ``of_all`` ranks the same, else for
+    this rank by itself. Plan files and "replicate" say nothing here."""
+    mode: Mode = "propagate"
+    if options.plan == "search":
+        mode = plan_mode(options.plan, options)
+    request = Request(
+        without_stages(ranks.mesh),
+        signature,
+        hints,
+        mode,
+        meshes=choices(ranks.mesh, mode) if ranks.open else (),
+        staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
+        pipeline_schedule=AUTO_APART,
+        microbatches=options.microbatches,
+        free_along_stages="split",
+        cached=True,
+        name=name,
+        rank=ranks.rank,
+        named_hardware=named_machine(options),
+    )
+    plan = planned if of_all else searched
+    return plan(graph, fake_mode, request).decision
+
+
+def uses_of(decision: Decision) -> Uses:
+    """Specs in which a plan has parameters, by name."""
+    program = decision.program
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
+    return {
+        declared.name: decision.settled[v]
+        for declared, v in pairs
+        if v is not None and declared.kind == "parameter"
+    }
+
+
+def settle(
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+) -> None:
+    """Move parameters that no program has read yet to where this Dynamo graph uses
+    them, and make Dynamo trace again; return if none is to be moved.
+
+    Raises RankMismatchError if a rank does not come.
+    """
+    read = [x for x in examples if isinstance(x, DTensor) and hasattr(x, HOME)]
+    homes = list(dict.fromkeys(getattr(x, HOME) for x in read))
+    homes = [home for home in homes if home.movable]
+    if not homes or ranks.open:
+        return
+    found = _first_read(homes, read) if _can_move(homes[0], options) else {}
+    twins = twins_of(found.values())
+    told: dict[str, str] = {}
+    if found and consensus.leads():
+        with presence.works("plans where parameters rest"):
+            told = _planned(gm, inputs, examples, options, ranks, found)
+    specs = _agreed(found, told) if found else {}
+    for home in homes:
+        for copy in (ref() for ref in home.copies):
+            if copy is not None and specs is None:
+                copy.movable.clear()
+            elif copy is not None:
+                copy.movable -= {x.name for x in found.values() if x.home is home}
+    moved = [key for key, spec in (specs or {}).items() if spec != found[key].spec]
+    for key in moved:
+        move(found[key], specs[key], twins)
+    if moved:
+        _torch.dynamo.trace_again("fxpar: parameters rest where they are used")
+
+
+def _can_move(home: Home, options: Options) -> bool:
+    """Whether parameters of a model may rest otherwise than split over all axes: along
+    axes of the batch they are gathered in any case, and stages have theirs."""
+    mesh = Mesh.parse(home.mesh)
+    along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
+    return bool(along) and not pipeline_axis(mesh) and options.plan != "replicate"
+
+
+def _first_read(homes: Sequence[Home], read: Sequence[Any]) -> dict[str, Movable]:
+    """The movable parameters among those that are read, and those of layers that are
+    like theirs: else one graph would not serve all of these."""
+    every = movables(homes)
+    ids = {id(x) for x in read}
+    kinds = {_kind(x) for x in every if id(x.parameter) in ids}
+    return {f"{homes.index(x.home)} {x.name}": x for x in every if _kind(x) in kinds}
+
+
+def _kind(x: Movable) -> tuple[Any, ...]:
+    """What parameters of layers that repeat have in common."""
+    name = re.sub(r"(?<![^.])\d+(?![^.])", "*", x.name)
+    return x.home, name, tuple(x.parameter.shape)
+
+
+def _agreed(
+    found: Mapping[str, Movable], told: Mapping[str, str]
+) -> dict[str, Spec] | None:
+    """Where each parameter is to rest, as rank 0 told, of those that no rank holds
+    otherwise; None if ranks do not read the same. Takes from ``found`` what goes with
+    a parameter on some ranks only."""
+    lines = [f"{key}\t{what}" for key, x in found.items() for what in ("", *x.tensors)]
+    digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
+    texts = consensus.gather(tag, json.dumps({"digest": digest, "rests": told}))
+    messages = [json.loads(text) for text in texts]
+    if any(message["digest"] != digest for message in messages):
+        every = [{*json.loads(x)} for x in consensus.gather(tag, json.dumps(lines))]
+        common = set.intersection(*every)
+        keys = [{x for x in lines_ if x.endswith("\t")} for lines_ in every]
+        if any(x != keys[0] for x in keys):
+            return None
+        for key, movable in found.items():
+            for what in [*movable.tensors]:
+                if f"{key}\t{what}" not in common:
+                    del movable.tensors[what]
+    rests = messages[0]["rests"]
+    return {
+        key: Spec.parse(rests[key])
+        for key, x in sorted(found.items())
+        if key in rests and "value" in x.tensors
+    }
+
+
+def _planned(
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+    found: Mapping[str, Movable],
+) -> dict[str, str]:
+    """Where each parameter is to rest, as text; none if there is no plan: compiling the
+    graph says why."""
+    try:
+        with _torch.dynamo.outside_of_trace():
+            uses = _uses(gm, inputs, examples, options, ranks, found)
+    except Exception:
+        log.info("parameters stay where they rest", exc_info=True)
+        return {}
+    used = {axis for use in uses.values() for axis in use.sharded_axes}
+    by_parameter = {
+        id(x): uses.get(name.name) for name, x in zip(inputs, examples, strict=True)
+    }
+    by_kind = {
+        _kind(x): use
+        for x in found.values()
+        if (use := by_parameter.get(id(x.parameter))) is not None
+    }
+    rests = {}
+    for key, x in found.items():
+        mesh, use = Mesh.parse(x.home.mesh), by_kind.get(_kind(x))
+        if use is not None and all(axis in mesh.sizes for axis in use.axes):
+            shape, alike = tuple(x.parameter.shape), x.home.alike
+            spec = layout_as_used(shape, use, mesh, used, alike=alike)
+            rests[key] = str(spec)
+    return rests
+
+
+def _uses(
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+    found: Mapping[str, Movable],
+) -> Uses:
+    """Specs in which a program uses its parameters, by name: of the plan that it is to
+    follow, else of one that is made here."""
+    if options.plan not in ("search", "propagate"):
+        with ranks.inside():
+            mode = plan_mode(options.plan, options, f"graph{coming_graph()}")
+        assert isinstance(mode, Plan)
+        return dict(mode.parameters)
+    forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
+    mode_, free = _torch.fake.new_fake_mode(symbols=True), _ids(found)
+    fakes = [_fake(x, mode_) for x in examples]
+    grad = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
+    )
+    call = TracedCall(forward.module, tuple(fakes), {}, grad)
+    module, fake_mode = call.trace()
+    declared: list[Input] = []
+
+    def declare(kind: str, payload: Any, node: fx.Node) -> Input:
+        if kind != "input":
+            declared.append(Input(f"{kind}_{len(declared)}", kind))
+            return declared[-1]
+        place = call.places[payload]
+        end, x = forward.ends[place], examples[place]
+        rest = None if id(x) in free else end.rest
+        if rest is None and end.kind != "parameter" and options.inputs == "global":
+            rest = Spec.whole(node.meta["val"].dim())
+        use = end.use if rest is not None else None
+        declared.append(Input(end.name, end.kind, rest, use))
+        return declared[-1]
+
+    def end(kind: str, name: str, of: int | None) -> Output:
+        is_gradient = kind == "gradient" and of is not None
+        return Output(name, kind, of, declared[of].rest if is_gradient else None)
+
+    signature = read_signature(module.graph, declare, end)
+    decision = decided(
+        *(module.graph, fake_mode, signature, ranks, load(options.hints), options),
+        of_all=False,
+        name="the first call",
+    )
+    mesh = decision.mesh
+    return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
+
+
+def _ids(found: Mapping[str, Movable]) -> set[int]:
+    return {id(x.parameter) for x in found.values()}
+
+
+def _fake(x: Any, mode: Any) -> Any:
+    """A fake of the global value, of open sizes as they are now."""
+    if not isinstance(x, torch.Tensor):
+        return _torch.symbols.hint_of(x)
+    shape, strides = map(_torch.symbols.hint_shape, (x.shape, x.stride()))
+    if not isinstance(x, DTensor):
+        with mode:
+            how = {"dtype": x.dtype, "device": x.device}
+            fake = torch.empty_strided(shape, strides, **how)
+    else:
+        fake = fake_of(x, mode)
+    return fake.requires_grad_(x.requires_grad)
