@@ -24,7 +24,7 @@ from fxpar.config import Options
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.at_rest.homes import HOME, Home
 from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
-from fxpar.runtime.at_rest.parameter_layouts import Uses, layout_as_used
+from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_as_used
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks, coming_graph
@@ -201,7 +201,6 @@ def _planned(
     except Exception:
         log.info("parameters stay where they rest", exc_info=True)
         return {}
-    used = {axis for use in uses.values() for axis in use.sharded_axes}
     by_parameter = {
         id(x): uses.get(name.name) for name, x in zip(inputs, examples, strict=True)
     }
@@ -210,14 +209,14 @@ def _planned(
         for x in found.values()
         if (use := by_parameter.get(id(x.parameter))) is not None
     }
-    rests = {}
+    first = next(iter(found.values())).home
+    mesh, rests = Mesh.parse(first.mesh), {}
     for key, x in found.items():
-        mesh, use = Mesh.parse(x.home.mesh), by_kind.get(_kind(x))
+        use = by_kind.get(_kind(x))
         if use is not None and all(axis in mesh.sizes for axis in use.axes):
-            shape, alike = tuple(x.parameter.shape), x.home.alike
-            spec = layout_as_used(shape, use, mesh, used, alike=alike)
-            rests[key] = str(spec)
-    return rests
+            rests[key] = tuple(x.parameter.shape), use
+    specs = layouts_as_used(rests, mesh, alike=first.alike)
+    return {key: str(spec) for key, spec in specs.items()}
 
 
 def _uses(

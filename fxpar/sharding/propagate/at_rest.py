@@ -35,8 +35,9 @@ from fxpar.sharding.strategy import (
     result_spec,
 )
 
-# Of so many numbers one may lie whole on every rank, so that all shards are alike.
-_FEW = 16
+# Of so many numbers one may lie whole on every rank, so that all shards are alike, or
+# that it lies as it is used.
+FEW = 16
 
 
 def at_rest(
@@ -104,7 +105,7 @@ def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
     ``arguments``: what ``at_rest`` takes of each parameter."""
     sizes = [math.prod(shape) for shape, *_ in arguments]
     cut = [at_rest(*args) != at_rest(*args, alike=True) for args in arguments]
-    return _FEW * sum(compress(sizes, cut)) > sum(sizes)
+    return FEW * sum(compress(sizes, cut)) > sum(sizes)
 
 
 def settle_at_rest(engine: Propagation) -> None:
