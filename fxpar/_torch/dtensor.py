@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fxpar._torch.objects import memory_of, schema_of
+from fxpar._torch.objects import every_object, memory_of, schema_of
 from fxpar.errors import ShardError
 
 __all__ = ["Partial", "Replicate", "Shard"]
@@ -489,9 +488,9 @@ def local_of(x: DTensor) -> torch.Tensor:
 def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
     """The tensors there are whose memory is one of these (``objects.memory_of``); of
     DTensors that of their local tensors."""
-    found = []
+    users = []
     kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    for x in gc.get_objects():
+    for x in every_object():
         kind = type(x)
         if issubclass(kind, DTensor) and not issubclass(kind, CopiedView):
             local = x._local_tensor
@@ -500,5 +499,5 @@ def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
         else:
             continue
         if type(local) in kinds and memory_of(local) in memories:
-            found.append(x)
-    return found
+            users.append(x)
+    return users

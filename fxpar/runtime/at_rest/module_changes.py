@@ -44,7 +44,7 @@ def guarded(cls: type) -> Callable[..., None]:
             self.__dict__[RESTS] = rests | {
                 name: replace(rests[name], shape=tuple(param.shape), spec=str(lies))
             }
-            if self._parameters[name] is not param:
+            if self._parameters.get(name) is not param:
                 home.movable.discard(rests[name].name)
             setattr(param, HOME, home)
         cls.register_parameter(self, name, param)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from fxpar.sharding.spec import Spec
 
 
 @dataclass(frozen=True)
-class Place:
+class Holder:
     """Where a model holds a parameter."""
 
     # Of the model.
@@ -61,33 +61,33 @@ class Movable:
         return Spec.from_placements(self.parameter.placements, mesh, ndim)
 
 
-def places() -> dict[int, list[Place]]:
+def holders() -> dict[int, list[Holder]]:
     """Where models hold each parameter, by its id."""
-    found: dict[int, list[Place]] = {}
+    by_id: dict[int, list[Holder]] = {}
     for home in live_homes():
         for module in home.modules:
             own = _torch.objects.own_parameters(module)
             for key in module.__dict__[RESTS]:
                 if isinstance(p := own.get(key), DTensor):
-                    found.setdefault(id(p), []).append(Place(home, module, key))
-    return found
+                    by_id.setdefault(id(p), []).append(Holder(home, module, key))
+    return by_id
 
 
 def movables(homes: Collection[Home]) -> list[Movable]:
     """The movable parameters of models, in the order of their names, with what goes
     where they go; one that two models hold stays."""
-    held = places()
+    by_id = holders()
     by_name: dict[tuple[Home, str], Any] = {}
-    for where in held.values():
+    for where in by_id.values():
         names = sorted({p.rest.name for p in where} & where[0].home.movable)
         if names and len({p.home for p in where}) == 1:
-            place = where[0]
-            parameter = _torch.objects.own_parameters(place.module)[place.key]
-            by_name[place.home, names[0]] = parameter
+            holder = where[0]
+            parameter = _torch.objects.own_parameters(holder.module)[holder.key]
+            by_name[holder.home, names[0]] = parameter
     optimizers = sorted(
         _torch.objects.live_optimizers(), key=lambda x: type(x).__name__
     )
-    found = []
+    every = []
     for home in homes:
         for name in sorted(home.movable):
             if (parameter := by_name.get((home, name))) is None:
@@ -99,8 +99,8 @@ def movables(homes: Collection[Home]) -> list[Movable]:
                 if _torch.dtensor.are_laid_out_alike(p, parameter):
                     which = "" if copy is home else f"copy {i}: "
                     _add(movable.tensors, which, p, optimizers)
-            found.append(movable)
-    return found
+            every.append(movable)
+    return every
 
 
 def _add(
@@ -120,12 +120,12 @@ def _add(
             tensors[what if what not in tensors else f"{what}, again"] = x
 
 
-def twins_of(found: Iterable[Movable]) -> dict[int, list[Any]]:
+def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
     """DTensors that share the memory of one that goes with a parameter, and lie as it
-    does, by the id of that one. Takes from ``found`` what something else looks into:
-    a view, or a part that a user holds."""
+    does, by the id of that one. Takes from ``parameters`` what something else looks
+    into: a view, or a part that a user holds."""
     owners: dict[int, tuple[dict[str, Any], str, Any]] = {}
-    for movable in found:
+    for movable in parameters:
         for what, x in movable.tensors.items():
             memory = _torch.objects.memory_of(_torch.dtensor.local_of(x))
             owners[memory] = movable.tensors, what, x
@@ -152,13 +152,13 @@ def twins_of(found: Iterable[Movable]) -> dict[int, list[Any]]:
 def move(movable: Movable, spec: Spec, twins: Mapping[int, list[Any]]) -> None:
     """Lay a parameter out by another spec, and all that goes with it. Memory for the
     global value of one tensor is taken meanwhile. All ranks come together."""
-    held, mesh = places(), Mesh.from_device_mesh(movable.parameter.device_mesh)
+    by_id, mesh = holders(), Mesh.from_device_mesh(movable.parameter.device_mesh)
     placements = spec.to_placements(mesh)
     for x in movable.tensors.values():
         part = part_of(gathered(x), spec, mesh, dist.get_rank())
         part = part.clone(memory_format=torch.contiguous_format)
         for twin in (x, *twins.get(id(x), ())):
             _torch.dtensor.lay_out(twin, part, placements)
-        for place in held.get(id(x), ()):
-            rests = place.module.__dict__[RESTS]
-            rests[place.key] = replace(place.rest, spec=str(spec))
+        for holder in by_id.get(id(x), ()):
+            rests = holder.module.__dict__[RESTS]
+            rests[holder.key] = replace(holder.rest, spec=str(spec))

@@ -114,23 +114,26 @@ def settle(
     homes = [home for home in homes if home.movable]
     if not homes or ranks.open:
         return
-    found = _first_read(homes, read) if _can_move(homes[0], options) else {}
-    twins = twins_of(found.values())
-    told: dict[str, str] = {}
-    if found and consensus.leads():
+    if not _can_move(homes[0], options):
+        for home in homes:
+            home.movable.clear()
+        return
+    ours = _first_read(homes, read)
+    if not ours:
+        return
+    twins, texts = twins_of(ours.values()), {}
+    if consensus.leads():
         with presence.works("plans where parameters rest"):
-            told = _planned(gm, inputs, examples, options, ranks, found)
-    specs = _agreed(found, told) if found else {}
+            texts = _planned(gm, inputs, examples, options, ranks, ours)
+    moves = _agreed(ours, texts)
     for home in homes:
+        laid = {x.name for x in ours.values() if x.home is home}
         for copy in (ref() for ref in home.copies):
-            if copy is not None and specs is None:
-                copy.movable.clear()
-            elif copy is not None:
-                copy.movable -= {x.name for x in found.values() if x.home is home}
-    moved = [key for key, spec in (specs or {}).items() if spec != found[key].spec]
-    for key in moved:
-        move(found[key], specs[key], twins)
-    if moved:
+            if copy is not None:
+                copy.movable -= copy.movable if moves is None else laid
+    for key, spec in (moves or {}).items():
+        move(ours[key], spec, twins)
+    if moves:
         _torch.dynamo.trace_again("fxpar: parameters rest where they are used")
 
 
@@ -158,12 +161,12 @@ def _kind(x: Movable) -> tuple[Any, ...]:
 
 
 def _agreed(
-    found: Mapping[str, Movable], told: Mapping[str, str]
+    ours: Mapping[str, Movable], told: Mapping[str, str]
 ) -> dict[str, Spec] | None:
-    """Where each parameter is to rest, as rank 0 told, of those that no rank holds
-    otherwise; None if ranks do not read the same. Takes from ``found`` what goes with
-    a parameter on some ranks only."""
-    lines = [f"{key}\t{what}" for key, x in found.items() for what in ("", *x.tensors)]
+    """Where parameters are to rest that are moved, as rank 0 told: not what is looked
+    into on some rank; None if ranks do not read the same. Takes from ``ours`` what goes
+    with a parameter on some ranks only."""
+    lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
     digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
     texts = consensus.gather(tag, json.dumps({"digest": digest, "rests": told}))
     messages = [json.loads(text) for text in texts]
@@ -173,15 +176,15 @@ def _agreed(
         keys = [{x for x in lines_ if x.endswith("\t")} for lines_ in every]
         if any(x != keys[0] for x in keys):
             return None
-        for key, movable in found.items():
+        for key, movable in ours.items():
             for what in [*movable.tensors]:
                 if f"{key}\t{what}" not in common:
                     del movable.tensors[what]
-    rests = messages[0]["rests"]
+    specs = {key: Spec.parse(text) for key, text in messages[0]["rests"].items()}
     return {
-        key: Spec.parse(rests[key])
-        for key, x in sorted(found.items())
-        if key in rests and "value" in x.tensors
+        key: specs[key]
+        for key, x in sorted(ours.items())
+        if specs.get(key, x.spec) != x.spec and "value" in x.tensors
     }
 
 
@@ -191,13 +194,13 @@ def _planned(
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,
-    found: Mapping[str, Movable],
+    ours: Mapping[str, Movable],
 ) -> dict[str, str]:
     """Where each parameter is to rest, as text; none if there is no plan: compiling the
     graph says why."""
     try:
         with _torch.dynamo.outside_of_trace():
-            uses = _uses(gm, inputs, examples, options, ranks, found)
+            uses = _uses(gm, inputs, examples, options, ranks, ours)
     except Exception:
         log.info("parameters stay where they rest", exc_info=True)
         return {}
@@ -206,12 +209,12 @@ def _planned(
     }
     by_kind = {
         _kind(x): use
-        for x in found.values()
+        for x in ours.values()
         if (use := by_parameter.get(id(x.parameter))) is not None
     }
-    first = next(iter(found.values())).home
+    first = next(iter(ours.values())).home
     mesh, rests = Mesh.parse(first.mesh), {}
-    for key, x in found.items():
+    for key, x in ours.items():
         use = by_kind.get(_kind(x))
         if use is not None and all(axis in mesh.sizes for axis in use.axes):
             rests[key] = tuple(x.parameter.shape), use
@@ -225,7 +228,7 @@ def _uses(
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,
-    found: Mapping[str, Movable],
+    ours: Mapping[str, Movable],
 ) -> Uses:
     """Specs in which a program uses its parameters, by name: of the plan that it is to
     follow, else of one that is made here."""
@@ -235,7 +238,7 @@ def _uses(
         assert isinstance(mode, Plan)
         return dict(mode.parameters)
     forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
-    mode_, free = _torch.fake.new_fake_mode(symbols=True), _ids(found)
+    mode_, free = _torch.fake.new_fake_mode(symbols=True), _ids(ours)
     fakes = [_fake(x, mode_) for x in examples]
     grad = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
@@ -258,8 +261,10 @@ def _uses(
         return declared[-1]
 
     def end(kind: str, name: str, of: int | None) -> Output:
-        is_gradient = kind == "gradient" and of is not None
-        return Output(name, kind, of, declared[of].rest if is_gradient else None)
+        rest = None
+        if kind == "gradient" and of is not None:
+            rest = declared[of].rest
+        return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, declare, end)
     decision = decided(
@@ -271,8 +276,8 @@ def _uses(
     return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
 
 
-def _ids(found: Mapping[str, Movable]) -> set[int]:
-    return {id(x.parameter) for x in found.values()}
+def _ids(ours: Mapping[str, Movable]) -> set[int]:
+    return {id(x.parameter) for x in ours.values()}
 
 
 def _fake(x: Any, mode: Any) -> Any:
@@ -282,8 +287,7 @@ def _fake(x: Any, mode: Any) -> Any:
     shape, strides = map(_torch.symbols.hint_shape, (x.shape, x.stride()))
     if not isinstance(x, DTensor):
         with mode:
-            how = {"dtype": x.dtype, "device": x.device}
-            fake = torch.empty_strided(shape, strides, **how)
+            fake = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     else:
         fake = fake_of(x, mode)
     return fake.requires_grad_(x.requires_grad)
