@@ -22,6 +22,7 @@ from fxpar.sharding.program import Program, Value, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
+    exchanged_notes,
     gather_before_views,
     lie_as_read,
     may_lie_as_read,
@@ -154,7 +155,7 @@ def decide(
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
     notes += _uneven_notes(program, edges, mesh)
-    notes += _gathered_notes(program, edges, mesh)
+    notes += [*_gathered_notes(program, edges, mesh), *exchanged_notes(program, edges)]
     return Decision(
         program,
         mesh,
@@ -234,6 +235,7 @@ def searched(
     edges = connect(program, result.strategies, result.settled, result.mesh)
     notes += _uneven_notes(program, edges, result.mesh)
     notes += _gathered_notes(program, edges, result.mesh)
+    notes += exchanged_notes(program, edges)
     return Decision(
         program,
         result.mesh,

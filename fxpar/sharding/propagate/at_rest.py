@@ -25,6 +25,7 @@ from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation
 from fxpar.sharding.propagate.propagation_state import State
+from fxpar.sharding.reshard.route import Edges
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
@@ -222,6 +223,41 @@ def derived(program: Program, roots: set[int]) -> set[int]:
         if op.operands and all(v in values for v in op.operands):
             values.update(op.results)
     return values
+
+
+def exchanged_notes(program: Program, edges: Edges) -> list[str]:
+    """That parameters rest split along other dims than they are used here, as another
+    program laid them out, or a hint."""
+    names = {
+        v: declared.name
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v in resting(program)
+    }
+    roots = {v: frozenset({v}) for v in names}
+    for op in program.ops:
+        if op.operands and all(v in roots for v in op.operands):
+            of = frozenset[int]().union(*(roots[v] for v in op.operands))
+            roots.update(dict.fromkeys(op.results, of))
+    exchanged: dict[tuple[int, Spec], None] = {}
+    for x in edges.reshards:
+        before, after = (
+            {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
+            for spec in (x.source, x.target)
+        )
+        moves = any(after.get(axis, d) != d for axis, d in before.items())
+        if moves and x.output is None and x.value in roots:
+            exchanged[x.value, x.target] = None
+    if not exchanged:
+        return []
+    parameters = sorted({names[r] for v, _ in exchanged for r in roots[v]})
+    nbytes = sum(program.values[v].nbytes for v, _ in exchanged)
+    count, few = len(parameters), ", ".join(parameters[:3])
+    more = f" and {count - 3} more" if count > 3 else ""
+    return [
+        f"exchanged at each call: {few}{more} rest split along other dims than they "
+        f"are used here, {nbytes} bytes of them in all; the first program that read "
+        "them, a sample or a hint laid them out"
+    ]
 
 
 def gathered_again(program: Program) -> set[int]:
