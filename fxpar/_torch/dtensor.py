@@ -253,9 +253,20 @@ def lay_out(x: DTensor, local: torch.Tensor, placements: Sequence[Any]) -> None:
     x._local_tensor, x._spec = local, spec
 
 
+# What is a tensor and nothing more.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def holds_plain(x: DTensor) -> bool:
+    """Whether a DTensor is a plain tensor on each rank, and not a quantized one."""
+    return isinstance(x, CopiedView) or type(x._local_tensor) in _PLAIN
+
+
 def are_laid_out_alike(x: Any, y: DTensor) -> bool:
     """Whether ``x`` is a DTensor that holds as much as ``y``, of the same part."""
     if not isinstance(x, DTensor) or isinstance(x, CopiedView) or x.shape != y.shape:
+        return False
+    if not holds_plain(x):
         return False
     if (x.device_mesh, x.placements) != (y.device_mesh, y.placements):
         return False
@@ -489,15 +500,14 @@ def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
     """The tensors there are whose memory is one of these (``objects.memory_of``); of
     DTensors that of their local tensors."""
     users = []
-    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     for x in every_object():
         kind = type(x)
         if issubclass(kind, DTensor) and not issubclass(kind, CopiedView):
             local = x._local_tensor
-        elif kind in kinds and x.layout == torch.strided:
+        elif kind in _PLAIN and x.layout == torch.strided:
             local = x
         else:
             continue
-        if type(local) in kinds and memory_of(local) in memories:
+        if type(local) in _PLAIN and memory_of(local) in memories:
             users.append(x)
     return users

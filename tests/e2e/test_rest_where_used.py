@@ -196,21 +196,69 @@ def test_checkpoints_from_before_and_after(tmp_path: Path) -> None:
 
 
 def looked_into(mesh: str | None) -> list[Any]:
-    """A user holds this rank's part of one weight, and rows of another."""
+    """Rank 0 holds its part of one weight, all hold rows of another, and of a third
+    the optimizer keeps state that is of this rank's part."""
     model = built(mesh)
-    run, down = run_of(model, mesh), model.blocks[0].down.weight
-    part = down.to_local() if mesh else down.detach()
-    rows = model.blocks[1].up.weight.detach().view(2, INNER // 2, WIDTH)
-    out = steps(run, model, adam_of(model))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first, second = model.blocks
+    down, up, head = first.down.weight, second.up.weight, model.head.weight
+    by_rank = mesh is not None and torch.distributed.get_rank() == 0
+    part = down.to_local() if by_rank else None
+    rows = up.detach().view(2, INNER // 2, WIDTH)
+    optimizer.state[second.down.weight]["seen"] = torch.ones(3)
+    before = splits(head) if mesh else None
+    out = steps(run_of(model, mesh), model, optimizer)
     if mesh:
-        assert splits(down) == [0] and not has_moved(model)
+        assert splits(down) == splits(second.down.weight) == before == [0]
+        assert splits(first.norm.weight) == [None]
+    if part is not None:
         torch.testing.assert_close(part, down.to_local(), rtol=0, atol=0)
-        assert splits(model.blocks[1].down.weight) == [1]
-    return [*out, whole(rows)]
+    torch.testing.assert_close(whole(rows).view_as(up), whole(up), rtol=0, atol=0)
+    return out
 
 
 def test_what_a_user_looks_into_stays() -> None:
     check(looked_into)
+
+
+def again(mesh: str | None, folder: str) -> list[Any]:
+    """Another start finds the layout on disk, and by a plan that was saved."""
+    out: list[Any] = []
+    for options in ({"codegen": "inductor"}, {"codegen": "inductor"}, {"plan": folder}):
+        model = built(mesh)
+        before, run = len(fxpar.plans()), run_of(model, mesh, **options)
+        out += steps(run, model, adam_of(model))
+        if mesh is not None:
+            (plan,) = fxpar.plans()[before:]
+            assert has_moved(model) and "all_to_all" not in str(plan.collectives)
+            plan.save(folder)
+    if mesh is not None:
+        assert "found before" in str(plan.notes)
+    return out
+
+
+def test_another_start(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    check(again, "tp=2", str(tmp_path / "plan"), env=env)
+
+
+def of_open_sizes(mesh: str | None) -> list[Any]:
+    model = built(mesh)
+    run = torch.compile(
+        *(model,), backend="fxpar", dynamic=True, options={"codegen": "eager"}
+    )
+    out = []
+    for n in (4, 6, 8):
+        ids = torch.arange(4 * n).view(n, 4) % WORDS
+        loss = (run if mesh else model)(ids)
+        loss.backward()
+        out.append(loss.item())
+    assert mesh is None or has_moved(model)
+    return out + [whole(p.grad) for p in model.parameters()]
+
+
+def test_open_sizes() -> None:
+    check(of_open_sizes)
 
 
 def stays(mesh: str, how: dict[str, Any]) -> None:

@@ -54,8 +54,10 @@ class Home:
     movable: set[str] = field(default_factory=set)
     # Shards of matrices are all alike.
     alike: bool = True
-    # Its adopted modules.
-    modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    # Its adopted modules, by their ids: users' classes may have no hash.
+    modules: weakref.WeakValueDictionary[int, nn.Module] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     # The Homes of the model and of its copies, in the order they were made.
     copies: list[weakref.ref[Home]] = field(default_factory=list)
     # By which graphs name it (``home_of``).

@@ -104,7 +104,7 @@ def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
             twin = memo[id(self)] = type(self).__new__(type(self))
             twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         if isinstance(home := twin.__dict__.get(HOME), Home):
-            home.modules.add(twin)
+            home.modules[id(twin)] = twin
         return twin
 
     return __deepcopy__

@@ -65,7 +65,7 @@ def holders() -> dict[int, list[Holder]]:
     """Where models hold each parameter, by its id."""
     by_id: dict[int, list[Holder]] = {}
     for home in live_homes():
-        for module in home.modules:
+        for module in list(home.modules.values()):
             own = _torch.objects.own_parameters(module)
             for key in module.__dict__[RESTS]:
                 if isinstance(p := own.get(key), DTensor):
@@ -98,26 +98,38 @@ def movables(homes: Collection[Home]) -> list[Movable]:
                     continue
                 if _torch.dtensor.are_laid_out_alike(p, parameter):
                     which = "" if copy is home else f"copy {i}: "
-                    _add(movable.tensors, which, p, optimizers)
+                    for what, x in _with_state(p, optimizers).items():
+                        movable.tensors[f"{which}{what}"] = x
             every.append(movable)
     return every
 
 
-def _add(
-    tensors: dict[str, Any], which: str, parameter: Any, optimizers: Iterable[Any]
-) -> None:
-    """Add a parameter, its gradient and its state to what goes where it goes."""
-    named = [("value", parameter), ("gradient", parameter.grad)]
+def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
+    """A parameter, its gradient and its state, by what each is; nothing if some state
+    is of the part that this rank holds, or of two optimizers of one class."""
+    tensors = {"value": parameter}
+    if _torch.dtensor.are_laid_out_alike(parameter.grad, parameter):
+        tensors["gradient"] = parameter.grad
     for optimizer in optimizers:
         state = getattr(optimizer, "state", {}).get(parameter)
         for key, x in state.items() if isinstance(state, dict) else ():
-            named.append((f"{type(optimizer).__name__} {key}", x))
-    for what, x in named:
-        if any(x is y for y in tensors.values()):
-            continue
-        if _torch.dtensor.are_laid_out_alike(x, parameter):
-            what = f"{which}{what}"
-            tensors[what if what not in tensors else f"{what}, again"] = x
+            what = f"{type(optimizer).__name__} {key}"
+            if any(x is y for y in tensors.values()):  # an optimizer that wraps one
+                continue
+            if _torch.dtensor.are_laid_out_alike(x, parameter):
+                if what in tensors:
+                    return {}
+                tensors[what] = x
+            elif any(map(_is_bare, _torch.fake.tree_leaves(x))):
+                return {}
+    return tensors
+
+
+def _is_bare(x: Any) -> bool:
+    """Whether something is numbers that do not say which part of a value they are."""
+    if isinstance(x, DTensor):
+        return not _torch.dtensor.holds_plain(x)
+    return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
 def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:

@@ -18,16 +18,18 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar.choose_plan import planned, searched
 from fxpar.config import Options
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.at_rest.homes import HOME, Home
 from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
 from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_as_used
+from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks, coming_graph
+from fxpar.runtime.stage_times import LAYOUT, stage
 from fxpar.runtime.tracing import TracedCall
 from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.decide import Decision
@@ -49,6 +51,8 @@ from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
+
+FORMAT = "fxpar rests 1"
 
 
 def decided(
@@ -121,18 +125,19 @@ def settle(
     ours = _first_read(homes, read)
     if not ours:
         return
-    twins, texts = twins_of(ours.values()), {}
-    if consensus.leads():
-        with presence.works("plans where parameters rest"):
-            texts = _planned(gm, inputs, examples, options, ranks, ours)
-    moves = _agreed(ours, texts)
-    for home in homes:
-        laid = {x.name for x in ours.values() if x.home is home}
-        for copy in (ref() for ref in home.copies):
-            if copy is not None:
-                copy.movable -= copy.movable if moves is None else laid
-    for key, spec in (moves or {}).items():
-        move(ours[key], spec, twins)
+    with stage(LAYOUT):
+        twins, texts = twins_of(ours.values()), {}
+        if consensus.leads():
+            with presence.works("plans where parameters rest"):
+                texts = _planned(gm, inputs, examples, options, ranks, ours)
+        moves = _agreed(ours, texts)
+        for home in homes:
+            laid = {x.name for x in ours.values() if x.home is home}
+            for copy in (ref() for ref in home.copies):
+                if copy is not None:
+                    copy.movable -= copy.movable if moves is None else laid
+        for key, spec in (moves or {}).items():
+            move(ours[key], spec, twins)
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters rest where they are used")
 
@@ -196,14 +201,34 @@ def _planned(
     ranks: Ranks,
     ours: Mapping[str, Movable],
 ) -> dict[str, str]:
-    """Where each parameter is to rest, as text; none if there is no plan: compiling the
-    graph says why."""
+    """Where each parameter is to rest, as text, as an earlier start found it out or as
+    a plan has it; none if there is no plan: compiling the graph says why."""
+    text = known_programs.text_of(gm, inputs, examples, options, ranks, [*ours])
+    key = consensus.digest_of(text or "")
+    path = cache_files.folder() / f"{key}.rests.json"
+    record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
+    if record:
+        return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
     try:
         with _torch.dynamo.outside_of_trace():
             uses = _uses(gm, inputs, examples, options, ranks, ours)
     except Exception:
         log.info("parameters stay where they rest", exc_info=True)
         return {}
+    specs = _as_used(uses, inputs, examples, ours)
+    texts = {key: str(spec) for key, spec in specs.items()}
+    if text:
+        cache_files.write_record(path, FORMAT, key, {"rests": texts})
+    return texts
+
+
+def _as_used(
+    uses: Uses,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    ours: Mapping[str, Movable],
+) -> dict[str, Spec]:
+    """Where parameters are to rest that a program uses so."""
     by_parameter = {
         id(x): uses.get(name.name) for name, x in zip(inputs, examples, strict=True)
     }
@@ -213,13 +238,12 @@ def _planned(
         if (use := by_parameter.get(id(x.parameter))) is not None
     }
     first = next(iter(ours.values())).home
-    mesh, rests = Mesh.parse(first.mesh), {}
+    mesh, forms = Mesh.parse(first.mesh), {}
     for key, x in ours.items():
         use = by_kind.get(_kind(x))
         if use is not None and all(axis in mesh.sizes for axis in use.axes):
-            rests[key] = tuple(x.parameter.shape), use
-    specs = layouts_as_used(rests, mesh, alike=first.alike)
-    return {key: str(spec) for key, spec in specs.items()}
+            forms[key] = tuple(x.parameter.shape), use
+    return layouts_as_used(forms, mesh, alike=first.alike)
 
 
 def _uses(
@@ -248,16 +272,17 @@ def _uses(
     declared: list[Input] = []
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
-        if kind != "input":
-            declared.append(Input(f"{kind}_{len(declared)}", kind))
-            return declared[-1]
-        place = call.places[payload]
-        end, x = forward.ends[place], examples[place]
-        rest = None if id(x) in free else end.rest
-        if rest is None and end.kind != "parameter" and options.inputs == "global":
-            rest = Spec.whole(node.meta["val"].dim())
-        use = end.use if rest is not None else None
-        declared.append(Input(end.name, end.kind, rest, use))
+        name, rest, use, value = f"{kind}_{len(declared)}", None, None, node.meta["val"]
+        if kind == "input":
+            place = call.places[payload]
+            end = forward.ends[place]
+            name, kind = end.name, end.kind
+            if id(examples[place]) not in free:
+                rest, use = end.rest, end.use
+        if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
+            fed = options.inputs == "global" and rest is None
+            rest = Spec.whole(value.dim()) if fed else rest
+        declared.append(Input(name, kind, rest, use))
         return declared[-1]
 
     def end(kind: str, name: str, of: int | None) -> Output:
