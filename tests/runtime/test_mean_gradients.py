@@ -6,6 +6,7 @@ import json
 import time
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -534,3 +535,19 @@ def test_models_come_and_go():
     for wrong, memories in shared_pool(2).run(grow_and_shrink):
         assert not wrong
         assert memories <= 6
+
+
+def end_of_group():
+    """A backward once the process group is gone."""
+    p = nn.Parameter(torch.ones(3))
+    mean_gradients.watch("model", {"": nn.ParameterList([p])}, over_all)
+    group = _torch.distributed.default_group()
+    with mock.patch.object(_torch.distributed, "default_group", lambda: None):
+        p.square().sum().backward()
+        assert not mean_gradients.is_watched(p)
+    assert group is _torch.distributed.default_group()
+    return p.grad.tolist()
+
+
+def test_a_backward_after_the_group_is_the_ranks_own():
+    assert shared_pool(2).run(end_of_group) == [[2.0] * 3] * 2

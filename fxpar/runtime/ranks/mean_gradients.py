@@ -149,9 +149,15 @@ _HISTORY = 1000  # backwards of other kinds that a reducer remembers
 _REDUCERS: weakref.WeakKeyDictionary[Any, _Reducer] = weakref.WeakKeyDictionary()
 
 
+def _existing() -> _Reducer | None:
+    """The reducer of the process group that there is."""
+    group = _torch.distributed.default_group()
+    return None if group is None else _REDUCERS.get(group)
+
+
 def _current() -> _Reducer | None:
     """The reducer of this process, if it takes part and watches anything."""
-    reducer = _REDUCERS.get(_torch.distributed.default_group())
+    reducer = _existing()
     return reducer if reducer is not None and takes_part() else None
 
 
@@ -569,13 +575,13 @@ def leaves_under(x: Any) -> list[nn.Parameter]:
 
 def is_watched(p: torch.Tensor) -> bool:
     """Whether the gradients of a parameter become means, here or by somebody else."""
-    reducer = _REDUCERS.get(_torch.distributed.default_group())
+    reducer = _existing()
     return reducer is not None and (id(p) in reducer.watched or id(p) in reducer.left)
 
 
 def hook_new() -> None:
     """Watch parameters that were frozen before and are not now."""
-    reducer = _REDUCERS.get(_torch.distributed.default_group())
+    reducer = _existing()
     if reducer is not None and reducer.frozen:
         for watched in list(reducer.frozen):
             reducer.hook(watched)
@@ -583,7 +589,7 @@ def hook_new() -> None:
 
 def backwards() -> int:
     """How many backwards of watched parameters have ended."""
-    reducer = _REDUCERS.get(_torch.distributed.default_group())
+    reducer = _existing()
     return 0 if reducer is None else reducer.backwards
 
 
