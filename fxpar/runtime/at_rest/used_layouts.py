@@ -273,16 +273,17 @@ def _uses(
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         name, rest, use, value = f"{kind}_{len(declared)}", None, None, node.meta["val"]
+        is_free = False
         if kind == "input":
             place = call.places[payload]
-            end = forward.ends[place]
+            end, is_free = forward.ends[place], id(examples[place]) in free
             name, kind = end.name, end.kind
-            if id(examples[place]) not in free:
+            if not is_free:
                 rest, use = end.rest, end.use
         if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
             fed = options.inputs == "global" and rest is None
             rest = Spec.whole(value.dim()) if fed else rest
-        declared.append(Input(name, kind, rest, use))
+        declared.append(Input(name, kind, rest, use, splits=is_free))
         return declared[-1]
 
     def end(kind: str, name: str, of: int | None) -> Output:

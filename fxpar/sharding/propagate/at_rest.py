@@ -265,7 +265,9 @@ def gathered_again(program: Program) -> set[int]:
     itself: all but those of parameters which the forward's last reader and the
     backward's first both read. Between the two nothing else is gathered: they would be
     dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
     rests = resting(program)
+    rests |= {v for declared, v in pairs if v is not None and declared.splits}
     if not rests:
         return set()
     parameter_values, backward = derived(program, rests), program.backward
