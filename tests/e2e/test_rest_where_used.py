@@ -323,6 +323,34 @@ def test_ranks_that_feed_parts() -> None:
     check(of_parts, "dp=2,tp=2")
 
 
+class Broken(Small):
+    """Whose forward is two graphs on the first two ranks."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() < 2:
+            torch._dynamo.graph_break()
+            self.words(ids).sum()
+            torch._dynamo.graph_break()
+        return super().forward(ids)
+
+
+def of_unlike_graphs(mesh: str | None) -> list[Any]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model: Any = Broken().double()
+    model = fxpar.shard(model, mesh=mesh) if mesh else model
+    place, places = place_of(mesh) if mesh else (0, 1)
+    run = run_of(model, mesh, inputs="local")
+    for ids in batches():
+        run(ids.chunk(places)[place]).backward()
+    assert mesh is None or not has_moved(model)
+    return [whole(p.grad) for p in model.parameters()]
+
+
+def test_ranks_whose_first_graphs_read_others_move_nothing() -> None:
+    check(of_unlike_graphs, "dp=2,tp=2")
+
+
 def whole_steps(mesh: str | None) -> list[Any]:
     model = built(mesh)
     optimizer = adam_of(model)
