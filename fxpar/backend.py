@@ -28,6 +28,7 @@ from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
+from fxpar.runtime.at_rest import used_layouts
 from fxpar.runtime.caches.program_identity import (
     lean_graph,
     name_inputs,
@@ -188,6 +189,7 @@ def _called(
     examples = [_fed(examples[i], i in numbers) for i in positions]
     named_inputs = name_inputs(lean.graph, examples)
     compiled_graph.refuse_nested(lean, named_inputs, examples)
+    used_layouts.settle(lean, named_inputs, examples, options, ranks)
 
     def compile_graph(
         gm: fx.GraphModule,

@@ -31,6 +31,8 @@ LEVELS = [
     {"runtime", "explain"},
     {"pipeline"},
     {"choose_plan"},
+    # Plans to find where parameters rest.
+    {"runtime/at_rest/used_layouts"},
     {"job_request"},
     {"joint_pass"},
     {"compile_job"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fxpar._torch.objects import schema_of
+from fxpar._torch.objects import every_object, memory_of, schema_of
 from fxpar.errors import ShardError
 
 __all__ = ["Partial", "Replicate", "Shard"]
@@ -247,6 +247,35 @@ def change_form(
     return_and_correct_aliasing(op, args, kwargs, x)
 
 
+def lay_out(x: DTensor, local: torch.Tensor, placements: Sequence[Any]) -> None:
+    """Let ``x`` have other placements on its mesh, and hold ``local`` for them."""
+    spec = DTensorSpec(x.device_mesh, tuple(placements), x._spec.tensor_meta)
+    x._local_tensor, x._spec = local, spec
+
+
+# What is a tensor and nothing more.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def holds_plain(x: DTensor) -> bool:
+    """Whether a DTensor is a plain tensor on each rank, and not a quantized one."""
+    return isinstance(x, CopiedView) or type(x._local_tensor) in _PLAIN
+
+
+def are_laid_out_alike(x: Any, y: DTensor) -> bool:
+    """Whether ``x`` is a DTensor that holds as much as ``y``, of the same part."""
+    if not isinstance(x, DTensor) or isinstance(x, CopiedView) or x.shape != y.shape:
+        return False
+    if not holds_plain(x):
+        return False
+    if (x.device_mesh, x.placements) != (y.device_mesh, y.placements):
+        return False
+    a, b = x._local_tensor, y._local_tensor
+    return (a.shape, a.stride(), a.storage_offset()) == (
+        (b.shape, b.stride(), b.storage_offset())
+    )
+
+
 def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -> None:
     """Let ``serve(op, args, kwargs)`` run ops that write to DTensors, or make views of
     them, where DTensor would do so with copies of what a rank holds, or not at all.
@@ -465,3 +494,20 @@ def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
 def local_of(x: DTensor) -> torch.Tensor:
     """The tensor that a DTensor holds, not a view of it."""
     return x._local_tensor
+
+
+def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
+    """The tensors there are whose memory is one of these (``objects.memory_of``); of
+    DTensors that of their local tensors."""
+    users = []
+    for x in every_object():
+        kind = type(x)
+        if issubclass(kind, DTensor) and not issubclass(kind, CopiedView):
+            local = x._local_tensor
+        elif kind in _PLAIN and x.layout == torch.strided:
+            local = x
+        else:
+            continue
+        if type(local) in _PLAIN and memory_of(local) in memories:
+            users.append(x)
+    return users

@@ -79,6 +79,13 @@ def current_trace() -> Any:
     return TracingContext.try_get()
 
 
+def outside_of_trace() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no trace is going on: what is traced has values of its own."""
+    from torch._guards import tracing
+
+    return tracing(None)
+
+
 def maybe_mark_dynamic(x: torch.Tensor, dim: int) -> None:
     """Ask Dynamo to keep a dim symbolic, if the program lets it."""
     import torch._dynamo

@@ -132,11 +132,21 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def every_object() -> list[Any]:
+    """All objects that Python looks through for garbage, those that are frozen too."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    every = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return every
+
+
 def live_optimizers() -> list[torch.optim.Optimizer]:
     """The optimizers there are."""
     return [
         candidate
-        for candidate in gc.get_objects()
+        for candidate in every_object()
         if issubclass(type(candidate), torch.optim.Optimizer)
         and hasattr(candidate, "param_groups")
     ]
@@ -147,7 +157,7 @@ def live_ddp() -> list[torch.nn.Module]:
     from torch.nn.parallel import DistributedDataParallel
 
     kinds = DistributedDataParallel
-    return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
+    return [x for x in every_object() if issubclass(type(x), kinds)]
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:

@@ -19,11 +19,12 @@ from fxpar import _torch
 DYNAMO, TRACE = "Dynamo", "AOTAutograd"
 INDUCTOR, COMPILER, LOAD = "Inductor", "C++ or Triton compiler", "load compiled code"
 WAIT, CHECKS, PLAN = "wait for other ranks", "check inputs", "plan"
+LAYOUT = "lay parameters out"
 SEARCH, SCHEDULE = "search", "choose a schedule"
 NORMALIZE, PARTITION, PHASE = "normalize", "partition", "bind and order"
 FIRST = "first run"
 ORDER = (
-    *(DYNAMO, CHECKS, TRACE, NORMALIZE, PLAN, SEARCH, PARTITION, SCHEDULE),
+    *(DYNAMO, LAYOUT, CHECKS, TRACE, NORMALIZE, PLAN, SEARCH, PARTITION, SCHEDULE),
     *(PHASE, INDUCTOR, COMPILER, LOAD, WAIT, FIRST),
 )
 

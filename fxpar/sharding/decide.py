@@ -23,6 +23,7 @@ from fxpar.sharding.program import Program, Value, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
+    exchanged_notes,
     gather_before_views,
     lie_as_read,
     may_lie_as_read,
@@ -160,7 +161,7 @@ def decide(
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
     notes += _uneven_notes(program, edges, mesh)
-    notes += _gathered_notes(program, edges, mesh)
+    notes += [*_gathered_notes(program, edges, mesh), *exchanged_notes(program, edges)]
     return Decision(
         program,
         mesh,
@@ -283,8 +284,11 @@ def _found(
         for v, spec in enumerate(result.settled)
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
-    uneven = _uneven_notes(program, edges, result.mesh)
-    gathered = _gathered_notes(program, edges, result.mesh)
+    found = [
+        *_uneven_notes(program, edges, result.mesh),
+        *_gathered_notes(program, edges, result.mesh),
+        *exchanged_notes(program, edges),
+    ]
     return Decision(
         program,
         result.mesh,
@@ -292,7 +296,7 @@ def _found(
         result.settled,
         edges,
         tuple(origins),
-        (*notes, *uneven, *gathered),
+        (*notes, *found),
         result,
     )
 

@@ -47,6 +47,8 @@ class Input:
     use: Spec | Sequence[str] | None = None
     # The dim that an axis of stages splits too where it rests, as the minor axis.
     stage_dim: int | None = None
+    # A search that chooses where it lies splits it over as many ranks as can be.
+    splits: bool = False
 
     @property
     def is_sharded(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpar import _torch
 from fxpar.errors import ShardError
@@ -49,15 +50,34 @@ class Home:
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)
     # The latest of them with its value, which it may write to by ``.data``, and a copy.
     latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
+    # Names of parameters that the first graph to read them lays out as it uses them.
+    movable: set[str] = field(default_factory=set)
+    # Shards of matrices are all alike.
+    alike: bool = True
+    # Its adopted modules, by their ids: users' classes may have no hash.
+    modules: weakref.WeakValueDictionary[int, nn.Module] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    # The Homes of the model and of its copies, in the order they were made.
+    copies: list[weakref.ref[Home]] = field(default_factory=list)
     # By which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def __post_init__(self) -> None:
         _HOMES[self.number] = self
+        self.copies.append(weakref.ref(self))
 
     def __deepcopy__(self, _: Any) -> Home:
         """A copied model is one of its own."""
-        return Home(self.mesh, self.batch, self.param_dtype, self.reduce_dtype)
+        return Home(
+            self.mesh,
+            self.batch,
+            self.param_dtype,
+            self.reduce_dtype,
+            movable=set(self.movable),
+            alike=self.alike,
+            copies=self.copies,
+        )
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,11 @@ def home_of(number: int) -> Home | None:
     return _HOMES.get(number)
 
 
+def live_homes() -> list[Home]:
+    """Those of all models there are."""
+    return list(_HOMES.values())
+
+
 @dataclass(frozen=True)
 class ParameterAtRest:
     """How a parameter rests and how the program should start to use it, as text."""
@@ -111,6 +136,8 @@ class ParameterAtRest:
     spec: str
     # As ``constrain`` takes one; "": none.
     hint: str
+    # Of the parameter in its model, the first that it has.
+    name: str
 
 
 def refuse_writes(home: Home, *, ends: bool = True) -> None:

@@ -44,6 +44,8 @@ def guarded(cls: type) -> Callable[..., None]:
             self.__dict__[RESTS] = rests | {
                 name: replace(rests[name], shape=tuple(param.shape), spec=str(lies))
             }
+            if self._parameters.get(name) is not param:
+                home.movable.discard(rests[name].name)
             setattr(param, HOME, home)
         cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
 
@@ -97,9 +99,12 @@ def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
                     parameter.grad = gradient
         inherited = getattr(cls, "__deepcopy__", None)
         if inherited is not None:
-            return cast(nn.Module, inherited(self, memo))
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+            twin = cast(nn.Module, inherited(self, memo))
+        else:
+            twin = memo[id(self)] = type(self).__new__(type(self))
+            twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if isinstance(home := twin.__dict__.get(HOME), Home):
+            home.modules[id(twin)] = twin
         return twin
 
     return __deepcopy__

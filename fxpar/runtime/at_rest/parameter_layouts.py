@@ -8,6 +8,7 @@ nothing; reads no values, so ranks decide alike.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, axes_of, check, check_chunks, entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
-from fxpar.sharding.propagate.at_rest import at_rest, is_worth_chunks
+from fxpar.sharding.propagate.at_rest import FEW, at_rest, is_worth_chunks
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.spec import Spec
 
@@ -92,6 +94,34 @@ def layouts_of(
             spec = split_over_stages(spec, shape, mesh, stages)
         layouts[key] = ParameterLayout(spec, hints[key])
     return layouts
+
+
+def layouts_as_used(
+    uses: Mapping[str, tuple[Sequence[int], Spec]], mesh: Mesh, *, alike: bool
+) -> dict[str, Spec]:
+    """Where parameters rest whose shapes, and specs in which a program uses them, are
+    these: as they are used along axes that do not split the batch, split further by all
+    others. What is used whole along an axis that splits others rests whole there, the
+    smallest first, while a rank comes to hold little more. ``alike``: all shards are.
+    """
+    used = {axis for _, use in uses.values() for axis in use.sharded_axes}
+    specs, more, held = {}, {}, 0
+    for key, (shape, use) in uses.items():
+        use = use.without(batch_axes(mesh))
+        use = use.evened(mesh, shape) if alike else use.in_chunks(mesh, shape)
+        least, as_used = (
+            at_rest(shape, mesh, use.dims, (), elsewhere, alike=alike)
+            for elsewhere in ((), used)
+        )
+        size = math.prod(least.local_shape(mesh, shape))
+        specs[key], held = least, held + size
+        more[key] = math.prod(as_used.local_shape(mesh, shape)) - size, as_used
+    left = held // FEW
+    for key, (size, as_used) in sorted(more.items(), key=lambda x: (x[1][0], x[0])):
+        left -= size
+        if left >= 0:
+            specs[key] = as_used
+    return specs
 
 
 def _named_dims(

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar._torch.objects import live_optimizers, parameters_of
-from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.at_rest.homes import HOME, Home
 from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
 from fxpar.runtime.at_rest.swap_parameters import swap_parameters
+from fxpar.runtime.at_rest.used_layouts import decided, uses_of
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
 from fxpar.runtime.ranks.compare_options import check_options, options_text
@@ -38,19 +38,9 @@ from fxpar.sharding.hints import (
     spec_hints,
 )
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
-from fxpar.sharding.pipeline_schedule import AUTO_APART
-from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_request import (
-    Request,
-    choices,
-    named_machine,
-    plan_mode,
-    staged_choices,
-)
+from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.program import Input
 from fxpar.sharding.search.mesh_candidates import read_auto
-from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 
 
@@ -114,7 +104,9 @@ def shard(
             if not p.is_meta
         ]
     )
-    swap_parameters(model, ranks, layouts)
+    # Whoever hints at some parameters lays all out.
+    is_default = sample is None and all(not x.hint for x in layouts.values())
+    swap_parameters(model, ranks, layouts, movable=is_default)
     return model
 
 
@@ -255,38 +247,24 @@ def _uses(
             return declared
         return replace(declared, rest=Spec.whole(value.dim()))
 
-    mode: str | SearchOptions | Plan = "propagate"
-    if options.plan == "search":
-        mode = plan_mode(options.plan, options)
-    request = Request(
-        without_stages(ranks.mesh),
-        read_signature(module.graph, declare),
-        table,
-        mode,
-        meshes=choices(ranks.mesh, mode) if ranks.open else (),
-        staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
-        pipeline_schedule=AUTO_APART,
-        microbatches=options.microbatches,
-        free_along_stages="split",
-        cached=True,
-        name="the sample's call",
-        rank=ranks.rank,
-        named_hardware=named_machine(options),
-    )
+    signature = read_signature(module.graph, declare)
+    what = (signature, ranks, table, options)
     try:
-        decision = planned(module.graph, fake_mode, request).decision
+        decision = decided(
+            module.graph, fake_mode, *what, of_all=True, name="the sample's call"
+        )
     except Exception as error:
         consensus.abort(error)
         raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
-    program = decision.program
     rests = Spec.in_chunks if pipeline_axis(ranks.mesh) is None else Spec.evened
-    uses = {
-        declared.name: rests(
-            decision.settled[v], decision.mesh, program.values[v].shape
-        ).joined(decision.mesh)
-        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None and declared.kind == "parameter"
+    shapes = {
+        declared.name: decision.program.values[v].shape
+        for declared, v in zip(signature.inputs, decision.program.inputs, strict=True)
+        if v is not None
     }
-    return ranks, uses
+    return ranks, {
+        name: rests(spec, decision.mesh, shapes[name]).joined(decision.mesh)
+        for name, spec in uses_of(decision).items()
+    }

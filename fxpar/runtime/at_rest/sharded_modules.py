@@ -48,6 +48,7 @@ def adopt(
     ``root``: it is the whole model, whose inputs are cast."""
     module.__dict__[HOME] = home
     module.__dict__[RESTS] = rests
+    home.modules[id(module)] = module
     cls: Any = type(module)
     module.__class__ = _subclass(cls, tuple(rests), root)
 

@@ -38,11 +38,22 @@ from fxpar.sharding.spec import Spec
 
 
 def swap_parameters(
-    model: nn.Module, ranks: Ranks, layout: Mapping[int, ParameterLayout]
+    model: nn.Module,
+    ranks: Ranks,
+    layout: Mapping[int, ParameterLayout],
+    *,
+    movable: bool,
 ) -> None:
-    """Replace parameters by their parts and classes by those that gather them."""
+    """Replace parameters by their parts and classes by those that gather them.
+    ``movable``: the first graph to read one lays it out as it uses it."""
     note_steps_of(_has_home)
+    names = {id(p): name for name, p in model.named_parameters()}
     home = Home(str(ranks.mesh), _batch(ranks.mesh))
+    home.movable = {*names.values()} if movable else set()
+    forms = {id(p): tuple(p.shape) for p in model.parameters()}
+    home.alike = all(
+        lies.spec.is_even(ranks.mesh, forms[key]) for key, lies in layout.items()
+    )
     parts: dict[int, nn.Parameter] = {}
     originals = list(model.parameters())  # ids stay taken while parameters change
     modules = list(model.named_modules())
@@ -58,7 +69,9 @@ def swap_parameters(
                 parts[id(p)] = _resting(p, lies.spec, ranks)
                 setattr(parts[id(p)], HOME, home)
             _torch.objects.own_parameters(module)[key] = parts[id(p)]
-            rests[key] = ParameterAtRest(tuple(p.shape), str(lies.spec), lies.hint)
+            rests[key] = ParameterAtRest(
+                tuple(p.shape), str(lies.spec), lies.hint, names[id(p)]
+            )
         if rests or module is model:
             adopt(module, home, rests, root=module is model)
             module.register_load_state_dict_pre_hook(_take_parts)

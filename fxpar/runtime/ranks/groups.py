@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -18,7 +19,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,8 +82,17 @@ _alone = itertools.count()  # graphs compiled without a process group
 def next_graph() -> int:
     """Number of a graph; ranks that run the same program count alike. A new process
     group counts from 0: its ranks may have been others of the one before, or none."""
+    return next(_graphs())
+
+
+def coming_graph() -> int:
+    """The number that the next graph is to have."""
+    return next(copy.copy(_graphs()))
+
+
+def _graphs() -> Iterator[int]:
     world = worlds.current()
-    return next(_alone if world is None else world.graphs)
+    return _alone if world is None else world.graphs
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation
 from fxpar.sharding.propagate.propagation_state import State
+from fxpar.sharding.reshard.route import Edges
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
@@ -35,8 +36,9 @@ from fxpar.sharding.strategy import (
     result_spec,
 )
 
-# Of so many numbers one may lie whole on every rank, so that all shards are alike.
-_FEW = 16
+# Of so many numbers one may lie whole on every rank, so that all shards are alike, or
+# that it lies as it is used.
+FEW = 16
 
 
 def at_rest(
@@ -104,7 +106,7 @@ def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
     ``arguments``: what ``at_rest`` takes of each parameter."""
     sizes = [math.prod(shape) for shape, *_ in arguments]
     cut = [at_rest(*args) != at_rest(*args, alike=True) for args in arguments]
-    return _FEW * sum(compress(sizes, cut)) > sum(sizes)
+    return FEW * sum(compress(sizes, cut)) > sum(sizes)
 
 
 def settle_at_rest(engine: Propagation) -> None:
@@ -223,12 +225,49 @@ def derived(program: Program, roots: set[int]) -> set[int]:
     return values
 
 
+def exchanged_notes(program: Program, edges: Edges) -> list[str]:
+    """That parameters rest split along other dims than they are used here, as another
+    program laid them out, or a hint."""
+    names = {
+        v: declared.name
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v in resting(program)
+    }
+    roots = {v: frozenset({v}) for v in names}
+    for op in program.ops:
+        if op.operands and all(v in roots for v in op.operands):
+            of = frozenset[int]().union(*(roots[v] for v in op.operands))
+            roots.update(dict.fromkeys(op.results, of))
+    exchanged: dict[tuple[int, Spec], None] = {}
+    for x in edges.reshards:
+        before, after = (
+            {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
+            for spec in (x.source, x.target)
+        )
+        moves = any(after.get(axis, d) != d for axis, d in before.items())
+        if moves and x.output is None and x.value in roots:
+            exchanged[x.value, x.target] = None
+    if not exchanged:
+        return []
+    parameters = sorted({names[r] for v, _ in exchanged for r in roots[v]})
+    nbytes = sum(program.values[v].nbytes for v, _ in exchanged)
+    count, few = len(parameters), ", ".join(parameters[:3])
+    more = f" and {count - 3} more" if count > 3 else ""
+    return [
+        f"exchanged at each call: {few}{more} rest split along other dims than they "
+        f"are used here, {nbytes} bytes of them in all; the first program that read "
+        "them, a sample or a hint laid them out"
+    ]
+
+
 def gathered_again(program: Program) -> set[int]:
     """Values made of parameters at rest that forward and backward gather each for
     itself: all but those of parameters which the forward's last reader and the
     backward's first both read. Between the two nothing else is gathered: they would be
     dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
     rests = resting(program)
+    rests |= {v for declared, v in pairs if v is not None and declared.splits}
     if not rests:
         return set()
     parameter_values, backward = derived(program, rests), program.backward

@@ -19,9 +19,11 @@ that replicated heavy work is forbidden; partial results are specs like others.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -153,7 +155,19 @@ def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
             specs = [declared.rest]
         else:
             specs = build.allowed(v, build.specs_of_shape(v))
+            if declared.splits:
+                specs = _most_split(specs, program.values[v].shape, build.mesh)
         makers[v] = EdgeEnd(build.node("input", k, build.pool.numbers(specs)), 0)
+
+
+def _most_split(specs: Sequence[Spec], shape: Sequence[int], mesh: Mesh) -> list[Spec]:
+    """Those of specs by which a rank holds least; of a vector, and of what no axes
+    divide, all."""
+    even = [spec for spec in specs if spec.is_even(mesh, shape)]
+    if len(shape) < 2 or not even:
+        return list(specs)
+    sizes = [math.prod(spec.local_shape(mesh, shape)) for spec in even]
+    return list(compress(even, [size == min(sizes) for size in sizes]))
 
 
 def _outputs(

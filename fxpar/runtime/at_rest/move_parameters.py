@@ -1,0 +1,176 @@
+"""Parameters at rest that come to rest otherwise, with all that lies as they do.
+
+A parameter stays the object it was, and so do its gradient, the optimizer's state and
+what else shares its memory: each is given other placements and another local tensor.
+Copies of the model go where it goes. Never decides where a parameter rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.runtime.at_rest.crossings import part_of
+from fxpar.runtime.at_rest.global_values import gathered
+from fxpar.runtime.at_rest.homes import HOME, RESTS, Home, ParameterAtRest, live_homes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where a model holds a parameter."""
+
+    # Of the model.
+    home: Home
+    # That has it as an attribute.
+    module: nn.Module
+    # The name of the attribute.
+    key: str
+
+    @property
+    def rest(self) -> ParameterAtRest:
+        rest: ParameterAtRest = self.module.__dict__[RESTS][self.key]
+        return rest
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A parameter that no program has read yet."""
+
+    # Of its model.
+    home: Home
+    # In its model.
+    name: str
+    # Itself.
+    parameter: Any
+    # It and what goes where it goes, by what it is.
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> Spec:
+        mesh = Mesh.from_device_mesh(self.parameter.device_mesh)
+        ndim = self.parameter.dim()
+        return Spec.from_placements(self.parameter.placements, mesh, ndim)
+
+
+def holders() -> dict[int, list[Holder]]:
+    """Where models hold each parameter, by its id."""
+    by_id: dict[int, list[Holder]] = {}
+    for home in live_homes():
+        for module in list(home.modules.values()):
+            own = _torch.objects.own_parameters(module)
+            for key in module.__dict__[RESTS]:
+                if isinstance(p := own.get(key), DTensor):
+                    by_id.setdefault(id(p), []).append(Holder(home, module, key))
+    return by_id
+
+
+def movables(homes: Collection[Home]) -> list[Movable]:
+    """The movable parameters of models, in the order of their names, with what goes
+    where they go; one that two models hold stays."""
+    by_id = holders()
+    by_name: dict[tuple[Home, str], Any] = {}
+    for where in by_id.values():
+        names = sorted({p.rest.name for p in where} & where[0].home.movable)
+        if names and len({p.home for p in where}) == 1:
+            holder = where[0]
+            parameter = _torch.objects.own_parameters(holder.module)[holder.key]
+            by_name[holder.home, names[0]] = parameter
+    optimizers = sorted(
+        _torch.objects.live_optimizers(), key=lambda x: type(x).__name__
+    )
+    every = []
+    for home in homes:
+        for name in sorted(home.movable):
+            if (parameter := by_name.get((home, name))) is None:
+                continue
+            movable = Movable(home, name, parameter)
+            for i, copy in enumerate(ref() for ref in home.copies):
+                if copy is None or (p := by_name.get((copy, name))) is None:
+                    continue
+                if _torch.dtensor.are_laid_out_alike(p, parameter):
+                    which = "" if copy is home else f"copy {i}: "
+                    for what, x in _with_state(p, optimizers).items():
+                        movable.tensors[f"{which}{what}"] = x
+            every.append(movable)
+    return every
+
+
+def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
+    """A parameter, its gradient and its state, by what each is; nothing if some state
+    is of the part that this rank holds, or of two optimizers of one class."""
+    tensors = {"value": parameter}
+    if _torch.dtensor.are_laid_out_alike(parameter.grad, parameter):
+        tensors["gradient"] = parameter.grad
+    for optimizer in optimizers:
+        state = getattr(optimizer, "state", {}).get(parameter)
+        for key, x in state.items() if isinstance(state, dict) else ():
+            what = f"{type(optimizer).__name__} {key}"
+            if any(x is y for y in tensors.values()):  # an optimizer that wraps one
+                continue
+            if _torch.dtensor.are_laid_out_alike(x, parameter):
+                if what in tensors:
+                    return {}
+                tensors[what] = x
+            elif any(map(_is_bare, _torch.fake.tree_leaves(x))):
+                return {}
+    return tensors
+
+
+def _is_bare(x: Any) -> bool:
+    """Whether something is numbers that do not say which part of a value they are."""
+    if isinstance(x, DTensor):
+        return not _torch.dtensor.holds_plain(x)
+    return isinstance(x, torch.Tensor) and x.dim() > 0
+
+
+def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
+    """DTensors that share the memory of one that goes with a parameter, and lie as it
+    does, by the id of that one. Takes from ``parameters`` what something else looks
+    into: a view, or a part that a user holds."""
+    owners: dict[int, tuple[dict[str, Any], str, Any]] = {}
+    for movable in parameters:
+        for what, x in movable.tensors.items():
+            memory = _torch.objects.memory_of(_torch.dtensor.local_of(x))
+            owners[memory] = movable.tensors, what, x
+    twins: dict[int, list[Any]] = {}
+    parts, bare = set[int](), []
+    for x in _torch.dtensor.live_users_of(owners):
+        local = _torch.dtensor.local_of(x) if isinstance(x, DTensor) else x
+        tensors, what, owner = owners[_torch.objects.memory_of(local)]
+        if x is owner:
+            parts.add(id(local))
+        elif _torch.dtensor.are_laid_out_alike(x, owner) and not hasattr(x, HOME):
+            twins.setdefault(id(owner), []).append(x)
+            parts.add(id(local))
+        else:
+            bare.append((x, tensors, what))
+    for x, tensors, what in bare:
+        if id(x) not in parts:
+            tensors.pop(what, None)
+    return twins
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def move(movable: Movable, spec: Spec, twins: Mapping[int, list[Any]]) -> None:
+    """Lay a parameter out by another spec, and all that goes with it. Memory for the
+    global value of one tensor is taken meanwhile. All ranks come together."""
+    by_id, mesh = holders(), Mesh.from_device_mesh(movable.parameter.device_mesh)
+    placements = spec.to_placements(mesh)
+    for x in movable.tensors.values():
+        part = part_of(gathered(x), spec, mesh, dist.get_rank())
+        part = part.clone(memory_format=torch.contiguous_format)
+        for twin in (x, *twins.get(id(x), ())):
+            _torch.dtensor.lay_out(twin, part, placements)
+        for holder in by_id.get(id(x), ()):
+            rests = holder.module.__dict__[RESTS]
+            rests[holder.key] = replace(holder.rest, spec=str(spec))

@@ -1,0 +1,319 @@
+"""Where the plan of a program has parameters: of a sample's call, or of the first graph
+that reads them.
+
+``uses`` plans a traced graph whose parameters may lie anywhere. ``settle`` does so for
+a Dynamo graph that is the first to read parameters which ``fxpar.shard`` split by
+default: rank 0 plans, all ranks move them, once, and Dynamo traces again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch, cache_files
+from fxpar.choose_plan import planned, searched
+from fxpar.config import Options
+from fxpar.passes.boundaries import read_signature
+from fxpar.runtime.at_rest.homes import HOME, Home
+from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
+from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_as_used
+from fxpar.runtime.caches import known_programs
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks.groups import Ranks, coming_graph
+from fxpar.runtime.stage_times import LAYOUT, stage
+from fxpar.runtime.tracing import TracedCall
+from fxpar.runtime.train_step.forward import fake_of, globally
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.hints import Entries, load
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
+from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import (
+    Mode,
+    Request,
+    choices,
+    named_machine,
+    plan_mode,
+    staged_choices,
+)
+from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.spec import Spec
+
+log = logging.getLogger("fxpar")
+
+FORMAT = "fxpar rests 1"
+
+
+def decided(
+    graph: fx.Graph,
+    fake_mode: Any,
+    signature: Signature,
+    ranks: Ranks,
+    hints: Mapping[str, Entries],
+    options: Options,
+    *,
+    of_all: bool,
+    name: str,
+) -> Decision:
+    """How the planner would run a traced graph, ``of_all`` ranks the same, else for
+    this rank by itself. Plan files and "replicate" say nothing here."""
+    mode: Mode = "propagate"
+    if options.plan == "search":
+        mode = plan_mode(options.plan, options)
+    request = Request(
+        without_stages(ranks.mesh),
+        signature,
+        hints,
+        mode,
+        meshes=choices(ranks.mesh, mode) if ranks.open else (),
+        staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
+        pipeline_schedule=AUTO_APART,
+        microbatches=options.microbatches,
+        free_along_stages="split",
+        cached=True,
+        name=name,
+        rank=ranks.rank,
+        named_hardware=named_machine(options),
+    )
+    plan = planned if of_all else searched
+    return plan(graph, fake_mode, request).decision
+
+
+def uses_of(decision: Decision) -> Uses:
+    """Specs in which a plan has parameters, by name."""
+    program = decision.program
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
+    return {
+        declared.name: decision.settled[v]
+        for declared, v in pairs
+        if v is not None and declared.kind == "parameter"
+    }
+
+
+def settle(
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+) -> None:
+    """Move parameters that no program has read yet to where this Dynamo graph uses
+    them, and make Dynamo trace again; return if none is to be moved.
+
+    Raises RankMismatchError if a rank does not come.
+    """
+    read = [x for x in examples if isinstance(x, DTensor) and hasattr(x, HOME)]
+    homes = list(dict.fromkeys(getattr(x, HOME) for x in read))
+    homes = [home for home in homes if home.movable]
+    if not homes or ranks.open:
+        return
+    if not _can_move(homes[0], options):
+        for home in homes:
+            home.movable.clear()
+        return
+    ours = _first_read(homes, read)
+    if not ours:
+        return
+    with stage(LAYOUT):
+        twins, texts = twins_of(ours.values()), {}
+        if consensus.leads():
+            with presence.works("plans where parameters rest"):
+                texts = _planned(gm, inputs, examples, options, ranks, ours)
+        moves = _agreed(ours, texts)
+        for home in homes:
+            laid = {x.name for x in ours.values() if x.home is home}
+            for copy in (ref() for ref in home.copies):
+                if copy is not None:
+                    copy.movable -= copy.movable if moves is None else laid
+        for key, spec in (moves or {}).items():
+            move(ours[key], spec, twins)
+    if moves:
+        _torch.dynamo.trace_again("fxpar: parameters rest where they are used")
+
+
+def _can_move(home: Home, options: Options) -> bool:
+    """Whether parameters of a model may rest otherwise than split over all axes: along
+    axes of the batch they are gathered in any case, and stages have theirs."""
+    mesh = Mesh.parse(home.mesh)
+    along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
+    return bool(along) and not pipeline_axis(mesh) and options.plan != "replicate"
+
+
+def _first_read(homes: Sequence[Home], read: Sequence[Any]) -> dict[str, Movable]:
+    """The movable parameters among those that are read, and those of layers that are
+    like theirs: else one graph would not serve all of these."""
+    every = movables(homes)
+    ids = {id(x) for x in read}
+    kinds = {_kind(x) for x in every if id(x.parameter) in ids}
+    return {f"{homes.index(x.home)} {x.name}": x for x in every if _kind(x) in kinds}
+
+
+def _kind(x: Movable) -> tuple[Any, ...]:
+    """What parameters of layers that repeat have in common."""
+    name = re.sub(r"(?<![^.])\d+(?![^.])", "*", x.name)
+    return x.home, name, tuple(x.parameter.shape)
+
+
+def _agreed(
+    ours: Mapping[str, Movable], told: Mapping[str, str]
+) -> dict[str, Spec] | None:
+    """Where parameters are to rest that are moved, as rank 0 told: not what is looked
+    into on some rank; None if ranks do not read the same. Takes from ``ours`` what goes
+    with a parameter on some ranks only."""
+    lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
+    digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
+    texts = consensus.gather(tag, json.dumps({"digest": digest, "rests": told}))
+    messages = [json.loads(text) for text in texts]
+    if any(message["digest"] != digest for message in messages):
+        every = [{*json.loads(x)} for x in consensus.gather(tag, json.dumps(lines))]
+        common = set.intersection(*every)
+        keys = [{x for x in lines_ if x.endswith("\t")} for lines_ in every]
+        if any(x != keys[0] for x in keys):
+            return None
+        for key, movable in ours.items():
+            for what in [*movable.tensors]:
+                if f"{key}\t{what}" not in common:
+                    del movable.tensors[what]
+    specs = {key: Spec.parse(text) for key, text in messages[0]["rests"].items()}
+    return {
+        key: specs[key]
+        for key, x in sorted(ours.items())
+        if specs.get(key, x.spec) != x.spec and "value" in x.tensors
+    }
+
+
+def _planned(
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+    ours: Mapping[str, Movable],
+) -> dict[str, str]:
+    """Where each parameter is to rest, as text, as an earlier start found it out or as
+    a plan has it; none if there is no plan: compiling the graph says why."""
+    text = known_programs.text_of(gm, inputs, examples, options, ranks, [*ours])
+    key = consensus.digest_of(text or "")
+    path = cache_files.folder() / f"{key}.rests.json"
+    record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
+    if record:
+        return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
+    try:
+        with _torch.dynamo.outside_of_trace():
+            uses = _uses(gm, inputs, examples, options, ranks, ours)
+    except Exception:
+        log.info("parameters stay where they rest", exc_info=True)
+        return {}
+    specs = _as_used(uses, inputs, examples, ours)
+    texts = {key: str(spec) for key, spec in specs.items()}
+    if text:
+        cache_files.write_record(path, FORMAT, key, {"rests": texts})
+    return texts
+
+
+def _as_used(
+    uses: Uses,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    ours: Mapping[str, Movable],
+) -> dict[str, Spec]:
+    """Where parameters are to rest that a program uses so."""
+    by_parameter = {
+        id(x): uses.get(name.name) for name, x in zip(inputs, examples, strict=True)
+    }
+    by_kind = {
+        _kind(x): use
+        for x in ours.values()
+        if (use := by_parameter.get(id(x.parameter))) is not None
+    }
+    first = next(iter(ours.values())).home
+    mesh, forms = Mesh.parse(first.mesh), {}
+    for key, x in ours.items():
+        use = by_kind.get(_kind(x))
+        if use is not None and all(axis in mesh.sizes for axis in use.axes):
+            forms[key] = tuple(x.parameter.shape), use
+    return layouts_as_used(forms, mesh, alike=first.alike)
+
+
+def _uses(
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+    ours: Mapping[str, Movable],
+) -> Uses:
+    """Specs in which a program uses its parameters, by name: of the plan that it is to
+    follow, else of one that is made here."""
+    if options.plan not in ("search", "propagate"):
+        with ranks.inside():
+            mode = plan_mode(options.plan, options, f"graph{coming_graph()}")
+        assert isinstance(mode, Plan)
+        return dict(mode.parameters)
+    forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
+    mode_, free = _torch.fake.new_fake_mode(symbols=True), _ids(ours)
+    fakes = [_fake(x, mode_) for x in examples]
+    grad = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
+    )
+    call = TracedCall(forward.module, tuple(fakes), {}, grad)
+    module, fake_mode = call.trace()
+    declared: list[Input] = []
+
+    def declare(kind: str, payload: Any, node: fx.Node) -> Input:
+        name, rest, use, value = f"{kind}_{len(declared)}", None, None, node.meta["val"]
+        is_free = False
+        if kind == "input":
+            place = call.places[payload]
+            end, is_free = forward.ends[place], id(examples[place]) in free
+            name, kind = end.name, end.kind
+            if not is_free:
+                rest, use = end.rest, end.use
+        if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
+            fed = options.inputs == "global" and rest is None
+            rest = Spec.whole(value.dim()) if fed else rest
+        declared.append(Input(name, kind, rest, use, splits=is_free))
+        return declared[-1]
+
+    def end(kind: str, name: str, of: int | None) -> Output:
+        rest = None
+        if kind == "gradient" and of is not None:
+            rest = declared[of].rest
+        return Output(name, kind, of, rest)
+
+    signature = read_signature(module.graph, declare, end)
+    decision = decided(
+        *(module.graph, fake_mode, signature, ranks, load(options.hints), options),
+        of_all=False,
+        name="the first call",
+    )
+    mesh = decision.mesh
+    return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
+
+
+def _ids(ours: Mapping[str, Movable]) -> set[int]:
+    return {id(x.parameter) for x in ours.values()}
+
+
+def _fake(x: Any, mode: Any) -> Any:
+    """A fake of the global value, of open sizes as they are now."""
+    if not isinstance(x, torch.Tensor):
+        return _torch.symbols.hint_of(x)
+    shape, strides = map(_torch.symbols.hint_shape, (x.shape, x.stride()))
+    if not isinstance(x, DTensor):
+        with mode:
+            fake = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    else:
+        fake = fake_of(x, mode)
+    return fake.requires_grad_(x.requires_grad)

@@ -1,0 +1,49 @@
+"""Parameters that may rest anywhere, but split over all ranks: the search finds along
+which dims, at the price of bringing them to where they are used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.decide import searched
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.search.run_search import SearchOptions
+
+
+def rests(rows: int, *, splits: bool) -> list[str]:
+    """Where both matrices of a perceptron rest on four ranks."""
+    model = nn.Sequential(
+        nn.Linear(512, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 512, bias=False)
+    )
+    plan = fxpar.plan(model, torch.ones(rows, 512), mesh="tp=4", mode="replicate")
+    program = plan.result.decision.program
+    inputs = [
+        replace(x, splits=splits and x.kind == "parameter")
+        for x in program.signature.inputs
+    ]
+    program = replace(
+        program, signature=replace(program.signature, inputs=tuple(inputs))
+    )
+    options = SearchOptions(lookup("h100"), 30.0)
+    decision = searched(program, Mesh.parse("tp=4"), {}, (), options)
+    pairs = zip(inputs, program.inputs, strict=True)
+    return [
+        str(decision.settled[v])
+        for x, v in pairs
+        if v is not None and x.kind == "parameter"
+    ]
+
+
+def test_few_rows_take_weights_where_they_are() -> None:
+    assert rests(8, splits=True) == ["[tp, _]", "[_, tp]"]
+
+
+def test_many_rows_gather_weights_but_never_hold_them() -> None:
+    rows = 1 << 17
+    assert rests(rows, splits=False) == ["[_, _]", "[_, _]"]
+    assert all("tp" in spec for spec in rests(rows, splits=True))
