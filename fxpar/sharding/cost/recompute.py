@@ -100,7 +100,7 @@ def computed_again(
     reads = {node: node.all_input_nodes for node in calls}
     read_nodes: set[fx.Node] = set()
     recomputed: set[fx.Node] = set()
-    tags = {node: _tag(node) for node in calls}
+    tags = {node: tag(node) for node in calls}
     kept = {viewed(node) for node, is_again in tags.items() if is_again is False}
     must = set(kept)
     row: dict[fx.Node, int] = {}  # so many ops after it are computed again
@@ -165,7 +165,7 @@ def _is_given(node: fx.Node) -> bool:
     return not tensors_in(node.meta.get("val")) or is_view(node)
 
 
-def _tag(node: fx.Node) -> bool | None:
+def tag(node: fx.Node) -> bool | None:
     """Whether a value is tagged to be computed again; None if it is not tagged. What
     one checkpointed region gives to a later one is kept, as AOTAutograd has it: else
     the last would be computed from the inputs of the first."""
