@@ -57,12 +57,12 @@ from fxpar.sharding.plan_request import (
     plan_mode,
     staged_choices,
 )
-from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
 from fxpar.sharding.spec import Spec
+from fxpar.units import short_bytes, short_seconds
 
 
 @dataclass(frozen=True)
@@ -83,24 +83,19 @@ class Predicted:
     sent: tuple[tuple[str, int], ...]
     # Of memory; the optimizer's state is not in a step's graph, and not in this.
     peak_bytes: int
+    # Of memory, with the optimizer's state, as in ``Plan.memory``.
+    held_bytes: int
 
     def __str__(self) -> str:
-        sent = ", ".join(f"{_large(n)}B over {axes}" for axes, n in self.sent)
+        sent = ", ".join(f"{short_bytes(n)} over {axes}" for axes, n in self.sent)
         step, compute, exposed, hidden = map(
             short_seconds, (self.seconds, self.compute, self.exposed, self.hidden)
         )
         return (
             f"{step} a step on {self.hardware}: {compute} compute, {exposed} waiting "
             f"for communication, {hidden} of communication hidden; sends "
-            f"{sent or 'nothing'}; peak memory {_large(self.peak_bytes)}B"
+            f"{sent or 'nothing'}; peak memory {short_bytes(self.held_bytes)}"
         )
-
-
-def _large(number: float) -> str:
-    """``1.23 M``."""
-    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    scale, letter = next(((s, x) for s, x in scales if number >= s), (1.0, ""))
-    return f"{number / scale:.3g} {letter}"
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,15 @@ class TracedPlan(Plan):
             line.hidden_seconds,
             tuple(line.sent.items()),
             line.peak_bytes,
+            self.held_bytes or line.peak_bytes,
         )
+
+    def predicted_texts(self) -> list[str]:
+        """What ``predicted`` says, if the hardware is known."""
+        try:
+            return [str(self.predicted)] if self.result is not None else []
+        except (DeviceError, PlanError):  # of the user's own collectives
+            return []
 
     def diff(self, other: Plan) -> str:
         """As ``Plan.diff``, and the predicted seconds of a step, if both plans were

@@ -48,9 +48,7 @@ def checkpoints_tagged() -> Iterator[None]:
             return forward, backward
 
         with preserve_node_meta():  # the tags of a region end with it
-            yield from plain(
-                fn, False, contexts, check, False, False, *args, **kwargs
-            )
+            yield from plain(fn, False, contexts, check, False, False, *args, **kwargs)
 
     class Reentrant:
         @staticmethod

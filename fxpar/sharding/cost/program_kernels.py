@@ -275,7 +275,7 @@ def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKerne
         tuple(base),
         frozenset(v for buffer, v in run.value_of.items() if buffer.written),
         frozenset(v for v in run.recomputed if base[v] == v),
-        frozenset(run.value_of[b] for x in run.launches if x.backward for b in x.writes),
+        frozenset(v for x in run.launches if x.backward for v in run.written_by(x)),
         tuple(works),
         runs,
         tuple(_read_by_light(program)),
@@ -361,6 +361,10 @@ class _Run:
                 place = buffer.node, count[buffer.node]
                 self.value_of[buffer] = self.program.value_of[place]
                 count[buffer.node] += 1
+
+    def written_by(self, launch: Launch) -> list[int]:
+        """Values that a launch writes to memory."""
+        return [self.value_of[buffer] for buffer in launch.writes]
 
     def base(self) -> list[int]:
         """For each value the one whose memory it shows."""
