@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ from fxpar.sharding.plan_request import (
     plan_mode,
     staged_choices,
 )
-from fxpar.sharding.program import Input, Output
+from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
@@ -289,7 +289,6 @@ class TracedPlan(Plan):
         return self.result, self.call
 
 
-@in_one_block
 def plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -317,21 +316,57 @@ def plan(
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
     _refuse_options(fn, kwargs)
-    plan_options = {"mesh": mesh} | (
-        {} if schedule is None else {"schedule": str(schedule)}
+    asked = {} if schedule is None else {"schedule": str(schedule)}
+    return plan_call(
+        fn,
+        args,
+        kwargs,
+        asked,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        hints=hints,
+        mode=mode,
+        grad=grad,
     )
-    options = Options.read(plan_options)
+
+
+@in_one_block
+def plan_call(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    *,
+    mesh: str | Mesh,
+    in_specs: Sequence[Any] | None = None,
+    out_specs: Sequence[Any] | None = None,
+    hints: Mapping[str, Entries] | str | None = None,
+    mode: str | None = None,
+    grad: bool = False,
+    shard: bool = True,
+) -> TracedPlan:
+    """``plan`` with options that are ``asked`` for, by name; else those of the
+    environment hold. ``shard``: parameters rest as the plan splits them, as after
+    ``fxpar.shard``; otherwise whole on every rank.
+
+    Raises as ``plan``.
+    """
+    options = Options.read({"mesh": mesh, **asked})
     chosen = plan_mode(mode or options.plan, options)
     auto = read_auto(mesh)
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
-    call = TracedCall(fn, args, kwargs, grad)
+    call = TracedCall(fn, tuple(args), dict(kwargs), grad)
     leads = options.progress and not own_rank()
     with status_line.status_of("plan", STEP_NAMES, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
     input_specs = specs_of(in_specs, call.count, "in_specs", "tensor arguments")
 
     def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
-        return call.declare(kind, payload, node, input_specs)
+        end = call.declare(kind, payload, node, input_specs)
+        if kind == "parameter" and not shard:
+            return replace(end, rest=Spec.whole(node.meta["val"].dim()))
+        return end
 
     result_specs = specs_of(out_specs, call.result_count, "out_specs", "tensor results")
 
@@ -341,6 +376,8 @@ def plan(
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
+    if not shard:
+        signature = _gradients_as_parameters(signature)
     signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
@@ -366,13 +403,27 @@ def plan(
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
+    given = result.plan
+    if options.memory is not None:
+        given = replace(given, room=int(options.memory))
     return TracedPlan(
-        **asdict_shallow(result.plan),
+        **asdict_shallow(given),
         result=result,
         call=call,
         module=module,
         options=options,
     )
+
+
+def _gradients_as_parameters(signature: Signature) -> Signature:
+    """Gradients of parameters rest as these do."""
+    outputs = (
+        replace(out, rest=signature.inputs[out.of].rest)
+        if out.kind == "gradient" and out.of is not None
+        else out
+        for out in signature.outputs
+    )
+    return replace(signature, outputs=tuple(outputs))
 
 
 def _refuse_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

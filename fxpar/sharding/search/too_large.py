@@ -8,7 +8,7 @@ most that it can gain is known, "up to" says so.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from fxpar.errors import PlanError
 from fxpar.sharding.cost.recompute import tag
@@ -57,11 +57,15 @@ def nothing_fits(
 
 
 def _by_kind(program: Program, held: Held, need: float) -> Iterator[str]:
+    inputs = zip(program.signature.inputs, program.inputs, strict=True)
+    outputs = zip(program.signature.outputs, program.outputs, strict=True)
+    names = {v: x.name for x, v in inputs}
+    names |= {v: x.name for x, v in outputs if x.kind == "gradient"}
     sizes, lines = Sizes(float), dict[str, Sizes]()
     for entry, nbytes in held:
         kind = _CALLED[entry.kind]
         sizes[kind] += nbytes
-        lines.setdefault(kind, Sizes(float))[_line(program, entry.value)] += nbytes
+        lines.setdefault(kind, Sizes(float))[_place(program, entry, names)] += nbytes
     for kind in dict.fromkeys(_CALLED.values()):
         if sizes[kind] < _LEAST * need:
             continue
@@ -70,15 +74,15 @@ def _by_kind(program: Program, held: Held, need: float) -> Iterator[str]:
         yield f"    {short_bytes(sizes[kind]):>8} {kind}: {where}"
 
 
-def _line(program: Program, v: int) -> str:
-    """The user's line that a value is of, or the name of the input it is."""
-    maker = program.producers.get(v)
-    if maker is None:
-        names = zip(program.signature.inputs, program.inputs, strict=True)
-        return next((x.name for x, u in names if u == v), program.values[v].name)
+def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> str:
+    """The parameter or input that a value is or is the gradient of; of others the
+    user's line."""
+    maker = program.producers.get(entry.value)
+    if maker is None or entry.kind == "gradient":
+        return names.get(entry.value, program.values[entry.value].name)
     line = user_line(program.ops[maker[0]].node)
     if line is None:
-        return program.values[v].name
+        return program.values[entry.value].name
     return line.rpartition("site-packages/")[2]
 
 
