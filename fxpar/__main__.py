@@ -50,6 +50,22 @@ def parser() -> argparse.ArgumentParser:
         "--mode", help="propagate, search, replicate or a file; default: FXPAR_PLAN"
     )
     one.add_argument("--hints", metavar="FILE", help="TOML, as FXPAR_HINTS")
+    one.add_argument(
+        "--hardware", help="h100, ..., or a file of calibrate; default: FXPAR_HARDWARE"
+    )
+    one.add_argument(
+        "--memory",
+        type=_nbytes,
+        metavar="SIZE",
+        help="what a rank has, such as 80GB; default: the hardware's",
+    )
+    one.add_argument(
+        "--shard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="parameters rest as the plan splits them, as after fxpar.shard; else "
+        "whole on every rank, as under torch.compile alone",
+    )
     one.add_argument("--grad", action="store_true", help="plan the backward too")
     one.add_argument("--why", metavar="NAME", help="why a value has its spec")
     one.add_argument("--html", metavar="FILE", help="write the plan as a page")
@@ -103,6 +119,20 @@ def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float
     return number
 
 
+def _nbytes(text: str) -> int:
+    """Reads bytes from the command line: 80GB, 64GiB, 1e9."""
+    number = text.rstrip("bBiI").rstrip("kKMGT")
+    letters = text[len(number) :].upper().removesuffix("B")
+    power = "KMGT".find(letters[:1]) + 1 if letters else 0
+    return int(float(number) * (1024 if letters.endswith("I") else 1000) ** power)
+
+
+_nbytes.__name__ = "size"  # as argparse says it
+
+# The exit status where a plan needs more memory than a rank has.
+TOO_LARGE = 3
+
+
 def _demo(args: argparse.Namespace) -> int:
     from fxpar.explain.demo import demo
 
@@ -127,12 +157,12 @@ def _plan(args: argparse.Namespace) -> int:
         if path:
             write(path)
             print(f"wrote {path}")
-    return 0
+    return 0 if plan.fits else TOO_LARGE
 
 
 def _planned(args: argparse.Namespace) -> Plan:
     from fxpar.explain.script import PlanTarget, first_call, load
-    from fxpar.planning import plan
+    from fxpar.planning import plan_call
     from fxpar.sharding.plan import Plan
 
     if args.target.endswith(".json"):
@@ -144,8 +174,18 @@ def _planned(args: argparse.Namespace) -> Plan:
     else:
         call = PlanTarget(*load(args.target))
     grad = args.grad or (call.grad and _asks_for_gradients(call))
-    options = {"mode": args.mode, "hints": args.hints, "mesh": args.mesh, "grad": grad}
-    return plan(call.function, *call.args, **options, **call.kwargs)
+    given = {"hardware": args.hardware, "memory": args.memory}
+    return plan_call(
+        call.function,
+        call.args,
+        call.kwargs,
+        {name: x for name, x in given.items() if x is not None},
+        mesh=args.mesh,
+        hints=args.hints,
+        mode=args.mode,
+        grad=grad,
+        shard=args.shard,
+    )
 
 
 def _asks_for_gradients(call: PlanTarget) -> bool:

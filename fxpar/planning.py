@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,12 @@ from fxpar.sharding.plan_request import (
     plan_mode,
     staged_choices,
 )
-from fxpar.sharding.plan_text import short_seconds
-from fxpar.sharding.program import Input, Output
+from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
+from fxpar.units import short_bytes, short_seconds
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,19 @@ class Predicted:
     sent: tuple[tuple[str, int], ...]
     # Of memory; the optimizer's state is not in a step's graph, and not in this.
     peak_bytes: int
+    # Of memory, with the optimizer's state, as in ``Plan.memory``.
+    held_bytes: int
 
     def __str__(self) -> str:
-        sent = ", ".join(f"{_large(n)}B over {axes}" for axes, n in self.sent)
+        sent = ", ".join(f"{short_bytes(n)} over {axes}" for axes, n in self.sent)
         step, compute, exposed, hidden = map(
             short_seconds, (self.seconds, self.compute, self.exposed, self.hidden)
         )
         return (
             f"{step} a step on {self.hardware}: {compute} compute, {exposed} waiting "
             f"for communication, {hidden} of communication hidden; sends "
-            f"{sent or 'nothing'}; peak memory {_large(self.peak_bytes)}B"
+            f"{sent or 'nothing'}; peak memory {short_bytes(self.held_bytes)}"
         )
-
-
-def _large(number: float) -> str:
-    """``1.23 M``."""
-    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    scale, letter = next(((s, x) for s, x in scales if number >= s), (1.0, ""))
-    return f"{number / scale:.3g} {letter}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,15 @@ class TracedPlan(Plan):
             line.hidden_seconds,
             tuple(line.sent.items()),
             line.peak_bytes,
+            self.held_bytes or line.peak_bytes,
         )
+
+    def predicted_texts(self) -> list[str]:
+        """What ``predicted`` says, if the hardware is known."""
+        try:
+            return [str(self.predicted)] if self.result is not None else []
+        except (DeviceError, PlanError):  # of the user's own collectives
+            return []
 
     def diff(self, other: Plan) -> str:
         """As ``Plan.diff``, and the predicted seconds of a step, if both plans were
@@ -270,7 +273,6 @@ class TracedPlan(Plan):
         return self.result, self.call
 
 
-@in_one_block
 def plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -298,21 +300,57 @@ def plan(
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
     _refuse_options(fn, kwargs)
-    plan_options = {"mesh": mesh} | (
-        {} if schedule is None else {"schedule": str(schedule)}
+    asked = {} if schedule is None else {"schedule": str(schedule)}
+    return plan_call(
+        fn,
+        args,
+        kwargs,
+        asked,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        hints=hints,
+        mode=mode,
+        grad=grad,
     )
-    options = Options.read(plan_options)
+
+
+@in_one_block
+def plan_call(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    *,
+    mesh: str | Mesh,
+    in_specs: Sequence[Any] | None = None,
+    out_specs: Sequence[Any] | None = None,
+    hints: Mapping[str, Entries] | str | None = None,
+    mode: str | None = None,
+    grad: bool = False,
+    shard: bool = True,
+) -> TracedPlan:
+    """``plan`` with options that are ``asked`` for, by name; else those of the
+    environment hold. ``shard``: parameters rest as the plan splits them, as after
+    ``fxpar.shard``; otherwise whole on every rank.
+
+    Raises as ``plan``.
+    """
+    options = Options.read({"mesh": mesh, **asked})
     chosen = plan_mode(mode or options.plan, options)
     auto = read_auto(mesh)
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
-    call = TracedCall(fn, args, kwargs, grad)
+    call = TracedCall(fn, tuple(args), dict(kwargs), grad)
     leads = options.progress and not own_rank()
     with status_line.status_of("plan", STEP_NAMES, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
     input_specs = specs_of(in_specs, call.count, "in_specs", "tensor arguments")
 
     def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
-        return call.declare(kind, payload, node, input_specs)
+        end = call.declare(kind, payload, node, input_specs)
+        if kind == "parameter" and not shard:
+            return replace(end, rest=Spec.whole(node.meta["val"].dim()))
+        return end
 
     result_specs = specs_of(out_specs, call.result_count, "out_specs", "tensor results")
 
@@ -322,6 +360,8 @@ def plan(
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
+    if not shard:
+        signature = _gradients_as_parameters(signature)
     signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
@@ -347,13 +387,27 @@ def plan(
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
+    given = result.plan
+    if options.memory is not None:
+        given = replace(given, room=int(options.memory))
     return TracedPlan(
-        **asdict_shallow(result.plan),
+        **asdict_shallow(given),
         result=result,
         call=call,
         module=module,
         options=options,
     )
+
+
+def _gradients_as_parameters(signature: Signature) -> Signature:
+    """Gradients of parameters rest as these do."""
+    outputs = (
+        replace(out, rest=signature.inputs[out.of].rest)
+        if out.kind == "gradient" and out.of is not None
+        else out
+        for out in signature.outputs
+    )
+    return replace(signature, outputs=tuple(outputs))
 
 
 def _refuse_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ ROOT = TESTS.parent / "fxpar"
 
 # A module imports from its own part and from parts on lower levels.
 LEVELS = [
-    {"errors", "python_frames"},
+    {"errors", "python_frames", "units"},
     {"_torch"},
     {"option_values"},
     {"config"},
@@ -54,6 +54,7 @@ RANKLESS = {
     "errors",
     "option_values",
     "python_frames",
+    "units",
     "config",
     "sharding",
     "passes",

@@ -6,6 +6,7 @@ Each name is imported where it is used first, since importing fxpar must stay li
 from fxpar._torch import (
     alike_layers,
     aot,
+    checkpoints,
     cpp_kernels,
     cuda,
     descriptors,
@@ -38,6 +39,7 @@ from fxpar._torch import (
 __all__ = [
     "alike_layers",
     "aot",
+    "checkpoints",
     "cpp_kernels",
     "cuda",
     "descriptors",

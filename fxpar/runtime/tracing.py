@@ -338,6 +338,7 @@ class TracedCall:
             stack.enter_context(ByProducts())
             stack.enter_context(AsOneGraph())
             stack.enter_context(_torch.aot.refusing_accumulation())
+            stack.enter_context(_torch.checkpoints.checkpoints_tagged())
             stack.callback(self.program.swapped.close)
             try:
                 module = _torch.aot.export_joint(

@@ -26,7 +26,7 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine, rounded
 from fxpar.sharding.search.batch_parts import SharedKernels
-from fxpar.sharding.search.least_memory import least_bytes, whole_entries
+from fxpar.sharding.search.least_memory import least_held, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.rank_candidates import nearest
 from fxpar.sharding.search.run_search import (
@@ -34,9 +34,8 @@ from fxpar.sharding.search.run_search import (
     STOPPED,
     SearchOptions,
     SearchResult,
-    more_room,
-    sizes_as_text,
 )
+from fxpar.sharding.search.too_large import nothing_fits
 from fxpar.sharding.search.unequal_shards import best_shares
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm
@@ -256,14 +255,9 @@ def _check_memory(
     part = None
     if batch is not None:
         part = batch.part(program, parts_of(batch.cut.rows, batch.most))
-    least = least_bytes(program, live, ranks, part)
-    if least > limit:
-        room, need = sizes_as_text(limit, least)
-        raise PlanError(
-            f"no plan fits in {room} a rank: on {ranks} ranks any needs {need} at "
-            "least",
-            fix=more_room(program),
-        )
+    held = least_held(program, live, ranks, part)
+    if sum(nbytes for _, nbytes in held) > limit:
+        raise nothing_fits(program, limit, held, ranks, least=True)
 
 
 def search_of(decision: Decision) -> SearchResult:

@@ -151,6 +151,8 @@ class Plan:
     # (kind, bytes of a rank) when it holds most, as simulated, with the optimizer's
     # state.
     memory: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    # Bytes that a rank has; None if no hardware is known.
+    room: int | None = field(default=None, compare=False)
     # What resharding costs most.
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
     # The lines of ``fusion.schedule`` that were done to the local graph.
@@ -170,6 +172,20 @@ class Plan:
     stages: tuple[PipelineStage, ...] = ()
     # For these asked for or searched; None: as many as is usual.
     microbatches: int | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What a rank holds at its peak, with the optimizer's state; 0 if unknown."""
+        return sum(size for _, size in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has as much memory, as far as is known."""
+        return self.room is None or self.held_bytes <= self.room
+
+    def predicted_texts(self) -> list[str]:
+        """What a step is predicted to take, where the plan knows its program."""
+        return []
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
@@ -266,6 +282,7 @@ class Plan:
         data["modules"] = [node.module for node in self.nodes]
         data["reads"] = [node.reads for node in self.nodes]
         data["memory"] = list(self.memory)
+        data["room"] = self.room
         data["near"] = list(self.near)
         data["regions"] = list(self.regions)
         for stage, saved in zip(self.stages, data.get("stages", ()), strict=True):

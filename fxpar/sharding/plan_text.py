@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
+from fxpar.units import short_bytes, short_seconds, sizes_as_text
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b"}
 
@@ -23,7 +24,7 @@ def short_dtype(name: str) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: ops with specs and user lines, then the summary."""
-    lines = [f"plan {plan.hash} for mesh {plan.mesh}", ""]
+    lines = [*_does_not_fit(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
     near = [f"near miss: {text}" for text in plan.near]
     regions = [f"region: {text}" for text in plan.regions]
@@ -50,9 +51,10 @@ def _node_line(node: NodePlan) -> str:
 
 
 def summary_text(plan: Plan) -> str:
-    """Mesh, parameters by spec, collectives by kind and axes, the dearest reshards,
-    memory by kind, notes."""
-    lines = [f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
+    """Mesh, what is predicted, parameters by spec, collectives by kind and axes, the
+    dearest reshards, memory by kind, notes; before all, whether memory is short."""
+    lines = [*_does_not_fit(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
+    lines += [f"predicted: {text}" for text in plan.predicted_texts()]
     lines += ["parameters:", *_by_spec(plan.parameters)]
     if plan.stages:
         lines += ["stages, each of one microbatch:", *map(_stage_line, plan.stages)]
@@ -60,15 +62,24 @@ def summary_text(plan: Plan) -> str:
     if plan.dearest:
         lines += ["dearest reshards:", *map(_moved, plan.dearest)]
     if plan.memory:
-        most = sum(size for _, size in plan.memory)
-        lines.append(f"memory per rank at its peak: {most:,} bytes")
-        lines += [f"  {kind:<23} {size:>15,} bytes" for kind, size in plan.memory]
+        most = short_bytes(plan.held_bytes)
+        room = "" if plan.room is None else f" of {short_bytes(plan.room)}"
+        lines.append(f"memory per rank at its peak: {most}{room}")
+        lines += [f"  {kind:<23} {short_bytes(size):>10}" for kind, size in plan.memory]
     if plan.unknown:
         lines.append(f"ops without a rule, made whole: {', '.join(plan.unknown)}")
     if plan.schedule:
         lines += ["schedule:", *map(_short_line, plan.schedule.splitlines())]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _does_not_fit(plan: Plan) -> list[str]:
+    """What is said first where a rank has too little memory."""
+    if plan.room is None or plan.fits:
+        return []
+    need, room = sizes_as_text(plan.held_bytes, plan.room)
+    return [f"DOES NOT FIT: a rank needs {need} at its peak, and has {room}"]
 
 
 def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
@@ -88,8 +99,8 @@ def _stage_line(stage: PipelineStage) -> str:
     )
     return (
         f"  {stage.index} at {stage.place}: {len(stage.ops)} ops, forward {forward}, "
-        f"backward {backward}, {len(stage.parameters)} parameters ({stage.bytes:,} "
-        f"bytes), sends {stage.sent_bytes:,} bytes"
+        f"backward {backward}, {len(stage.parameters)} parameters "
+        f"({short_bytes(stage.bytes)}), sends {short_bytes(stage.sent_bytes)}"
     )
 
 
@@ -111,17 +122,9 @@ def _short_line(line: str) -> str:
 def _moved(moved: Moved) -> str:
     seconds = "" if moved.seconds is None else f"{short_seconds(moved.seconds):>8} "
     return (
-        f"  {seconds}{moved.bytes:>14,} bytes {moved.calls:>4} calls  "
+        f"  {seconds}{short_bytes(moved.bytes):>10} {moved.calls:>4} calls  "
         f"{moved.source} -> {moved.target}  ({'; '.join(moved.steps)})  # {moved.line}"
     )
-
-
-def short_seconds(seconds: float) -> str:
-    """``1.23 ms``."""
-    scale, unit = next(
-        ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
-    )
-    return f"{round(seconds / scale, 3):.3g} {unit}"
 
 
 def _by_kind(collectives: Iterable[Collective]) -> list[str]:
@@ -129,7 +132,7 @@ def _by_kind(collectives: Iterable[Collective]) -> list[str]:
     for c in collectives:
         groups[c.kind, "+".join(c.axes)].append(c.bytes)
     out = [
-        f"  {kind:<15} {axes:<8} {len(sizes):>4} calls {sum(sizes):>14,} bytes"
+        f"  {kind:<15} {axes:<8} {len(sizes):>4} calls {short_bytes(sum(sizes)):>10}"
         for (kind, axes), sizes in sorted(groups.items())
     ]
     return out or ["  none"]

@@ -168,6 +168,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         saved.get("reasons", ()).each(lambda x: x.pair(Saved.text, Saved.text)),
         texts("notes"),
         memory=saved.get("memory", ()).each(lambda x: x.pair(Saved.text, Saved.count)),
+        room=saved.get("room", None).count_or_none(),
         dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
         schedule=saved.get("schedule", "").text(),
         experts=texts("experts"),

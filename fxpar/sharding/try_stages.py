@@ -35,6 +35,7 @@ from fxpar.sharding.search.memory_constraints import Entry
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.solver import work_clock
+from fxpar.units import short_bytes, sizes_as_text
 
 _UNFIT = (HintError, MeshError, SpecError)
 
@@ -218,7 +219,7 @@ def attempt(
             None, "has more stages than the program has ops on the batch"
         )
     if max(step.memory) > options.budget:
-        text = f"needs {max(step.memory) / 2**30:.3g} GiB a rank"
+        text = f"needs {short_bytes(max(step.memory))} a rank"
         return StagedTrial(None, text, bound, too_large=True)
     if not decision.is_even:
         return StagedTrial(None, "has shards that are not alike")
@@ -257,8 +258,8 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
 
 
 def _too_large(step: StagedStep, budget: float) -> str:
-    largest, room = max(step.memory) / 2**30, budget / 2**30
+    largest, room = sizes_as_text(max(step.memory), budget)
     return (
-        f"a rank needs {largest:.3g} GiB in the largest of {len(step.forward)} stages, "
-        f"and has {room:.3g} GiB: take more microbatches, or more stages"
+        f"a rank needs {largest} in the largest of {len(step.forward)} stages, "
+        f"and has {room}: take more microbatches, or more stages"
     )

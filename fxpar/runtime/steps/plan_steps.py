@@ -261,6 +261,7 @@ def describe(state: JointState) -> None:
         stages=state.stages,
         microbatches=state.request.microbatches if state.stages else None,
         schedule=str(state.schedule),
+        room=_room(state.request),
         experts=state.request.experts_over or (),
         bodies=state.request.bodies,
         sent_rows=state.sent_rows,
@@ -275,6 +276,14 @@ def _at_hints(state: JointState) -> fx.Graph:
     if not state.open:
         return state.graph
     return size_nodes.at_hints(state.graph, state.fake_mode)
+
+
+def _room(request: Request) -> int | None:
+    """Bytes that a rank has."""
+    if isinstance(request.mode, SearchOptions):
+        return int(request.mode.budget)
+    hardware = request.hardware or request.named_hardware
+    return None if hardware is None else int(hardware.memory)
 
 
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:

@@ -60,7 +60,7 @@ from fxpar.sharding.strategy import Strategy
 class Work:
     """One op's work, of all ranks together."""
 
-    # Of its contraction; 0 for a light op.
+    # Of its contraction, twice if the backward computes it again; 0 for a light op.
     flops: float
     # (position among ``op.tensors``, bytes) that it reads or writes in memory; of what
     # its kernel reads for several ops, its share. In the forward, and, of what the
@@ -229,6 +229,8 @@ class ProgramKernels:
     written: frozenset[int]
     # Values of the forward that the backward computes anew.
     recomputed: frozenset[int]
+    # Bases of values that the backward writes to memory, those of them too.
+    written_late: frozenset[int]
     # Of each op.
     works: tuple[Work, ...]
     # Of each op when its kernel runs, in the forward and in the backward; NEVER if not.
@@ -266,14 +268,16 @@ def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKerne
     run = _Run(program, gathered)
     base = run.base()
     moved, launched = run.moved(base), Counter(run.leaders())
-    works = _works(program, moved, launched)
+    runs = tuple(run.runs())
+    works = _works(program, moved, launched, runs)
     return ProgramKernels(
         program,
         tuple(base),
         frozenset(v for buffer, v in run.value_of.items() if buffer.written),
         frozenset(v for v in run.recomputed if base[v] == v),
+        frozenset(v for x in run.launches if x.backward for v in run.written_by(x)),
         tuple(works),
-        tuple(run.runs()),
+        runs,
         tuple(_read_by_light(program)),
     )
 
@@ -282,15 +286,20 @@ def _works(
     program: Program,
     moved: Mapping[int, list[tuple[int, float]]],
     launched: Mapping[int, int],
+    runs: Sequence[tuple[int, int]],
 ) -> Iterator[Work]:
     """Of each op; those that are alike have one. An attention looks at its mask."""
     work_of_key: dict[Any, Work] = {}
     for i, op in enumerate(program.ops):
         traffic, launches = tuple(moved.get(i, ())), launched[i]
-        key = op.kind, op.rule, traffic, launches
+        is_twice = NEVER not in runs[i]
+        key = op.kind, op.rule, traffic, launches, is_twice
         work = work_of_key.get(key)
         if work is None:
             work = work_of(op, program.values, traffic, launches, program.balances)
+            if is_twice:
+                flops, hidden_flops = 2 * work.flops, 2 * work.hidden_flops
+                work = replace(work, flops=flops, hidden_flops=hidden_flops)
             if query_position(op.target) is None:
                 work_of_key[key] = work
         yield work
@@ -352,6 +361,10 @@ class _Run:
                 place = buffer.node, count[buffer.node]
                 self.value_of[buffer] = self.program.value_of[place]
                 count[buffer.node] += 1
+
+    def written_by(self, launch: Launch) -> list[int]:
+        """Values that a launch writes to memory."""
+        return [self.value_of[buffer] for buffer in launch.writes]
 
     def base(self) -> list[int]:
         """For each value the one whose memory it shows."""

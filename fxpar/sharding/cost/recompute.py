@@ -100,14 +100,18 @@ def computed_again(
     reads = {node: node.all_input_nodes for node in calls}
     read_nodes: set[fx.Node] = set()
     recomputed: set[fx.Node] = set()
-    must = {node for node in calls if _tag(node) is False}  # be kept
+    tags = {node: tag(node) for node in calls}
+    kept = {viewed(node) for node, is_again in tags.items() if is_again is False}
+    must = set(kept)
     row: dict[fx.Node, int] = {}  # so many ops after it are computed again
     for node in reversed(calls):
         if node in backward:
             if not is_light(node.target):
                 must.update(viewed(read) for read in reads[node])
         elif node in read_nodes and (
-            node in gathered or _is_lighter(node, read_nodes, must)
+            node in gathered
+            or node not in kept
+            and (tags[node] or _is_lighter(node, read_nodes, must))
         ):
             recomputed.add(node)
             count = row.get(node, 0) + 1
@@ -161,19 +165,37 @@ def _is_given(node: fx.Node) -> bool:
     return not tensors_in(node.meta.get("val")) or is_view(node)
 
 
-def _tag(node: fx.Node) -> bool | None:
-    """Whether a value is tagged to be computed again; None if it is not tagged."""
+def tag(node: fx.Node) -> bool | None:
+    """Whether a value is tagged to be computed again; None if it is not tagged. What
+    one checkpointed region gives to a later one is kept, as AOTAutograd has it: else
+    the last would be computed from the inputs of the first."""
+    is_again = _own_tag(node)
+    if is_again and any(_is_of_later_region(node, user) for user in node.users):
+        return False
+    return is_again
+
+
+def _own_tag(node: fx.Node) -> bool | None:
     if node.target is operator.getitem:
-        return _tag(node.args[0])
+        return _own_tag(node.args[0])
     return _TAGGED.get(node.meta.get("recompute"))
+
+
+def _is_of_later_region(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a reader of a value is computed again in a checkpointed region behind the
+    value's own."""
+    own, others = (x.meta.get("ac_graph_id") for x in (node, user))
+    if own is None or others is None or others <= own:
+        return False
+    return _own_tag(user) is True
 
 
 def _is_lighter(
     node: fx.Node, read_nodes: Collection[fx.Node], must: Collection[fx.Node]
 ) -> bool:
     """Whether what a value is made of weighs less than itself, ``read_nodes`` being
-    there anyway; or it is tagged so."""
-    if _tag(node) or _is_given(node):
+    there anyway."""
+    if _is_given(node):
         return True
     if node in must or not is_pointwise(node):
         return False

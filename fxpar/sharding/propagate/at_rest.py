@@ -261,13 +261,14 @@ def exchanged_notes(program: Program, edges: Edges) -> list[str]:
 
 
 def gathered_again(program: Program) -> set[int]:
-    """Values made of parameters at rest that forward and backward gather each for
-    itself: all but those of parameters which the forward's last reader and the
-    backward's first both read. Between the two nothing else is gathered: they would be
-    dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
+    """Values made of parameters at rest, or of those that the plan may split, that
+    forward and backward gather each for itself: all but those of parameters which the
+    forward's last reader and the backward's first both read. Between the two nothing
+    else is gathered: they would be dropped to be gathered at once (FSDP2 keeps those
+    of its root for this reason)."""
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
-    rests = resting(program)
-    rests |= {v for declared, v in pairs if v is not None and declared.splits}
+    free = {v for x, v in pairs if x.kind == "parameter" and x.rest is None}
+    rests = resting(program) | {v for v in free if v is not None}
     if not rests:
         return set()
     parameter_values, backward = derived(program, rests), program.backward

@@ -46,6 +46,16 @@ def least_bytes(
 ) -> float:
     """Bytes of the peak. ``ranks``: that share a value, those of one stage if the
     program runs in stages; inputs that rest whole they do not share."""
+    return sum(nbytes for _, nbytes in least_held(program, whole, ranks, part))
+
+
+def least_held(
+    program: Program,
+    whole: Sequence[Entry],
+    ranks: int,
+    part: PartProgram | None = None,
+) -> list[tuple[Entry, float]]:
+    """What is held at that peak, with its bytes on a rank."""
     live = [entry for entry in whole if entry.kind not in _COPIES]
     if part is not None:
         sizes = [_of_part(entry, part) for entry in live]
@@ -57,11 +67,14 @@ def least_bytes(
         if v is not None and declared.rest is not None and declared.rest.is_whole
     }
     changes = np.zeros(len(program.ops) + 3)
+    held = []
     for entry in live:
         share = entry.nbytes / (1 if entry.value in rests_whole else ranks)
+        held.append((entry, share))
         changes[entry.begin] += share
         changes[entry.end] -= share
-    return float(changes.cumsum().max())
+    at = int(changes.cumsum().argmax())
+    return [pair for pair in held if pair[0].begin <= at < pair[0].end]
 
 
 def _of_part(entry: Entry, part: PartProgram) -> Entry:

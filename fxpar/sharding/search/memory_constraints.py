@@ -9,7 +9,8 @@ optimizer's state; a gradient lives from the op that makes it to the end. A para
 that rests in another spec than the one it is read in is copied: for the forward and
 again for the backward, or once from its first reader to its last, if it is kept
 gathered or if the plan chooses where it rests. Values that are written to memory live
-to their last reader, those that the backward is given across the peak. What lives
+to their last reader, those that the backward is given across the peak; what it
+computes again lives twice. What lives
 between two nodes (a copy made for one reader, the buffers of a collective) belongs to
 none of them and is left out; partial results, which are always brought to another spec,
 are counted beside it while their op runs.
@@ -188,8 +189,13 @@ def _results(
             until = max(at, early if recomputed else max(early, last)) + 1
             out.append(Entry(v, "saved" if saved else "passing", at, until, size))
             out.append(Entry(v, "made", at, at + 1, size))
-            if recomputed and v in gathered_twice and last != NEVER:
+            if not recomputed or last == NEVER:
+                continue
+            if v in gathered_twice:
                 out.append(Entry(v, "gathered", first, last + 1, size, 1))
+            elif v in kernels.written_late:
+                again = kernels.runs[op.index][1]
+                out.append(Entry(v, "passing", again, max(again, last) + 1, size))
     return out
 
 

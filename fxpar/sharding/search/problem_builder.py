@@ -17,7 +17,8 @@ import numpy as np
 
 from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.program_kernels import kernels_of
+from fxpar.sharding.cost.program_kernels import NEVER, kernels_of
+from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import gathered_again
@@ -209,7 +210,8 @@ class ProblemBuilder:
         alone = self.alone(v, a, b)
         in_kernel = self.kernels.base[v] not in self.kernels.written
         there = None if also is None or len(also) > 1 else also.item()
-        key = (have_bytes, need_bytes, self.like(v), alone, in_kernel, there)
+        times = self.share(v) * self._times(v, b)
+        key = (have_bytes, need_bytes, self.like(v), alone, in_kernel, there, times)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)
@@ -218,8 +220,18 @@ class ProblemBuilder:
                 table = np.minimum(table, at_once)
             if in_kernel:
                 table = table + self.in_memory(v, have, need) * (table > 0)
-            self.tables.append(table * self.share(v))
+            self.tables.append(table * times)
         self.edges.append(Edge(a.node, b.node, self.table_of[key]))
+
+    def _times(self, v: int, reader: EdgeEnd) -> int:
+        """How many times a value is brought to a reader: again where a checkpointed
+        region is. Of parameters that says ``gathered_twice``."""
+        if v not in self.program.producers or v in self.gathered_twice:
+            return 1
+        node = self.nodes[reader.node]
+        index = node.of if node.kind == "op" else self.program.producers[v][0]
+        is_twice = NEVER not in self.kernels.runs[index]
+        return 1 + (is_twice and tag(self.program.ops[index].node) is True)
 
     def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
         """Whether copies of a value before and behind its collectives are kernels of

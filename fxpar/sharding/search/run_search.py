@@ -23,6 +23,7 @@ from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation, cost_of, decode, formulate
 from fxpar.sharding.search.layers import repeated, ties
 from fxpar.sharding.search.problem_builder import FixedFacts
+from fxpar.sharding.search.too_large import nothing_fits
 from fxpar.sharding.solver import (
     Infeasible,
     Problem,
@@ -31,7 +32,7 @@ from fxpar.sharding.solver import (
     solve,
     work_clock,
 )
-from fxpar.sharding.solver.problem import tie
+from fxpar.sharding.solver.problem import peak, tie
 from fxpar.sharding.solver.solve import EXACT
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
@@ -286,7 +287,12 @@ def _alike(problem: Problem, seconds: float) -> Solution:
     """A choice in which what repeats is all alike; nothing is proved of others. Raises
     Infeasible if none such is found."""
     once, to = tie(problem)
-    glance = solve(once, seconds=seconds, tolerance=_ROUGH)
+    try:
+        glance = solve(once, seconds=seconds, tolerance=_ROUGH)
+    except Infeasible as error:
+        if error.choice is not None:
+            error.choice = tuple(error.choice[k] for k in to)
+        raise
     choice = tuple(glance.choice[k] for k in to)
     cost, peak = evaluate(problem, choice)
     return replace(glance, choice=choice, cost=cost, bound=0.0, gap=1.0, peak=peak)
@@ -294,52 +300,18 @@ def _alike(problem: Problem, seconds: float) -> Solution:
 
 def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
     """What would be needed, and what needs most of it."""
-    program = formulation.program
-    if error.limit is None or error.smallest != error.smallest:
+    if error.limit is None or error.choice is None:
         return PlanError(
             f"no plan keeps all hints: {error.what}",
             fix="leave some of their dims open with '?', or give search_seconds more",
         )
-    limit, need, *sizes = sizes_as_text(
-        error.limit, error.smallest, *(size for _, size in error.largest)
-    )
-    names = (_name(formulation, node) for node, _ in error.largest)
-    lines = (f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-    return PlanError(
-        f"no plan fits in {limit} a rank: the smallest found needs {need}, of which "
-        f"{', '.join(lines)}",
-        fix=more_room(program),
-    )
-
-
-def more_room(program: Program) -> str:
-    """What to do where memory is short."""
-    whole = (
-        not i.is_sharded for i in program.signature.inputs if i.kind == "parameter"
-    )
-    if any(whole):
-        return "use more ranks, a smaller batch, or fxpar.shard"
-    return "use more ranks or a smaller batch"
-
-
-def sizes_as_text(*sizes: float) -> list[str]:
-    """Bytes as text, each in a unit that shows it; all as bytes where different ones
-    would read alike."""
-
-    def short(size: float) -> str:
-        units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-        unit, name = next((u for u in units if size >= u[0]), (1, "bytes"))
-        return f"{size / unit:.4g} {name}"
-
-    texts = [short(size) for size in sizes]
-    alike = len(set(texts)) < len(set(sizes))
-    return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
-
-
-def _name(formulation: Formulation, index: int) -> str:
-    node, program = formulation.nodes[index], formulation.program
-    if node.kind == "op":
-        return program.ops[node.of].name
-    values = {"input": program.inputs, "output": program.outputs}.get(node.kind)
-    v = node.of if values is None else values[node.of]
-    return program.values[v].name if v is not None else "a constant"
+    problem, choice = formulation.problem, error.choice
+    _, time_of_peak = peak(problem, choice)
+    rows = zip(formulation.memory_entries, problem.memory, strict=True)
+    held = [
+        (entry, float(live.usage[choice[live.node]]))
+        for entry, live in rows
+        if live.begin <= time_of_peak < live.end
+    ]
+    ranks = formulation.mesh.size
+    return nothing_fits(formulation.program, error.limit, held, ranks)

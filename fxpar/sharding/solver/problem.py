@@ -121,7 +121,8 @@ class Infeasible(FxparError, ValueError):
 
     ``smallest``: the least peak reached; ``least``: no choice has a smaller peak than
     this (the two are nan where pairs of strategies forbid every choice);
-    ``largest``: (node, usage) of the largest entries at the time of the peak.
+    ``largest``: (node, usage) of the largest entries at the time of the peak;
+    ``choice``: that of the least peak reached.
     """
 
     def __init__(
@@ -131,10 +132,12 @@ class Infeasible(FxparError, ValueError):
         least: float = math.nan,
         limit: float | None = None,
         largest: Sequence[tuple[int, float]] = (),
+        choice: Sequence[int] | None = None,
     ) -> None:
         super().__init__(what)
         self.smallest, self.least, self.limit = smallest, least, limit
         self.largest = list(largest)
+        self.choice = choice
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:

@@ -157,4 +157,5 @@ def _nothing_fits(search: Search) -> Infeasible:
         search.least,
         problem.limit,
         largest,
+        near,
     )

@@ -1,0 +1,124 @@
+"""What to say where no plan fits: what needs the memory, and what would need less.
+
+In: what lives at the peak of the smallest plan that is known, by kind and by the user's
+lines. Out: the PlanError. What a fix gains is computed from these bytes; where only the
+most that it can gain is known, "up to" says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from fxpar.errors import PlanError
+from fxpar.sharding.cost.recompute import tag
+from fxpar.sharding.program import Program, user_line
+from fxpar.sharding.search.memory_constraints import Entry
+from fxpar.units import short_bytes, sizes_as_text
+
+# What each kind of entry is called in a plan's memory, in the order they are told.
+_CALLED = {
+    "parameter": "parameters",
+    "optimizer": "optimizer state",
+    "gradient": "gradients",
+    "gathered": "gathered parameters",
+    "saved": "saved for the backward",
+    "input": "inputs and buffers",
+    "buffer": "inputs and buffers",
+    "passing": "passing",
+    "made": "passing",
+    "accumulated": "passing",
+}
+
+# So many lines are named of a kind, those that need most; and so many fixes.
+_LINES, _FIXES = 2, 3
+# The least part of all that is worth a word.
+_LEAST = 0.02
+
+Sizes = defaultdict[str, float]
+Held = list[tuple[Entry, float]]  # with its bytes on a rank
+
+
+def nothing_fits(
+    program: Program, limit: float, held: Held, ranks: int, *, least: bool = False
+) -> PlanError:
+    """The error. ``held``: at the peak; ``least``: of any plan on so many ``ranks``,
+    not of the smallest that was found."""
+    need = sum(nbytes for _, nbytes in held)
+    room, peak = sizes_as_text(limit, need)
+    how = f"on {ranks} ranks any needs {peak} at least"
+    if not least:
+        how = f"the smallest found needs {peak}"
+    what = f"no plan fits in {room} a rank: {how}, of which"
+    return PlanError(
+        "\n".join([what, *_by_kind(program, held, need)]),
+        fix=", or ".join(_fixes(program, held, ranks, need)),
+    )
+
+
+def _by_kind(program: Program, held: Held, need: float) -> Iterator[str]:
+    inputs = zip(program.signature.inputs, program.inputs, strict=True)
+    outputs = zip(program.signature.outputs, program.outputs, strict=True)
+    names = {v: x.name for x, v in inputs}
+    names |= {v: x.name for x, v in outputs if x.kind == "gradient"}
+    sizes, lines = Sizes(float), dict[str, Sizes]()
+    for entry, nbytes in held:
+        kind = _CALLED[entry.kind]
+        sizes[kind] += nbytes
+        lines.setdefault(kind, Sizes(float))[_place(program, entry, names)] += nbytes
+    for kind in dict.fromkeys(_CALLED.values()):
+        if sizes[kind] < _LEAST * need:
+            continue
+        largest = sorted(lines[kind].items(), key=lambda x: -x[1])[:_LINES]
+        where = ", ".join(f"{short_bytes(n)} {line}" for line, n in largest)
+        yield f"    {short_bytes(sizes[kind]):>8} {kind}: {where}"
+
+
+def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> str:
+    """The parameter or input that a value is or is the gradient of; of others the
+    user's line."""
+    maker = program.producers.get(entry.value)
+    if maker is None or entry.kind == "gradient":
+        return names.get(entry.value, program.values[entry.value].name)
+    line = user_line(program.ops[maker[0]].node)
+    if line is None:
+        return program.values[entry.value].name
+    return line.rpartition("site-packages/")[2]
+
+
+def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[str]:
+    """What to do, what gains most first."""
+    sizes = Sizes(float)
+    whole, inputs = 0.0, _rests_whole(program)
+    for entry, nbytes in held:
+        sizes[_CALLED[entry.kind]] += nbytes
+        is_static = entry.kind in ("parameter", "optimizer", "gradient")
+        whole += nbytes * (is_static and entry.value in inputs)
+    batch = sizes["saved for the backward"] + sizes["passing"]
+    gains = [
+        (batch / 2, "up to", "fewer rows, half of them or FXPAR_MICROBATCHES=2"),
+        (whole * (1 - 1 / ranks), "", "fxpar.shard(model)"),
+        (whole / 2, "up to", "stages, pp=2 in the mesh"),
+        (need / 2, "up to", "twice as many ranks"),
+    ]
+    if not any(tag(op.node) for op in program.ops):
+        most = sizes["saved for the backward"]
+        fix = "checkpoint layers (torch.utils.checkpoint; Hugging Face: "
+        gains.append((most, "up to", f"{fix}gradient_checkpointing_enable)"))
+    gains = sorted((x for x in gains if x[0] > _LEAST * need), reverse=True)
+    for gain, bound, fix in gains[:_FIXES]:
+        yield f"{fix}: {bound} {short_bytes(gain)} less".replace(":  ", ": ")
+
+
+def _rests_whole(program: Program) -> set[int]:
+    """Parameters that rest whole on every rank, and their gradients."""
+    signature, out = program.signature, set[int]()
+    for declared, v in zip(signature.inputs, program.inputs, strict=True):
+        rests_whole = declared.rest is not None and declared.rest.is_whole
+        if v is not None and declared.kind == "parameter" and rests_whole:
+            out.add(v)
+    for result, v in zip(signature.outputs, program.outputs, strict=True):
+        of = program.inputs[result.of] if result.of is not None else None
+        if v is not None and result.kind == "gradient" and of in out:
+            out.add(v)
+    return out

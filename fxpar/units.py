@@ -1,0 +1,33 @@
+"""Seconds and bytes as text, in units that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+
+
+def short_seconds(seconds: float) -> str:
+    """``1.23 ms``."""
+    scale, unit = _unit(seconds, _SECONDS)
+    return f"{round(seconds / scale, 3):.3g} {unit}"
+
+
+def short_bytes(nbytes: float) -> str:
+    """``116.3 GB``; a GB has 1e9 bytes."""
+    scale, unit = _unit(nbytes, _BYTES)
+    return f"{nbytes / scale:.4g} {unit}"
+
+
+def sizes_as_text(*sizes: float) -> list[str]:
+    """Bytes as text, each in a unit that shows it; all as bytes where different ones
+    would read alike."""
+    texts = list(map(short_bytes, sizes))
+    alike = len(set(texts)) < len(set(sizes))
+    return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
+
+
+def _unit(number: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest that a number has one of; the smallest where it has none."""
+    return next((unit for unit in units if number >= unit[0]), units[-1])
