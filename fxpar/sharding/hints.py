@@ -23,11 +23,11 @@ from typing import Any
 
 from fxpar.errors import HintError, MeshError
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.axis_parts import axis_of, full_name, overlapping
+from fxpar.sharding.axis_parts import full_name, overlapping
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, user_line
-from fxpar.sharding.propagate.conventions import MODEL
+from fxpar.sharding.propagate.conventions import is_batch_name
 from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.spec import Spec
 
@@ -211,12 +211,8 @@ def make_seed(
         line = user_line(program.ops[producer[0]].node) if producer else None
         raise HintError(error.what, where=line, fix=error.fix) from error
     dims = tuple(map(mesh.parts, dims))
-    # An axis named for the model splits a sequence, say, and may move from there.
-    batch = (
-        kind == "input"
-        and bool(dims)
-        and any(axis_of(axis).lower() not in MODEL for axis in dims[0])
-    )
+    # An axis of another name may move from there, where that is cheaper.
+    batch = kind == "input" and bool(dims) and any(map(is_batch_name, dims[0]))
     return Seed(value, dims, closed, what, PRIORITY.get(kind, 0), batch)
 
 

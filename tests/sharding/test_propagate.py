@@ -92,6 +92,57 @@ def test_the_batch_keeps_its_axis_where_a_weight_wants_it_too():
     assert [c.kind for c in plan.collectives] == ["all_gather"]
 
 
+@pytest.mark.parametrize(
+    ("axis", "sent"),
+    [
+        ("x", {"all_to_all": 12288, "reduce_scatter": 32768}),
+        ("dp", {"all_gather": 3 << 20}),
+    ],
+)
+def test_an_axis_not_named_for_the_batch_moves_where_that_is_cheaper(axis, sent):
+    """A small left operand goes to the rows of a large right one, which stay; of an
+    axis that is named for the batch the batch stays."""
+    a = torch.randn(8, 768, dtype=torch.float64)
+    b = torch.randn(512, 768, dtype=torch.float64)
+    lie = [(axis, None), (None, axis)]
+    plan = planned(lambda a, b: a @ b.t(), a, b, mesh=f"{axis}=4", in_specs=lie)
+    assert {c.kind: c.bytes for c in plan.collectives} == sent
+    torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
+
+
+def test_axes_that_two_operands_swap_go_by_one_permute():
+    a, b = torch.randn(128, 8), torch.randn(128, 8)
+    lie = [("x", "y"), ("y", "x")]
+    plan = planned(lambda a, b: a + b, a, b, mesh="x=2,y=2", in_specs=lie)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("permute", 1024)]
+    torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
+
+
+def test_a_value_is_exchanged_once_for_a_reader_and_those_of_its_views():
+    def sorts(x):
+        rows = x.reshape(64, 8, 8).permute(1, 2, 0)
+        return x.sort(0).values, x.t().sort(1).values, rows.sort(2).values
+
+    x = torch.randn(64, 64)
+    plan = planned(sorts, x, mesh="x=4", in_specs=[("x", None)])
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_to_all", 4096)]
+    for one, other in zip(plan.simulate(x), plan.reference(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_view_that_is_read_as_it_lies_too_is_made_before_the_exchange():
+    def both(x):
+        rows = x.t()
+        return x.sort(0).values, rows.sort(1).values, rows * 2
+
+    x = torch.randn(64, 64)
+    lies = [(None, "x"), ("x", None), (None, "x")]
+    plan = planned(both, x, mesh="x=4", in_specs=[("x", None)], out_specs=lies)
+    assert plan.spec("permute") == Spec(None, "x")
+    for one, other in zip(plan.simulate(x), plan.reference(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_shared_constants_do_not_couple_their_users():
     def fn(x, y):
         one = torch.ones(8, 4)
