@@ -261,6 +261,7 @@ def may_lie_as_read(program: Program, state: State) -> set[int]:
         and len(program.uses[v]) == 1
         and v not in program.returned
         and not any(state.closed[v])
+        and v not in state.whole
         and all(origin.op is not None for origin in state.origins[v].values())
     }
 
