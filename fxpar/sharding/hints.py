@@ -3,7 +3,10 @@
 A hint table maps name patterns (``fnmatch``) to entries per dim: an axis, a tuple of
 axes, ``None``/``"_"`` (closed: whole on this dim), ``"?"`` (open), ``"tp?"`` (split and
 open to more). ``"tp:2"``, a part of an axis, may stand for an axis (``axis_parts``).
-Dims left out are open. A table comes from ``hints=`` or, as TOML, from ``FXPAR_HINTS``:
+Dims left out are open. ``"tp p2"``, an entry with a priority, spreads after those of
+lower numbers. Words of no dim stand among them: ``"!tp"``, the tensor stays whole along
+tp, ``"|"``, no axis passes between it and what reads it. A table comes from ``hints=``
+or, as TOML, from ``FXPAR_HINTS``:
 
     "layers.*.up.weight" = ["tp", "_"]
     "layers.0.*" = "pp=0"
@@ -18,6 +21,7 @@ import fnmatch
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from fxpar.sharding.axis_parts import axis_of, full_name, overlapping
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, user_line
-from fxpar.sharding.propagate.conventions import MODEL
+from fxpar.sharding.propagate.conventions import is_batch_name
 from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.spec import Spec
 
@@ -114,8 +118,41 @@ def _pin(hint: Entries) -> tuple[str, int] | None:
     return (match_[1], int(match_[2])) if match_ else None
 
 
-def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tuple]:
-    """(axes per dim, closed per dim) of a hint on a tensor of ``ndim`` dims.
+@dataclass(frozen=True)
+class Hint:
+    """What a hint says of a tensor."""
+
+    # Axes of each dim, major to minor.
+    dims: tuple[Axes, ...]
+    # Whether each dim takes no more axes.
+    closed: tuple[bool, ...]
+    # Of each dim, those of lower numbers spread first; None: as the tensor's kind does.
+    priorities: tuple[int | None, ...]
+    # Axes, or parts of them, that split no dim.
+    whole: Axes = ()
+    # No axis passes between the tensor and what reads it.
+    barrier: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The entries that say so."""
+        dims = zip(self.dims, self.closed, self.priorities, strict=True)
+        entries = (
+            ("+".join(axes) or "_" * shut)
+            + "?" * (not shut)
+            + (f" p{priority}" if priority is not None else "")
+            for axes, shut, priority in dims
+        )
+        return (*entries, *(f"!{axis}" for axis in self.whole), *"|" * self.barrier)
+
+
+def is_dim(entry: Any) -> bool:
+    """Whether an entry of a hint is that of a dim, and no word of the whole tensor."""
+    return not (isinstance(entry, str) and entry[:1] in ("!", "|"))
+
+
+def read(hint: Entries, ndim: int, what: str) -> Hint:
+    """A hint on a tensor of ``ndim`` dims.
 
     Raises HintError on unreadable entries or more entries than dims.
     """
@@ -125,48 +162,62 @@ def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tupl
         if hint.partial:
             raise HintError(f"{what}: a hint cannot be partial, got {hint}")
         hint = hint.dims
-    if len(hint) > ndim:
+    dims = [_dim(entry, what) for entry in filter(is_dim, hint)]
+    if len(dims) > ndim:
         raise HintError(
-            f"{what}: {len(hint)} entries for a tensor of {ndim} dims",
+            f"{what}: {len(dims)} entries for a tensor of {ndim} dims",
             fix="give at most one entry per dim; dims left out are open",
         )
-    dims: list[Axes] = []
-    closed: list[bool] = []
-    axes: Axes
-    for entry in hint:
-        if entry is None or entry in ("_", "", ()):
-            axes, shut = (), True
-        elif entry == "?":
-            axes, shut = (), False
-        elif isinstance(entry, str):
-            names, shut = entry.rstrip("?").split("+"), not entry.endswith("?")
-            axes = tuple(map(full_name, names))
-        elif isinstance(entry, Iterable):
-            names = list(entry)
-            axes = tuple(full_name(n) for n in names if n != "?")
-            shut = "?" not in names
-        else:
-            raise HintError(f"{what}: cannot read entry {entry!r}")
-        dims.append(axes)
-        closed.append(shut)
-    open_dims = ndim - len(dims)
-    return (*dims, *[()] * open_dims), (*closed, *[False] * open_dims)
+    dims += [((), False, None)] * (ndim - len(dims))
+    axes, closed, priorities = zip(*dims, strict=True) if dims else ((), (), ())
+    words = [str(entry) for entry in hint if not is_dim(entry)]
+    for word in words:
+        if word != "|" and not _WHOLE.fullmatch(word):
+            raise HintError(f"{what}: cannot read entry {word!r}", fix=_WORDS)
+    whole = [a for word in words if word != "|" for a in word[1:].split("+")]
+    return Hint(axes, closed, priorities, tuple(whole), "|" in words)
+
+
+# Axes that split no dim, and an entry with its priority.
+_WHOLE = re.compile(r"!\w+(?:\+\w+)*")
+_PRIORITY = re.compile(r"(.*\S)\s+p(\d+)\s*")
+_WORDS = 'write "!tp" for whole axes, "|" for a barrier, "tp p1" for a priority'
+
+
+def _dim(entry: Any, what: str) -> tuple[Axes, bool, int | None]:
+    """(axes, whether it is closed, priority) of the entry of a dim."""
+    match_ = _PRIORITY.fullmatch(entry) if isinstance(entry, str) else None
+    entry, priority = (match_[1], int(match_[2])) if match_ else (entry, None)
+    if entry is None or entry in ("_", "", ()):
+        if priority is not None:
+            raise HintError(
+                f"{what}: a dim that stays whole has no priority, got p{priority}",
+                fix="leave out the priority, or open the dim with '?'",
+            )
+        return (), True, None
+    if isinstance(entry, str):
+        names = [name for name in entry.rstrip("?").split("+") if name]
+        return tuple(map(full_name, names)), not entry.endswith("?"), priority
+    if isinstance(entry, Iterable):
+        names = list(entry)
+        axes = tuple(full_name(n) for n in names if n != "?")
+        return axes, "?" not in names, None
+    raise HintError(f"{what}: cannot read entry {entry!r}")
 
 
 def axes_of(hint: Entries, what: str) -> list[str]:
-    """The axes, and parts of axes, that a hint splits over. Raises as ``entries``."""
+    """The axes, and parts of axes, that a hint splits over. Raises as ``read``."""
     if _pin(hint) is not None:
         return []
     hint = Spec.parse(hint) if isinstance(hint, str) else hint
     ndim = len(hint.dims) if isinstance(hint, Spec) else len(hint)
-    dims, _ = entries(hint, ndim, what)
-    return [axis for axes in dims for axis in axes]
+    return [axis for axes in read(hint, ndim, what).dims for axis in axes]
 
 
-def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
+def check(hint: Hint, mesh: Mesh, what: str) -> None:
     """Raise HintError if axes, or parts of axes, are unknown or used twice."""
-    all_axes = [axis for axes in dims for axis in axes]
-    for axis in all_axes:
+    all_axes = [axis for axes in hint.dims for axis in axes]
+    for axis in (*all_axes, *hint.whole):
         try:
             mesh.axis_size(axis)
         except MeshError as error:
@@ -180,6 +231,13 @@ def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
             else f"{what}: axes {one!r} and {other!r} overlap",
             fix="an axis may split one dim of a tensor only",
         )
+    for axis in all_axes:
+        if axis_of(axis) in hint.whole:
+            raise HintError(
+                f"{what}: axis {axis!r} splits a dim, and the tensor is to be whole "
+                f"along it",
+                fix=f"leave out {axis!r} or '!{axis_of(axis)}'",
+            )
 
 
 def check_chunks(
@@ -204,20 +262,26 @@ def make_seed(
     makes the value."""
     shape = program.values[value].shape
     try:
-        dims, closed = entries(hint, len(shape), what)
-        check(dims, mesh, what)
+        said = read(hint, len(shape), what)
+        check(said, mesh, what)
     except HintError as error:
         producer = program.producers.get(value)
         line = user_line(program.ops[producer[0]].node) if producer else None
         raise HintError(error.what, where=line, fix=error.fix) from error
-    dims = tuple(map(mesh.parts, dims))
-    # An axis named for the model splits a sequence, say, and may move from there.
-    batch = (
-        kind == "input"
-        and bool(dims)
-        and any(axis_of(axis).lower() not in MODEL for axis in dims[0])
+    dims = tuple(map(mesh.parts, said.dims))
+    # An axis of another name may move from there, where that is cheaper.
+    batch = kind == "input" and bool(dims) and any(map(is_batch_name, dims[0]))
+    return Seed(
+        value,
+        dims,
+        said.closed,
+        what,
+        PRIORITY.get(kind, 0),
+        batch,
+        priorities=said.priorities,
+        whole=mesh.parts(said.whole),
+        barrier=said.barrier,
     )
-    return Seed(value, dims, closed, what, PRIORITY.get(kind, 0), batch)
 
 
 def match(program: Program, table: Mapping[str, Entries], mesh: Mesh) -> list[Seed]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpar
 from fxpar import FxparError, Spec
-from fxpar.errors import FxparWarning
+from fxpar.errors import FxparWarning, HintError
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.program import Op
 from fxpar.sharding.propagate.propagation import (
@@ -92,6 +92,57 @@ def test_the_batch_keeps_its_axis_where_a_weight_wants_it_too():
     assert [c.kind for c in plan.collectives] == ["all_gather"]
 
 
+@pytest.mark.parametrize(
+    ("axis", "sent"),
+    [
+        ("x", {"all_to_all": 12288, "reduce_scatter": 32768}),
+        ("dp", {"all_gather": 3 << 20}),
+    ],
+)
+def test_an_axis_not_named_for_the_batch_moves_where_that_is_cheaper(axis, sent):
+    """A small left operand goes to the rows of a large right one, which stay; of an
+    axis that is named for the batch the batch stays."""
+    a = torch.randn(8, 768, dtype=torch.float64)
+    b = torch.randn(512, 768, dtype=torch.float64)
+    lie = [(axis, None), (None, axis)]
+    plan = planned(lambda a, b: a @ b.t(), a, b, mesh=f"{axis}=4", in_specs=lie)
+    assert {c.kind: c.bytes for c in plan.collectives} == sent
+    torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
+
+
+def test_axes_that_two_operands_swap_go_by_one_permute():
+    a, b = torch.randn(128, 8), torch.randn(128, 8)
+    lie = [("x", "y"), ("y", "x")]
+    plan = planned(lambda a, b: a + b, a, b, mesh="x=2,y=2", in_specs=lie)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("permute", 1024)]
+    torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
+
+
+def test_a_value_is_exchanged_once_for_a_reader_and_those_of_its_views():
+    def sorts(x):
+        rows = x.reshape(64, 8, 8).permute(1, 2, 0)
+        return x.sort(0).values, x.t().sort(1).values, rows.sort(2).values
+
+    x = torch.randn(64, 64)
+    plan = planned(sorts, x, mesh="x=4", in_specs=[("x", None)])
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_to_all", 4096)]
+    for one, other in zip(plan.simulate(x), plan.reference(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_view_that_is_read_as_it_lies_too_is_made_before_the_exchange():
+    def both(x):
+        rows = x.t()
+        return x.sort(0).values, rows.sort(1).values, rows * 2
+
+    x = torch.randn(64, 64)
+    lies = [(None, "x"), ("x", None), (None, "x")]
+    plan = planned(both, x, mesh="x=4", in_specs=[("x", None)], out_specs=lies)
+    assert plan.spec("permute") == Spec(None, "x")
+    for one, other in zip(plan.simulate(x), plan.reference(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_shared_constants_do_not_couple_their_users():
     def fn(x, y):
         one = torch.ones(8, 4)
@@ -135,6 +186,88 @@ def test_a_hint_in_code_holds():
     assert torch.equal(fxpar.constrain(x, "a"), x)
     with pytest.raises(FxparError, match="3 entries for a tensor of 2 dims"):
         fxpar.constrain(x, "a", None, None)
+
+
+@pytest.mark.parametrize("mode", ["propagate", "search"])
+def test_a_value_stays_whole_along_an_axis_that_is_named(mode):
+    x, w = torch.randn(8, 16), torch.randn(16, 32)
+
+    def fn(x, w):
+        return fxpar.constrain(x @ w, "!tp") * 2
+
+    lie = [("dp", None), (None, "tp")]
+    plan = fxpar.plan(fn, x, w, mesh="dp=2,tp=2", in_specs=lie, mode=mode)
+    assert "tp" not in plan.spec("constrain").axes
+    assert plan.spec("dot_default") == Spec("dp", "tp")
+    torch.testing.assert_close(plan.simulate(x, w), plan.reference(x, w))
+
+
+def test_a_parameter_stays_whole_along_an_axis_that_is_named():
+    plan = planned(
+        nn.Linear(16, 32),
+        torch.randn(8, 16),
+        mesh="dp=2,tp=2",
+        hints={"weight": ("!tp",), "input": ("dp", "tp")},
+    )
+    assert plan.spec("weight") == Spec(None, None)
+
+
+def test_no_axis_passes_a_barrier():
+    x = torch.randn(8, 16)
+
+    def fn(word):
+        return lambda x: fxpar.constrain(x * 2, word).sin()
+
+    open_, shut = (
+        planned(fn(word), x, mesh="a=2,b=2", in_specs=[("a", None)]) for word in "?|"
+    )
+    assert open_.outputs == (Spec("a", None),)
+    assert shut.spec("constrain") == Spec("a", None)
+    assert shut.outputs == (Spec(None, None),)
+    torch.testing.assert_close(shut.simulate(x), shut.reference(x))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result"),
+    [
+        ("tp", "tp p1", Spec("tp", None)),
+        ("tp p1", "tp", Spec(None, "tp")),
+        ("tp p3", "tp p2", Spec(None, "tp")),
+    ],
+)
+def test_a_dim_spreads_when_its_priority_says(left, right, result):
+    hints = {"x": (left, None), "y": (None, right)}
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    plan = planned(lambda x, y: x @ y, x, y, mesh="tp=2", hints=hints)
+    assert plan.spec("dot_default") == result
+    assert plan.inputs == (Spec("tp", None), Spec(None, "tp"))
+
+
+def test_a_dim_that_waits_keeps_its_axis():
+    """Else it would get ``b`` on its first dim, from the other operand."""
+    hints = {"x": ("?", "b p2"), "y": ("b", "?")}
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    plan = planned(lambda x, y: x + y, x, y, mesh="a=2,b=2", hints=hints)
+    assert plan.inputs == (Spec(None, "b"), Spec("b", None))
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        (("!ep",), "has no axis 'ep'"),
+        (("tp", "!tp"), "axis 'tp' splits a dim, and the tensor is to be whole"),
+        (("_ p1",), "a dim that stays whole has no priority"),
+        (("!",), "cannot read entry '!'"),
+        (("|dp",), "cannot read entry '|dp'"),
+        (("?", "!tp", "?", "?"), "3 entries for a tensor of 2 dims"),
+        (("tp p",), "has no axis 'tp p'"),
+    ],
+)
+def test_words_of_hints_that_mean_nothing_are_refused(hint, said):
+    x = torch.randn(8, 8)
+    with pytest.raises(HintError) as error:
+        planned(lambda x: x.sin(), x, mesh="dp=2,tp=2", hints={"x": hint})
+    assert said in str(error.value)
 
 
 def test_dims_that_cannot_be_split_stay_whole_and_are_noted():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fxpar
+from fxpar.runtime.at_rest.parameter_layouts import layouts_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
     at_rest,
@@ -232,3 +233,15 @@ def test_a_view_that_is_read_in_two_ways_stays_as_it_is() -> None:
     ops, settled, reads = gathered(lambda w: [v := w.view(4, 8), v.exp()])
     assert ops == ["view", "exp"]
     assert settled == [ROWS, ROWS] and reads == [Spec("dp"), ROWS]
+
+
+def test_words_of_a_hint_hold_of_a_parameter_at_rest():
+    model, mesh = nn.Linear(16, 32), BOTH
+    for hint, rests, words in (
+        (("!tp",), Spec("dp", None), "?,?,!tp"),
+        (("tp p1", "|"), Spec("tp", "dp"), "tp p1,?,|"),
+    ):
+        table = {"weight": hint}
+        layouts = layouts_of(model, mesh, table, {}, strict=True)
+        layout = layouts[id(model.weight)]
+        assert (layout.spec, layout.hint) == (rests, words)

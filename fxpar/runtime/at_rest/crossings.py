@@ -20,6 +20,7 @@ from fxpar import _torch
 from fxpar.errors import HintError, ShardError
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.runtime.ranks.groups import group_of
+from fxpar.sharding.hints import is_dim
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -36,13 +37,15 @@ def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
     """Hint that ``x`` lies split as ``dims`` says: ``constrain(x, "dp", None, "tp")``.
 
     One entry per dim: an axis, a tuple of axes, None (whole), "?" (open), "tp?" (split
-    and open to more). Dims left out are open. Outside a compiled graph it is the
-    identity. Raises HintError if there are more entries than dims; that axes exist and
-    divide is checked when the graph is planned.
+    and open to more), any of them with a priority ("tp p2"). Dims left out are open. Of
+    no dim are "!tp" (whole along tp) and "|" (a barrier). Outside a compiled graph it
+    is the identity. Raises HintError if there are more entries than dims; that axes
+    exist and divide is checked when the graph is planned.
     """
-    if len(dims) > x.dim():
+    count = len([entry for entry in dims if is_dim(entry)])
+    if count > x.dim():
         raise HintError(
-            f"constrain: {len(dims)} entries for a tensor of {x.dim()} dims",
+            f"constrain: {count} entries for a tensor of {x.dim()} dims",
             fix="give at most one entry per dim",
         )
     if not dims or not torch.compiler.is_compiling():

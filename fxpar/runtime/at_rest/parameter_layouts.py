@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,8 +18,7 @@ from torch import nn
 from fxpar.errors import HintError, MeshError
 from fxpar.option_values import nearest
 from fxpar.sharding.axis_parts import parts_among
-from fxpar.sharding.factors import Axes
-from fxpar.sharding.hints import Entries, axes_of, check, check_chunks, entries
+from fxpar.sharding.hints import Entries, Hint, axes_of, check, check_chunks, read
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.propagate.at_rest import FEW, at_rest, is_worth_chunks
@@ -79,13 +78,10 @@ def layouts_of(
     hints: dict[int, str] = {}
     for key, names in names_of.items():
         shape = tuple(parameters[key].shape)
-        dims, closed = _named_dims(names, shape, mesh, table, uses)
-        words = [
-            ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
-            for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
-        ]
-        arguments[key] = shape, without_stages(mesh), dims, closed, decided
-        hints[key] = ",".join(words)
+        said = _said(names, shape, mesh, table, uses)
+        elsewhere = {*decided, *said.whole}
+        arguments[key] = shape, without_stages(mesh), said.dims, said.closed, elsewhere
+        hints[key] = ",".join(said.words)
     alike = stages is not None or not is_worth_chunks(arguments.values())
     layouts = {}
     for key, (shape, *rest) in arguments.items():
@@ -124,15 +120,14 @@ def layouts_as_used(
     return specs
 
 
-def _named_dims(
+def _said(
     names: Sequence[str],
     shape: tuple[int, ...],
     mesh: Mesh,
     table: Mapping[str, Entries],
     uses: Uses,
-) -> tuple[Sequence[Axes], Sequence[bool]]:
-    """Axes per dim that the last hint on a parameter, else its use, names, and which
-    dims the hint closes."""
+) -> Hint:
+    """What the last hint on a parameter, else its use, says, in axes of the mesh."""
     hits = [
         (pattern, hint)
         for pattern, hint in table.items()
@@ -140,14 +135,15 @@ def _named_dims(
     ]
     if not hits:
         use = next((uses[name] for name in names if name in uses), None)
-        return (use.refined(mesh).dims if use is not None else ()), ()
+        dims = use.refined(mesh).dims if use is not None else ()
+        return Hint(dims, (False,) * len(dims), (None,) * len(dims))
     pattern, hint = hits[-1]
     what = f"hint {pattern!r} on {names[0]}"
-    dims, closed = entries(hint, len(shape), what)
-    check(dims, without_stages(mesh), what)
-    dims = tuple(map(mesh.parts, dims))
+    said = read(hint, len(shape), what)
+    check(said, without_stages(mesh), what)
+    dims = tuple(map(mesh.parts, said.dims))
     check_chunks(dims, shape, mesh, what)
-    return dims, closed
+    return replace(said, dims=dims, whole=mesh.parts(said.whole))
 
 
 def _refuse_unmatched(

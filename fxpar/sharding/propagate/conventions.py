@@ -29,10 +29,14 @@ SEQUENCE = ("cp", "sp", "seq")
 MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 
 
+def is_batch_name(axis: str) -> bool:
+    """Whether an axis is named for what splits the batch."""
+    return axis_of(axis).lower() in (*BATCH, *EXPERTS)
+
+
 def batch_axes(mesh: Mesh) -> Axes:
     """Axes that split the batch unless a hint uses them otherwise."""
-    kinds = (*BATCH, *EXPERTS)
-    batch = tuple(axis for axis in mesh.names if axis_of(axis).lower() in kinds)
+    batch = tuple(filter(is_batch_name, mesh.names))
     first = next((axis_of(x) for x in mesh.names if not is_pipeline(x)), "")
     if batch or not first or first.lower() in MODEL:
         return batch

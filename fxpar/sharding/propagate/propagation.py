@@ -16,9 +16,10 @@ and the sizes allow it. Work is done in order of trust, a lower level always fir
 4. ops that go by the order of whole rows (sorts): an axis that splits such a dim goes
    to another one, so that an all-to-all brings the rows together, and no gather.
 
-Seeds of a lower ``priority`` number propagate to their fixed point before the next ones
-are looked at. Axes are only ever added, so it ends. Sources: GSPMD section 3.5
-(levels), Shardy's propagation (factors, user > op > basic > aggressive priority).
+Seeds of a lower ``priority`` number, or dims of them, propagate to their fixed point
+before the next ones are looked at. Axes are only ever added, so it ends. Sources:
+GSPMD section 3.5 (levels), Shardy's propagation (factors, user > op > basic >
+aggressive priority; priorities of dims, replicated axes, barriers).
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Propagation:
         self._grown: dict[tuple[Any, ...], list[_Growth]] = {}
         # What the visit that is under way did: the growth of each tensor.
         self._growth: list[_Growth] = []
+        # By value and dim, axes that wait for their turn, and whether these are all.
+        self._held: dict[tuple[int, int], tuple[Axes, bool]] = {}
         # So many axes were found to be indivisible.
         self._refusals = 0
 
@@ -88,9 +91,10 @@ class Propagation:
         for seed in seeds:
             self._pin(seed)
             self.state.active[seed.value] = False
-        for priority in sorted({seed.priority for seed in seeds}):
+        for priority in sorted({turn for seed in seeds for turn in seed.turns}):
             for seed in seeds:
-                if seed.priority == priority:
+                if priority in seed.turns:
+                    self._release(seed, priority)
                     self.state.active[seed.value] = True
                     self._changed(seed.value)
             self.run()
@@ -99,6 +103,10 @@ class Propagation:
         """Give a value its seed; where an earlier seed took a dim or an axis, that one
         stands."""
         state, v = self.state, seed.value
+        if seed.whole:
+            state.whole[v] = state.whole.get(v, frozenset()).union(seed.whole)
+        if seed.barrier:
+            state.barred.add(v)
         for d, axes in enumerate(seed.dims):
             if seed.experts and axes and state.dims[v][d] == axes:
                 for axis in axes:
@@ -108,11 +116,22 @@ class Propagation:
                 continue
             origin = Origin(seed.origin, seed.batch and d == 0, seed.experts)
             for axis in axes:
-                if axis in state.origins[v]:
+                if not state.may_take(v, axis):
                     break
                 state.dims[v][d] = (*state.dims[v][d], axis)
                 state.origins[v][axis] = origin
             state.closed[v][d] = seed.closed[d]
+            if seed.turns[d] > min(seed.turns):
+                # Until its turn nothing else gets its axes, or the dim.
+                self._held[v, d] = state.dims[v][d], seed.closed[d]
+                state.dims[v][d], state.closed[v][d] = (), True
+
+    def _release(self, seed: Seed, priority: int) -> None:
+        """Let dims of a seed spread whose turn it is."""
+        state, v = self.state, seed.value
+        for d, turn in enumerate(seed.turns):
+            if turn == priority and (v, d) in self._held:
+                state.dims[v][d], state.closed[v][d] = self._held.pop((v, d))
 
     def extend(self, rests: Iterable[tuple[int, Spec, str]], among: set[int]) -> None:
         """Append to each value what its spec has beyond the axes it got, and propagate
@@ -125,7 +144,7 @@ class Propagation:
                 have = self.state.dims[v][d]
                 extra = axes[len(have) :] if axes[: len(have)] == have else ()
                 for axis in extra:
-                    if axis in self.state.origins[v]:
+                    if not self.state.may_take(v, axis):
                         break
                     self.state.dims[v][d] = (*self.state.dims[v][d], axis)
                     self.state.origins[v][axis] = Origin(origin)
@@ -171,11 +190,12 @@ class Propagation:
     def _state_key(self, v: int) -> Any:
         """What a visit reads of the state of a value."""
         state = self.state
-        if not state.origins[v] and state.active[v]:
+        words = state.whole.get(v), v in state.barred
+        if not state.origins[v] and state.active[v] and not any(words):
             return None if not any(state.closed[v]) else tuple(state.closed[v])
         split = tuple((a, o.batch) for a, o in state.origins[v].items())
         dims, closed = tuple(state.dims[v]), tuple(state.closed[v])
-        return dims, closed, state.active[v], split
+        return dims, closed, state.active[v], split, words
 
     def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
         """Note an axis that wanted a dim."""
@@ -209,7 +229,7 @@ class Propagation:
         """Append axes to dim ``d`` of ``v`` while they fit. True if any was added."""
         state, added = self.state, False
         for axis in axes:
-            if state.closed[v][d] or axis in state.origins[v]:
+            if state.closed[v][d] or not state.may_take(v, axis):
                 break
             size = self.program.values[v].shape[d]
             origin = state.origins[source][axis]
@@ -243,9 +263,9 @@ class Propagation:
         tensors = op.tensors
         views: list[dict[str, Axes]] = [
             project(dims, state.dims[v], rule.size, self.mesh, even=rule.even_factors)
-            if state.active[v] and state.origins[v]
+            if self._passes(op, i) and state.origins[v]
             else {}
-            for dims, v in zip(rule.tensors, tensors, strict=True)
+            for i, (dims, v) in enumerate(zip(rule.tensors, tensors, strict=True))
         ]
         if level == RESOLVE:
             self._note_lost(op, views)
@@ -253,7 +273,7 @@ class Propagation:
         if not agreed:
             return
         for i, v in enumerate(tensors):
-            if not state.active[v]:
+            if not self._passes(op, i):
                 continue
             changed = False
             for factor, (axes, source) in self._claimed(
@@ -263,6 +283,12 @@ class Propagation:
             if changed:
                 self._changed(v)
 
+    def _passes(self, op: Op, i: int) -> bool:
+        """Whether axes pass between an op and its tensor at this position."""
+        v = op.tensors[i]
+        read = i < len(op.operands)
+        return self.state.active[v] and not (read and v in self.state.barred)
+
     def _turn(self, op: Op) -> None:
         """Axes of a dim that an op needs whole, for its order, on the largest of its
         other dims that they divide."""
@@ -270,7 +296,7 @@ class Propagation:
         pairs = zip(rule.operands[0], state.dims[source], strict=True)
         whole_axes = [a for dim, axes in pairs if rule.whole & {*dim} for a in axes]
         others = [f for f in rule.free if f not in rule.contracted | rule.exchanged]
-        for axis in whole_axes if state.active[source] else ():
+        for axis in whole_axes if self._passes(op, 0) else ():
             for v, dims in zip(op.results, rule.results, strict=True):
                 fit = [
                     (rule.size[dim[0]], d)
@@ -280,7 +306,7 @@ class Propagation:
                     and not state.dims[v][d]
                     and is_even(rule.size[dim[0]], self.mesh, (axis,))
                 ]
-                is_taken = axis in state.origins[v] or not state.active[v]
+                is_taken = not state.may_take(v, axis) or not state.active[v]
                 if fit and not is_taken:
                     _, d = max(fit, key=lambda place: place[0])
                     if self._extend(v, d, (axis,), source, op.name):
@@ -289,8 +315,10 @@ class Propagation:
     def _note_lost(self, op: Op, views: list[dict[str, Axes]]) -> None:
         """Remember axes that end at this op, since no factor takes them."""
         dealt_axes = {axis for view in views for axes in view.values() for axis in axes}
-        for dims, v, view in zip(op.rule.tensors, op.tensors, views, strict=True):
-            if not view and not self.state.origins[v]:
+        for i, (dims, v, view) in enumerate(
+            zip(op.rule.tensors, op.tensors, views, strict=True)
+        ):
+            if not self._passes(op, i) or not (view or self.state.origins[v]):
                 continue
             for d, (dim, axes) in enumerate(zip(dims, self.state.dims[v], strict=True)):
                 dealt = sum(len(view.get(factor, ())) for factor in dim)

@@ -50,6 +50,18 @@ class Seed:
     batch: bool = False
     # It splits experts.
     experts: bool = False
+    # Of each dim where it has one of its own; (): none has.
+    priorities: tuple[int | None, ...] = ()
+    # Axes that split no dim.
+    whole: Axes = ()
+    # No axis passes between the value and what reads it.
+    barrier: bool = False
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """The priority of each dim; of a value without dims its own."""
+        own = (self.priority if p is None else p for p in self.priorities)
+        return tuple(own) or (self.priority,) * max(1, len(self.dims))
 
 
 @dataclass
@@ -68,8 +80,17 @@ class State:
     origins: list[dict[str, Origin]]
     # Whether axes pass to the value, and from it, now.
     active: list[bool]
+    # By value, axes that split no dim of it.
+    whole: dict[int, frozenset[str]] = field(default_factory=dict)
+    # Values that pass no axes on to what reads them, and take none.
+    barred: set[int] = field(default_factory=set)
     # (value, dim, axis): an axis that wanted this dim but cannot split it.
     indivisible: dict[tuple[int, int, str], Origin] = field(default_factory=dict)
+
+    def may_take(self, value: int, axis: str) -> bool:
+        """Whether an axis may split some dim of a value, as far as others go."""
+        whole = self.whole.get(value, ())
+        return axis not in self.origins[value] and axis not in whole
 
     def spec(self, value: int) -> Spec:
         return spec_of(tuple(self.dims[value]))

@@ -204,7 +204,8 @@ def allowed(
 def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
     """Whether a spec is what a hint asks: closed dims exactly, open ones at least."""
     hint = stripped(Spec.of(seed.dims), mesh)
-    return not spec.partial and all(
+    is_whole = not spec.partial and {*seed.whole}.isdisjoint(spec.axes)
+    return is_whole and all(
         have == want if shut else have[: len(want)] == want
         for have, want, shut in zip(spec.dims, hint.dims, seed.closed, strict=True)
     )
