@@ -23,43 +23,60 @@ sys.path.insert(0, str(ROOT))  # this fxpar, installed or not
 os.environ.setdefault("FXPAR_SCHEDULE", "none")
 
 
+# Shapes of Llamas by scale; the first three run here or on one GPU, others are to plan.
+LLAMAS: dict[str, dict[str, int]] = {
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "small": {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "1024": {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "70b": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "405b": {
+        "vocab_size": 128256,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+    },
+}
+
+
 def llama(layers: int, *, scale: str = "small") -> Any:
-    """A Llama with random weights: ``small`` runs on a CPU, the others are to plan."""
+    """A Llama with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shapes = {
-        "small": {
-            "vocab_size": 2048,
-            "hidden_size": 256,
-            "intermediate_size": 704,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-        },
-        "8b": {
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-        "70b": {
-            "vocab_size": 128256,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-        },
-        "405b": {
-            "vocab_size": 128256,
-            "hidden_size": 16384,
-            "intermediate_size": 53248,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 8,
-        },
-    }
     torch.manual_seed(0)
-    config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **shapes[scale])
+    config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **LLAMAS[scale])
     return LlamaForCausalLM(config)
 
 

@@ -1,21 +1,23 @@
-"""What a user would write today, and fxpar's side: training steps of one small Llama.
+"""What a user would write today, and fxpar's side: training steps of one Llama.
 
-Every function makes a ``Step`` in this process, one of ``count`` ranks. Peers: DDP,
+Every function makes a ``Step`` in this process, one of ``case.ranks``. Peers: DDP,
 FSDP2, and DTensor tensor parallelism without and with sequence parallelism, each with
-torch.compile, the optimizer's step compiled too if asked. fxpar's side has the same
-layout at rest as the peer it stands beside.
+torch.compile, the optimizer's step compiled too if asked. fxpar's sides are on the mesh
+of the peer they are measured by, and do what its README says: ``fxpar.shard`` without
+hints or a sample; or, if asked, their parameters rest as the peer's do.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-from _common import llama
+from _common import LLAMAS, llama
 
-LAYERS, BATCH, LENGTH = 2, 8, 128
 AXIS = {"ddp": "dp", "fsdp2": "dp", "tp": "tp", "sp": "tp"}
 LOCAL = {"ddp", "fsdp2"}  # each rank reads its part of the batch
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
@@ -24,21 +26,77 @@ MEGATRON = {
     **{f"*{name}.weight": ("tp", None) for name in COLUMNS},
     **{f"*{name}.weight": (None, "tp") for name in ROWS},
 }
-HINTS = {
-    "fsdp2": None,
+# Of peers, how their parameters rest. FSDP2's do as the default would have it.
+LAYOUTS = {
+    "ddp": {},
     "tp": MEGATRON,
     "sp": {**MEGATRON, "*embed_tokens.weight": ("tp", None)},
 }
 
-# (seconds of forward and backward, if known, of the whole step, loss)
-Step = Callable[[int], tuple[float, float, Any]]
+
+@dataclass(frozen=True)
+class Case:
+    """What all sides train, on how many ranks. ``scale``: of ``_common.LLAMAS``;
+    ``device``: of this rank; ``codegen``: "inductor", or "eager", which compiles no
+    kernels on any side."""
+
+    ranks: int
+    layers: int = 2
+    batch: int = 8
+    length: int = 128
+    scale: str = "small"
+    device: str = "cpu"
+    dtype: str = "float32"
+    codegen: str = "inductor"
+
+    @property
+    def backend(self) -> str:
+        """What peers are compiled by."""
+        return "inductor" if self.codegen == "inductor" else "aot_eager"
+
+    @property
+    def kind(self) -> str:
+        """Of the device."""
+        return self.device.partition(":")[0]
+
+    def model(self) -> Any:
+        """With the same random weights on all ranks and in all sides."""
+        import torch
+
+        with torch.device(self.device):
+            return llama(self.layers, scale=self.scale).to(getattr(torch, self.dtype))
+
+    def ids(self, step: int) -> Any:
+        """The whole batch of a step."""
+        import torch
+
+        generator = torch.Generator().manual_seed(step)
+        size, words = (self.batch, self.length), LLAMAS[self.scale]["vocab_size"]
+        return torch.randint(words, size, generator=generator).to(self.device)
+
+    def now(self) -> float:
+        """Seconds, when the device has done what it was given."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-def batch(step: int) -> Any:
-    import torch
+@dataclass(frozen=True)
+class Step:
+    """A training step that times itself: of a step's index it gives the seconds of
+    forward and backward, if known, those of the whole step, and the loss."""
 
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(2048, (BATCH, LENGTH), generator=generator)
+    run: Callable[[int], tuple[float, float, Any]]
+    model: Any
+    optimizer: Any
+    # Forward and backward of a step alone; None where they are one program with the
+    # update.
+    passes: Callable[[int], Any] | None = None
+
+    def __call__(self, index: int) -> tuple[float, float, Any]:
+        return self.run(index)
 
 
 def own_part(ids: Any) -> Any:
@@ -53,124 +111,191 @@ def loss_of(model: Any, ids: Any) -> Any:
 
 
 def trainer(
-    model: Any, groups: Iterable[Any], part: Callable[[Any], Any], backend: str = ""
+    case: Case, peer: str, model: Any, groups: Iterable[Any], update: bool = False
 ) -> Step:
-    """A training step that times itself. ``groups``: the optimizer's parameters;
-    ``backend``: what its step is compiled by."""
+    """A step whose model is called and updated apart. ``groups``: the optimizer's
+    parameters; ``update``: whether its step is compiled, too."""
     import torch
-    import torch.distributed as dist
 
     optimizer = torch.optim.AdamW(groups, lr=1e-4)
-    update = optimizer.step
-    if backend:
-        update = torch.compile(update, backend=backend, dynamic=False)
+    advance = optimizer.step
+    if update:
+        advance = torch.compile(advance, backend=case.backend, dynamic=False)
 
-    def step(index: int) -> tuple[float, float, Any]:
-        ids = part(batch(index))
-        dist.barrier()
-        begun = time.perf_counter()
+    def passes(ids: Any) -> Any:
         loss = loss_of(model, ids)
         loss.backward()
-        middle = time.perf_counter()
-        update()
+        return loss.detach()
+
+    def step(ids: Any) -> tuple[float, Any]:
+        loss = passes(ids)
+        # To wait for the device here would cost this side, and not one program.
+        middle = time.perf_counter() if case.kind == "cpu" else math.nan
+        advance()
         optimizer.zero_grad()
-        end = time.perf_counter()
-        return middle - begun, end - begun, loss.detach()
+        return middle, loss
 
-    return step
+    part = _part(peer)
+    return Step(
+        _timed(case, peer, step),
+        model,
+        optimizer,
+        lambda index: passes(part(case.ids(index))),
+    )
 
 
-def averaged(step: Step) -> Step:
-    """A step whose loss is the mean over ranks; outside the timed part."""
+def _part(peer: str) -> Callable[[Any], Any]:
+    """What of a batch a rank is given."""
+    return own_part if peer in LOCAL else lambda ids: ids
+
+
+def _timed(
+    case: Case, peer: str, step: Callable[[Any], tuple[float, Any]]
+) -> Callable[[int], tuple[float, float, Any]]:
+    """A step with its seconds, of one that says when its backward ended; the mean of
+    the loss over ranks is outside the timed part."""
     import torch.distributed as dist
 
-    def mean(index: int) -> tuple[float, float, Any]:
-        *times, loss = step(index)
-        dist.all_reduce(loss)
-        return *times, loss / dist.get_world_size()
+    part = _part(peer)
 
-    return mean
+    def run(index: int) -> tuple[float, float, Any]:
+        ids = part(case.ids(index))
+        dist.barrier()
+        begun = case.now()
+        middle, loss = step(ids)
+        end = case.now()
+        if peer in LOCAL:
+            dist.all_reduce(loss)
+            loss = loss / dist.get_world_size()
+        return middle - begun, end - begun, loss
+
+    return run
 
 
-def fxpar_side(peer: str, count: int, codegen: str, options: dict[str, Any]) -> Step:
-    """In the layout of ``peer``; ``options``: more of them."""
+def fxpar_side(
+    peer: str, case: Case, options: dict[str, Any], *, as_peer: bool = False
+) -> Step:
+    """``options``: more of them; ``as_peer``: whether parameters rest as the peer's."""
     import torch
 
-    model, options, part = _laid_out(peer, count, codegen, options)
+    model, options = _laid_out(peer, case, options, as_peer)
     compiled = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    step = trainer(compiled, [{"params": list(model.parameters())}], part)
-    return averaged(step) if peer in LOCAL else step
+    return trainer(case, peer, compiled, [{"params": list(model.parameters())}])
 
 
-def one_program(peer: str, count: int, codegen: str, options: dict[str, Any]) -> Step:
+def one_program(peer: str, case: Case, options: dict[str, Any]) -> Step:
     """The same by ``fxpar.train_step``."""
     import torch
-    import torch.distributed as dist
 
     import fxpar
 
-    model, options, part = _laid_out(peer, count, codegen, options)
+    model, options = _laid_out(peer, case, options, as_peer=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     whole = fxpar.train_step(model, loss_of, optimizer, options=options)
-
-    def step(index: int) -> tuple[float, float, Any]:
-        ids = part(batch(index))
-        dist.barrier()
-        begun = time.perf_counter()
-        loss = whole(ids)
-        return math.nan, time.perf_counter() - begun, loss
-
-    return averaged(step) if peer in LOCAL else step
+    return Step(
+        _timed(case, peer, lambda ids: (math.nan, whole(ids).detach())),
+        model,
+        optimizer,
+    )
 
 
 def _laid_out(
-    peer: str, count: int, codegen: str, options: dict[str, Any]
-) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
-    """The model, all options, and what of a batch a rank is given."""
+    peer: str, case: Case, options: dict[str, Any], as_peer: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and all options."""
     import fxpar
 
-    model = llama(LAYERS)
-    mesh = f"{AXIS[peer]}={count}"
-    if peer in HINTS:
-        model = fxpar.shard(model, mesh=mesh, hints=HINTS[peer])
-    options = {"mesh": mesh, "codegen": codegen, **options}
+    model, mesh = case.model(), f"{AXIS[peer]}={case.ranks}"
+    hints = LAYOUTS[peer] if as_peer else None
+    if hints or not as_peer:
+        model = fxpar.shard(model, mesh=mesh, hints=hints)
+    options = {"mesh": mesh, "codegen": case.codegen, **options}
     if peer in LOCAL:
         options["inputs"] = "local"
-    return model, options, own_part if peer in LOCAL else lambda ids: ids
+    return model, options
 
 
-def fsdp2_side(count: int, backend: str, compiled: str, update: str) -> Step:
-    """``compiled``: every layer ("layers") or the whole model ("whole"); ``update``:
-    what the optimizer's step is compiled by, if anything."""
+def state_bytes(step: Step) -> tuple[int, int]:
+    """Bytes of parameters and of the optimizer's state on this rank."""
+    import torch
+
+    def size(x: Any) -> int:
+        return int((x.to_local() if hasattr(x, "to_local") else x).nbytes)
+
+    held = (
+        x
+        for state in step.optimizer.state.values()
+        for x in state.values()
+        if isinstance(x, torch.Tensor)
+    )
+    return sum(map(size, step.model.parameters())), sum(map(size, held))
+
+
+def disagreement(sides: Mapping[str, Step], indices: Iterable[int]) -> float:
+    """The largest relative difference of losses from the first side's in some steps."""
+    worst = 0.0
+    for index in indices:
+        losses = [step(index)[2] for step in sides.values()]
+        worst = max(worst, *(abs(1 - float(x / losses[0])) for x in losses))
+    return worst
+
+
+def in_turn(
+    sides: Mapping[str, Step],
+    rounds: int,
+    first: int,
+    alone: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    """Seconds [round, side, (forward and backward, step)] of the slowest rank, the
+    sides' order swapping from round to round. ``first``: the index of a step; inside
+    ``alone`` nothing else is to run."""
+    import torch
+    import torch.distributed as dist
+
+    times = torch.zeros(rounds, len(sides), 2, dtype=torch.float64)
+    for k in range(rounds):
+        order = list(enumerate(sides.values()))
+        with alone():
+            dist.barrier()
+            for i, step in order if k % 2 == 0 else reversed(order):
+                times[k, i, 0], times[k, i, 1], _ = step(first + k)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times
+
+
+def fsdp2_side(case: Case, compiled: str, update: bool) -> Step:
+    """``compiled``: every layer ("layers") or the whole model ("whole")."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = llama(LAYERS)
-    mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("dp",))
+    model = case.model()
+    mesh = init_device_mesh(case.kind, (case.ranks,), mesh_dim_names=("dp",))
     for layer in model.model.layers:
         if compiled == "layers":
-            layer.compile(backend=backend, dynamic=False)
+            layer.compile(backend=case.backend, dynamic=False)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     called = model
     if compiled == "whole":
-        called = torch.compile(model, backend=backend, dynamic=False)
-    groups = [{"params": list(model.parameters())}]
-    return averaged(trainer(called, groups, own_part, update))
+        called = torch.compile(model, backend=case.backend, dynamic=False)
+    return trainer(
+        case, "fsdp2", called, [{"params": list(model.parameters())}], update
+    )
 
 
-def ddp_side(count: int, backend: str, _: str, update: str) -> Step:
+def ddp_side(case: Case, _: str, update: bool) -> Step:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(llama(LAYERS), gradient_as_bucket_view=True)
-    compiled = torch.compile(model, backend=backend, dynamic=False)
-    groups = [{"params": list(model.parameters())}]
-    return averaged(trainer(compiled, groups, own_part, update))
+    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
+    compiled = torch.compile(model, backend=case.backend, dynamic=False)
+    return trainer(
+        case, "ddp", compiled, [{"params": list(model.parameters())}], update
+    )
 
 
-def tp_side(count: int, backend: str, _: str, update: str) -> Step:
+def tp_side(case: Case, _: str, update: bool) -> Step:
     """The layout of Hugging Face's own plan for Llama, inputs of a block prepared once:
     one all-reduce per block in the backward, not one per projection."""
     from torch.distributed.tensor import Replicate
@@ -194,10 +319,10 @@ def tp_side(count: int, backend: str, _: str, update: str) -> Step:
         **dict.fromkeys(["self_attn.o_proj", "mlp.down_proj"], RowwiseParallel()),
     }
     root = {"lm_head": ColwiseParallel(output_layouts=whole)}
-    return _dtensor(count, backend, layer, root, update)
+    return _dtensor(case, "tp", layer, root, update)
 
 
-def sp_side(count: int, backend: str, _: str, update: str) -> Step:
+def sp_side(case: Case, _: str, update: bool) -> Step:
     """Megatron's sequence parallelism, as torchtitan lays it out: between the blocks
     values lie split along the sequence."""
     from torch.distributed.tensor import Replicate, Shard
@@ -233,37 +358,32 @@ def sp_side(count: int, backend: str, _: str, update: str) -> Step:
         "model.norm": norm,
         "lm_head": ColwiseParallel(input_layouts=split, output_layouts=whole),
     }
-    return _dtensor(count, backend, layer, root, update)
+    return _dtensor(case, "sp", layer, root, update)
 
 
 def _dtensor(
-    count: int,
-    backend: str,
-    layer: dict[str, Any],
-    root: dict[str, Any],
-    update: str,
+    case: Case, peer: str, layer: dict[str, Any], root: dict[str, Any], update: bool
 ) -> Step:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    model = llama(LAYERS)
-    mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("tp",))
+    model = case.model()
+    mesh = init_device_mesh(case.kind, (case.ranks,), mesh_dim_names=("tp",))
     for each in model.model.layers:
         parallelize_module(each, mesh, layer)
     parallelize_module(model, mesh, root)
-    compiled = torch.compile(model, backend=backend, dynamic=False)
+    compiled = torch.compile(model, backend=case.backend, dynamic=False)
     # Apart, since the foreach kernels do not mix tensors and DTensors.
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [{"params": ps} for ps in (sharded, plain) if ps]
-    return trainer(compiled, groups, lambda ids: ids, update)
+    return trainer(case, peer, compiled, groups, update)
 
 
-# name -> (ranks, backend of torch.compile, what is compiled, backend of the optimizer's
-# step) -> its step
-PEERS: dict[str, Callable[[int, str, str, str], Step]] = {
+# name -> (case, what is compiled, whether the optimizer's step is, too) -> its step
+PEERS: dict[str, Callable[[Case, str, bool], Step]] = {
     "ddp": ddp_side,
     "fsdp2": fsdp2_side,
     "tp": tp_side,

@@ -1,14 +1,16 @@
-"""Time to the end of the first step: DDP + torch.compile beside fxpar.
+"""Time to the end of the first step: fxpar beside peers with torch.compile.
 
     python benchmarks/bench_first_step.py [--short] [--layers N] [--ranks N]
-        [--repeat N] [--side ddp|fxpar|shard|program] [--json FILE]
+        [--repeat N] [--side SIDE ...] [--json FILE]
 
 A Llama of hidden size 256, forward, backward and AdamW. Each run is a job of its own:
 ``cold`` with empty caches, then ``warm``, the same job again with the caches that the
-cold one left. ``ddp`` is DistributedDataParallel + torch.compile, every rank reading
-its part of the batch; ``fxpar`` reads the same (inputs=local), parameters whole;
-``shard``: parameters of fxpar rest split (``fxpar.shard``); ``program``:
-``fxpar.train_step``. Sides alternate, run by run.
+cold one left. ``ddp``, ``fsdp2``, ``tp`` and ``sp`` are the peers of ``bench_step``.
+``fxpar`` does what the README says (``fxpar.shard`` with neither hints nor a sample, a
+search, the schedule it chooses) on a mesh dp, where it reads the same part of a batch
+as DDP (inputs=local), ``fxpar_tp`` on a mesh tp; ``whole``: parameters of fxpar rest
+whole, as DDP's; ``program``, ``program_tp``: ``fxpar.train_step``. Sides alternate, run
+by run.
 
 ``first``: seconds from before the model is made to the end of the first step, of the
 slowest rank. ``cpu``: CPU seconds of all ranks and of what they started in that time,
@@ -32,6 +34,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,20 +43,21 @@ from unittest import mock
 import _peers
 from _common import conditions, write
 
-SIDES = ("ddp", "fxpar", "shard", "program")
+# name -> its step, not compiled yet
+SIDES: dict[str, Callable[[_peers.Case], _peers.Step]] = {
+    **{
+        peer: lambda case, made=made: made(case, "layers", False)
+        for peer, made in _peers.PEERS.items()
+    },
+    "fxpar": lambda case: _peers.fxpar_side("ddp", case, {}),
+    "fxpar_tp": lambda case: _peers.fxpar_side("tp", case, {}),
+    "whole": lambda case: _peers.fxpar_side("ddp", case, {}, as_peer=True),
+    "program": lambda case: _peers.one_program("ddp", case, {}),
+    "program_tp": lambda case: _peers.one_program("tp", case, {}),
+}
 STATES = ("cold", "warm")
 LIMIT = 900  # seconds that one job may take
 _SUBREAPER = 36  # of prctl: orphans become this process's children
-
-
-def step_of(side: str, ranks: int) -> _peers.Step:
-    """A side's step, not compiled yet."""
-    if side == "ddp":
-        return _peers.ddp_side(ranks, "inductor", "", "")
-    if side == "program":
-        return _peers.one_program("ddp", ranks, "inductor", {})
-    peer = "fsdp2" if side == "shard" else "ddp"
-    return _peers.fxpar_side(peer, ranks, "inductor", {})
 
 
 def cpu_seconds() -> float:
@@ -77,13 +82,13 @@ def worker(args: argparse.Namespace) -> None:
     from fxpar.runtime import stage_times
 
     torch.set_num_threads(1)
-    _peers.LAYERS = args.layers[0]
     dist.init_process_group("gloo")
     dist.barrier()
     begun, cpu = time.perf_counter(), cpu_seconds()
     one_table = mock.patch.object(fxpar.joint_pass, "stage_table", str)
     with one_table:  # of forward and backward
-        step = step_of(args.side[0], dist.get_world_size())
+        case = _peers.Case(dist.get_world_size(), layers=args.layers[0])
+        step = SIDES[args.side[0]](case)
         made = cpu_seconds() - cpu
         *_, loss = step(0)
     first, used = time.perf_counter() - begun, cpu_seconds() - cpu
@@ -102,7 +107,7 @@ def worker(args: argparse.Namespace) -> None:
             "step_cpu": float(figures[3]),
             "losses": [float(loss), float(again)],
         }
-        if args.side[0] != "ddp":
+        if args.side[0] not in _peers.PEERS:
             data["stages"] = [seconds_of(table) for table in stages[:2]]
         Path(args.worker).write_text(json.dumps(data))
     dist.barrier()
@@ -196,8 +201,7 @@ def main() -> None:
             repeat = args.repeat or (1 if args.short else 3)
             cases.append(measure(args.side or ["ddp", "fxpar"], layers, ranks, repeat))
             show(cases[-1])
-    model = {"batch": _peers.BATCH, "length": _peers.LENGTH}
-    data = {"conditions": before, "model": model, "cases": cases}
+    data = {"conditions": before, "model": asdict(_peers.Case(0)), "cases": cases}
     write(args.json, "bench_first_step", data)
 
 

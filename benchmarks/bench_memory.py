@@ -1,91 +1,54 @@
-"""What one rank holds and needs in a training step, beside FSDP2 + torch.compile.
+"""What one rank holds and needs in a training step, fxpar beside its peers.
 
-    python benchmarks/bench_memory.py [--layers 4] [--ranks 2] [--json FILE]
+    python benchmarks/bench_memory.py [--layers 4] [--ranks 2] [--peer NAME ...]
+        [--json FILE]
 
-Both sides run in the same processes, one after the other, on the same Llama and batch.
-``state`` is parameters, gradients and AdamW's state as one rank holds them; ``whole``
-what one device holds. ``peak`` is what a step allocates at most beyond parameters and
-optimizer state, gradients included: the running sum of the allocator's own events, so
-that neither compiling nor Python counts.
+Peers and ``fxpar``, which does what the README says, are those of ``bench_step``; a
+peer and fxpar on its mesh run in the same processes, one after the other, on the same
+Llama and batch. ``state`` is parameters, gradients and AdamW's state as one rank holds
+them; ``whole`` what one device holds. ``peak`` is what forward and backward allocate at
+most beyond parameters and optimizer state, gradients included: the running sum of the
+allocator's own events, so that neither compiling nor Python counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from _common import conditions, llama, on_ranks, write
+from _common import conditions, on_ranks, write
+from _peers import AXIS, PEERS, Case, Step, fxpar_side, state_bytes
 from _traffic import watched
 
-BATCH, LENGTH = 8, 128
 WARMUP = 2
 
 
-def local(x: Any) -> Any:
-    return x.to_local() if hasattr(x, "to_local") else x
+def figures_of(step: Step, case: Case) -> dict[str, int]:
+    for index in range(WARMUP):
+        step(index)
+    held, kept = state_bytes(step)
+    passes = step.passes
+    assert passes is not None
+    peak = watched(lambda: passes(WARMUP)).peak
+    whole = 4 * sum(p.nbytes for p in case.model().parameters())
+    # A gradient is as large as its parameter.
+    return {"state": 2 * held + kept, "peak": peak, "whole": whole}
 
 
-def state_bytes(model: Any, optimizer: Any) -> int:
-    """Bytes of parameters, gradients and optimizer state on this rank."""
-    import torch
-
-    held = list(model.parameters())
-    held += [p.grad for p in model.parameters() if p.grad is not None]
-    held += [
-        x
-        for state in optimizer.state.values()
-        for x in state.values()
-        if isinstance(x, torch.Tensor)
-    ]
-    return sum(local(x).numel() * x.dtype.itemsize for x in held)
-
-
-def side(name: str, layers: int) -> dict[str, int]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    import fxpar
-
-    model: Any = llama(layers)
-    count = dist.get_world_size()
-    whole = 4 * sum(p.numel() * p.dtype.itemsize for p in model.parameters())
-    if name == "fsdp2":
-        mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("dp",))
-        for layer in model.model.layers:
-            layer.compile(dynamic=False)
-            fully_shard(layer, mesh=mesh)
-        called = fully_shard(model, mesh=mesh)
-    else:
-        model = fxpar.shard(model, mesh=f"dp={count}")
-        options = {"inputs": "local"}
-        called = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(2048, (BATCH // count, LENGTH), generator=generator)
-
-    def step() -> None:
-        called(input_ids=ids, labels=ids).loss.backward()
-
-    for _ in range(WARMUP):
-        optimizer.zero_grad()
-        step()
-        optimizer.step()
-    state = state_bytes(model, optimizer)
-    optimizer.zero_grad()
-    return {"state": state, "peak": watched(step).peak, "whole": whole}
-
-
-def worker(layers: int, out: str) -> None:
+def worker(peer: str, layers: int, out: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    figures = {name: side(name, layers) for name in ("fsdp2", "fxpar")}
+    case = Case(dist.get_world_size(), layers=layers)
+    made = {
+        peer: lambda: PEERS[peer](case, "layers", False),
+        "fxpar": lambda: fxpar_side(peer, case, {"schedule": "auto"}),
+    }
+    figures = {name: figures_of(make(), case) for name, make in made.items()}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(figures))
     dist.barrier()
@@ -96,24 +59,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--peer", choices=sorted(PEERS), action="append")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.layers, args.worker)
+        worker(args.peer[0], args.layers, args.worker)
         return
-    before = conditions()
-    figures = on_ranks(__file__, args.ranks, "--layers", args.layers)
-    for name, found in figures.items():
-        print(
-            f"dp={args.ranks}  {name:6} state {found['state'] / 2**20:7.1f} MiB "
-            f"({found['state'] / found['whole'] * args.ranks:.3f} of its share of one "
-            f"device)  peak of a step {found['peak'] / 2**20:7.1f} MiB"
-        )
-    print(f"peak ratio {figures['fxpar']['peak'] / figures['fsdp2']['peak']:.3f}")
-    model = {"layers": args.layers, "batch": BATCH, "length": LENGTH}
-    data = {"conditions": before, "model": model, "ranks": args.ranks}
-    write(args.json, "bench_memory", data | {"figures": figures})
+    before, cases = conditions(), {}
+    for peer in args.peer or sorted(PEERS):
+        words = ("--layers", args.layers, "--peer", peer)
+        figures = cases[peer] = on_ranks(__file__, args.ranks, *words)
+        for name, found in figures.items():
+            print(
+                f"{AXIS[peer]}={args.ranks}  {name:6} state "
+                f"{found['state'] / 2**20:7.1f} MiB "
+                f"({found['state'] / found['whole'] * args.ranks:.3f} of its share of "
+                f"one device)  peak of a step {found['peak'] / 2**20:7.1f} MiB"
+            )
+        ratio = figures["fxpar"]["peak"] / figures[peer]["peak"]
+        print(f"peak ratio {ratio:.3f}", flush=True)
+    model = asdict(Case(args.ranks, layers=args.layers))
+    data = {"conditions": before, "model": model, "cases": cases}
+    write(args.json, "bench_memory", data)
 
 
 if __name__ == "__main__":

@@ -4,57 +4,61 @@
         [--json FILE]
 
 - ``ddp``, mesh dp: DistributedDataParallel + torch.compile, each rank reading its part
-  of the batch; fxpar reads the same (inputs=local), parameters whole.
+  of the batch; fxpar reads the same (inputs=local).
 - ``fsdp2``, mesh dp: fully_shard on every layer and the root, every layer compiled
-  (as torchtitan does) or the whole model (``--compile whole``); fxpar's parameters
-  rest split over dp (fxpar.shard).
+  (as torchtitan does) or the whole model (``--compile whole``).
 - ``tp``, mesh tp: DTensor tensor parallelism (parallelize_module, the layout of
-  Hugging Face's own plan for Llama, inputs of a block prepared once) + torch.compile;
-  fxpar's parameters rest in the same layout (fxpar.shard with hints).
+  Hugging Face's own plan for Llama, inputs of a block prepared once) + torch.compile.
 - ``sp``, mesh tp: the same with Megatron's sequence parallelism and the embedding split
   by words.
 
-Five sides live in the same processes and see the same model, data, optimizer and
-number of threads: the peer, as most write it and with the optimizer's step compiled
-too (``update``); ``fxpar`` with the schedule it chooses; ``plain``: fxpar without one;
-``program``: ``fxpar.train_step``, forward, backward and update as one. Steps alternate,
-the order swapping from round to round, so that drift of the machine hits all alike;
-what counts is the ratio within a round. A step's time is that of the slowest rank.
-Losses must agree, or there is no figure. What a step sends, in how many calls, and the
-most memory it takes beyond parameters and optimizer state are counted by the profiler,
-alike for all sides.
+All sides live in the same processes and see the same model, data, optimizer and number
+of threads: the peer, as most write it and with the optimizer's step compiled too
+(``update``); ``fxpar``, which does what the README says: ``fxpar.shard`` with neither
+hints nor a sample, a search, the schedule it chooses; ``plain``: that without a
+schedule; ``as_peer``: with parameters at rest as the peer's, whole beside DDP, by hints
+beside tensor parallelism (beside FSDP2 it would be ``fxpar`` again); ``program``:
+``fxpar.train_step``, forward, backward and update as one. Steps alternate, the order
+swapping from round to round, so that drift of the machine hits all alike; what counts
+is the ratio within a round. A step's time is that of the slowest rank. Losses must
+agree, or there is no figure. What a step sends, in how many calls, and the most memory
+it takes beyond parameters and optimizer state are counted by the profiler, alike for
+all sides.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from _common import conditions, on_ranks, spread, write
 from _peers import (
     AXIS,
-    BATCH,
-    LAYERS,
-    LENGTH,
+    LAYOUTS,
     PEERS,
+    Case,
     Step,
+    disagreement,
     fxpar_side,
+    in_turn,
     one_program,
 )
 from _quiet import Quiet
 from _traffic import watched
 
-SIDES = ("peer", "update", "fxpar", "plain", "program")
 # (name of a ratio, as it is said, side, side it is measured by)
 RATIOS = (
     ("ratio", "fxpar/peer", "fxpar", "peer"),
     ("ratio_plain", "plain/peer", "plain", "peer"),
     ("ratio_of_plain", "fxpar/plain", "fxpar", "plain"),
+    ("ratio_as_peer", "as_peer/peer", "as_peer", "peer"),
     ("ratio_program", "program/peer", "program", "peer"),
     ("ratio_of_update", "program/update", "program", "update"),
 )
@@ -62,25 +66,27 @@ WARMUP = 3
 AGREE = 1e-4  # relative difference of losses; the seeds of a mistake are far larger
 
 
-def sides_of(args: argparse.Namespace, count: int) -> dict[str, Step]:
+def sides_of(args: argparse.Namespace, case: Case) -> dict[str, Step]:
     """Each side's step, none of them compiled yet."""
     peer = args.peer[0]
-    backend = "inductor" if args.codegen == "inductor" else "aot_eager"
     out = {
-        "peer": PEERS[peer](count, backend, args.compile, ""),
-        "update": PEERS[peer](count, backend, args.compile, backend),
+        "peer": PEERS[peer](case, args.compile, False),
+        "update": PEERS[peer](case, args.compile, True),
     }
     for name, schedule, side in (
         ("fxpar", "auto", fxpar_side),
         ("plain", "none", fxpar_side),
+        ("as_peer", "auto", functools.partial(fxpar_side, as_peer=True)),
         ("program", "auto", one_program),
     ):
+        if name == "as_peer" and peer not in LAYOUTS:
+            continue
         options: dict[str, Any] = {"schedule": schedule}
         if args.hardware:
             options["hardware"] = args.hardware
         if args.tune and name == "fxpar":
             options["tune"] = True
-        out[name] = side(peer, count, args.codegen, options)
+        out[name] = side(peer, case, options)
     return out
 
 
@@ -91,29 +97,20 @@ def worker(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, count = dist.get_rank(), dist.get_world_size()
-    sides = sides_of(args, count)
-    worst, first = 0.0, {}
+    rank = dist.get_rank()
+    sides = sides_of(args, Case(dist.get_world_size(), codegen=args.codegen))
+    first = {}
     for name, step in sides.items():
         begun = time.perf_counter()
         step(0)
         first[name] = time.perf_counter() - begun
-    for index in range(1, WARMUP):
-        losses = [step(index)[2] for step in sides.values()]
-        worst = max(worst, *(abs(1 - float(x / losses[0])) for x in losses))
+    worst = disagreement(sides, range(1, WARMUP))
     if worst > AGREE:
         raise SystemExit(f"losses differ by {worst:.1e} relative: no comparison")
     seen = {name: watched(lambda s=step: s(WARMUP)) for name, step in sides.items()}
 
-    times = torch.zeros(args.pairs, len(sides), 2, dtype=torch.float64)
     quiet = Quiet(args.lock if rank == 0 else None, args.hold)
-    for k in range(args.pairs):
-        order = list(enumerate(sides.values()))
-        with quiet.alone():
-            dist.barrier()
-            for i, step in order if k % 2 == 0 else reversed(order):
-                times[k, i, 0], times[k, i, 1], _ = step(WARMUP + k)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
+    times = in_turn(sides, args.pairs, WARMUP, quiet.alone)
     if rank == 0:
         data = {
             "times": [
@@ -140,11 +137,11 @@ def measure(peer: str, ranks: int, words: list[str], compiled: str) -> dict[str,
     figures: dict[str, Any] = {"peer": peer, "mesh": f"{AXIS[peer]}={ranks}"}
     figures["compiled"] = compiled if peer == "fsdp2" else "whole"
     for j, what in enumerate(("forward_backward", "step")):
-        columns = [
-            [round_[i][j] for round_ in data["times"]] for i in range(len(SIDES))
-        ]
-        known = zip(SIDES, columns, strict=True)
-        seconds = {name: each for name, each in known if each[0] is not None}
+        columns = {
+            name: [round_[i][j] for round_ in data["times"]]
+            for i, name in enumerate(data["sent"])
+        }
+        seconds = {name: each for name, each in columns.items() if each[0] is not None}
         figures[what] = {
             f"{name}_seconds": spread(each) for name, each in seconds.items()
         } | {
@@ -162,8 +159,7 @@ def _ratio(ours: Any, theirs: Any) -> dict[str, float]:
 def show(figures: dict[str, Any]) -> None:
     print(f"{figures['mesh']} beside {figures['peer']}")
     step = figures["step"]
-    for name in SIDES:
-        sent = figures["sent"][name]
+    for name, sent in figures["sent"].items():
         print(
             f"  {name:7} {step[f'{name}_seconds']['median'] * 1e3:7.1f} ms  "
             f"{sent['collectives']:3} collectives of {sent['bytes'] / 2**20:7.2f} MiB "
@@ -210,8 +206,7 @@ def main() -> None:
         for peer in args.peer or sorted(PEERS):
             cases.append(measure(peer, ranks, words, args.compile))
             show(cases[-1])
-    model = {"layers": LAYERS, "batch": BATCH, "length": LENGTH}
-    data = {"conditions": before, "model": model, "codegen": args.codegen}
+    data = {"conditions": before, "model": asdict(Case(0, codegen=args.codegen))}
     write(args.json, "bench_step", data | {"cases": cases})
 
 
