@@ -267,13 +267,13 @@ def polish(
 
 
 def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
-    """Plans that may be faster than the one found once communication runs beside
+    """Plans that may be faster than the one cheap once communication runs beside
     compute: those that are best with hidden communication at a discount."""
     discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
     choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
-    found = [_with_first(result, choice) for choice in choices]
-    near = nearest([result, *found])
-    return [x for x in found if x in near]
+    cheap = [_with_first(result, choice) for choice in choices]
+    near = nearest([result, *cheap])
+    return [x for x in cheap if x in near]
 
 
 def priced_as(
