@@ -237,8 +237,12 @@ def with_rivals(
         seeds.setdefault(seed.value, []).append(seed)
     notes = decision.notes[:1]
     others = [_found(program, x, seeds, notes) for x in rivals(result, options)]
+    is_laid_out = any(declared.splits for declared in program.signature.inputs)
     for expert in by_hand:
         cost = priced_as(result, expert.strategies)
+        if is_laid_out:  # an expert's plan, but for where it has what the search splits
+            others += [] if cost is None else [_found(program, cost, seeds, notes)]
+            continue
         if is_large(result) and (cost is None or cost not in nearest([result, cost])):
             continue
         notes_of_both = (*notes, *expert.notes)

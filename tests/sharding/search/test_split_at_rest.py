@@ -15,8 +15,9 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.run_search import SearchOptions
 
 
-def rests(rows: int, *, splits: bool) -> list[str]:
-    """Where both matrices of a perceptron rest on four ranks."""
+def rests(rows: int, *, splits: bool) -> list[list[str]]:
+    """Where both matrices of a perceptron rest on four ranks, by the plan that is found
+    and by its rivals."""
     model = nn.Sequential(
         nn.Linear(512, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 512, bias=False)
     )
@@ -32,18 +33,23 @@ def rests(rows: int, *, splits: bool) -> list[str]:
     options = SearchOptions(lookup("h100"), 30.0)
     decision = searched(program, Mesh.parse("tp=4"), {}, (), options)
     pairs = zip(inputs, program.inputs, strict=True)
-    return [
-        str(decision.settled[v])
-        for x, v in pairs
-        if v is not None and x.kind == "parameter"
-    ]
+    values = [v for x, v in pairs if v is not None and x.kind == "parameter"]
+    found = decision, *decision.rivals
+    return [[str(each.settled[v]) for v in values] for each in found]
 
 
 def test_few_rows_take_weights_where_they_are() -> None:
-    assert rests(8, splits=True) == ["[tp, _]", "[_, tp]"]
+    assert rests(8, splits=True)[0] == ["[tp, _]", "[_, tp]"]
 
 
 def test_many_rows_gather_weights_but_never_hold_them() -> None:
     rows = 1 << 17
-    assert rests(rows, splits=False) == ["[_, _]", "[_, _]"]
-    assert all("tp" in spec for spec in rests(rows, splits=True))
+    assert rests(rows, splits=False)[0] == ["[_, _]", "[_, _]"]
+    assert all("tp" in spec for spec in rests(rows, splits=True)[0])
+
+
+def test_what_an_expert_would_begin_with_is_split_where_it_rests() -> None:
+    """Whole parameters would win, and would then not rest so."""
+    found, *rivals = rests(1 << 17, splits=True)
+    assert rivals
+    assert all("tp" in spec for rest in rivals for spec in rest)
