@@ -231,12 +231,16 @@ def state_bytes(step: Step) -> tuple[int, int]:
     return sum(map(size, step.model.parameters())), sum(map(size, held))
 
 
-def disagreement(sides: Mapping[str, Step], indices: Iterable[int]) -> float:
-    """The largest relative difference of losses from the first side's in some steps."""
-    worst = 0.0
+def disagreement(sides: Mapping[str, Step], indices: Iterable[int]) -> dict[str, float]:
+    """Of each side the largest relative difference of its losses from the first side's
+    in some steps; infinite of one that is no number."""
+    worst = dict.fromkeys(sides, 0.0)
     for index in indices:
-        losses = [step(index)[2] for step in sides.values()]
-        worst = max(worst, *(abs(1 - float(x / losses[0])) for x in losses))
+        losses = {name: float(step(index)[2]) for name, step in sides.items()}
+        first, *_ = losses.values()
+        for name, loss in losses.items():
+            apart = abs(1 - loss / first)
+            worst[name] = max(worst[name], math.inf if math.isnan(apart) else apart)
     return worst
 
 
@@ -388,4 +392,22 @@ PEERS: dict[str, Callable[[Case, str, bool], Step]] = {
     "fsdp2": fsdp2_side,
     "tp": tp_side,
     "sp": sp_side,
+}
+
+
+def _peer(name: str) -> Callable[[Case], Step]:
+    return lambda case: PEERS[name](case, "layers", False)
+
+
+# name -> its step, not compiled yet: peers; fxpar as its README says, on a mesh dp,
+# where a rank reads its part of the batch, or tp; fxpar with parameters at rest as a
+# peer's; ``fxpar.train_step``.
+SIDES: dict[str, Callable[[Case], Step]] = {
+    **{name: _peer(name) for name in PEERS},
+    "fxpar": lambda case: fxpar_side("ddp", case, {}),
+    "fxpar_tp": lambda case: fxpar_side("tp", case, {}),
+    "as_ddp": lambda case: fxpar_side("ddp", case, {}, as_peer=True),
+    "as_tp": lambda case: fxpar_side("tp", case, {}, as_peer=True),
+    "program": lambda case: one_program("ddp", case, {}),
+    "program_tp": lambda case: one_program("tp", case, {}),
 }

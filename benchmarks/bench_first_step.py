@@ -8,9 +8,9 @@ A Llama of hidden size 256, forward, backward and AdamW. Each run is a job of it
 cold one left. ``ddp``, ``fsdp2``, ``tp`` and ``sp`` are the peers of ``bench_step``.
 ``fxpar`` does what the README says (``fxpar.shard`` with neither hints nor a sample, a
 search, the schedule it chooses) on a mesh dp, where it reads the same part of a batch
-as DDP (inputs=local), ``fxpar_tp`` on a mesh tp; ``whole``: parameters of fxpar rest
-whole, as DDP's; ``program``, ``program_tp``: ``fxpar.train_step``. Sides alternate, run
-by run.
+as DDP (inputs=local), ``fxpar_tp`` on a mesh tp; of ``as_ddp`` and ``as_tp`` parameters
+rest as those of the peer; ``program``, ``program_tp``: ``fxpar.train_step``. Sides
+alternate, run by run.
 
 ``first``: seconds from before the model is made to the end of the first step, of the
 slowest rank. ``cpu``: CPU seconds of all ranks and of what they started in that time,
@@ -34,7 +34,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,18 +42,6 @@ from unittest import mock
 import _peers
 from _common import conditions, write
 
-# name -> its step, not compiled yet
-SIDES: dict[str, Callable[[_peers.Case], _peers.Step]] = {
-    **{
-        peer: lambda case, made=made: made(case, "layers", False)
-        for peer, made in _peers.PEERS.items()
-    },
-    "fxpar": lambda case: _peers.fxpar_side("ddp", case, {}),
-    "fxpar_tp": lambda case: _peers.fxpar_side("tp", case, {}),
-    "whole": lambda case: _peers.fxpar_side("ddp", case, {}, as_peer=True),
-    "program": lambda case: _peers.one_program("ddp", case, {}),
-    "program_tp": lambda case: _peers.one_program("tp", case, {}),
-}
 STATES = ("cold", "warm")
 LIMIT = 900  # seconds that one job may take
 _SUBREAPER = 36  # of prctl: orphans become this process's children
@@ -88,7 +75,7 @@ def worker(args: argparse.Namespace) -> None:
     one_table = mock.patch.object(fxpar.joint_pass, "stage_table", str)
     with one_table:  # of forward and backward
         case = _peers.Case(dist.get_world_size(), layers=args.layers[0])
-        step = SIDES[args.side[0]](case)
+        step = _peers.SIDES[args.side[0]](case)
         made = cpu_seconds() - cpu
         *_, loss = step(0)
     first, used = time.perf_counter() - begun, cpu_seconds() - cpu
@@ -187,7 +174,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, action="append")
     parser.add_argument("--ranks", type=int, action="append")
     parser.add_argument("--repeat", type=int)
-    parser.add_argument("--side", choices=SIDES, action="append")
+    parser.add_argument("--side", choices=_peers.SIDES, action="append")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -104,7 +104,7 @@ def worker(args: argparse.Namespace) -> None:
         begun = time.perf_counter()
         step(0)
         first[name] = time.perf_counter() - begun
-    worst = disagreement(sides, range(1, WARMUP))
+    worst = max(disagreement(sides, range(1, WARMUP)).values())
     if worst > AGREE:
         raise SystemExit(f"losses differ by {worst:.1e} relative: no comparison")
     seen = {name: watched(lambda s=step: s(WARMUP)) for name, step in sides.items()}

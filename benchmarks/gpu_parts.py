@@ -1,23 +1,28 @@
-"""Parts of ``one_gpu.py`` as processes: started early, told to go, watched, ended.
+"""Parts of ``one_gpu.py`` and ``gpu_peers.py`` as processes: started early, told to go,
+watched, ended.
 
 In: which part, how many ranks, how long. Out: how it ended, the rows it told until
 then, the end of what it printed. Every process is the first of a session of its own and
 is ended with all it started: when its time is over, and when another rank of its part
-has failed. A GPU is never touched here, nor torch imported.
+has failed. Who starts them touches no GPU, nor imports torch; ``work`` does, in a
+process of a part.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +138,78 @@ def end(running: Running) -> None:
         with contextlib.suppress(OSError):
             if process.stdin is not None:
                 process.stdin.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``start`` tells a process, for the script's command line."""
+    for name, kind in {"rank": int, "ranks": int, "port": int}.items():
+        parser.add_argument(f"--{name}", type=kind, default=0, help=argparse.SUPPRESS)
+    for name in ("part", "mode", "out"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+
+
+def work(args: argparse.Namespace, find: Callable[[], Callable[[Any], None]]) -> None:
+    """What a part's process does, with a ``Here``: import, wait to be told, run, and
+    leave without tearing anything down: what hangs then would be waited for."""
+    code = 1
+    try:
+        import torch
+        from gpu_here import Here
+
+        found = find()
+        sys.stdin.readline()
+        device = "cpu" if args.mode == "try" else f"cuda:{os.environ['LOCAL_RANK']}"
+        if args.mode == "gpu":
+            torch.cuda.set_device(device)
+        here = Here(
+            args.mode, torch.device(device), args.rank, args.ranks, args.port, args.out
+        )
+        found(here)
+        here.sync()
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        package = lacking(error)
+        if package:
+            print(f"needs {package}, which is not installed")
+            code = LACKS
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def lacking(error: BaseException | None) -> str:
+    """The package without which an error came, that is not ours; "" of other errors."""
+    ours = {"fxpar", *(path.stem for path in Path(__file__).parent.glob("*.py"))}
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            return "" if package in ours else package
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def write_json(place: Path, data: Any) -> None:
+    """Write data in one step."""
+    write_text(place, json.dumps(_finite(data), indent=1) + "\n")
+
+
+def write_text(place: Path, text: str) -> None:
+    """Write a file in one step."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    new = place.with_name(f"{place.name}.new")
+    new.write_text(text)
+    os.replace(new, place)
+
+
+def _finite(x: Any) -> Any:
+    """With text for what JSON has no numbers for."""
+    if isinstance(x, Mapping):
+        return {k: _finite(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_finite(v) for v in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:

@@ -24,20 +24,17 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
-import math
 import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gpu_parts
-from gpu_parts import Outcome, Running
+from gpu_parts import Outcome, Running, add_arguments, write_json
 from gpu_table import Target, facts_of, rows_of, show
 
 sys.path.insert(0, str(gpu_parts.ROOT))
@@ -241,71 +238,18 @@ def write(
         "table": rows_of(outcomes, TARGETS, judged=not args.try_out),
         "parts": {name: asdict(outcome) for name, outcome in outcomes.items()},
     }
-    place = Path(args.json)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    new = place.with_name(f"{place.name}.new")
-    new.write_text(json.dumps(_finite(data), indent=1) + "\n")
-    os.replace(new, place)
-
-
-def _finite(x: Any) -> Any:
-    """With text for what JSON has no numbers for."""
-    if isinstance(x, Mapping):
-        return {k: _finite(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_finite(v) for v in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+    write_json(Path(args.json), data)
 
 
 # A part's process.
 
 
-def work(args: argparse.Namespace) -> None:
-    """Import, wait to be told, run, and leave without tearing anything down: what
-    hangs then would be waited for."""
-    code = 1
-    try:
-        import torch
-        from gpu_here import Here, round_as_devices
-
-        if args.mode == "try" and PARTS[args.part].modes:
-            round_as_devices()
-        found = _function(args.part, args.mode)
-        sys.stdin.readline()
-        device = "cpu" if args.mode == "try" else "cuda:0"
-        if args.mode == "gpu":
-            torch.cuda.set_device(0)
-        here = Here(
-            args.mode, torch.device(device), args.rank, args.ranks, args.port, args.out
-        )
-        found(here)
-        here.sync()
-        code = 0
-    except BaseException as error:
-        traceback.print_exc()
-        package = lacking(error)
-        if package:
-            print(f"needs {package}, which is not installed")
-            code = gpu_parts.LACKS
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def lacking(error: BaseException | None) -> str:
-    """The package without which an error came, that is not ours; "" of other errors."""
-    ours = {"fxpar", *(path.stem for path in Path(__file__).parent.glob("*.py"))}
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            package = error.name.partition(".")[0]
-            return "" if package in ours else package
-        error = error.__cause__ or error.__context__
-    return ""
-
-
 def _function(name: str, mode: str) -> Callable[[Any], None]:
     """What a part's process calls."""
+    if mode == "try" and PARTS[name].modes:
+        from gpu_here import round_as_devices
+
+        round_as_devices()
     if mode == "ahead" and name != "ahead":
         os.nice(10)
         from gpu_ahead import compile_part
@@ -344,13 +288,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART")
     parser.add_argument("--limit", type=float, help=f"seconds in all ({LIMIT:.0f})")
     parser.add_argument("--try", dest="try_out", action="store_true", help="no GPU")
-    for name, kind in {"rank": int, "ranks": int, "port": int}.items():
-        parser.add_argument(f"--{name}", type=kind, default=0, help=argparse.SUPPRESS)
-    for name in ("part", "mode", "out"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    add_arguments(parser)
     args = parser.parse_args()
     if args.part:
-        work(args)
+        gpu_parts.work(args, lambda: _function(args.part, args.mode))
     raise SystemExit(run(args))
 
 

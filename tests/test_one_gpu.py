@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu_parts import Outcome  # noqa: E402
+from gpu_parts import Outcome, lacking  # noqa: E402
 from gpu_table import Target, rows_of, verdict_of  # noqa: E402
-from one_gpu import AHEAD, PARTS, TARGETS, lacking  # noqa: E402
+from one_gpu import AHEAD, PARTS, TARGETS  # noqa: E402
 
 
 def run(path: Path, *words: str, timeout: float) -> tuple[int, str, dict[str, Any]]:
