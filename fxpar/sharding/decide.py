@@ -37,8 +37,7 @@ from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.rank_candidates import (
-    is_large,
-    nearest,
+    may_be_faster,
     priced_as,
     rivals,
 )
@@ -240,10 +239,10 @@ def with_rivals(
     is_laid_out = any(declared.splits for declared in program.signature.inputs)
     for expert in by_hand:
         cost = priced_as(result, expert.strategies)
+        if not may_be_faster(result, cost):
+            continue
         if is_laid_out:  # an expert's plan, but for where it has what the search splits
             others += [] if cost is None else [_found(program, cost, seeds, notes)]
-            continue
-        if is_large(result) and (cost is None or cost not in nearest([result, cost])):
             continue
         notes_of_both = (*notes, *expert.notes)
         others.append(
