@@ -89,13 +89,14 @@ def _finished(state: JointState) -> Result:
         times.setdefault((trial.decided.mesh, key), line.seconds)
     listed = ", ".join(f"{mesh} {ms(x)}" for (mesh, _), x in times.items())
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
+    best.step_seconds = seconds
     if best is not trials[0][1]:
         check_user_rules(best.decided)
     if state.request.debug < 2 and not state.request.dump:
         best.request = replace(best.request, debug=state.request.debug)
         return pipeline.finished(best, pipeline.rows_after(_LOWERED))
     dumped = _trial_of(state, best.decided, state.request)
-    dumped.notes = best.notes
+    dumped.notes, dumped.step_seconds = best.notes, best.step_seconds
     return pipeline.finished(dumped, pipeline.rows_after("plan"))
 
 

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu_peers.py`` without a GPU: some sides of its try-out, and what it says
+"""``benchmarks/gpu_peers.py`` without a GPU: two sides of its try-out, and what it says
 of cells that fail or that no time is left for."""
 
 from __future__ import annotations

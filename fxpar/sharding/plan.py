@@ -20,6 +20,7 @@ from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.pipeline_axis import PipelineStage, pipeline_axis, without_stages
 from fxpar.sharding.spec import Spec
+from fxpar.units import short_seconds
 
 FORMAT = 1
 
@@ -164,6 +165,8 @@ class Plan:
     sent_rows: tuple[int, ...] = ()
     # Of manual regions, where the search chose others than the first.
     bodies: tuple[int, ...] = ()
+    # Of a step, predicted, where plans were compared by it.
+    step_seconds: float | None = field(default=None, compare=False)
     # What came near to be, and why it is not.
     near: tuple[str, ...] = field(default=(), compare=False)
     # Of a compiled graph, what runs as generated kernels, how, and why so.
@@ -184,8 +187,9 @@ class Plan:
         return self.room is None or self.held_bytes <= self.room
 
     def predicted_texts(self) -> list[str]:
-        """What a step is predicted to take, where the plan knows its program."""
-        return []
+        """What a step is predicted to take, as far as is known."""
+        known = self.step_seconds
+        return [] if known is None else [f"{short_seconds(known)} a step"]
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
@@ -283,6 +287,7 @@ class Plan:
         data["reads"] = [node.reads for node in self.nodes]
         data["memory"] = list(self.memory)
         data["room"] = self.room
+        data["step_seconds"] = self.step_seconds
         data["near"] = list(self.near)
         data["regions"] = list(self.regions)
         for stage, saved in zip(self.stages, data.get("stages", ()), strict=True):

@@ -104,6 +104,10 @@ class Saved:
         """A whole number from 0, or nothing."""
         return None if self.value is None else self.count()
 
+    def number_or_none(self) -> float | None:
+        """A number from 0, or nothing."""
+        return None if self.value is None else self.number()
+
     def number(self) -> float:
         """A number from 0; infinity is one."""
         is_number = isinstance(self.value, (int, float)) and self.value is not True
@@ -174,6 +178,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         experts=texts("experts"),
         sent_rows=saved.get("sent_rows", ()).each(Saved.count),
         bodies=saved.get("bodies", ()).each(Saved.count),
+        step_seconds=saved.get("step_seconds", None).number_or_none(),
         near=texts("near"),
         regions=texts("regions"),
         stages=saved.get("stages", ()).each(_stage),

@@ -105,6 +105,15 @@ def test_a_plan_found_before_is_taken(
     assert second.plan.notes[-1].startswith(f"found before: {files(disk)[0]}")
 
 
+def test_a_plan_says_what_its_step_is_predicted_to_take() -> None:
+    """Where it was searched, at this start or an earlier one; not of a plan handed in."""
+    first = planned().plan
+    assert first.step_seconds and len(first.predicted_texts()) == 1
+    assert planned().plan.step_seconds == first.step_seconds
+    followed = planned(change=lambda request: replace(request, mode=first)).plan
+    assert followed.hash == first.hash and not followed.predicted_texts()
+
+
 def test_it_is_not_kept_unless_asked_for(disk: Path, searches: list[float]) -> None:
     from torch._inductor import config
 

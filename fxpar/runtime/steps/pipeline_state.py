@@ -80,6 +80,8 @@ class JointState(PipelineState):
     decision: Decision | None = None
     # Decisions that may turn out to be faster, and the requests they answer.
     rivals: tuple[tuple[Decision, Request], ...] = ()
+    # Of a step, predicted, where plans were compared by it.
+    step_seconds: float | None = None
     # The local graph before its schedule, if the request is to be tuned.
     unscheduled: fx.Graph | None = None
     # Given, recalled or chosen.
