@@ -14,7 +14,7 @@ import os
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-VOCAB, BATCH, LENGTH = 256, 8, 32
+VOCAB, BATCH, LENGTH = 256, 8, 128
 
 
 def build() -> LlamaForCausalLM:
@@ -23,8 +23,8 @@ def build() -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=128,
+            hidden_size=256,
+            intermediate_size=512,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,

@@ -3,17 +3,20 @@
 The first run is plain PyTorch, with torch.compile switched off, so that fxpar is
 compared with something it has no part in. The second is the same script under torchrun
 on gloo. Whatever a child prints is shown while it runs; if one fails, so does the demo,
-with the tail of what the failing rank wrote.
+with the tail of what the failing rank wrote. What the plan's step is predicted to take
+is shown beside the time from one printed loss to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import queue
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,15 +27,15 @@ from pathlib import Path
 
 from fxpar.errors import OptionError
 from fxpar.sharding.mesh import Mesh
+from fxpar.units import short_seconds
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
-# A search would leave so small a model whole, and there would be nothing to see.
-PLAN = "propagate"
 TOLERANCE = 1e-5  # relative; what rounding in another order makes of a float32 loss
 HEARTBEAT = 15.0
 TAIL = 30
 
 _LOSS = re.compile(r"^step (\d+) loss (\S+)$")
+_PREDICTED = re.compile(r"^predicted: (.*?) a step\b")
 # A rank that failed: on its own, or with an error of fxpar that ``run`` printed.
 _ERROR = re.compile(r"^(Traceback|fxpar: )", re.MULTILINE)
 _WARNING = re.compile(r"FxparWarning: (.*\n(?:  (?:at|fix): .*\n)*)")
@@ -66,11 +69,9 @@ def demo(
     arguments = [str(path), "--steps", str(steps)]
     try:
         print(f"[1/2] one device, plain PyTorch: python {relative_path}", flush=True)
-        device_losses = _losses(
-            _run([sys.executable, *arguments], _environment(1, plain=True), timeout)
-        )
+        alone = _run([sys.executable, *arguments], _environment(1, plain=True), timeout)
         print(
-            f'[2/2] FXPAR_MESH="{mesh}" FXPAR_PLAN={PLAN} torchrun --standalone '
+            f'[2/2] FXPAR_MESH="{mesh}" torchrun --standalone '
             f"--nproc-per-node {ranks} -m fxpar run {relative_path}",
             flush=True,
         )
@@ -79,13 +80,15 @@ def demo(
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--nproc-per-node", str(ranks), "--log-dir", logs]
             command += ["--redirects", "2", "-m", "fxpar", "run", *arguments]
-            mesh_losses = _losses(_run(command, environment, timeout, Path(logs)))
+            together = _run(command, environment, timeout, Path(logs))
             for warning in _warnings(Path(logs)):
                 print(f"warning: {warning}", flush=True)
     except ChildFailed as failure:
         print(f"FAILED: {failure}", flush=True)
         return 1
-    return report(device_losses, mesh_losses, mesh)
+    status = report(_losses(alone), _losses(together), mesh)
+    print(_times(alone, together, mesh), flush=True)
+    return status
 
 
 def report(
@@ -127,7 +130,6 @@ def _environment(
         out["TORCH_COMPILE_DISABLE"] = "1"
     if mesh:
         out["FXPAR_MESH"] = mesh
-        out.setdefault("FXPAR_PLAN", PLAN)
     if codegen:
         out["FXPAR_CODEGEN"] = codegen
     # The children import this very fxpar, installed or not.
@@ -136,9 +138,32 @@ def _environment(
     return out
 
 
-def _losses(lines: Sequence[str]) -> dict[int, float]:
-    matches = (_LOSS.match(line) for line in lines)
+# A line that was printed, and when.
+_Lines = Sequence[tuple[str, float]]
+
+
+def _losses(lines: _Lines) -> dict[int, float]:
+    matches = (_LOSS.match(line) for line, _ in lines)
     return {int(match[1]): float(match[2]) for match in matches if match}
+
+
+def _times(alone: _Lines, together: _Lines, mesh: str) -> str:
+    """What a step takes, from one loss to the next, the first step aside, and what the
+    first plan says of its own."""
+    parts = []
+    ranks, cores = Mesh.parse(mesh).size, os.cpu_count() or 1
+    shared = f" ({ranks} ranks on {cores} cores)" if ranks > cores else ""
+    for name, lines in (("one device", alone), (f"{mesh}{shared}", together)):
+        at = [moment for line, moment in lines if _LOSS.match(line)][1:]
+        if len(at) > 1:
+            step = statistics.median(b - a for a, b in itertools.pairwise(at))
+            parts.append(f"{short_seconds(step)} on {name}")
+    matches = (_PREDICTED.match(line) for line, _ in together)
+    predicted = [match[1] for match in matches if match]
+    text = f"a step takes {', '.join(parts) or 'unknown time'}"
+    if predicted:
+        text += f"; predicted {predicted[0]} and the optimizer's update"
+    return text
 
 
 def _run(
@@ -146,8 +171,8 @@ def _run(
     environment: Mapping[str, str],
     timeout: float,
     logs: Path | None = None,
-) -> list[str]:
-    """Lines a command printed, shown as they come. Raises ChildFailed."""
+) -> list[tuple[str, float]]:
+    """Lines a command printed, shown as they come, and when. Raises ChildFailed."""
     begun, lines = time.monotonic(), []
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -168,7 +193,7 @@ def _run(
                 print(f"  ... {seconds:.0f} s, still running", flush=True)
             else:
                 print(f"  {line}", flush=True)
-                lines.append(line)
+                lines.append((line, time.monotonic()))
         try:
             code = child.wait(max(0.0, begun + timeout - time.monotonic()))
             reason = f"the run ended with exit code {code}" if code else None

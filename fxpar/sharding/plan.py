@@ -188,8 +188,8 @@ class Plan:
 
     def predicted_texts(self) -> list[str]:
         """What a step is predicted to take, as far as is known."""
-        known = self.step_seconds
-        return [] if known is None else [f"{short_seconds(known)} a step"]
+        seconds = self.step_seconds
+        return [] if seconds is None else [f"{short_seconds(seconds)} a step"]
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""

@@ -29,7 +29,7 @@ def test_report_refuses(alone: dict, together: dict, capsys) -> None:
     assert "FAILED" in capsys.readouterr().out
 
 
-def run(code: str, timeout: float = 30.0) -> list[str]:
+def run(code: str, timeout: float = 30.0) -> list[tuple[str, float]]:
     environment = demo._environment(1)
     return demo._run([sys.executable, "-c", code], environment, timeout)
 
@@ -37,6 +37,16 @@ def run(code: str, timeout: float = 30.0) -> list[str]:
 def test_run_reads_losses() -> None:
     lines = run("print('step 0 loss 5.5'); print('note'); print('step 1 loss 1e-3')")
     assert demo._losses(lines) == {0: 5.5, 1: 1e-3}
+
+
+def test_times_are_those_between_losses() -> None:
+    """The first step, which compiles, is left out; so is what is not known."""
+    alone = [(f"step {i} loss 5", at) for i, at in enumerate((9.0, 10.0, 10.25, 10.5))]
+    together = [*alone, ("predicted: 40 ms a step on cpu", 11.0)]
+    said = demo._times(alone, together, "dp=2")
+    assert said.startswith("a step takes 250 ms on one device, 250 ms on dp=2")
+    assert said.endswith("; predicted 40 ms and the optimizer's update")
+    assert demo._times(alone[:2], [], "dp=2") == "a step takes unknown time"
 
 
 def test_a_failing_run_shows_the_end_of_its_stderr() -> None:

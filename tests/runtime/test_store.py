@@ -106,7 +106,7 @@ def test_a_plan_found_before_is_taken(
 
 
 def test_a_plan_says_what_its_step_is_predicted_to_take() -> None:
-    """Where it was searched, at this start or an earlier one; not of a plan handed in."""
+    """Where it was searched, now or at an earlier start; not of a plan handed in."""
     first = planned().plan
     assert first.step_seconds and len(first.predicted_texts()) == 1
     assert planned().plan.step_seconds == first.step_seconds

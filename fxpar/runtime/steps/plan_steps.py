@@ -254,7 +254,9 @@ def describe(state: JointState) -> None:
     if hardware is not None:
         mesh = hardware.on(mesh)
     # Of a plan that a user hands in nobody knows what it was predicted for.
-    recalled = state.recalled if _searches(state.request) else None
+    step_seconds = state.step_seconds
+    if state.recalled is not None and _searches(state.request):
+        step_seconds = state.recalled.step_seconds
     collectives, reshards = facts_of_step(_at_hints(state))
     memory, notes = _memory(state)
     plan = plan_facts.describe(state.decided, collectives, reshards, memory, mesh)
@@ -267,7 +269,7 @@ def describe(state: JointState) -> None:
         experts=state.request.experts_over or (),
         bodies=state.request.bodies,
         sent_rows=state.sent_rows,
-        step_seconds=state.step_seconds or recalled and recalled.step_seconds,
+        step_seconds=step_seconds,
         near=state.near,
         # A plan that is followed has those of the rank that searched.
         notes=tuple(dict.fromkeys((*plan.notes, *state.notes, *notes))),
