@@ -66,7 +66,7 @@ WARMUP, ROUNDS, MOST = 3, 5, 15
 STEADY = 40.0  # seconds of a mesh's rounds, if that is more than ``ROUNDS``
 # Relative difference of losses: bfloat16 in another order.
 NEAR = 2e-2
-PATIENCE = datetime.timedelta(seconds=90)
+PATIENCE = datetime.timedelta(seconds=300)
 # A user's settings: ``gpu_parts`` has others for parts that measure kernels.
 AS_USERS = {"FXPAR_PLAN": "search", "FXPAR_SCHEDULE": "auto"}
 
