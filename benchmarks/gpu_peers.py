@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
         ready = start(next(iter(cells)))
         for name, following in zip(cells, [*cells, ""][1:], strict=True):
-            now, most, least = ready, *(slower * x for x in cells[name])
+            now = ready
+            most, least = (slower * x for x in cells[name])
             if following:
                 ready = start(following)  # it imports what it needs meanwhile
             left = limit - (time.monotonic() - begun) - SPARE
