@@ -341,6 +341,8 @@ def compare(here: Here, mesh: str) -> None:
         made = plans()[known:]
         held = max(plan.held_bytes for plan in made) if made else None
         here.tell(side=name, peak=peak_of(here, step), plan_peak=held)
+    if not sides:
+        return
     begun = time.perf_counter()
     for name, apart in disagreement(sides, range(2, 2 + WARMUP)).items():
         here.tell(side=name, apart=apart)
