@@ -66,6 +66,36 @@ def test_views_split_and_merge_major_factors():
     assert not plan.collectives
 
 
+class SequenceFirst(nn.Module):
+    """Attention on [sequence, batch, features], as XLNet writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = torch.randn(4, 16, 4, 8, dtype=torch.float64)
+        self.weights = nn.ParameterList([*weights])
+        self.embed = nn.Embedding(64, 16, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids.t())
+        *weights, out = self.weights
+        q, k, v = (torch.einsum("ibh,hnd->ibnd", x, w) for w in weights)
+        scores = torch.einsum("ibnd,jbnd->bnij", q, k).softmax(3)
+        heads = torch.einsum("bnij,jbnd->ibnd", scores, v)
+        return torch.einsum("ibnd,hnd->ibh", heads, out) + x
+
+
+def test_a_batch_behind_the_sequence_stays_split_and_so_do_heads():
+    ids = torch.randint(0, 64, (4, 16))
+    model = SequenceFirst()
+    plan = planned(model, ids, mesh="dp=2,tp=2")
+    assert plan.outputs == (Spec(None, "dp", None),)
+    assert dict(plan.parameters)["weights.3"] == Spec(None, "tp", None)
+    assert [(c.kind, c.axes, c.bytes) for c in plan.collectives] == [
+        ("all_reduce", ("tp",), 16 * 2 * 16 * 8)
+    ]
+    torch.testing.assert_close(plan.simulate(ids), model(ids))
+
+
 def test_a_minor_factor_of_a_merged_dim_is_gathered_not_mixed_up():
     x = torch.randn(4, 8)
     plan = planned(lambda x: x.reshape(32) + 1, x, mesh="a=2", in_specs=[(None, "a")])
