@@ -148,12 +148,15 @@ def decide(
     settle_at_rest(engine)
     state = engine.state
     priced = hardware.on(mesh) if hardware is not None else mesh
-    strategies = choose(program, state, priced, hardware or lookup(UNNAMED))
+    on = hardware or lookup(UNNAMED)
+    strategies = choose(program, state, priced, on)
     strategies, settled = gather_lookups(
         program,
         strategies,
         lambda chosen: place_reductions(program, state, chosen, priced),
+        state,
         priced,
+        on,
     )
     gather_before_views(program, strategies, settled, mesh)
     make_as_read(program, strategies, settled, mesh)

@@ -148,6 +148,41 @@ def test_axes_that_two_operands_swap_go_by_one_permute():
     torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
 
 
+@pytest.mark.parametrize(
+    ("k", "sent"),
+    [
+        (8, {"all_gather": (512 * 8 + 4 * 1024 + 8 * 1024) * 8}),
+        (512, {"all_gather": 256 * 1024 * 8, "all_reduce": 512 * 1024 * 8}),
+    ],
+)
+def test_few_rows_are_gathered_where_their_product_is_large(k, sent):
+    """Axes are swapped between operands."""
+    a = torch.randn(1024, k, dtype=torch.float64)
+    b = torch.randn(k, 1024, dtype=torch.float64)
+    lie = [("x", "y"), ("y", "x")]
+    plan = planned(torch.matmul, a, b, mesh="x=2,y=2", in_specs=lie)
+    kinds: dict[str, int] = {}
+    for each in plan.collectives:
+        kinds[each.kind] = kinds.get(each.kind, 0) + each.bytes
+    assert kinds == sent
+    torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
+
+
+@pytest.mark.parametrize(("axis", "kind"), [("x", "all_gather"), ("dp", "all_reduce")])
+def test_sums_over_what_is_named_for_the_batch_are_reduced(axis, kind):
+    a, b = torch.randn(8, 1024), torch.randn(8, 1024)
+    lie = [(axis, None), (axis, None)]
+    plan = planned(lambda a, b: a.t() @ b, a, b, mesh=f"{axis}=4", in_specs=lie)
+    assert {c.kind for c in plan.collectives} == {kind}
+
+
+def test_a_sum_that_goes_into_a_smaller_one_is_left_partial():
+    a, b = torch.randn(1024, 8), torch.randn(8, 1024)
+    lie = [(None, "x"), ("x", None)]
+    plan = planned(lambda a, b: (a @ b).sum(), a, b, mesh="x=4", in_specs=lie)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 4)]
+
+
 def test_a_value_is_exchanged_once_for_a_reader_and_those_of_its_views():
     def sorts(x):
         rows = x.reshape(64, 8, 8).permute(1, 2, 0)
