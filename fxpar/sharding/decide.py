@@ -24,10 +24,14 @@ from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
     exchanged_notes,
-    gather_before_views,
     lie_as_read,
     may_lie_as_read,
     settle_at_rest,
+)
+from fxpar.sharding.propagate.gather_early import (
+    gather_before_growth,
+    gather_before_views,
+    share_before_views,
 )
 from fxpar.sharding.propagate.gather_lookups import gather_lookups, is_cut
 from fxpar.sharding.propagate.place_reductions import place_reductions
@@ -159,6 +163,8 @@ def decide(
         on,
     )
     gather_before_views(program, strategies, settled, mesh)
+    gather_before_growth(program, strategies, settled, priced, on)
+    share_before_views(program, strategies, settled, mesh)
     make_as_read(program, strategies, settled, mesh)
     lie_as_read(program, may_lie_as_read(program, state), strategies, settled)
     edges = connect(program, strategies, settled, priced)

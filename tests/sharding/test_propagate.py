@@ -183,6 +183,34 @@ def test_a_sum_that_goes_into_a_smaller_one_is_left_partial():
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 4)]
 
 
+@pytest.mark.parametrize(
+    ("columns", "sent"), [(64, 128 * 8), (1, 128 * 4)], ids=["wide", "narrow"]
+)
+def test_rows_are_looked_up_by_what_was_gathered(columns, sent):
+    """Ids are sent, or rows of fewer bytes."""
+    table, ids = torch.randn(8, columns), torch.randint(0, 8, (128,))
+
+    def looked_up(table, ids):
+        rows = torch.nn.functional.embedding(ids, table)
+        return torch.fft.fft(rows.reshape(-1)).abs()
+
+    lie = [(None, None), ("x",)]
+    plan = planned(looked_up, table, ids, mesh="x=2", in_specs=lie)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", sent)]
+    torch.testing.assert_close(plan.simulate(table, ids), plan.reference(table, ids))
+
+
+def test_a_wider_dtype_is_made_of_what_was_gathered():
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+
+    def wide(x):
+        return torch.fft.fft((x * 2).double().view(-1)).abs()
+
+    plan = planned(wide, x, mesh="x=2", in_specs=[("x", None)])
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 8192)]
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
 def test_a_value_is_exchanged_once_for_a_reader_and_those_of_its_views():
     def sorts(x):
         rows = x.reshape(64, 8, 8).permute(1, 2, 0)

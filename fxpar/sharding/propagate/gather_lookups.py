@@ -85,8 +85,8 @@ def _products(
     mesh: Mesh,
     hardware: Hardware,
 ) -> dict[int, float]:
-    """By op those that take longer to reduce than to gather, each by itself, and the seconds
-    that ranks then compute more."""
+    """By op those that take longer to reduce than to gather, each by itself, and the
+    seconds that ranks then compute more."""
     products = {}
     for op in program.ops:
         strategy = strategies[op.index]
