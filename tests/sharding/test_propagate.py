@@ -26,6 +26,7 @@ from fxpar.sharding.propagate.propagation import (
     Propagation,
 )
 from fxpar.sharding.rules.op_facts import op_facts_of
+from tests.helpers.mixture import mixture
 from tests.helpers.random_programs import Case
 
 
@@ -64,6 +65,23 @@ def test_views_split_and_merge_major_factors():
     )
     assert plan.outputs == (Spec("a", None, None, None),)
     assert not plan.collectives
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", "ep=2,dp=2"])
+def test_tokens_that_go_to_experts_stay_split_over_the_other_axis(mesh):
+    """Whichever axis the mesh names first."""
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    x, scores, up, down = (
+        torch.randn(shape, dtype=torch.float64)
+        for shape in ((64, 16), (64, 8), (8, 16, 32), (8, 32, 16))
+    )
+    plan = planned(mixture, x, scores, up, down, mesh=mesh)
+    assert plan.inputs[0] == Spec(("dp", "ep"), None)
+    assert {axis for each in plan.collectives for axis in each.axes} == {"ep"}
+    assert sum(each.bytes for each in plan.collectives) == 2 * 32 * (16 + 1) * 8
+    got, want = plan.simulate(x, scores, up, down), mixture(x, scores, up, down)
+    torch.testing.assert_close(got, want)
 
 
 class SequenceFirst(nn.Module):

@@ -122,8 +122,10 @@ def batch_seeds(
     program: Program, mesh: Mesh, axes: Iterable[str], notes: list[str]
 ) -> list[Seed]:
     """Seeds that split the batch over ``axes``, as far as it has a sample for each
-    rank."""
-    seeds = []
+    rank; minor over those that split experts, so that tokens which are gathered along
+    them stay split over the others."""
+    seeds, experts = [], expert_axes(mesh)
+    axes = sorted(axes, key=lambda axis: axis in experts)
     for v in batch_inputs(program):
         value = program.values[v]
         fit: list[str] = []
