@@ -21,7 +21,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived
 from fxpar.sharding.propagate.propagation_state import State
-from fxpar.sharding.reshard.route import connect, price
+from fxpar.sharding.reshard.route import connect, price, reshard_seconds
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
@@ -179,9 +179,4 @@ def _takes_longer(
 
 def _seconds(program: Program, settled: Settled, mesh: Mesh) -> float:
     """How long all reshards take."""
-    total = 0.0
-    for reshard in connect(program, *settled, mesh).reshards:
-        value = program.values[reshard.value]
-        ends = reshard.source, reshard.target
-        total += price(*ends, mesh, value.shape, value.dtype.itemsize)
-    return total
+    return reshard_seconds(program, connect(program, *settled, mesh), mesh)
