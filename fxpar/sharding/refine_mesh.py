@@ -49,7 +49,7 @@ def refine(
     would cut an axis which is needed whole.
     """
     named_axes = list(_named_axes(program, request))
-    named_parts = [(*place, parts_among(axes)) for *place, axes in named_axes]
+    named_parts = [(what, at, parts_among(axes)) for what, at, axes in named_axes]
     mesh = request.mesh
     whole = _needed_whole(program, mesh)
     for what, where, names in named_parts:

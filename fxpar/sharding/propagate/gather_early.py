@@ -66,18 +66,18 @@ def share_before_views(
     """Reshard a value and view what came of it, where several readers want it so, some
     of them through views of it that they alone read: so it is sent once. Changes both
     lists."""
-    wanted: dict[tuple[int, Spec], dict[int, list[_View]]] = {}
+    readers_of: dict[tuple[int, Spec], dict[int, list[_View]]] = {}
     for v, uses in enumerate(program.uses):
         if len(uses) < 2:
             continue
         for reader, i in uses:
             op = program.ops[reader]
             spec = operand_spec(op.rule, strategies[reader], i)
-            wanted.setdefault((v, spec), {})[reader] = []
+            readers_of.setdefault((v, spec), {})[reader] = []
             views = _views_read(program, strategies, op, mesh)
             if views:
-                wanted.setdefault((v, views[0][2]), {})[reader] = views
-    for readers in wanted.values():
+                readers_of.setdefault((v, views[0][2]), {})[reader] = views
+    for readers in readers_of.values():
         for views in readers.values() if len(readers) > 1 else ():
             for op, strategy, _, need in views:
                 strategies[op.index], settled[op.results[0]] = strategy, need
@@ -94,8 +94,9 @@ def gather_before_growth(
     gathered, and ranks then take less time."""
     values = program.values
 
-    def seconds(v: int, *ends: Spec) -> float:
-        return price(*ends, mesh, values[v].shape, values[v].dtype.itemsize)
+    def seconds(v: int, source: Spec, target: Spec) -> float:
+        itemsize = values[v].dtype.itemsize
+        return price(source, target, mesh, values[v].shape, itemsize)
 
     for op in reversed(program.ops):
         strategy, rule = strategies[op.index], op.rule
@@ -124,8 +125,8 @@ def gather_before_growth(
         )
         if gather + then - now < seconds(v, made_spec, need):
             strategies[op.index], settled[v] = other, need
-            for view, changed, _, shown in views:
-                strategies[view.index], settled[view.results[0]] = changed, shown
+            for view, view_strategy, _, spec in views:
+                strategies[view.index], settled[view.results[0]] = view_strategy, spec
 
 
 def _grows(program: Program, op: Op) -> bool:
