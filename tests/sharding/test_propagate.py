@@ -114,6 +114,14 @@ def test_a_batch_behind_the_sequence_stays_split_and_so_do_heads():
     torch.testing.assert_close(plan.simulate(ids), model(ids))
 
 
+def test_that_a_batch_ends_in_a_merged_dim_is_noted():
+    x = torch.randn(4, 6)
+    plan = planned(lambda x: (x * 2).t().reshape(24).sin(), x, mesh="dp=2")
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+    (note,) = [note for note in plan.notes if "cannot be split over dp" in note]
+    assert "dim 0 of [24]" in note and "batch dim of x" in note
+
+
 def test_a_minor_factor_of_a_merged_dim_is_gathered_not_mixed_up():
     x = torch.randn(4, 8)
     plan = planned(lambda x: x.reshape(32) + 1, x, mesh="a=2", in_specs=[(None, "a")])
