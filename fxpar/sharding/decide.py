@@ -475,8 +475,6 @@ def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
 def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
     out: dict[tuple, str] = {}
     for (v, d, axis), origin in state.indivisible.items():
-        if axis in state.dims[v][d]:
-            continue
         value = program.values[v]
         key = (origin.seed, axis, value.shape, d)
         out.setdefault(
