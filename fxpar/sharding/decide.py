@@ -28,6 +28,7 @@ from fxpar.sharding.propagate.at_rest import (
     may_lie_as_read,
     settle_at_rest,
 )
+from fxpar.sharding.propagate.expert_rows import seed_rows
 from fxpar.sharding.propagate.gather_early import (
     gather_before_growth,
     gather_before_views,
@@ -141,6 +142,8 @@ def decide(
     Raises HintError for hints that do not fit.
     """
     engine = Propagation(program, mesh)
+    priced = hardware.on(mesh) if hardware is not None else mesh
+    on = hardware or lookup(UNNAMED)
     notes: list[str] = []
     for a, b in _ties(program):
         engine.tie(a, b)
@@ -148,10 +151,9 @@ def decide(
         seeds = _given_seeds(program, mesh, hints, constraints)
         axes = conventions.batch_axes(mesh) if batch is None else batch
         _seed_all(engine, seeds + _output_seeds(program, mesh), axes, notes)
+        seed_rows(engine, tuple(a for a in axes if mesh.sizes[a] > 1), priced, on)
     settle_at_rest(engine)
     state = engine.state
-    priced = hardware.on(mesh) if hardware is not None else mesh
-    on = hardware or lookup(UNNAMED)
     strategies = choose(program, state, priced, on)
     strategies, settled = gather_lookups(
         program,

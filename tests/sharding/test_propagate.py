@@ -84,6 +84,34 @@ def test_tokens_that_go_to_experts_stay_split_over_the_other_axis(mesh):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "axes"), [(201, 256, ("dp",)), (11, 16, ())], ids=["many", "few"]
+)
+def test_rows_of_experts_are_split_where_samples_make_no_shards(
+    rows, width, axes, monkeypatch
+):
+    """Three samples over two ranks; few rows take less time to compute than to send."""
+    pytest.importorskip("transformers.integrations.moe")
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
+    torch.manual_seed(0)
+    shapes = (
+        (3, rows, width),
+        (3, rows, 8),
+        (8, width, 2 * width),
+        (8, 2 * width, width),
+    )
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def of_samples(x, scores, up, down):
+        tokens = x.tanh().flatten(0, 1), scores.flatten(0, 1)
+        return mixture(*tokens, up, down).view_as(x)
+
+    plan = planned(of_samples, *given, mesh="dp=2")
+    products = [op for op in plan.result.decision.program.ops if "expert_mm" in op.name]
+    assert {plan.spec(op.name).dims[0] for op in products} == {axes}
+    torch.testing.assert_close(plan.simulate(*given), of_samples(*given))
+
+
 class SequenceFirst(nn.Module):
     """Attention on [sequence, batch, features], as XLNet writes it."""
 

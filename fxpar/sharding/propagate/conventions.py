@@ -26,6 +26,7 @@ from fxpar.sharding.shard_sizes import idle, is_even, may_split
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 EXPERTS = ("ep", "expert", "experts")
 SEQUENCE = ("cp", "sp", "seq")
+EXPERT_MM = "fxpar.expert_mm.default"
 MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 
 
@@ -159,7 +160,7 @@ def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     axes = expert_axes(mesh)
     seeds = {}
     for op in program.ops:
-        if axes and str(op.target) == "fxpar.expert_mm.default":
+        if axes and str(op.target) == EXPERT_MM:
             groups, v = op.node.args[3], op.operands[1]
             if groups == mesh.count(axes):
                 seeds[v] = Seed(
