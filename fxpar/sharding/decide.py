@@ -24,10 +24,15 @@ from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
     exchanged_notes,
-    gather_before_views,
     lie_as_read,
     may_lie_as_read,
     settle_at_rest,
+)
+from fxpar.sharding.propagate.expert_rows import seed_rows
+from fxpar.sharding.propagate.gather_early import (
+    gather_before_growth,
+    gather_before_views,
+    share_before_views,
 )
 from fxpar.sharding.propagate.gather_lookups import gather_lookups, is_cut
 from fxpar.sharding.propagate.place_reductions import place_reductions
@@ -137,6 +142,8 @@ def decide(
     Raises HintError for hints that do not fit.
     """
     engine = Propagation(program, mesh)
+    priced = hardware.on(mesh) if hardware is not None else mesh
+    on = hardware or lookup(UNNAMED)
     notes: list[str] = []
     for a, b in _ties(program):
         engine.tie(a, b)
@@ -144,17 +151,21 @@ def decide(
         seeds = _given_seeds(program, mesh, hints, constraints)
         axes = conventions.batch_axes(mesh) if batch is None else batch
         _seed_all(engine, seeds + _output_seeds(program, mesh), axes, notes)
+        seed_rows(engine, tuple(a for a in axes if mesh.sizes[a] > 1), priced, on)
     settle_at_rest(engine)
     state = engine.state
-    priced = hardware.on(mesh) if hardware is not None else mesh
-    strategies = choose(program, state, priced, hardware or lookup(UNNAMED))
+    strategies = choose(program, state, priced, on)
     strategies, settled = gather_lookups(
         program,
         strategies,
         lambda chosen: place_reductions(program, state, chosen, priced),
+        state,
         priced,
+        on,
     )
     gather_before_views(program, strategies, settled, mesh)
+    gather_before_growth(program, strategies, settled, priced, on)
+    share_before_views(program, strategies, settled, mesh)
     make_as_read(program, strategies, settled, mesh)
     lie_as_read(program, may_lie_as_read(program, state), strategies, settled)
     edges = connect(program, strategies, settled, priced)

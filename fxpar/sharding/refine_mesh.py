@@ -2,9 +2,10 @@
 
 ``refine``. In: a Program and the Request it is planned for. Out: the mesh of the
 request, or one refined (``Mesh.refined``) by the parts that hints, specs and code name,
-and by those that attention takes: two key-value heads on tp=4 lie over tp:(1)2, a copy
-on each rank along tp:(2)2. Where nothing needs parts it is the mesh itself, and nothing
-is planned otherwise. ``by_speed``: unlike ranks get shares of the batch by their speed.
+by those that attention takes (two key-value heads on tp=4 lie over tp:(1)2, a copy on
+each rank along tp:(2)2), and where nothing is searched by those that a dim is split by
+which a view cuts. Where nothing needs parts it is the mesh itself, and nothing is
+planned otherwise. ``by_speed``: unlike ranks get shares of the batch by their speed.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import torch
 from fxpar.errors import HintError, MeshError
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of, part_name, parts_among
+from fxpar.sharding.decide_request import decide_on
 from fxpar.sharding.hints import axes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import Program, user_line
+from fxpar.sharding.program import Program, is_view, user_line
 from fxpar.sharding.propagate.conventions import (
     SEQUENCE,
     batch_axes,
     heads_of,
+    is_batch_name,
     parameter_roots,
 )
+from fxpar.sharding.reshard.route import reshard_seconds
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 from fxpar.sharding.spec import Spec
 
@@ -44,7 +48,9 @@ def refine(
     Raises HintError for parts that the mesh does not have, that do not nest, or that
     would cut an axis which is needed whole.
     """
-    mesh, named_parts = request.mesh, list(_named_parts(program, request))
+    named_axes = list(_named_axes(program, request))
+    named_parts = [(what, at, parts_among(axes)) for what, at, axes in named_axes]
+    mesh = request.mesh
     whole = _needed_whole(program, mesh)
     for what, where, names in named_parts:
         try:
@@ -76,8 +82,37 @@ def refine(
     if open_ and heads is None:
         heads = head_counts(program)
     parts = _for_heads(mesh, open_, heads or ())
-    searches = isinstance(request.mode, SearchOptions)
-    return mesh if searches and has_too_many_axes(parts) else parts
+    if isinstance(request.mode, SearchOptions):
+        return mesh if has_too_many_axes(parts) else parts
+    named = {axis for *_, axes in named_axes for axis in axes} - {*whole}
+    may_be_cut = [
+        axis
+        for axis in parts.names
+        if axis in named and not is_batch_name(axis) and not parts.unlike
+    ]
+    return _for_views(program, request.on(parts), may_be_cut)
+
+
+def _for_views(program: Program, request: Request, axes: Sequence[str]) -> Mesh:
+    """The mesh of the request, or one with the parts of these axes that views take
+    which split a dim, where values are then exchanged in less time."""
+    mesh = parts = request.mesh
+    for op in program.ops:
+        for dim in op.rule.operands[0] if is_view(op) else ():
+            rows = [op.rule.size[factor] for factor in dim]
+            for axis in axes if len(rows) > 1 else ():
+                fit = math.gcd(rows[0], mesh.axis_size(axis))
+                divides = math.prod(rows) % mesh.axis_size(axis) == 0
+                if divides and 1 < fit < mesh.axis_size(axis):
+                    parts = _also(parts, part_name(axis, 1, fit))
+    if parts is mesh:
+        return mesh
+    seconds = {}
+    for each in (mesh, parts):
+        on = request.on(each)
+        decision = decide_on(replace(program, signature=on.laid), on)
+        seconds[each] = reshard_seconds(decision.program, decision.edges, each)
+    return min(seconds, key=seconds.__getitem__)
 
 
 def rounded(mesh: Mesh, axes: Sequence[str], rows: int) -> Mesh:
@@ -144,18 +179,18 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
     }
 
 
-def _named_parts(
+def _named_axes(
     program: Program, request: Request
-) -> Iterator[tuple[str, str | None, list[str]]]:
-    """What names parts, the user's line if there is one, and the parts."""
+) -> Iterator[tuple[str, str | None, Sequence[str]]]:
+    """What names axes and parts, the user's line if there is one, and those."""
     for pattern, hint in request.hints.items():
         what = f"hint {pattern!r}"
-        yield what, None, parts_among(axes_of(hint, what))
+        yield what, None, axes_of(hint, what)
     for op in program.ops:
         if op.target is torch.ops.fxpar.constrain.default:
             what = "fxpar.constrain"
             names = axes_of(str(op.node.args[1]).split(","), what)
-            yield what, user_line(op.node), parts_among(names)
+            yield what, user_line(op.node), names
     signature = request.signature
     rests = [(end.name, end.rest) for end in signature.inputs]
     rests += [(end.name, end.rest) for end in signature.outputs]
@@ -163,8 +198,11 @@ def _named_parts(
     for name, spec in (*rests, *uses):
         if spec is not None:
             what = f"spec given for {name}"
-            axes = spec.axes if isinstance(spec, Spec) else axes_of(spec, what)
-            yield what, None, parts_among(axes)
+            yield (
+                what,
+                None,
+                spec.axes if isinstance(spec, Spec) else axes_of(spec, what),
+            )
 
 
 def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:

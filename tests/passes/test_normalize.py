@@ -94,9 +94,25 @@ def test_parts_of_unequal_size_are_left_alone():
 
 
 def test_a_view_that_merges_nothing_is_not_looked_through():
-    x, w = torch.randn(4, 1, 6), torch.randn(6, 4)
+    x, w = torch.randn(2, 3, 4), torch.randn(6, 4)
     found = normalized(lambda x, w: x.reshape(2, 12).reshape(4, 6) @ w, x, w)
     assert "fxpar.dot m k, k n -> m n" in found
+
+
+def test_a_batch_of_one_with_a_bias_is_left_out():
+    x, w, bias = torch.randn(6, 4, 8), torch.randn(8, 5), torch.randn(1, 24, 5)
+
+    def biased(bias, x, w):
+        return torch.baddbmm(bias, x.reshape(1, 24, 8), w[None])
+
+    found = normalized(biased, bias, x, w)
+    assert "fxpar.dot x0 x1 x2 x3, x2 x3 n -> x0 x1 n" in found
+
+
+def test_a_batch_of_one_beside_dims_that_merge_nothing_is_left_alone():
+    x, w = torch.randn(24, 8), torch.randn(1, 8, 5)
+    found = normalized(lambda x, w: torch.bmm(x[None], w), x, w)
+    assert found[-1] == "fxpar.dot b m k, b k n -> b m n"
 
 
 def narrow_rows() -> torch.Tensor:

@@ -26,6 +26,7 @@ from fxpar.sharding.propagate.propagation import (
     Propagation,
 )
 from fxpar.sharding.rules.op_facts import op_facts_of
+from tests.helpers.mixture import mixture
 from tests.helpers.random_programs import Case
 
 
@@ -64,6 +65,89 @@ def test_views_split_and_merge_major_factors():
     )
     assert plan.outputs == (Spec("a", None, None, None),)
     assert not plan.collectives
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", "ep=2,dp=2"])
+def test_tokens_that_go_to_experts_stay_split_over_the_other_axis(mesh):
+    """Whichever axis the mesh names first."""
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    x, scores, up, down = (
+        torch.randn(shape, dtype=torch.float64)
+        for shape in ((64, 16), (64, 8), (8, 16, 32), (8, 32, 16))
+    )
+    plan = planned(mixture, x, scores, up, down, mesh=mesh)
+    assert plan.inputs[0] == Spec(("dp", "ep"), None)
+    assert {axis for each in plan.collectives for axis in each.axes} == {"ep"}
+    assert sum(each.bytes for each in plan.collectives) == 2 * 32 * (16 + 1) * 8
+    got, want = plan.simulate(x, scores, up, down), mixture(x, scores, up, down)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "axes"), [(201, 256, ("dp",)), (11, 16, ())], ids=["many", "few"]
+)
+def test_rows_of_experts_are_split_where_samples_make_no_shards(
+    rows, width, axes, monkeypatch
+):
+    """Three samples over two ranks; few rows take less time to compute than to send."""
+    pytest.importorskip("transformers.integrations.moe")
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
+    torch.manual_seed(0)
+    shapes = (
+        (3, rows, width),
+        (3, rows, 8),
+        (8, width, 2 * width),
+        (8, 2 * width, width),
+    )
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def of_samples(x, scores, up, down):
+        tokens = x.tanh().flatten(0, 1), scores.flatten(0, 1)
+        return mixture(*tokens, up, down).view_as(x)
+
+    plan = planned(of_samples, *given, mesh="dp=2")
+    products = [op for op in plan.result.decision.program.ops if "expert_mm" in op.name]
+    assert {plan.spec(op.name).dims[0] for op in products} == {axes}
+    torch.testing.assert_close(plan.simulate(*given), of_samples(*given))
+
+
+class SequenceFirst(nn.Module):
+    """Attention on [sequence, batch, features], as XLNet writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = torch.randn(4, 16, 4, 8, dtype=torch.float64)
+        self.weights = nn.ParameterList([*weights])
+        self.embed = nn.Embedding(64, 16, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids.t())
+        *weights, out = self.weights
+        q, k, v = (torch.einsum("ibh,hnd->ibnd", x, w) for w in weights)
+        scores = torch.einsum("ibnd,jbnd->bnij", q, k).softmax(3)
+        heads = torch.einsum("bnij,jbnd->ibnd", scores, v)
+        return torch.einsum("ibnd,hnd->ibh", heads, out) + x
+
+
+def test_a_batch_behind_the_sequence_stays_split_and_so_do_heads():
+    ids = torch.randint(0, 64, (4, 16))
+    model = SequenceFirst()
+    plan = planned(model, ids, mesh="dp=2,tp=2")
+    assert plan.outputs == (Spec(None, "dp", None),)
+    assert dict(plan.parameters)["weights.3"] == Spec(None, "tp", None)
+    assert [(c.kind, c.axes, c.bytes) for c in plan.collectives] == [
+        ("all_reduce", ("tp",), 16 * 2 * 16 * 8)
+    ]
+    torch.testing.assert_close(plan.simulate(ids), model(ids))
+
+
+def test_that_a_batch_ends_in_a_merged_dim_is_noted():
+    x = torch.randn(4, 6)
+    plan = planned(lambda x: (x * 2).t().reshape(24).sin(), x, mesh="dp=2")
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+    (note,) = [note for note in plan.notes if "cannot be split over dp" in note]
+    assert "dim 0 of [24]" in note and "batch dim of x" in note
 
 
 def test_a_minor_factor_of_a_merged_dim_is_gathered_not_mixed_up():
@@ -116,6 +200,69 @@ def test_axes_that_two_operands_swap_go_by_one_permute():
     plan = planned(lambda a, b: a + b, a, b, mesh="x=2,y=2", in_specs=lie)
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("permute", 1024)]
     torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
+
+
+@pytest.mark.parametrize(
+    ("k", "sent"),
+    [
+        (8, {"all_gather": (512 * 8 + 4 * 1024 + 8 * 1024) * 8}),
+        (512, {"all_gather": 256 * 1024 * 8, "all_reduce": 512 * 1024 * 8}),
+    ],
+)
+def test_few_rows_are_gathered_where_their_product_is_large(k, sent):
+    """Axes are swapped between operands."""
+    a = torch.randn(1024, k, dtype=torch.float64)
+    b = torch.randn(k, 1024, dtype=torch.float64)
+    lie = [("x", "y"), ("y", "x")]
+    plan = planned(torch.matmul, a, b, mesh="x=2,y=2", in_specs=lie)
+    kinds: dict[str, int] = {}
+    for each in plan.collectives:
+        kinds[each.kind] = kinds.get(each.kind, 0) + each.bytes
+    assert kinds == sent
+    torch.testing.assert_close(plan.simulate(a, b), plan.reference(a, b))
+
+
+@pytest.mark.parametrize(("axis", "kind"), [("x", "all_gather"), ("dp", "all_reduce")])
+def test_sums_over_what_is_named_for_the_batch_are_reduced(axis, kind):
+    a, b = torch.randn(8, 1024), torch.randn(8, 1024)
+    lie = [(axis, None), (axis, None)]
+    plan = planned(lambda a, b: a.t() @ b, a, b, mesh=f"{axis}=4", in_specs=lie)
+    assert {c.kind for c in plan.collectives} == {kind}
+
+
+def test_a_sum_that_goes_into_a_smaller_one_is_left_partial():
+    a, b = torch.randn(1024, 8), torch.randn(8, 1024)
+    lie = [(None, "x"), ("x", None)]
+    plan = planned(lambda a, b: (a @ b).sum(), a, b, mesh="x=4", in_specs=lie)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 4)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sent"), [(64, 128 * 8), (1, 128 * 4)], ids=["wide", "narrow"]
+)
+def test_rows_are_looked_up_by_what_was_gathered(columns, sent):
+    """Ids are sent, or rows of fewer bytes."""
+    table, ids = torch.randn(8, columns), torch.randint(0, 8, (128,))
+
+    def looked_up(table, ids):
+        rows = torch.nn.functional.embedding(ids, table)
+        return torch.fft.fft(rows.reshape(-1)).abs()
+
+    lie = [(None, None), ("x",)]
+    plan = planned(looked_up, table, ids, mesh="x=2", in_specs=lie)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", sent)]
+    torch.testing.assert_close(plan.simulate(table, ids), plan.reference(table, ids))
+
+
+def test_a_wider_dtype_is_made_of_what_was_gathered():
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+
+    def wide(x):
+        return torch.fft.fft((x * 2).double().view(-1)).abs()
+
+    plan = planned(wide, x, mesh="x=2", in_specs=[("x", None)])
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 8192)]
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
 
 
 def test_a_value_is_exchanged_once_for_a_reader_and_those_of_its_views():

@@ -228,6 +228,45 @@ def test_an_axis_that_uneven_shards_need_whole_is_not_cut() -> None:
         )
 
 
+# Views that split a dim
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "lies"),
+    [
+        ((2, 8), "x=2*2", Spec("x:(1)2", "x:(2)2")),
+        ((4, 4), "x=4", Spec("x", None)),
+        ((1, 2, 8), "x=2*2", Spec(None, "x:(1)2", "x:(2)2")),
+    ],
+)
+def test_a_view_splits_a_dim_between_parts(
+    shape: tuple[int, ...], parts: str, lies: Spec
+) -> None:
+    x = torch.randn(16, dtype=torch.float64)
+    plan = fxpar.plan(
+        lambda x: x.view(shape) * 2, x, mesh="x=4", in_specs=[("x",)], mode="propagate"
+    )
+    assert (str(plan.mesh), plan.outputs) == (parts, (lies,))
+    assert not plan.collectives
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
+@pytest.mark.parametrize(("axis", "shape"), [("x", (3, 8)), ("dp", (2, 12))])
+def test_what_no_part_divides_and_what_splits_the_batch_is_not_cut(
+    axis: str, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(24)
+    plan = fxpar.plan(
+        lambda x: x.view(shape) * 2,
+        x,
+        mesh=f"{axis}=4",
+        in_specs=[(axis,)],
+        mode="propagate",
+    )
+    assert not plan.mesh.is_refined
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
 def test_a_plan_on_parts_is_saved_and_applied_again(tmp_path: Path) -> None:
     plan = on_four()
     plan.save(tmp_path / "plan.json")

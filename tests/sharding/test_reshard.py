@@ -233,6 +233,18 @@ def test_small_values_take_the_fewest_collectives() -> None:
     assert len(text("x=4,y=2", "[x+y]", "[y]")) == 2
 
 
+@pytest.mark.parametrize(("size", "sent"), [(256, 1024), (1 << 24, 48 << 20)])
+def test_a_small_sum_that_changes_its_axis_takes_two_collectives(size, sent) -> None:
+    """Three would send 768 bytes for 1,024, and take a latency more."""
+    mesh, source, target, found = route("x=2,y=2", "[y] partial(sum: x)", "[x]", size)
+    assert len(found) == (2 if sent == 1024 else 3)
+    nbytes, total = 4 * size / 2, 0.0
+    for step in found:
+        total += step.sent(mesh, nbytes)
+        nbytes *= step.growth(mesh)
+    assert total == sent
+
+
 def test_a_dim_too_small_for_more_axes_is_gone_round() -> None:
     mesh, s, t = Mesh.parse("x=2,y=2"), Spec.parse("[x, _]"), Spec.parse("[_, x+y]")
     assert str(steps(s, t, mesh, (4096, 4096))[0]) == "slice y on 0"

@@ -16,10 +16,10 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
     at_rest,
     derived,
-    gather_before_views,
     is_worth_chunks,
     resting,
 )
+from fxpar.sharding.propagate.gather_early import gather_before_views
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec
 

@@ -11,7 +11,7 @@ never does: change a result other than by the rounding of a bias addition.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,14 @@ def undo_views_around_matmul(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | None:
-    """How many source dims each target dim merges, or None if not a plain merge."""
+    """How many source dims each target dim merges, or None if not a plain merge. One of
+    a row may merge none."""
     groups, i = [], 0
     for size in target:
         n, count = 1, 0
+        if size == 1 and (i == len(source) or source[i] != 1):
+            groups.append(0)
+            continue
         while i < len(source) and (n < size or count == 0):
             n *= source[i]
             i += 1
@@ -56,9 +60,14 @@ def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | N
 
 def before_views(node: Any) -> fx.Node:
     """What a chain of views shows in other shapes."""
+    return next(reversed([*_views_of(node)]), node)
+
+
+def _views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """What a view shows, and what that shows if it is one."""
     while op_facts_of(node.target).reshapes:
         node = node.args[0]
-    return node
+        yield node
 
 
 class _Contraction:
@@ -127,7 +136,7 @@ class _Contraction:
         if operand.op != "call_function":
             return False
         if op_facts_of(operand.target).reshapes:
-            return self._split_by(i, operand.args[0])
+            return any(self._split_by(i, source) for source in _views_of(operand))
         if operand.target is aten.cat.default:
             stacked = stack_of_equal(operand, self.rewriter)
             return stacked is not None and self._split_by(i, stacked)
@@ -141,10 +150,15 @@ class _Contraction:
             return False
         at, parts, sizes = 0, {}, {}
         for word, count in zip(self.words[i], groups, strict=True):
-            if count > 1:
+            if count != 1:
                 parts[word] = [next(self.fresh) for _ in range(count)]
                 sizes[word] = shape[at : at + count]
             at += count
+        # A dim of one row is left out where others come apart, so that this ends.
+        if 0 in groups and not any(
+            sum(n != 1 for n in rows) > 1 for rows in sizes.values()
+        ):
+            return False
         other_operand = 1 - i
         self._split_operand(other_operand, parts, sizes)
         self.operands[i] = source
@@ -220,7 +234,7 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
         if source is view:
             continue
         groups = merged_groups(shape_of(source), shape_of(view))
-        if groups is None or all(n == 1 for n in groups):
+        if groups is None or 0 in groups or all(n == 1 for n in groups):
             continue
         starts = list(itertools.accumulate([0, *groups]))
         dims = sorted(d % len(groups) for d in node.args[1])

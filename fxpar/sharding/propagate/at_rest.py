@@ -7,8 +7,6 @@ stay on whatever is computed from parameters alone (casts, weight norms) and on 
 computed from a gradient alone, so that a cast comes before its gather and a
 reduce-scatter is one step. No axis spreads from there to activations.
 ``lie_as_read``: an input that may lie anywhere lies as it is read.
-``gather_before_views``: what is only seen in another shape, or repeated, is gathered as
-it is stored.
 """
 
 from __future__ import annotations
@@ -21,19 +19,15 @@ from typing import Any
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program, is_view
+from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation
 from fxpar.sharding.propagate.propagation_state import State
 from fxpar.sharding.reshard.route import Edges
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
     Strategy,
-    expressible,
     operand_spec,
-    project,
-    result_spec,
 )
 
 # Of so many numbers one may lie whole on every rank, so that all shards are alike, or
@@ -124,126 +118,6 @@ def settle_at_rest(engine: Propagation) -> None:
     if rests:
         among = derived(program, parameters) | alone(program, gradients)
         engine.extend(rests, among)
-
-
-def gather_before_views(
-    program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
-) -> None:
-    """Gather a parameter and view what was gathered, where a view of it is only read
-    gathered: so it is sent once, whatever it is seen as. What is repeated (key heads,
-    for the query heads that share one) is gathered before, too. Changes both lists."""
-    ours, repeating = derived(program, resting(program)), _repeating(program)
-    outputs = set(program.outputs)
-    for op in reversed(program.ops):
-        view = bool(op.operands) and op.operands[0] in ours and is_view(op)
-        if not view and op.index not in repeating:
-            continue
-        (result,) = op.results
-        reads = {
-            operand_spec(program.ops[reader].rule, strategies[reader], i)
-            for reader, i in program.uses[result]
-        }
-        if len(reads) != 1 or result in outputs:
-            continue
-        (need,) = reads
-        made_spec = result_spec(op.rule, strategies[op.index], 0)
-        axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
-        gathered = Strategy((*op.rule.pinned, *axes_of.items()))
-        if (
-            set(need.sharded_axes) < set(made_spec.sharded_axes)
-            and result_spec(op.rule, gathered, 0) == need
-            and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
-        ):
-            strategies[op.index], settled[result] = gathered, need
-    share_before_views(program, strategies, settled, mesh)
-
-
-def share_before_views(
-    program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
-) -> None:
-    """Reshard a value and view what came of it, where several readers want it so, some
-    of them through views of it that they alone read: so it is sent once. Changes both
-    lists."""
-    readers_of: dict[tuple[int, Spec], dict[int, list[_View]]] = {}
-    for v, uses in enumerate(program.uses):
-        if len(uses) < 2:
-            continue
-        for reader, i in uses:
-            op = program.ops[reader]
-            spec = operand_spec(op.rule, strategies[reader], i)
-            readers_of.setdefault((v, spec), {})[reader] = []
-            views = _views_read(program, strategies, op, mesh)
-            if views:
-                readers_of.setdefault((v, views[0][2]), {})[reader] = views
-    for readers in readers_of.values():
-        for views in readers.values() if len(readers) > 1 else ():
-            for op, strategy, _, need in views:
-                strategies[op.index], settled[op.results[0]] = strategy, need
-
-
-# A view, its strategy, and the specs in which it reads and makes its value.
-_View = tuple[Op, Strategy, Spec, Spec]
-
-
-def _views_read(
-    program: Program, strategies: Sequence[Strategy], op: Op, mesh: Mesh
-) -> list[_View]:
-    """``op`` and the views after it, each of which alone reads the one before, as they
-    would make what the last one's readers want; none if these can read it as it is."""
-    chain: list[Op] = []
-    while is_view(op) and _is_rearranged(program, op):
-        chain.append(op)
-        readers = program.uses[op.results[0]]
-        if len(readers) != 1:
-            break
-        op = program.ops[readers[0][0]]
-    if not chain:
-        return []
-    (last,) = chain[-1].results
-    reads = {
-        operand_spec(program.ops[reader].rule, strategies[reader], i)
-        for reader, i in program.uses[last]
-    }
-    if len(reads) != 1 or reads == {
-        result_spec(chain[-1].rule, strategies[chain[-1].index], 0)
-    }:
-        return []
-    (need,) = reads
-    views: list[_View] = []
-    for view in reversed(chain):
-        rule = view.rule
-        axes_of = project(rule.results[0], need, rule.size, mesh)
-        strategy = Strategy((*rule.pinned, *axes_of.items()))
-        source = operand_spec(rule, strategy, 0)
-        if result_spec(rule, strategy, 0) != need or not expressible(
-            rule.operands[0], axes_of, rule.size, mesh
-        ):
-            return []
-        views.insert(0, (view, strategy, source, need))
-        need = source
-    return views
-
-
-def _is_rearranged(program: Program, op: Op) -> bool:
-    """Whether a view has each element of its one operand once, and is no result."""
-    (v,), values = op.results, program.values
-    same = len(op.operands) == 1 and values[v].numel == values[op.operands[0]].numel
-    return same and v not in program.returned
-
-
-def _repeating(program: Program) -> set[int]:
-    """Ops that repeat a value, and those that copy or view what was repeated."""
-    values, repeated, ops = program.values, set[int](), set[int]()
-    for op in program.ops:
-        if len(op.operands) != 1 or len(op.results) != 1:
-            continue
-        (operand,), (result,) = op.operands, op.results
-        facts = op_facts_of(op.target)
-        grows = facts.view and 1 < values[operand].numel < values[result].numel
-        if grows or (operand in repeated and (is_view(op) or facts.copies)):
-            repeated.add(result)
-            ops.add(op.index)
-    return ops
 
 
 def may_lie_as_read(program: Program, state: State) -> set[int]:

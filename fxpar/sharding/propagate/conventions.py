@@ -26,6 +26,7 @@ from fxpar.sharding.shard_sizes import idle, is_even, may_split
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 EXPERTS = ("ep", "expert", "experts")
 SEQUENCE = ("cp", "sp", "seq")
+EXPERT_MM = "fxpar.expert_mm.default"
 MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 
 
@@ -122,8 +123,10 @@ def batch_seeds(
     program: Program, mesh: Mesh, axes: Iterable[str], notes: list[str]
 ) -> list[Seed]:
     """Seeds that split the batch over ``axes``, as far as it has a sample for each
-    rank."""
-    seeds = []
+    rank; minor over those that split experts, so that tokens which are gathered along
+    them stay split over the others."""
+    seeds, experts = [], expert_axes(mesh)
+    axes = sorted(axes, key=lambda axis: axis in experts)
     for v in batch_inputs(program):
         value = program.values[v]
         fit: list[str] = []
@@ -157,7 +160,7 @@ def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     axes = expert_axes(mesh)
     seeds = {}
     for op in program.ops:
-        if axes and str(op.target) == "fxpar.expert_mm.default":
+        if axes and str(op.target) == EXPERT_MM:
             groups, v = op.node.args[3], op.operands[1]
             if groups == mesh.count(axes):
                 seeds[v] = Seed(

@@ -1,23 +1,27 @@
-"""Lookups and cuts along a split dim whose operand is gathered, as that takes less.
+"""Ops along a split dim whose operands are gathered, as that takes less: lookups, cuts,
+and products that sum over few rows.
 
 In: a strategy per op. A lookup in a dim that is split gives each rank the rows that it
 has, which are summed; of more rows than there are, to gather what is looked up takes
 less time. So it does of rows that are cut out (``select``, ``unbind``, short slices),
-if those that are cut out of one tensor are most of it. Out: the strategies, and the
-spec each value settles in, once reductions are placed, with such ops reading whole dims
-where the whole program then reshards for less time. Lookups in what is computed from
-parameters alone are left as they lie.
+if those that are cut out of one tensor are most of it, and so do products whose
+operands are far smaller than what they make. Out: the strategies, and the spec each
+value settles in, once reductions are placed, with such ops reading whole dims where the
+whole program then takes less time. Lookups in what is computed from parameters alone
+are left as they lie, and products over what splits the batch or experts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
+from fxpar.sharding.cost import program_kernels
+from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived
-from fxpar.sharding.reshard.route import connect, price
+from fxpar.sharding.propagate.propagation_state import State
+from fxpar.sharding.reshard.route import connect, price, reshard_seconds
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
@@ -30,13 +34,18 @@ def gather_lookups(
     program: Program,
     strategies: Sequence[Strategy],
     settle: Callable[[Sequence[Strategy]], Settled],
+    state: State,
     mesh: Mesh,
+    hardware: Hardware,
 ) -> Settled:
-    """What ``settle`` makes of the strategies, or of those with lookups and cuts that
-    gather. Lookups that are alike are decided together, and all cuts of one tensor."""
+    """What ``settle`` makes of the strategies, or of those with lookups, cuts and
+    products that gather. Those that are alike are decided together, and all cuts of one
+    tensor. ``hardware``: what computing on all ranks what each had a part of takes."""
     settled = settle(strategies)
     alike: dict[tuple[object, ...], list[Op]] = {}
-    for op in _lookups(program, strategies, mesh):
+    products = _products(program, strategies, state, mesh, hardware)
+    of_products = [program.ops[i] for i in products]
+    for op in (*_lookups(program, strategies, mesh), *of_products):
         key = (op.target, op.rule, strategies[op.index])
         alike.setdefault(key, []).append(op)
     alike |= _cuts(program, strategies)
@@ -48,8 +57,10 @@ def gather_lookups(
             trial[op.index] = _whole(op, trial[op.index])
         other = settle(trial)
         seconds = _seconds(program, other, mesh)
+        seconds += sum(products.get(op.index, 0.0) for op in ops)
         if seconds < least:
-            chosen, settled, least = trial, other, seconds
+            chosen, settled = trial, other
+            least = _seconds(program, other, mesh)
     return settled
 
 
@@ -61,9 +72,50 @@ def _lookups(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> li
         for op in program.ops
         if op_facts_of(op.target).gathers
         and op.operands[0] not in parameters
+        and _makes_more(program, op, op.operands[:1])
         and strategies[op.index] != _whole(op, strategies[op.index])
         and _takes_longer(program, op, strategies[op.index], mesh)
     ]
+
+
+def _products(
+    program: Program,
+    strategies: Sequence[Strategy],
+    state: State,
+    mesh: Mesh,
+    hardware: Hardware,
+) -> dict[int, float]:
+    """By op those that take longer to reduce than to gather, each by itself, and the
+    seconds that ranks then compute more."""
+    products = {}
+    for op in program.ops:
+        strategy = strategies[op.index]
+        is_product = (len(op.operands), len(op.results)) == (2, 1)
+        if not is_product or op_facts_of(op.target).gathers:
+            continue
+        whole = _whole(op, strategy)
+        if whole == strategy or not _makes_more(program, op, op.operands):
+            continue
+        contracted = {*strategy.factors} - {*whole.factors}
+        axes = [axis for _, split in contracted for axis in split]
+        origins = [state.origins[v].get(axis) for v in op.operands for axis in axes]
+        if any(x is not None and (x.batch or x.experts) for x in origins):
+            continue
+        work = program_kernels.work_alone(op, program.values)
+        after, before = (
+            program_kernels.seconds(op, work, each, mesh, hardware)
+            for each in (whole, strategy)
+        )
+        if _takes_longer(program, op, strategy, mesh, after - before):
+            products[op.index] = after - before
+    return products
+
+
+def _makes_more(program: Program, op: Op, than: Sequence[int]) -> bool:
+    """Whether an op makes more than some values have; a sum of less may go in one
+    message with others, so that latency alone says nothing."""
+    values = program.values
+    return values[op.results[0]].numel > sum(values[v].numel for v in than)
 
 
 def is_cut(op: Op) -> bool:
@@ -106,29 +158,25 @@ def _whole(op: Op, strategy: Strategy) -> Strategy:
     return Strategy(factors, strategy.passes)
 
 
-def _takes_longer(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether its sum sends more than its operand; a sum of less may go in one message
-    with others, so that latency alone says nothing."""
-    operand, result = (program.values[v].shape for v in (op.operands[0], op.results[0]))
-    if math.prod(result) <= math.prod(operand):
-        return False
+def _takes_longer(
+    program: Program, op: Op, strategy: Strategy, mesh: Mesh, more: float = 0.0
+) -> bool:
+    """Whether its sum takes longer than to gather its operands and to compute so many
+    seconds ``more``."""
     whole = _whole(op, strategy)
 
     def seconds(v: int, source: Spec, target: Spec) -> float:
         value = program.values[v]
         return price(source, target, mesh, value.shape, value.dtype.itemsize)
 
-    before, after = (operand_spec(op.rule, s, 0) for s in (strategy, whole))
+    gather = sum(
+        seconds(v, *(operand_spec(op.rule, s, i) for s in (strategy, whole)))
+        for i, v in enumerate(op.operands)
+    )
     made_spec, reduced = (result_spec(op.rule, s, 0) for s in (strategy, whole))
-    gather = seconds(op.operands[0], before, after)
-    return gather < seconds(op.results[0], made_spec, reduced)
+    return gather + more < seconds(op.results[0], made_spec, reduced)
 
 
 def _seconds(program: Program, settled: Settled, mesh: Mesh) -> float:
     """How long all reshards take."""
-    total = 0.0
-    for reshard in connect(program, *settled, mesh).reshards:
-        value = program.values[reshard.value]
-        ends = reshard.source, reshard.target
-        total += price(*ends, mesh, value.shape, value.dtype.itemsize)
-    return total
+    return reshard_seconds(program, connect(program, *settled, mesh), mesh)

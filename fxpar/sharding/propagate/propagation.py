@@ -413,6 +413,9 @@ class Propagation:
         v, dims = op.tensors[i], op.rule.tensors[i]
         d = next(d for d, dim in enumerate(dims) if factor in dim)
         if not self._at_minor_end(op, dims, d, factor, v, view):
+            origin = self.state.origins[op.tensors[source]][axes[0]]
+            if origin.batch:
+                self._cannot_split(v, d, axes[0], origin)
             return False
         have, fit = view.get(factor, ()), list[str]()
         for axis in axes:

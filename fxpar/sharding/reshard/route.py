@@ -308,3 +308,13 @@ def connect(
             versions.get(out, rest_spec, None, k)
         edges.outputs.append(rest_spec)
     return edges
+
+
+def reshard_seconds(program: Program, edges: Edges, mesh: Mesh) -> float:
+    """How long all reshards take, one after the other."""
+    values, total = program.values, 0.0
+    for each in edges.reshards:
+        value = values[each.value]
+        ends = each.source, each.target
+        total += price(*ends, mesh, value.shape, value.dtype.itemsize)
+    return total

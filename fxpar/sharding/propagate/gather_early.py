@@ -1,0 +1,220 @@
+"""What is exchanged before the op that would be exchanged, as that sends less or once.
+
+In: a strategy per op, and the spec each value settles in. Out: both lists, changed.
+``gather_before_views``: a parameter that is only seen in another shape, or repeated, is
+gathered as it is stored. ``share_before_views``: what several readers want in one spec,
+some through views, goes there once. ``gather_before_growth``: what is only read
+gathered, and made of less (rows that are looked up, a wider dtype, a broadcast), is
+made of what was gathered, on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxpar.sharding.cost import program_kernels
+from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program, is_view
+from fxpar.sharding.propagate.at_rest import derived, resting
+from fxpar.sharding.reshard.route import price
+from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import (
+    Strategy,
+    expressible,
+    operand_spec,
+    project,
+    result_spec,
+)
+
+
+def gather_before_views(
+    program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
+) -> None:
+    """Gather a parameter and view what was gathered, where a view of it is only read
+    gathered: so it is sent once, whatever it is seen as. What is repeated (key heads,
+    for the query heads that share one) is gathered before, too. Changes both lists."""
+    ours, repeating = derived(program, resting(program)), _repeating(program)
+    outputs = set(program.outputs)
+    for op in reversed(program.ops):
+        view = bool(op.operands) and op.operands[0] in ours and is_view(op)
+        if not view and op.index not in repeating:
+            continue
+        (result,) = op.results
+        reads = {
+            operand_spec(program.ops[reader].rule, strategies[reader], i)
+            for reader, i in program.uses[result]
+        }
+        if len(reads) != 1 or result in outputs:
+            continue
+        (need,) = reads
+        made_spec = result_spec(op.rule, strategies[op.index], 0)
+        axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
+        gathered = Strategy((*op.rule.pinned, *axes_of.items()))
+        if (
+            set(need.sharded_axes) < set(made_spec.sharded_axes)
+            and result_spec(op.rule, gathered, 0) == need
+            and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
+        ):
+            strategies[op.index], settled[result] = gathered, need
+
+
+def share_before_views(
+    program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
+) -> None:
+    """Reshard a value and view what came of it, where several readers want it so, some
+    of them through views of it that they alone read: so it is sent once. Changes both
+    lists."""
+    readers_of: dict[tuple[int, Spec], dict[int, list[_View]]] = {}
+    for v, uses in enumerate(program.uses):
+        if len(uses) < 2:
+            continue
+        for reader, i in uses:
+            op = program.ops[reader]
+            spec = operand_spec(op.rule, strategies[reader], i)
+            readers_of.setdefault((v, spec), {})[reader] = []
+            views = _views_read(program, strategies, op, mesh)
+            if views:
+                readers_of.setdefault((v, views[0][2]), {})[reader] = views
+    for readers in readers_of.values():
+        for views in readers.values() if len(readers) > 1 else ():
+            for op, strategy, _, need in views:
+                strategies[op.index], settled[op.results[0]] = strategy, need
+
+
+def gather_before_growth(
+    program: Program,
+    strategies: list[Strategy],
+    settled: list[Spec],
+    mesh: Mesh,
+    hardware: Hardware,
+) -> None:
+    """Gather what an op reads and not what it makes, where all that read this want it
+    gathered, and ranks then take less time."""
+    values = program.values
+
+    def seconds(v: int, source: Spec, target: Spec) -> float:
+        itemsize = values[v].dtype.itemsize
+        return price(source, target, mesh, values[v].shape, itemsize)
+
+    for op in reversed(program.ops):
+        strategy, rule = strategies[op.index], op.rule
+        if len(op.results) != 1 or strategy.passes or not _grows(program, op):
+            continue
+        (v,) = op.results
+        made_spec = result_spec(rule, strategy, 0)
+        views, need = _wanted(program, strategies, v, mesh)
+        if need is None or not {*need.axes} < {*made_spec.axes} or made_spec.partial:
+            continue
+        axes_of = project(rule.results[0], need, rule.size, mesh)
+        other = Strategy((*rule.pinned, *axes_of.items()))
+        if result_spec(rule, other, 0) != need or not all(
+            expressible(dims, axes_of, rule.size, mesh) for dims in rule.operands
+        ):
+            continue
+        gather = 0.0
+        for i, u in enumerate(op.operands):
+            before, after = (operand_spec(rule, s, i) for s in (strategy, other))
+            if before != after:
+                gather += seconds(u, settled[u], after) - seconds(u, settled[u], before)
+        work = program_kernels.work_alone(op, values)
+        now, then = (
+            program_kernels.seconds(op, work, s, mesh, hardware)
+            for s in (strategy, other)
+        )
+        if gather + then - now < seconds(v, made_spec, need):
+            strategies[op.index], settled[v] = other, need
+            for view, view_strategy, _, spec in views:
+                strategies[view.index], settled[view.results[0]] = view_strategy, spec
+
+
+def _grows(program: Program, op: Op) -> bool:
+    """Whether an op makes more bytes than it reads of what was computed."""
+    values = program.values
+    read = sum(values[v].nbytes for v in op.operands if v in program.producers)
+    return bool(op.operands) and read < values[op.results[0]].nbytes
+
+
+def _wanted(
+    program: Program, strategies: Sequence[Strategy], v: int, mesh: Mesh
+) -> tuple[list[_View], Spec | None]:
+    """The spec in which all readers of a value want it, if it is one, and the views
+    through which the only one of them does."""
+    uses = program.uses[v]
+    if v in program.returned or not uses:
+        return [], None
+    if len(uses) == 1:
+        views = _views_read(program, strategies, program.ops[uses[0][0]], mesh)
+        if views:
+            return views, views[0][2]
+    reads = {
+        operand_spec(program.ops[reader].rule, strategies[reader], i)
+        for reader, i in uses
+    }
+    return [], reads.pop() if len(reads) == 1 else None
+
+
+# A view, its strategy, and the specs in which it reads and makes its value.
+_View = tuple[Op, Strategy, Spec, Spec]
+
+
+def _views_read(
+    program: Program, strategies: Sequence[Strategy], op: Op, mesh: Mesh
+) -> list[_View]:
+    """``op`` and the views after it, each of which alone reads the one before, as they
+    would make what the last one's readers want; none if these can read it as it is."""
+    chain: list[Op] = []
+    while is_view(op) and _is_rearranged(program, op):
+        chain.append(op)
+        readers = program.uses[op.results[0]]
+        if len(readers) != 1:
+            break
+        op = program.ops[readers[0][0]]
+    if not chain:
+        return []
+    (last,) = chain[-1].results
+    reads = {
+        operand_spec(program.ops[reader].rule, strategies[reader], i)
+        for reader, i in program.uses[last]
+    }
+    if len(reads) != 1 or reads == {
+        result_spec(chain[-1].rule, strategies[chain[-1].index], 0)
+    }:
+        return []
+    (need,) = reads
+    views: list[_View] = []
+    for view in reversed(chain):
+        rule = view.rule
+        axes_of = project(rule.results[0], need, rule.size, mesh)
+        strategy = Strategy((*rule.pinned, *axes_of.items()))
+        source = operand_spec(rule, strategy, 0)
+        if result_spec(rule, strategy, 0) != need or not expressible(
+            rule.operands[0], axes_of, rule.size, mesh
+        ):
+            return []
+        views.insert(0, (view, strategy, source, need))
+        need = source
+    return views
+
+
+def _is_rearranged(program: Program, op: Op) -> bool:
+    """Whether a view has each element of its one operand once, and is no result."""
+    (v,), values = op.results, program.values
+    same = len(op.operands) == 1 and values[v].numel == values[op.operands[0]].numel
+    return same and v not in program.returned
+
+
+def _repeating(program: Program) -> set[int]:
+    """Ops that repeat a value, and those that copy or view what was repeated."""
+    values, repeated, ops = program.values, set[int](), set[int]()
+    for op in program.ops:
+        if len(op.operands) != 1 or len(op.results) != 1:
+            continue
+        (operand,), (result,) = op.operands, op.results
+        facts = op_facts_of(op.target)
+        grows = facts.view and 1 < values[operand].numel < values[result].numel
+        if grows or (operand in repeated and (is_view(op) or facts.copies)):
+            repeated.add(result)
+            ops.add(op.index)
+    return ops
