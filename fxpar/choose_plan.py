@@ -71,7 +71,7 @@ def _finished(state: JointState) -> Result:
                 raise
     room = max(trials[0][0].peak_bytes, _budget(state.request))
     trials = [x for x in trials if x[0].peak_bytes <= room]
-    best, seconds, known = trials[0][1], math.inf, set[tuple[float, int]]()
+    best, seconds, scheduled = trials[0][1], math.inf, set[tuple[float, int]]()
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
@@ -80,8 +80,8 @@ def _finished(state: JointState) -> Result:
         if search is not None:
             least = min(least, search.predicted)
         may_win = _SHARE * least < seconds
-        if may_win and key not in known:
-            known.add(key)
+        if may_win and key not in scheduled:
+            scheduled.add(key)
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
             line = _timeline(trial)
             if line.seconds < seconds:
@@ -94,9 +94,9 @@ def _finished(state: JointState) -> Result:
     if state.request.debug < 2 and not state.request.dump:
         best.request = replace(best.request, debug=state.request.debug)
         return pipeline.finished(best, pipeline.rows_after(_LOWERED))
-    shown = _trial_of(state, best.decided, state.request)
-    shown.notes = best.notes
-    return pipeline.finished(shown, pipeline.rows_after("plan"))
+    dumped = _trial_of(state, best.decided, state.request)
+    dumped.notes = best.notes
+    return pipeline.finished(dumped, pipeline.rows_after("plan"))
 
 
 def _budget(request: Request) -> float:

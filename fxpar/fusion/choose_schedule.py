@@ -154,7 +154,7 @@ def choose(
     with old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
         state = Attempts(shapes, hardware.on(mesh), hardware)
-        before = state.now
+        before, run_before = state.now, state.run
         fewer = fewer_layers(shapes)
         if lines and (fewer is None or not _lines_for_layers(state, fewer)):
             _lines(state)
@@ -162,6 +162,7 @@ def choose(
             _by_phase(state)
         if not is_better(state.now, before, _PAYS):
             state.keep(Schedule())
+            state.run = run_before
     return Chosen(
         state.schedule,
         apply(state.schedule, graph, state.mesh) if state.schedule.lines else graph,

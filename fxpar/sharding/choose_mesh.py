@@ -180,7 +180,7 @@ def _fastest(
         share = options.seconds / 2 / len(meshes)
         glance = replace(options, seconds=share, by_hand=False)
     trials: list[_MeshTrial] = []
-    tried: list[Decision] = []
+    searched: list[Decision] = []
     best: Decision | None = None
     for mesh in meshes:
         now = work_clock.now()
@@ -195,7 +195,7 @@ def _fastest(
         longest = max(longest, work_clock.now() - now)
         search = search_of(decision)
         trials.append(_MeshTrial(mesh, search.predicted, search.bound))
-        tried.append(decision)
+        searched.append(decision)
         if best is None or search.predicted < search_of(best).predicted * (1 - ALIKE):
             best = decision
             glance = replace(glance, enough=search.predicted)
@@ -204,12 +204,14 @@ def _fastest(
     left = work_clock.left(begun + options.seconds)
     best = _search_longer(best, trials, left, program, request, batch)
     assert isinstance(request.mode, SearchOptions)
-    return _with_rivals(best, tried, trials, request) if request.mode.ranked else best
+    return (
+        _with_rivals(best, searched, trials, request) if request.mode.ranked else best
+    )
 
 
 def _with_rivals(
     best: Decision,
-    tried: Sequence[Decision],
+    searched: Sequence[Decision],
     trials: Sequence[_MeshTrial],
     request: Request,
 ) -> Decision:
@@ -217,18 +219,18 @@ def _with_rivals(
     faster."""
     options = request.mode
     assert isinstance(options, SearchOptions)
-    others = [x for x in tried if x.mesh.axes != best.mesh.axes]
+    others = [x for x in searched if x.mesh.axes != best.mesh.axes]
     constraints, hints = constraints_of(best.program), request.hints
     by_search = {id(search_of(x)): x for x in (best, *others)}
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
         decision = with_rivals(by_search[id(x)], hints, constraints, options)
-        found += [decision, *decision.rivals]
-    by_search = {id(x.search): x for x in found if x.search is not None}
+        decisions += [decision, *decision.rivals]
+    by_search = {id(x.search): x for x in decisions if x.search is not None}
     near = [
         by_search[id(x)] for x in nearest([search_of(x) for x in by_search.values()])
     ]
-    near = [*near[: 2 * _RIVALS], *(x for x in found if x.search is None)]
+    near = [*near[: 2 * _RIVALS], *(x for x in decisions if x.search is None)]
     notes = best.notes[-1:] if STOPPED in best.notes else ()
     rivals = [
         replace(

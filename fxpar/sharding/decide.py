@@ -37,8 +37,7 @@ from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.rank_candidates import (
-    is_large,
-    nearest,
+    may_be_faster,
     priced_as,
     rivals,
 )
@@ -236,14 +235,16 @@ def with_rivals(
     for seed in _given_seeds(program, result.mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
     notes = decision.notes[:1]
-    found = [_found(program, x, seeds, notes) for x in rivals(result, options)]
-    for known in by_hand:
-        cost = priced_as(result, known.strategies)
-        if is_large(result) and (cost is None or cost not in nearest([result, cost])):
+    others = [_found(program, x, seeds, notes) for x in rivals(result, options)]
+    for expert in by_hand:
+        cost = priced_as(result, expert.strategies)
+        if not may_be_faster(result, cost):
             continue
-        notes_of_both = (*notes, *known.notes)
-        found.append(replace(known, mesh=result.mesh, search=cost, notes=notes_of_both))
-    return replace(decision, rivals=(*decision.rivals, *found))
+        notes_of_both = (*notes, *expert.notes)
+        others.append(
+            replace(expert, mesh=result.mesh, search=cost, notes=notes_of_both)
+        )
+    return replace(decision, rivals=(*decision.rivals, *others))
 
 
 def _by_hand(
@@ -284,7 +285,7 @@ def _found(
         for v, spec in enumerate(result.settled)
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
-    found = [
+    of_edges = [
         *_uneven_notes(program, edges, result.mesh),
         *_gathered_notes(program, edges, result.mesh),
         *exchanged_notes(program, edges),
@@ -296,7 +297,7 @@ def _found(
         result.settled,
         edges,
         tuple(origins),
-        (*notes, *found),
+        (*notes, *of_edges),
         result,
     )
 

@@ -256,31 +256,31 @@ def check_chunks(
 
 
 def make_seed(
-    program: Program, value: int, hint: Entries, mesh: Mesh, kind: str, what: str
+    program: Program, value: int, entry: Entries, mesh: Mesh, kind: str, what: str
 ) -> Seed:
     """The seed of one hint. Raises HintError if it does not fit, with the line that
     makes the value."""
     shape = program.values[value].shape
     try:
-        said = read(hint, len(shape), what)
-        check(said, mesh, what)
+        hint = read(entry, len(shape), what)
+        check(hint, mesh, what)
     except HintError as error:
         producer = program.producers.get(value)
         line = user_line(program.ops[producer[0]].node) if producer else None
         raise HintError(error.what, where=line, fix=error.fix) from error
-    dims = tuple(map(mesh.parts, said.dims))
+    dims = tuple(map(mesh.parts, hint.dims))
     # An axis of another name may move from there, where that is cheaper.
     batch = kind == "input" and bool(dims) and any(map(is_batch_name, dims[0]))
     return Seed(
         value,
         dims,
-        said.closed,
+        hint.closed,
         what,
         PRIORITY.get(kind, 0),
         batch,
-        priorities=said.priorities,
-        whole=mesh.parts(said.whole),
-        barrier=said.barrier,
+        priorities=hint.priorities,
+        whole=mesh.parts(hint.whole),
+        barrier=hint.barrier,
     )
 
 

@@ -78,10 +78,10 @@ def layouts_of(
     hints: dict[int, str] = {}
     for key, names in names_of.items():
         shape = tuple(parameters[key].shape)
-        said = _said(names, shape, mesh, table, uses)
-        elsewhere = {*decided, *said.whole}
-        arguments[key] = shape, without_stages(mesh), said.dims, said.closed, elsewhere
-        hints[key] = ",".join(said.words)
+        hint = _hint_of(names, shape, mesh, table, uses)
+        elsewhere = {*decided, *hint.whole}
+        arguments[key] = shape, without_stages(mesh), hint.dims, hint.closed, elsewhere
+        hints[key] = ",".join(hint.words)
     alike = stages is not None or not is_worth_chunks(arguments.values())
     layouts = {}
     for key, (shape, *rest) in arguments.items():
@@ -120,7 +120,7 @@ def layouts_as_used(
     return specs
 
 
-def _said(
+def _hint_of(
     names: Sequence[str],
     shape: tuple[int, ...],
     mesh: Mesh,
@@ -137,13 +137,13 @@ def _said(
         use = next((uses[name] for name in names if name in uses), None)
         dims = use.refined(mesh).dims if use is not None else ()
         return Hint(dims, (False,) * len(dims), (None,) * len(dims))
-    pattern, hint = hits[-1]
+    pattern, entry = hits[-1]
     what = f"hint {pattern!r} on {names[0]}"
-    said = read(hint, len(shape), what)
-    check(said, without_stages(mesh), what)
-    dims = tuple(map(mesh.parts, said.dims))
+    hint = read(entry, len(shape), what)
+    check(hint, without_stages(mesh), what)
+    dims = tuple(map(mesh.parts, hint.dims))
     check_chunks(dims, shape, mesh, what)
-    return replace(said, dims=dims, whole=mesh.parts(said.whole))
+    return replace(hint, dims=dims, whole=mesh.parts(hint.whole))
 
 
 def _refuse_unmatched(

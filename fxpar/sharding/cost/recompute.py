@@ -101,8 +101,8 @@ def computed_again(
     read_nodes: set[fx.Node] = set()
     recomputed: set[fx.Node] = set()
     tags = {node: tag(node) for node in calls}
-    kept = {viewed(node) for node, is_again in tags.items() if is_again is False}
-    must = set(kept)
+    saved = {viewed(node) for node, is_again in tags.items() if is_again is False}
+    must = set(saved)
     row: dict[fx.Node, int] = {}  # so many ops after it are computed again
     for node in reversed(calls):
         if node in backward:
@@ -110,7 +110,7 @@ def computed_again(
                 must.update(viewed(read) for read in reads[node])
         elif node in read_nodes and (
             node in gathered
-            or node not in kept
+            or node not in saved
             and (tags[node] or _is_lighter(node, read_nodes, must))
         ):
             recomputed.add(node)

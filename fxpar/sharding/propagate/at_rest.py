@@ -164,18 +164,18 @@ def share_before_views(
     """Reshard a value and view what came of it, where several readers want it so, some
     of them through views of it that they alone read: so it is sent once. Changes both
     lists."""
-    wanted: dict[tuple[int, Spec], dict[int, list[_View]]] = {}
+    readers_of: dict[tuple[int, Spec], dict[int, list[_View]]] = {}
     for v, uses in enumerate(program.uses):
         if len(uses) < 2:
             continue
         for reader, i in uses:
             op = program.ops[reader]
             spec = operand_spec(op.rule, strategies[reader], i)
-            wanted.setdefault((v, spec), {})[reader] = []
+            readers_of.setdefault((v, spec), {})[reader] = []
             views = _views_read(program, strategies, op, mesh)
             if views:
-                wanted.setdefault((v, views[0][2]), {})[reader] = views
-    for readers in wanted.values():
+                readers_of.setdefault((v, views[0][2]), {})[reader] = views
+    for readers in readers_of.values():
         for views in readers.values() if len(readers) > 1 else ():
             for op, strategy, _, need in views:
                 strategies[op.index], settled[op.results[0]] = strategy, need

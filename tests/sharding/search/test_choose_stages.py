@@ -267,7 +267,7 @@ def test_strategies_are_chosen_by_what_adding_takes(
     """Gradients that are partial over tp are added up whole with every part: it takes
     less to send activations instead."""
     peaks = tuple((name, Peak(1e9)) for name, _ in FREE.peaks)
-    on = replace(FREE, peaks=peaks, levels=(Level(0, FREE.bandwidth / 3, 0.0, 0.0),))
+    on = replace(FREE, peaks=peaks, levels=(Level(0, FREE.bandwidth, 0.0, 0.0),))
     x = rows(256).to(torch.bfloat16).requires_grad_()
     program = program_of(layers(2).to(torch.bfloat16), x, mesh="tp=2", grad=True)
     cut = cut_in_time(program)

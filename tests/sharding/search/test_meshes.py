@@ -124,6 +124,10 @@ class Decided:
     search: Made
     notes: tuple[str, ...] = ("search: ...",)
 
+    @property
+    def mesh(self) -> Mesh:
+        return self.search.mesh
+
 
 @dataclass
 class Searches:

@@ -29,11 +29,11 @@ from tests.helpers.wide_layers import FREE, found_for, layers, rows
 
 PARTS = 8
 
-# A link carries a third of what memory does, and arithmetic takes next to nothing.
+# A link carries as much as memory does, and arithmetic takes next to nothing.
 LINKED = replace(
     FREE,
     peaks=tuple((name, Peak(1e9)) for name, _ in FREE.peaks),
-    levels=(Level(0, FREE.bandwidth / 3, 0.0, 0.0),),
+    levels=(Level(0, FREE.bandwidth, 0.0, 0.0),),
 )
 
 
