@@ -64,7 +64,7 @@ def simulate_pipeline(
     ]
     link, ranks = collectives.between_two(mesh.link(axis)), mesh.size // len(places)
     clocks = _Clocks(seconds_of, link, machines).over(graph)
-    if hardware.cores:
+    if hardware.speed_of(ranks) > 1.0:  # where the other places wait
         for _ in range(_PASSES):
             speeds = _speeds(clocks.runs, ranks, hardware)
             before, clocks = clocks, _Clocks(seconds_of, link, machines, speeds)
