@@ -572,7 +572,7 @@ def test_a_place_that_waits_leaves_its_cores_to_others(
     assert shared.seconds == pytest.approx(work, rel=0.02)
     assert max(work / 2, apart.seconds) <= half.seconds < 0.8 * shared.seconds
     for line in (shared, half):
-        assert apart.compute_seconds < line.compute_seconds < line.seconds
+        assert apart.compute_seconds < 1.001 * line.compute_seconds <= line.seconds
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["all kinds", "permutes alone"])
