@@ -115,6 +115,7 @@ def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
     assert "2 ranks on mesh dp=2" in first.about
     first.save(tmp_path / "it.json")
     assert lookup(str(tmp_path / "it.json")) == first
+    assert first.ranks == 2 and first.cores >= 1
     link = first.on(Mesh.parse("dp=2,tp=2")).link("tp")
     assert dict(link.kinds)["all_reduce"].bandwidth == link.bandwidth
 
@@ -273,6 +274,25 @@ def test_whether_attention_skips_what_a_mask_hides(monkeypatch, causal, share) -
     monkeypatch.setattr(probe_device.Probe, "median", lambda self, fn: next(times))
     some = probe(families=("float32",), attended=((2, 4, 512, 64),))
     assert probe_device.masked(some) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "count"),
+    [
+        (["0 1", "0 1"], 1, 2),
+        (["0", "1", "0"], 1, 2),
+        (["0 1 2 3"], 2, 2),
+        (["5"], 8, 1),
+    ],
+)
+def test_cores_of_all_ranks_count_once(monkeypatch, cores, threads, count) -> None:
+    """Whether a rank may run on all of them or is kept to its own."""
+    monkeypatch.setattr(probe_device.consensus, "gather", lambda tag, text: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    some = probe()
+    assert probe_device.cores(some) == count
+    on_gpu = dataclasses.replace(some, device=torch.device("cuda"))
+    assert probe_device.cores(on_gpu) == 0
 
 
 def test_out_of_time_the_built_in_figures_stay(tmp_path: Path, capsys) -> None:
