@@ -98,7 +98,8 @@ def planned_request(
     """What is asked on the mesh, or for a mesh to be chosen; of a plan that is known
     from an earlier start, that it is followed."""
     options, ranks = job.options, job.ranks
-    mode = known_plan or plan_mode(options.plan, options, request.name)
+    size = ranks.whole.mesh.size
+    mode = known_plan or plan_mode(options.plan, options, size, request.name)
     return replace(
         request,
         signature=signature,
@@ -106,6 +107,6 @@ def planned_request(
         mode=mode,
         meshes=choices(ranks.mesh, mode) if ranks.open else (),
         staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
-        hardware=known_machine(options),
+        hardware=known_machine(options, size),
         named_hardware=named_machine(options),
     )

@@ -111,7 +111,7 @@ class TracedPlan(Plan):
     @cached_property
     def hardware(self) -> Hardware:
         """As ``plan_request.machine``, which raises OptionError, and DeviceError."""
-        return machine(self.options)
+        return machine(self.options, self.mesh.size)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -337,9 +337,9 @@ def plan_call(
     Raises as ``plan``.
     """
     options = Options.read({"mesh": mesh, **asked})
-    chosen = plan_mode(mode or options.plan, options)
     auto = read_auto(mesh)
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
+    chosen = plan_mode(mode or options.plan, options, mesh.size)
     call = TracedCall(fn, tuple(args), dict(kwargs), grad)
     leads = options.progress and not own_rank()
     with status_line.status_of("plan", STEP_NAMES, on=leads), traced_for(lambda: mesh):
@@ -380,7 +380,7 @@ def plan_call(
         expert_room=options.expert_room,
         expert_exchange=options.expert_exchange,
         schedule=options.schedule,
-        hardware=known_machine(options),
+        hardware=known_machine(options, mesh.size),
         debug=options.debug,
         dump=options.dump,
         named_hardware=named_machine(options),

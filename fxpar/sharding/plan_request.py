@@ -172,29 +172,30 @@ def _lies(end: End, mesh: Mesh) -> End:
     return end if end.rest is None else replace(end, rest=end.rest.refined(mesh))
 
 
-def machine(options: Options) -> Hardware:
+def machine(options: Options, ranks: int) -> Hardware:
     """What costs are for: that of FXPAR_HARDWARE, else this process's device, in nodes
-    as ``FXPAR_MESH="auto:4x8"`` says.
+    as ``FXPAR_MESH="auto:4x8"`` says, else one that all ``ranks`` are on.
 
     Raises OptionError on unknown hardware, DeviceError on a device without known
     figures.
     """
     hardware = lookup(options.hardware) if options.hardware else detect()
     auto = read_auto(options.mesh)
-    return in_nodes(hardware, auto.devices if auto else None)
+    devices = auto.devices if auto else None
+    return in_nodes(hardware.with_ranks(devices or ranks), devices)
 
 
-def known_machine(options: Options) -> Hardware | None:
+def known_machine(options: Options, ranks: int) -> Hardware | None:
     """As ``machine``; None on a device without known figures."""
     try:
-        return machine(options)
+        return machine(options, ranks)
     except DeviceError:
         return None
 
 
 def named_machine(options: Options) -> Hardware | None:
     """That of FXPAR_HARDWARE; None if it is not set. Raises OptionError."""
-    return machine(options) if options.hardware else None
+    return machine(options, 1) if options.hardware else None
 
 
 def choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
@@ -215,15 +216,16 @@ def staged_choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
     return ()
 
 
-def plan_mode(text: str, options: Options, graph: str = "") -> Mode:
+def plan_mode(text: str, options: Options, ranks: int, graph: str = "") -> Mode:
     """A mode of the pipeline, or the Plan a file holds; of a folder as FXPAR_DUMP
-    writes it, the plan of this ``graph``.
+    writes it, the plan of this ``graph``. ``ranks``: that run the program.
 
     Raises PlanError, OptionError on unknown hardware, DeviceError on a device without
     known figures.
     """
     if text == "search":
-        return SearchOptions(machine(options), options.search_seconds, options.memory)
+        on = machine(options, ranks)
+        return SearchOptions(on, options.search_seconds, options.memory)
     if text in ("propagate", "replicate"):
         return text
     path = Path(text)

@@ -133,5 +133,5 @@ def test_a_search_that_fails_fails_on_every_rank(tmp_path: Path) -> None:
 def test_the_mode_names_its_hardware(tmp_path: Path) -> None:
     from fxpar.config import Options
 
-    asked = plan_request.plan_mode("search", Options.read({"hardware": "h100"}))
+    asked = plan_request.plan_mode("search", Options.read({"hardware": "h100"}), 2)
     assert asked.hardware.name == "h100"

@@ -18,6 +18,9 @@ def machine() -> Hardware:
         bandwidth=1e8,
         peaks=peaks,
         levels=levels,
+        near=(),
+        light=(),
+        beside=0.85,
     )
 
 

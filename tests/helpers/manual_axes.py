@@ -66,8 +66,8 @@ def planned(
         planned_mesh(mesh, axes),
         replace(signature, outputs=tuple(outputs)),
         manual=ManualAxes(mesh, axes),
-        mode=plan_mode(mode, options) if isinstance(mode, str) else mode,
-        hardware=known_machine(options),
+        mode=plan_mode(mode, options, mesh.size) if isinstance(mode, str) else mode,
+        hardware=known_machine(options, mesh.size),
         **asked,
     )
     return call, module, fastest_plan(module.graph, fake_mode, request), rests

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import fxpar
 from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
 from fxpar.passes.simulate.lockstep import run_stages
+from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.stages import pipeline_ops
 from fxpar.passes.stages.lay_out_stages import PLACE
 from fxpar.passes.stages.program_at_place import program_at
@@ -548,6 +549,30 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert plan.predicted.sent[0][0] == "pp"
     plan.to_trace(tmp_path / "trace.json")
     assert "place 3" in (tmp_path / "trace.json").read_text()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_place_that_waits_leaves_its_cores_to_others(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a core that all places share is never idle; with one for each all is as where
+    nothing is shared."""
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+        x = torch.randn(2048, 256, requires_grad=True)
+    plan = fxpar.plan(model, x, mesh="pp=4", mode="propagate", grad=True)
+    free = replace(machine(), levels=(Level(0, 1e30, 0.0, 0.0),), bandwidth=1e30)
+    apart, shared, half, four = (
+        predict_step(plan.result.local, plan.mesh, replace(free, cores=n).with_ranks(4))
+        for n in (0, 1, 2, 4)
+    )
+    work = 4 * apart.compute_seconds
+    assert apart == four and apart.seconds < 0.8 * work
+    assert shared.seconds == pytest.approx(work, rel=0.02)
+    assert max(work / 2, apart.seconds) <= half.seconds < 0.8 * shared.seconds
+    for line in (shared, half):
+        assert apart.compute_seconds < 1.001 * line.compute_seconds <= line.seconds
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["all kinds", "permutes alone"])

@@ -115,6 +115,7 @@ def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
     assert "2 ranks on mesh dp=2" in first.about
     first.save(tmp_path / "it.json")
     assert lookup(str(tmp_path / "it.json")) == first
+    assert first.ranks == 2 and first.cores >= 1
     link = first.on(Mesh.parse("dp=2,tp=2")).link("tp")
     assert dict(link.kinds)["all_reduce"].bandwidth == link.bandwidth
 
@@ -275,6 +276,25 @@ def test_whether_attention_skips_what_a_mask_hides(monkeypatch, causal, share) -
     assert probe_device.masked(some) == pytest.approx(share)
 
 
+@pytest.mark.parametrize(
+    ("cores", "threads", "count"),
+    [
+        (["0 1", "0 1"], 1, 2),
+        (["0", "1", "0"], 1, 2),
+        (["0 1 2 3"], 2, 2),
+        (["5"], 8, 1),
+    ],
+)
+def test_cores_of_all_ranks_count_once(monkeypatch, cores, threads, count) -> None:
+    """Whether a rank may run on all of them or is kept to its own."""
+    monkeypatch.setattr(probe_device.consensus, "gather", lambda tag, text: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    some = probe()
+    assert probe_device.cores(some) == count
+    on_gpu = dataclasses.replace(some, device=torch.device("cuda"))
+    assert probe_device.cores(on_gpu) == 0
+
+
 def test_out_of_time_the_built_in_figures_stay(tmp_path: Path, capsys) -> None:
     begin, path = time.monotonic(), tmp_path / "it.json"
     assert main(["calibrate", "--quick", "--limit", "0", "--out", str(path)]) == 0
@@ -283,7 +303,7 @@ def test_out_of_time_the_built_in_figures_stay(tmp_path: Path, capsys) -> None:
     assert (found.peaks, found.levels) == (cpu.peaks, cpu.levels)
     assert (found.bandwidth, found.launch) == (cpu.bandwidth, cpu.launch)
     printed = capsys.readouterr().out
-    assert f"FXPAR_HARDWARE={path}" in printed and "float32: 60 GFLOP/s" in printed
+    assert f"FXPAR_HARDWARE={path}" in printed and "float32: 99 GFLOP/s" in printed
 
 
 def test_what_does_not_compile_is_measured_eagerly(monkeypatch) -> None:

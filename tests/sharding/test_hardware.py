@@ -15,6 +15,7 @@ import torch
 
 from fxpar.errors import DeviceError, OptionError
 from fxpar.sharding.cost import hardware_table
+from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import (
     BUILT_IN,
     Hardware,
@@ -128,6 +129,32 @@ def test_light_ops_may_take_longer_than_memory() -> None:
     assert some.fused(1e9, counts) == pytest.approx(cpu.launch + some.streaming(1e9))
     twice = some.at_speed(2.0).fused(0, counts)
     assert twice == pytest.approx(cpu.launch + 0.6e-3)
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25)])
+def test_ranks_share_the_cores_of_a_machine(ranks: int, share: float) -> None:
+    """Each then launches, computes, moves and sends so much slower."""
+    one, mesh = lookup("cpu:2"), Mesh((("tp", ranks),))
+    some, dims = one.with_ranks(ranks), ProductDims(64.0, 64.0, 64.0)
+    assert (some.ranks, some.cores, some.name) == (ranks, 2, "cpu:2")
+    assert some.with_ranks(1).speed_of(ranks) == pytest.approx(share)
+    assert some.speed_of(1) == pytest.approx(1 / share)
+    for seconds in (
+        lambda on: on.seconds(1e6),
+        lambda on: on.seconds(1e4, 2.0 * 64**3, dims),
+        lambda on: on.fused(1e6, {"exp": 1e6}),
+        lambda on: along("all_reduce", on.on(mesh), ("tp",)).seconds(1e6),
+        lambda on: along("all_gather", on.on(mesh), ("tp",)).seconds(1.0),
+    ):
+        assert seconds(some) == pytest.approx(seconds(one) / share)
+
+
+def test_ranks_with_cores_or_devices_of_their_own_do_not_share() -> None:
+    for name in ("cpu", "h100"):
+        assert lookup(name).with_ranks(64) is lookup(name)
+    for wrong in ("cpu:0", "cpu:", "cpu:two", "h100:2"):
+        with pytest.raises(OptionError, match="unknown hardware"):
+            lookup(wrong)
 
 
 def test_families_of_ops_may_have_their_own_peak() -> None:
@@ -277,6 +304,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         (lambda data: data["peaks"]["float32"].update(flops=-1), "flops is -1"),
         (lambda data: data["levels"][0].update(latency=math.inf), "latency is inf"),
         (lambda data: data.update(light=[["exp", 0]]), "light exp is 0"),
+        (lambda data: data.update(ranks=0), "ranks is 0"),
     ],
 )
 def test_bad_files_are_refused(change, why: str, tmp_path: Path) -> None:

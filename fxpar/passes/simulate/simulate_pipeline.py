@@ -6,11 +6,16 @@ takes what ``simulate_step`` says its launches take, one after the other, and wa
 what arrives; messages run beside, at each end one after the other, and take from what
 computes at either end what collectives take (``Hardware.beside``). What is sent is
 copied before. Since all places follow the order of one graph, one pass over it gives
-all times. Never runs and never changes the graph.
+all times. Where ranks share cores, a place that waits leaves its own to the others
+(``Hardware.speed_of``): further passes take the places at work from the pass before.
+Never runs and never changes the graph.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +40,12 @@ ours = torch.ops.fxpar
 # The stream of a place.
 STREAM = "place"
 
+# Passes at most, where ranks share cores, and the share of a step that is none.
+_PASSES, _SAME = 12, 1e-3
+
+# (seconds of the step, how many times as fast a place computes from then on).
+_Speeds = Sequence[tuple[float, float]]
+
 
 def simulate_pipeline(
     graph: fx.Graph, mesh: Mesh, axis: str, hardware: Hardware, *, fused: bool = True
@@ -51,9 +62,15 @@ def simulate_pipeline(
         launch_seconds(program, mesh, machine, fused=fused)
         for program, machine in zip(programs, machines, strict=True)
     ]
-    clocks = _Clocks(seconds_of, collectives.between_two(mesh.link(axis)), machines)
-    for node in graph.nodes:
-        clocks.step(node)
+    link, ranks = collectives.between_two(mesh.link(axis)), mesh.size // len(places)
+    clocks = _Clocks(seconds_of, link, machines).over(graph)
+    if hardware.speed_of(ranks) > 1.0:  # where the other places wait
+        for _ in range(_PASSES):
+            speeds = _speeds(clocks.runs, ranks, hardware)
+            before, clocks = clocks, _Clocks(seconds_of, link, machines, speeds)
+            clocks.over(graph)
+            if math.isclose(max(before.now), max(clocks.now), rel_tol=_SAME):
+                break
     peak = max(
         residency(launches_of(x, fused=fused), in_place=fused).peak[0] for x in programs
     )
@@ -83,6 +100,8 @@ class _Clocks:
     link: Link
     # Of each place.
     machines: Sequence[Hardware]
+    # Of each place; none: that of the figures.
+    speeds: Sequence[_Speeds] = ()
     # When what arrives is there.
     arrivals: dict[fx.Node, float] = field(default_factory=dict)
     # Of each place what it did, in order.
@@ -102,6 +121,13 @@ class _Clocks:
         # Of each place, when messages run at it: (start, end).
         self.messages: list[list[tuple[float, float]]] = [[] for _ in self.now]
         self.runs = [[] for _ in self.launch_seconds]
+        self.speeds = self.speeds or [()] * len(self.now)
+
+    def over(self, graph: fx.Graph) -> _Clocks:
+        """These clocks, once all nodes have run."""
+        for node in graph.nodes:
+            self.step(node)
+        return self
 
     def step(self, node: fx.Node) -> None:
         """The next node, where it runs. The step ends when its results are there."""
@@ -159,9 +185,10 @@ class _Clocks:
         # A place's clock never goes back.
         left = [message for message in self.messages[place] if message[1] > start]
         self.messages[place] = left
-        beside = self.machines[place].beside
-        self.now[place] = _ended(start, seconds, left, beside)
-        self.busy[place] += seconds
+        beside, speeds = self.machines[place].beside, self.speeds[place]
+        self.now[place] = _ended(start, seconds, left, beside, speeds)
+        alone = _ended(start, seconds, (), 0.0, speeds) - start if speeds else seconds
+        self.busy[place] += alone
         if seconds:
             name, runs = _action_of(node), self.runs[place]
             if not runs or runs[-1].name != name:
@@ -189,20 +216,44 @@ def _ended(
     seconds: float,
     messages: Sequence[tuple[float, float]],
     beside: float,
+    speeds: _Speeds = (),
 ) -> float:
     """When so many seconds of computing end that begin at ``start``, if it loses a
     share ``beside`` of the time of messages (start, end)."""
     now, left = start, seconds
-    for begin, end in sorted(messages):
-        free = max(0.0, begin - now)
-        if left <= free:
-            break
-        now, left = now + free, left - free
-        meanwhile = max(0.0, end - now) * (1.0 - beside)
-        if left <= meanwhile:
-            return now + left / (1.0 - beside)
-        now, left = max(now, end), left - meanwhile
-    return now + left
+    while left:
+        at = bisect_right(speeds, now, key=lambda x: x[0])
+        speed = speeds[at - 1][1] if at else 1.0
+        if any(begin <= now < end for begin, end in messages):
+            speed *= 1.0 - beside
+        edges = [x for message in messages for x in message if x > now]
+        until = min([*edges, *(x for x, _ in speeds[at : at + 1])], default=math.inf)
+        if left <= (until - now) * speed:
+            return now + left / speed
+        now, left = until, left - (until - now) * speed
+    return now
+
+
+def _speeds(
+    runs: Sequence[Sequence[_ActionRun]], ranks: int, hardware: Hardware
+) -> list[_Speeds]:
+    """How fast each place computes, of so many ``ranks`` each, beside what the others
+    did."""
+    counts = [min(n * ranks, hardware.ranks) for n in range(1, len(runs) + 1)]
+    speed_of = list(map(hardware.speed_of, counts))
+    speeds = list[_Speeds]()
+    for place in range(len(runs)):
+        edges = sorted(
+            edge
+            for other, actions in enumerate(runs)
+            for x in actions
+            for edge in ((x.start, 1), (x.end, -1))
+            if other != place
+        )
+        at_work = itertools.accumulate((change for _, change in edges), initial=0)
+        times = [0.0, *(time for time, _ in edges)]
+        speeds.append([(t, speed_of[n]) for t, n in zip(times, at_work, strict=True)])
+    return speeds
 
 
 @dataclass

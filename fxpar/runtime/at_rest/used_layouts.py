@@ -70,7 +70,7 @@ def decided(
     this rank by itself. Plan files and "replicate" say nothing here."""
     mode: Mode = "propagate"
     if options.plan == "search":
-        mode = plan_mode(options.plan, options)
+        mode = plan_mode(options.plan, options, ranks.whole.mesh.size)
     request = Request(
         without_stages(ranks.mesh),
         signature,
@@ -258,7 +258,8 @@ def _uses(
     follow, else of one that is made here."""
     if options.plan not in ("search", "propagate"):
         with ranks.inside():
-            mode = plan_mode(options.plan, options, f"graph{coming_graph()}")
+            size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
+            mode = plan_mode(options.plan, options, size, name)
         assert isinstance(mode, Plan)
         return dict(mode.parameters)
     forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)

@@ -260,7 +260,8 @@ def text_of(
             (
                 *(FORMAT, torch.__version__, _torch.version.own_version()),
                 *(ranks.mesh.axes, ranks.mesh.links, options),
-                *(list(load(options.hints).items()), known_machine(options)),
+                list(load(options.hints).items()),
+                known_machine(options, ranks.whole.mesh.size),
                 *(*requirements, content),
             ),
         )

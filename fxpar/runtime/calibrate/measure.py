@@ -75,6 +75,8 @@ def calibrate(
         base.beside if share_beside is None else share_beside,
         tuple(light.items()),
         base.masked if share_masked is None else share_masked,
+        local_ranks(size),
+        probe_device.cores(probe),
     )
 
 
@@ -165,5 +167,7 @@ def describe(hardware: Hardware) -> str:
     light = [f"{kind} {rate / 1e9:.3g} G/s" for kind, rate in hardware.light]
     lines.append(f"  light ops: {', '.join(light) or 'as fast as memory'}")
     lines.append(f"  lost beside a collective: {hardware.beside:.2g} of its time")
+    if hardware.cores:
+        lines.append(f"  {hardware.ranks} ranks at work, {hardware.cores} cores")
     lines.append(f"  pairs that a mask hides: {hardware.masked:.2g} of others' time")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ to start together, and no program of the user.
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 import warnings
@@ -213,6 +214,21 @@ def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
             break
         rates.append((float(3 * a.nbytes), 3 * a.nbytes / max(seconds - launch, 1e-9)))
     return rates
+
+
+def cores(probe: Probe) -> int:
+    """How many ranks of this machine have a core for each of their threads: 0 on other
+    devices. All ranks call it."""
+    if probe.device.type != "cpu":
+        return 0
+    ours = os.sched_getaffinity(0) if _LINUX else range(os.cpu_count() or 1)
+    texts = consensus.gather("cores", " ".join(map(str, sorted(ours))))
+    every = {core for text in texts for core in text.split()}
+    return max(len(every) // torch.get_num_threads(), 1)
+
+
+# Where a process may be kept to some cores.
+_LINUX = hasattr(os, "sched_getaffinity")
 
 
 def launches(probe: Probe) -> tuple[float | None, float | None]:

@@ -141,6 +141,10 @@ class Hardware:
     # What share of the time of others a pair of query and key takes that attention's
     # causal mask hides: 0 where kernels skip it.
     masked: float = 0.0
+    # Ranks of a machine that are at work at once while these are its figures.
+    ranks: int = 1
+    # Cores that they share; 0: each rank has a core, or a device, of its own.
+    cores: int = 0
 
     def peak(self, dtype: Any, *, tf32: bool = False, family: str = "") -> Peak:
         """The peak of a torch dtype or its name; ``tf32``: float32 may run as such.
@@ -234,6 +238,27 @@ class Hardware:
             light=tuple((kind, rate * speed) for kind, rate in self.light),
         )
 
+    def speed_of(self, ranks: int) -> float:
+        """How many times as fast as the figures say each of so many ranks is that are
+        at work at once on a machine."""
+        if not self.cores:
+            return 1.0
+        return min(1.0, self.cores / ranks) / min(1.0, self.cores / self.ranks)
+
+    def with_ranks(self, ranks: int) -> Hardware:
+        """The figures with so many ranks at work on a machine: the cores that they
+        share launch, compute and send."""
+        if not self.cores:
+            return self
+        speed = self.speed_of(ranks)
+        return replace(
+            self.at_speed(speed),
+            launch=self.launch / speed,
+            eager_launch=self.eager_launch / speed,
+            levels=tuple(_at_speed(level, speed) for level in self.levels),
+            ranks=ranks,
+        )
+
     def _link(self, size: int, stride: int, ranks: int) -> Link:
         link, inner_ranks = None, 1
         for i, level in enumerate(self.levels):
@@ -282,6 +307,19 @@ class Hardware:
 _FAR = 4.0
 
 _INSTEAD = {"tf32": "float32", "float8": "bfloat16"}
+
+
+def _at_speed(level: Level, speed: float) -> Level:
+    def slower(x: Measured) -> Measured:
+        return Measured(x.overhead / speed, x.latency / speed, x.bandwidth * speed)
+
+    return replace(
+        level,
+        bandwidth=level.bandwidth * speed,
+        latency=level.latency / speed,
+        overhead=level.overhead / speed,
+        kinds=tuple((kind, slower(x)) for kind, x in level.kinds),
+    )
 
 
 def _neighbours(size: int, stride: int, ranks: int, devices: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def load(path: str | Path) -> Hardware:
 
 
 # Figures by which others are divided.
-_RATES = {"flops", "efficiency", "bandwidth"}
+_RATES = {"flops", "efficiency", "bandwidth", "ranks"}
 
 
 def _check(figures: Any) -> None:
@@ -105,8 +105,12 @@ def _level(entry: Mapping[str, Any]) -> Level:
 
 
 def lookup(text: str) -> Hardware:
-    """The hardware of a name, as in ``BUILT_IN``, or of a file. Raises OptionError."""
+    """The hardware of a name, as in ``BUILT_IN``, or of a file; ``cpu:2``: that whose
+    ranks share two cores. Raises OptionError."""
     machines = {hardware.name: hardware for hardware in BUILT_IN} | _ALIASES
+    name, _, cores = text.lower().partition(":")
+    if name == "cpu" and cores.isdecimal() and int(cores):
+        return replace(machines[name], name=text.lower(), cores=int(cores))
     if text.lower() in machines:
         return machines[text.lower()]
     if Path(text).is_file():
@@ -224,27 +228,51 @@ _PASCAL = (
 )
 # NVIDIA K80 data sheet, one of its two devices at boost clocks.
 _KEPLER = (("float64", _vector(1.46e12)), ("float32", _vector(4.37e12)))
+# A core for each rank: geometric means of what calibrate measured on 2 cores of an AMD
+# EPYC (Zen 4), with 2 ranks on two days and with 4 on three, these taken for twice as
+# fast (``Hardware.with_ranks``). So both agree within a tenth, but for collectives.
 _CPU = (
-    ("float64", Peak(3e10, 1.0, 1e5, 12.0)),
-    ("float32", Peak(6e10, 1.0, 1e5, 8.0)),
-    ("bfloat16", Peak(1.3e11, 1.0, 2e6, 8.0)),  # AVX512_BF16
+    ("float64", Peak(4.5e10, 1.0, 2.4e3, 25.0, 18.0)),
+    ("float32", Peak(9.9e10, 1.0, 2e4, 18.0, 17.0)),
+    ("bfloat16", Peak(3.3e11, 1.0, 4e6, 33.0, 21.0)),  # AVX512_BF16
+    ("float32 convolution", Peak(1.6e11, 1.0, 7e6, 13.0, 21.0)),
+    ("float32 convolution backward", Peak(2e11, 1.0, 6e6, 40.0, 43.0)),
+)
+_CPU_NEAR = (
+    (1.3e5, 2.6e11),
+    (5.2e5, 1.2e11),
+    (2.1e6, 8.6e10),
+    (8.4e6, 6.8e10),
+    (3.4e7, 2e10),
+)
+_CPU_LIGHT = (
+    ("step", 2.2e10),
+    ("root", 3.9e9),
+    ("exp", 1e9),
+    ("log", 1.1e9),
+    ("sin", 1.3e9),
+    ("tanh", 4.3e8),
+    ("erf", 8.4e8),
+    ("draw", 8.2e7),
+    ("pool", 1.3e9),
 )
 
-# gloo in one machine, each step of a ring. Measured by calibrate, 2 and 4 ranks on 2
-# cores of an AMD EPYC (Zen 4), rounded; but a reduce-scatter (2.5e-4 s and 5e8 bytes/s
-# a step) counts as no more than an all-reduce of which a rank keeps its part: half of
-# the bytes are worth a little time.
+# gloo in one machine, each step of a ring, measured as ``_CPU``: a fit is off by 1.3
+# (all-to-all) to 1.8 times (all-reduce), as the days differ by more. But a
+# reduce-scatter (2.8e-4 s and 6.8e8 bytes/s a step) counts as no more than an
+# all-reduce of which a rank keeps its part: half of the bytes are worth a little time.
+# And no more than a ring of permutes (1.2e-4 s), which gains nothing by itself.
 _GLOO = Level(
     0,
-    1.5e9,
-    1.2e-4,
-    1e-4,
+    1.8e9,
+    1.5e-4,
+    1.8e-4,
     kinds=(
-        ("all_reduce", Measured(1e-4, 1.2e-4, 1.5e9)),
-        ("all_gather", Measured(1e-4, 2e-4, 8e8)),
-        ("reduce_scatter", Measured(1e-4, 2.3e-4, 7.7e8)),
-        ("all_to_all", Measured(1e-4, 1.5e-4, 9e8)),
-        ("permute", Measured(1e-4, 1.8e-4, 1e9)),
+        ("all_reduce", Measured(1.8e-4, 1.5e-4, 1.8e9)),
+        ("all_gather", Measured(1.2e-4, 2e-4, 1e9)),
+        ("reduce_scatter", Measured(1.2e-4, 2.4e-4, 9.2e8)),
+        ("all_to_all", Measured(7e-5, 1.3e-4, 1.3e9)),
+        ("permute", Measured(1.2e-4, 1.7e-4, 1.6e9)),
     ),
 )
 
@@ -307,17 +335,18 @@ BUILT_IN = (
     _gpu("k80", _KEPLER, 0.7 * 240e9, 11441, _FLEXFLOW_K80, "NVIDIA K80, FlexFlow"),
     _tpu("tpu-v2", 45e12, 0.9 * 700e9, 16384, 62e9),
     _tpu("tpu-v3", 105e12, 0.9 * 900e9, 32768, 82e9),
-    # Measured by calibrate, 2 ranks on 2 busy cores of an AMD EPYC (Zen 4), rounded.
     Hardware(
         "cpu",
         _CPU,
-        1e10,
+        5.4e9,
         16384 * _MIB,
-        2e-6,
-        1.5e-6,
+        8e-7,
+        1.4e-6,
         (_GLOO,),
         "a core for each rank, gloo in one machine",
-        beside=0.85,
+        _CPU_NEAR,
+        beside=0.95,
+        light=_CPU_LIGHT,
         masked=1.0,
     ),
 )
