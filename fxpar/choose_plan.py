@@ -29,7 +29,6 @@ from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.sharding.choose_mesh import ms
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.mesh import Mesh
@@ -37,6 +36,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
 from fxpar.sharding.search.run_search import SearchOptions
+from fxpar.units import percent_more, short_seconds
 
 # The last steps of the pipeline before a schedule is chosen and before a plan is
 # described, and the share of its kernels' seconds that a schedule leaves at least.
@@ -87,7 +87,7 @@ def _finished(state: JointState) -> Result:
             if line.seconds < seconds:
                 best, seconds = trial, line.seconds
         times.setdefault((trial.decided.mesh, key), line.seconds)
-    listed = ", ".join(f"{mesh} {ms(x)}" for (mesh, _), x in times.items())
+    listed = ", ".join(f"{mesh} {short_seconds(x)}" for (mesh, _), x in times.items())
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
     if best is not trials[0][1]:
         check_user_rules(best.decided)
@@ -246,10 +246,10 @@ def _with_bodies(
             for bodies in ((*best[:i], body, *best[i + 1 :]) for body in range(count))
         }
         best = min(seconds, key=seconds.__getitem__)
-        times = ", ".join(f"{s * 1e3:.4g}" for s in seconds.values())
+        times = ", ".join(percent_more(s, seconds[best]) for s in seconds.values())
         notes.append(
-            f"body {best[i]} of {count} of manual region {i}: searched, a step takes "
-            f"{times} ms with each"
+            f"body {best[i]} of {count} of manual region {i}: a step is estimated with "
+            f"each to take {times}"
         )
     return replace(request, bodies=best if any(best) else ()), notes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
@@ -18,6 +18,16 @@ def short_bytes(nbytes: float) -> str:
     """``116.3 GB``; a GB has 1e9 bytes."""
     scale, unit = _unit(nbytes, _BYTES)
     return f"{nbytes / scale:.4g} {unit}"
+
+
+def percent_more(seconds: float, than: float) -> str:
+    """``+3.2%``."""
+    return f"{(seconds / than - 1) * 100:+.3g}%"
+
+
+def difference(after: float, before: float, text_of: Callable[[float], str]) -> str:
+    """``1.23 ms less``."""
+    return f"{text_of(abs(after - before))} {'less' if after < before else 'more'}"
 
 
 def sizes_as_text(*sizes: float) -> list[str]:

@@ -39,6 +39,7 @@ from fxpar.sharding.search.too_large import nothing_fits
 from fxpar.sharding.search.unequal_shards import best_shares
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm
+from fxpar.units import percent_more
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
 ALIKE = 1e-3
@@ -134,11 +135,13 @@ class _MeshTrial:
     # Why there is no plan.
     error: FxparError | None = None
 
-    def __str__(self) -> str:
+    def compared(self, best: float) -> str:
+        """As text, with a plan of ``best`` seconds."""
         if self.error is not None:
             return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
         is_tried = math.isfinite(self.seconds)
-        return f"{self.mesh} {ms(self.seconds) if is_tried else 'not tried'}"
+        took = percent_more(self.seconds, best) if is_tried else "not tried"
+        return f"{self.mesh} {took}"
 
 
 def fastest(
@@ -305,10 +308,12 @@ def _others(mesh: Mesh, trials: Sequence[_MeshTrial]) -> list[_MeshTrial]:
 def _note(decision: Decision, trials: Sequence[_MeshTrial]) -> str:
     """What a plan notes of its mesh and of others."""
     note = f"mesh {decision.mesh} chosen of {len(trials)}"
+    axes = decision.mesh.unrefined.axes
+    best = min(trial.seconds for trial in trials if trial.mesh.axes == axes)
     if decision.search is not None:
-        note += f": {ms(decision.search.predicted)} a step"
-    listed = ", ".join(map(str, _others(decision.mesh, trials)))
-    return f"{note}; {listed}" if listed else note
+        best = decision.search.predicted
+    listed = ", ".join(x.compared(best) for x in _others(decision.mesh, trials))
+    return f"{note}; a step is estimated on {listed}" if listed else note
 
 
 def _search_largest(
@@ -326,8 +331,3 @@ def _search_largest(
         assert error is not None
         raise error
     return _attempt(program, request, searches[-1].mesh, options, batch)
-
-
-def ms(seconds: float) -> str:
-    """As text."""
-    return f"{seconds * 1e3:.4g} ms"

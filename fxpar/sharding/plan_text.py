@@ -24,7 +24,7 @@ def short_dtype(name: str) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: ops with specs and user lines, then the summary."""
-    lines = [*_does_not_fit(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
+    lines = [*does_not_fit(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
     near = [f"near miss: {text}" for text in plan.near]
     regions = [f"region: {text}" for text in plan.regions]
@@ -53,7 +53,7 @@ def _node_line(node: NodePlan) -> str:
 def summary_text(plan: Plan) -> str:
     """Mesh, what is predicted, parameters by spec, collectives by kind and axes, the
     dearest reshards, memory by kind, notes; before all, whether memory is short."""
-    lines = [*_does_not_fit(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
+    lines = [*does_not_fit(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
     lines += [f"predicted: {text}" for text in plan.predicted_texts()]
     lines += ["parameters:", *_by_spec(plan.parameters)]
     if plan.stages:
@@ -74,7 +74,7 @@ def summary_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _does_not_fit(plan: Plan) -> list[str]:
+def does_not_fit(plan: Plan) -> list[str]:
     """What is said first where a rank has too little memory."""
     if plan.room is None or plan.fits:
         return []
