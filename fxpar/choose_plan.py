@@ -23,6 +23,7 @@ from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
 from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.passes.simulate.check_user_rules import check_user_rules
+from fxpar.passes.simulate.peak_memory import optimizer_bytes
 from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.pipeline import JOINT, Result, run_steps
@@ -69,8 +70,10 @@ def _finished(state: JointState) -> Result:
         except PlanError:
             if not trials:
                 raise
-    room = max(trials[0][0].peak_bytes, _budget(state.request))
-    trials = [x for x in trials if x[0].peak_bytes <= room]
+    held = [_held(*x) for x in trials]
+    budget = _budget(state.request)
+    room = budget if min(held) <= budget else held[0]
+    trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
     best, seconds, scheduled = trials[0][1], math.inf, set[tuple[float, int]]()
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial in sorted(trials, key=lambda x: x[0].seconds):
@@ -97,6 +100,15 @@ def _finished(state: JointState) -> Result:
     dumped = _trial_of(state, best.decided, state.request)
     dumped.notes = best.notes
     return pipeline.finished(dumped, pipeline.rows_after("plan"))
+
+
+def _held(line: Timeline, state: JointState) -> int:
+    """Bytes of a rank, with the optimizer's state; in stages without."""
+    if state.request.pipeline is not None:
+        return line.peak_bytes
+    signature = state.decided.program.signature
+    inputs = state.graph.find_nodes(op="placeholder")
+    return line.peak_bytes + sum(optimizer_bytes(inputs, signature).values())
 
 
 def _budget(request: Request) -> float:

@@ -26,6 +26,7 @@ from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
 from fxpar.errors import DeviceError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
+from fxpar.explain.by_layer import layer_rows, layers_text
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.boundaries import read_signature
@@ -150,6 +151,17 @@ class TracedPlan(Plan):
             return [str(self.predicted)] if self.result is not None else []
         except (DeviceError, PlanError):  # of the user's own collectives
             return []
+
+    def layers(self) -> str:
+        """Memory and time by layer of the model, as a table whose sums are what the
+        plan predicts; empty for a plan in stages or on unlike ranks.
+
+        Raises as ``hardware`` does, and PlanError for a loaded plan.
+        """
+        result, _ = self._traced()
+        disable, fused = self.options.disable, self.options.codegen == "inductor"
+        rows = layer_rows(result, self.hardware, disable=disable, fused=fused)
+        return layers_text(rows) if rows else ""
 
     def diff(self, other: Plan) -> str:
         """As ``Plan.diff``, and the predicted seconds of a step, if both plans were

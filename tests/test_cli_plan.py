@@ -138,6 +138,25 @@ def test_a_plan_that_is_too_large_says_so_first(
     assert "a step on h100: " in said
 
 
+def test_layers_add_up_to_the_plan(folder: Path, capsys) -> None:
+    target = ["factories.py:full", "--mesh", "dp=2,tp=4", "--hardware", "h100"]
+    assert main(["plan", *target, "--grad", "--layers"]) == 0
+    said = capsys.readouterr().out
+    held, computed = re.search(
+        r": ([\d.]+ \w+) compute, .* peak memory ([\d.]+ \w+)", said
+    ).group(2, 1)
+    layers, total = said.splitlines()[-3:-1], said.splitlines()[-1]
+    assert any(line.startswith("* (2 layers)") for line in layers), said
+    numbers = re.findall(r"([\d.]+) (\w+)", total)
+    sizes = [float(x) * {"kB": 1e3, "bytes": 1}[unit] for x, unit in numbers[:2]]
+    size, unit = held.split()
+    assert sum(sizes) == pytest.approx(float(size) * {"kB": 1e3}[unit], rel=1e-2)
+    seconds = [float(x) for x, unit in numbers[2:4] if unit == "us"]
+    assert sum(seconds) == pytest.approx(float(computed.split()[0]), rel=1e-2)
+    assert main(["plan", *target, "--json", "plan.json"]) == 0
+    assert main(["plan", "plan.json", "--layers"]) == 0, "a saved plan has none"
+
+
 def test_where_parameters_rest_is_a_flag(folder: Path) -> None:
     target = ["factories.py:full", "--mesh", "tp=4", "--grad"]
     whole, split = (plan_of(*target, flag) for flag in ("--no-shard", "--shard"))

@@ -187,6 +187,10 @@ class Plan:
         """What a step is predicted to take, where the plan knows its program."""
         return []
 
+    def layers(self) -> str:
+        """Memory and time by layer, where the plan knows its program."""
+        return ""
+
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
         axis = pipeline_axis(self.mesh)
