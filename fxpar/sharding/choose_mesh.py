@@ -28,7 +28,7 @@ from fxpar.sharding.refine_mesh import refine, rounded
 from fxpar.sharding.search.batch_parts import SharedKernels
 from fxpar.sharding.search.least_memory import least_held, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
-from fxpar.sharding.search.rank_candidates import nearest
+from fxpar.sharding.search.rank_candidates import is_large, nearest
 from fxpar.sharding.search.run_search import (
     AGAIN,
     STOPPED,
@@ -44,8 +44,9 @@ from fxpar.units import percent_more
 # Plans of so nearly the same time are alike: then fewer axes are better.
 ALIKE = 1e-3
 
-# So many plans on other meshes are compared by their predicted steps.
-_RIVALS = 3
+# So many plans on other meshes are compared by their predicted steps; so many in all of
+# a large program, with the best.
+_RIVALS, _LARGE_RIVALS = 3, 3
 
 # The share of all seconds in which meshes are glanced at.
 _TRIED = 0.75
@@ -226,14 +227,21 @@ def _with_rivals(
     constraints, hints = constraints_of(best.program), request.hints
     by_search = {id(search_of(x)): x for x in (best, *others)}
     decisions: list[Decision] = []
+    # Of a large program to lower a plan takes as long as to search it.
+    large = is_large(search_of(best))
     for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
-        decision = with_rivals(by_search[id(x)], hints, constraints, options)
+        decision = by_search[id(x)]
+        if decision is best or not large:
+            decision = with_rivals(decision, hints, constraints, options)
         decisions += [decision, *decision.rivals]
     by_search = {id(x.search): x for x in decisions if x.search is not None}
     near = [
         by_search[id(x)] for x in nearest([search_of(x) for x in by_search.values()])
     ]
-    near = [*near[: 2 * _RIVALS], *(x for x in decisions if x.search is None)]
+    near = [
+        *near[: _LARGE_RIVALS if large else 2 * _RIVALS],
+        *(x for x in decisions if x.search is None),
+    ]
     notes = best.notes[-1:] if STOPPED in best.notes else ()
     rivals = [
         replace(
