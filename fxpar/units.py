@@ -1,4 +1,4 @@
-"""Seconds and bytes as text, in units that a person reads."""
+"""Seconds, bytes and lines as text that a person reads."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def sizes_as_text(*sizes: float) -> list[str]:
     texts = list(map(short_bytes, sizes))
     alike = len(set(texts)) < len(set(sizes))
     return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
+
+
+def short_place(line: str) -> str:
+    """A user's line, of a package's file without the folder of packages."""
+    return line.rpartition("site-packages/")[2]
 
 
 def _unit(number: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
-from fxpar.units import short_bytes, short_seconds, sizes_as_text
+from fxpar.units import short_bytes, short_place, short_seconds, sizes_as_text
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b"}
 
@@ -47,7 +47,7 @@ def _node_line(node: NodePlan) -> str:
     line = f"{node.name} = {node.op}({reads}) -> {makes}"
     if node.settled != node.results:
         line += f" => {_tensors(node.settled, node.shapes[n:], node.dtypes[n:])}"
-    return f"{line}  # {node.line}" if node.line else line
+    return f"{line}  # {short_place(node.line)}" if node.line else line
 
 
 def summary_text(plan: Plan) -> str:
@@ -123,7 +123,8 @@ def _moved(moved: Moved) -> str:
     seconds = "" if moved.seconds is None else f"{short_seconds(moved.seconds):>8} "
     return (
         f"  {seconds}{short_bytes(moved.bytes):>10} {moved.calls:>4} calls  "
-        f"{moved.source} -> {moved.target}  ({'; '.join(moved.steps)})  # {moved.line}"
+        f"{moved.source} -> {moved.target}  ({'; '.join(moved.steps)})  "
+        f"# {short_place(moved.line)}"
     )
 
 
