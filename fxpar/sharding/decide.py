@@ -37,8 +37,7 @@ from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.rank_candidates import (
-    is_large,
-    nearest,
+    may_be_faster,
     priced_as,
     rivals,
 )
@@ -239,7 +238,7 @@ def with_rivals(
     others = [_found(program, x, seeds, notes) for x in rivals(result, options)]
     for expert in by_hand:
         cost = priced_as(result, expert.strategies)
-        if is_large(result) and (cost is None or cost not in nearest([result, cost])):
+        if not may_be_faster(result, cost):
             continue
         notes_of_both = (*notes, *expert.notes)
         others.append(

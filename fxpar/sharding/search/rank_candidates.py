@@ -217,8 +217,9 @@ def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
 DISCOUNTS = (0.5, 0.2, 0.02)
 
 # Plans of programs of more ops are estimated without overlap; those that are estimated
-# to take so many times as long as the best are left.
-_SIMULATED, _FAR = 2500, 1.25
+# to take so many times as long as the best are left, those of an expert in programs of
+# more than a few ops only.
+_SIMULATED, _FAR, _FEW = 2500, 1.25, 200
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,16 @@ def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
     return [
         x for x in sorted(results, key=lambda x: times[id(x)]) if times[id(x)] <= most
     ]
+
+
+def may_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
+    """Whether an expert's plan is to be compared with the one found. ``other``: as
+    ``priced_as`` gives it."""
+    if len(result.strategies) <= _FEW:
+        return True
+    if other is None:
+        return not is_large(result)
+    return other in nearest([result, other])
 
 
 def _estimate(result: SearchResult) -> float:
