@@ -179,12 +179,12 @@ def _planned(args: argparse.Namespace) -> Plan:
     else:
         call = PlanTarget(*load(args.target))
     grad = args.grad or (call.grad and _asks_for_gradients(call))
-    given = {"hardware": args.hardware, "memory": args.memory}
+    flags = {"hardware": args.hardware, "memory": args.memory}
     return plan_call(
         call.function,
         call.args,
         call.kwargs,
-        {name: x for name, x in given.items() if x is not None},
+        {name: x for name, x in flags.items() if x is not None},
         mesh=args.mesh,
         hints=args.hints,
         mode=args.mode,

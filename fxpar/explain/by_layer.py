@@ -1,27 +1,25 @@
 """Memory and time of a predicted step by layer of the model.
 
-In: what planning gave for a traced graph, and the hardware. Out: a ``LayerRow`` for all
+In: a local graph as it runs, its plan, and the hardware. Out: a ``LayerRow`` for all
 layers of one name but for their number, and for each other module; their sums are the
-plan's own. Of a plan in stages, or on unlike ranks, there are none: no rank has what
-another has. Never plans, and changes no graph.
+plan's own. The plan has no stages, and all ranks are alike. Never plans, and changes no graph.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.launches import launches_of, source_of
 from fxpar.passes.simulate.peak_memory import optimizer_bytes, residency
 from fxpar.passes.simulate.simulate_step import simulate
-from fxpar.pipeline import Result
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.launch import Launches
-from fxpar.sharding.pipeline_axis import pipeline_axis
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Signature
 from fxpar.units import short_bytes, short_seconds
 
 # What is no layer's, such as arguments and the loss.
@@ -71,18 +69,20 @@ class _Rows(dict[str, LayerRow]):
 
 
 def layer_rows(
-    result: Result, hardware: Hardware, *, disable: Collection[str], fused: bool
+    graph: fx.Graph,
+    plan: Plan,
+    signature: Signature,
+    hardware: Hardware,
+    *,
+    fused: bool,
 ) -> list[LayerRow]:
-    """The rows, in order of the program. ``disable``, ``fused``: as of
-    ``predict_step``, whose errors are raised."""
-    mesh, rows = result.plan.mesh, _Rows()
-    if pipeline_axis(mesh) is not None or not mesh.is_shared_equally:
-        return []
-    graph = as_run(result.local, disable=disable, settings=result.schedule.settings)
+    """The rows, in order of the program. ``graph``: as it runs; ``signature``: of the
+    program; ``fused``: as of ``simulate``, whose errors are raised."""
+    mesh, rows = plan.mesh, _Rows()
     launches = launches_of(graph, fused=fused)
     machine = hardware.at_speed(mesh.slowest)
     line = simulate(graph, machine.on(mesh), machine, fused=fused, launches=launches)
-    paths = _paths(result, graph)
+    paths = _paths(plan, signature, graph)
     for path in dict.fromkeys(paths.values()):
         rows.of(path)
     for launch, event in zip(launches.launches, line.events, strict=True):
@@ -93,7 +93,7 @@ def layer_rows(
             row.backward += event.duration
         elif event.of is None:
             row.forward += event.duration
-    for path, nbytes, at_rest in _held(result, graph, launches, paths):
+    for path, nbytes, at_rest in _held(signature, graph, launches, paths):
         row = rows.of(path)
         if at_rest:
             row.at_rest += nbytes
@@ -102,13 +102,12 @@ def layer_rows(
     return sorted(rows.values(), key=lambda row: row.name == _OTHER)
 
 
-def _paths(result: Result, graph: fx.Graph) -> dict[str, str]:
+def _paths(plan: Plan, signature: Signature, graph: fx.Graph) -> dict[str, str]:
     """Module by the name of an op of the program, or of an input of the graph."""
-    paths = {
-        node.name: (node.module or "").partition("/")[2] for node in result.plan.nodes
-    }
-    declared = result.decision.program.signature.inputs
-    for node, x in zip(graph.find_nodes(op="placeholder"), declared, strict=True):
+    paths = {node.name: (node.module or "").partition("/")[2] for node in plan.nodes}
+    for node, x in zip(
+        graph.find_nodes(op="placeholder"), signature.inputs, strict=True
+    ):
         if x.kind in ("parameter", "buffer"):
             paths[node.name] = x.name.rpartition(".")[0]
     return paths
@@ -120,13 +119,12 @@ def _path(node: fx.Node, paths: Mapping[str, str]) -> str:
 
 
 def _held(
-    result: Result, graph: fx.Graph, launches: Launches, paths: Mapping[str, str]
+    signature: Signature, graph: fx.Graph, launches: Launches, paths: Mapping[str, str]
 ) -> Iterator[tuple[str, int, bool]]:
     """(module, bytes, whether a rank has them between steps) of what there is at the
     peak. Gradients count as what there is between."""
-    signature = result.decision.program.signature
     inputs = graph.find_nodes(op="placeholder")
-    kept = {
+    parameters = {
         node
         for node, x in zip(inputs, signature.inputs, strict=True)
         if x.kind == "parameter"
@@ -139,7 +137,7 @@ def _held(
     }
     resident = residency(launches)
     for buffer in resident.at(resident.peak[1]):
-        at_rest = buffer.node in kept or buffer in gradients
+        at_rest = buffer.node in parameters or buffer in gradients
         yield _path(buffer.node, paths), buffer.nbytes, at_rest
     for node, nbytes in optimizer_bytes(inputs, signature).items():
         yield _path(node, paths), nbytes, True
