@@ -2,7 +2,8 @@
 
 In: a local graph as it runs, its plan, and the hardware. Out: a ``LayerRow`` for all
 layers of one name but for their number, and for each other module; their sums are the
-plan's own. The plan has no stages, and all ranks are alike. Never plans, and changes no graph.
+plan's own. The plan has no stages, and all ranks are alike. Never plans, and changes no
+graph.
 """
 
 from __future__ import annotations
