@@ -87,4 +87,4 @@ def test_large_programs(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
         choose_plan, "_timeline_unscheduled", side_effect=timeline
     ) as lowered:
         assert seconds(planned(mesh), "search") <= known * (1 + 1e-9)
-    assert lowered.call_count <= 3
+    assert lowered.call_count <= (3 if mesh == "auto:4" else 4)
