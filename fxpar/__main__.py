@@ -68,6 +68,9 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--grad", action="store_true", help="plan the backward too")
     one.add_argument("--why", metavar="NAME", help="why a value has its spec")
+    one.add_argument(
+        "--layers", action="store_true", help="memory and time by layer, too"
+    )
     one.add_argument("--html", metavar="FILE", help="write the plan as a page")
     one.add_argument(
         "--json", "--save", metavar="FILE", help="write the plan, to load or to run"
@@ -149,10 +152,12 @@ def _plan(args: argparse.Namespace) -> int:
     plan = _planned(args)
     if args.why:
         print(plan.why(args.why))
-    elif args.text or not (args.html or args.json):
+    elif args.text or not (args.html or args.json or args.layers):
         print(plan)
     else:
         print(plan.summary())
+    if args.layers:
+        print(plan.layers())
     for path, write in ((args.html, plan.to_html), (args.json, plan.save)):
         if path:
             write(path)
@@ -174,12 +179,12 @@ def _planned(args: argparse.Namespace) -> Plan:
     else:
         call = PlanTarget(*load(args.target))
     grad = args.grad or (call.grad and _asks_for_gradients(call))
-    given = {"hardware": args.hardware, "memory": args.memory}
+    flags = {"hardware": args.hardware, "memory": args.memory}
     return plan_call(
         call.function,
         call.args,
         call.kwargs,
-        {name: x for name, x in given.items() if x is not None},
+        {name: x for name, x in flags.items() if x is not None},
         mesh=args.mesh,
         hints=args.hints,
         mode=args.mode,

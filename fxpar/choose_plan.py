@@ -23,13 +23,13 @@ from fxpar.passes.builder import copy_of
 from fxpar.passes.experts import expert_axes
 from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.passes.simulate.check_user_rules import check_user_rules
+from fxpar.passes.simulate.peak_memory import optimizer_bytes
 from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.pipeline import JOINT, Result, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.sharding.choose_mesh import ms
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.mesh import Mesh
@@ -37,6 +37,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
 from fxpar.sharding.search.run_search import SearchOptions
+from fxpar.units import percent_more, short_seconds
 
 # The last steps of the pipeline before a schedule is chosen and before a plan is
 # described, and the share of its kernels' seconds that a schedule leaves at least.
@@ -69,8 +70,10 @@ def _finished(state: JointState) -> Result:
         except PlanError:
             if not trials:
                 raise
-    room = max(trials[0][0].peak_bytes, _budget(state.request))
-    trials = [x for x in trials if x[0].peak_bytes <= room]
+    held = [_held(*x) for x in trials]
+    budget = _budget(state.request)
+    room = budget if min(held) <= budget else held[0]
+    trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
     best, seconds, scheduled = trials[0][1], math.inf, set[tuple[float, int]]()
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial in sorted(trials, key=lambda x: x[0].seconds):
@@ -87,7 +90,7 @@ def _finished(state: JointState) -> Result:
             if line.seconds < seconds:
                 best, seconds = trial, line.seconds
         times.setdefault((trial.decided.mesh, key), line.seconds)
-    listed = ", ".join(f"{mesh} {ms(x)}" for (mesh, _), x in times.items())
+    listed = ", ".join(f"{mesh} {short_seconds(x)}" for (mesh, _), x in times.items())
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
     best.step_seconds = seconds
     if best is not trials[0][1]:
@@ -98,6 +101,15 @@ def _finished(state: JointState) -> Result:
     dumped = _trial_of(state, best.decided, state.request)
     dumped.notes, dumped.step_seconds = best.notes, best.step_seconds
     return pipeline.finished(dumped, pipeline.rows_after("plan"))
+
+
+def _held(line: Timeline, state: JointState) -> int:
+    """Bytes of a rank, with the optimizer's state; in stages without."""
+    if state.request.pipeline is not None:
+        return line.peak_bytes
+    signature = state.decided.program.signature
+    inputs = state.graph.find_nodes(op="placeholder")
+    return line.peak_bytes + sum(optimizer_bytes(inputs, signature).values())
 
 
 def _budget(request: Request) -> float:
@@ -247,10 +259,10 @@ def _with_bodies(
             for bodies in ((*best[:i], body, *best[i + 1 :]) for body in range(count))
         }
         best = min(seconds, key=seconds.__getitem__)
-        times = ", ".join(f"{s * 1e3:.4g}" for s in seconds.values())
+        times = ", ".join(percent_more(s, seconds[best]) for s in seconds.values())
         notes.append(
-            f"body {best[i]} of {count} of manual region {i}: searched, a step takes "
-            f"{times} ms with each"
+            f"body {best[i]} of {count} of manual region {i}: a step is estimated with "
+            f"each to take {times}"
         )
     return replace(request, bodies=best if any(best) else ()), notes
 

@@ -26,10 +26,12 @@ from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
 from fxpar.errors import DeviceError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
+from fxpar.explain.by_layer import layer_rows, layers_text
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.graph_bodies import module_of
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
@@ -43,7 +45,7 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.given_specs import specs_of, with_all_dims
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.pipeline_axis import pipeline_axis, split_off
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
     Request,
@@ -150,6 +152,27 @@ class TracedPlan(Plan):
             return [str(self.predicted)] if self.result is not None else []
         except (DeviceError, PlanError):  # of the user's own collectives
             return []
+
+    def layers(self) -> str:
+        """Memory and time by layer of the model, as a table whose sums are what the
+        plan predicts; empty for a plan in stages or on unlike ranks.
+
+        Raises as ``hardware`` does, and PlanError for a loaded plan.
+        """
+        result, _ = self._traced()
+        if pipeline_axis(self.mesh) is not None or not self.mesh.is_shared_equally:
+            return ""
+        graph = as_run(
+            result.local,
+            disable=self.options.disable,
+            settings=result.schedule.settings,
+        )
+        signature, fused = (
+            result.decision.program.signature,
+            self.options.codegen == "inductor",
+        )
+        rows = layer_rows(graph, self, signature, self.hardware, fused=fused)
+        return layers_text(rows)
 
     def diff(self, other: Plan) -> str:
         """As ``Plan.diff``, and the predicted seconds of a step, if both plans were
@@ -300,12 +323,12 @@ def plan(
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
     _refuse_options(fn, kwargs)
-    asked = {} if schedule is None else {"schedule": str(schedule)}
+    overrides = {} if schedule is None else {"schedule": str(schedule)}
     return plan_call(
         fn,
         args,
         kwargs,
-        asked,
+        overrides,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -320,7 +343,7 @@ def plan_call(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     *,
     mesh: str | Mesh,
     in_specs: Sequence[Any] | None = None,
@@ -330,13 +353,13 @@ def plan_call(
     grad: bool = False,
     shard: bool = True,
 ) -> TracedPlan:
-    """``plan`` with options that are ``asked`` for, by name; else those of the
+    """``plan`` with ``overrides`` of options, by name; else those of the
     environment hold. ``shard``: parameters rest as the plan splits them, as after
     ``fxpar.shard``; otherwise whole on every rank.
 
     Raises as ``plan``.
     """
-    options = Options.read({"mesh": mesh, **asked})
+    options = Options.read({"mesh": mesh, **overrides})
     auto = read_auto(mesh)
     mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
     chosen = plan_mode(mode or options.plan, options, mesh.size)
@@ -387,11 +410,11 @@ def plan_call(
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
-    given = result.plan
+    made_plan = result.plan
     if options.memory is not None:
-        given = replace(given, room=int(options.memory))
+        made_plan = replace(made_plan, room=int(options.memory))
     return TracedPlan(
-        **asdict_shallow(given),
+        **asdict_shallow(made_plan),
         result=result,
         call=call,
         module=module,

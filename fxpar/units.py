@@ -1,8 +1,8 @@
-"""Seconds and bytes as text, in units that a person reads."""
+"""Seconds, bytes and lines as text that a person reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
@@ -20,12 +20,27 @@ def short_bytes(nbytes: float) -> str:
     return f"{nbytes / scale:.4g} {unit}"
 
 
+def percent_more(seconds: float, than: float) -> str:
+    """``+3.2%``."""
+    return f"{(seconds / than - 1) * 100:+.3g}%"
+
+
+def difference(after: float, before: float, text_of: Callable[[float], str]) -> str:
+    """``1.23 ms less``."""
+    return f"{text_of(abs(after - before))} {'less' if after < before else 'more'}"
+
+
 def sizes_as_text(*sizes: float) -> list[str]:
     """Bytes as text, each in a unit that shows it; all as bytes where different ones
     would read alike."""
     texts = list(map(short_bytes, sizes))
     alike = len(set(texts)) < len(set(sizes))
     return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
+
+
+def short_place(line: str) -> str:
+    """A user's line, of a package's file without the folder of packages."""
+    return line.rpartition("site-packages/")[2]
 
 
 def _unit(number: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpar.__main__ import main
+from fxpar.__main__ import TOO_LARGE, main, parser
 from fxpar.sharding.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +119,63 @@ def test_options_are_taken(folder: Path, capsys) -> None:
     assert (folder / "old.json").is_file()
 
 
+@pytest.mark.parametrize("text", [True, False])
+def test_a_plan_that_is_too_large_says_so_first(
+    text: bool, folder: Path, capsys
+) -> None:
+    target = ["plan", "factories.py:full", "--mesh", "dp=2", "--hardware", "h100"]
+    options = [*target, "--grad", *["--text"] * text, "--json", "plan.json"]
+    assert main([*options, "--memory", "1kB"]) == TOO_LARGE == 3
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.fullmatch(
+        r"DOES NOT FIT: a rank needs [\d.]+ kB at its peak, and has 1 kB", first
+    )
+    assert main(["plan", "plan.json"]) == TOO_LARGE, "a saved plan says so too"
+    assert capsys.readouterr().out.startswith("DOES NOT FIT")
+    assert main([*options, "--memory", "1MiB"]) == 0
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT" not in said and "kB of 1.049 MB" in said
+    assert "a step on h100: " in said
+
+
+def test_layers_add_up_to_the_plan(folder: Path, capsys) -> None:
+    target = ["factories.py:full", "--mesh", "dp=2,tp=4", "--hardware", "h100"]
+    assert main(["plan", *target, "--grad", "--layers"]) == 0
+    said = capsys.readouterr().out
+    held, computed = re.search(
+        r": ([\d.]+ \w+) compute, .* peak memory ([\d.]+ \w+)", said
+    ).group(2, 1)
+    layers, total = said.splitlines()[-3:-1], said.splitlines()[-1]
+    assert any(line.startswith("* (2 layers)") for line in layers), said
+    numbers = re.findall(r"([\d.]+) (\w+)", total)
+    sizes = [float(x) * {"kB": 1e3, "bytes": 1}[unit] for x, unit in numbers[:2]]
+    size, unit = held.split()
+    assert sum(sizes) == pytest.approx(float(size) * {"kB": 1e3}[unit], rel=1e-2)
+    seconds = [float(x) for x, unit in numbers[2:4] if unit == "us"]
+    assert sum(seconds) == pytest.approx(float(computed.split()[0]), rel=1e-2)
+    assert main(["plan", *target, "--json", "plan.json"]) == 0
+    assert main(["plan", "plan.json", "--layers"]) == 0, "a saved plan has none"
+
+
+def test_where_parameters_rest_is_a_flag(folder: Path) -> None:
+    target = ["factories.py:full", "--mesh", "tp=4", "--grad"]
+    whole, split = (plan_of(*target, flag) for flag in ("--no-shard", "--shard"))
+    assert split.hash == plan_of(*target).hash
+    assert str(split.spec("0.weight")) == "[tp, _]"
+    memory, less = dict(whole.memory), dict(split.memory)
+    for kind in ("parameters", "optimizer state"):
+        assert memory[kind] > less[kind]
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [("80GB", 80e9), ("2GiB", 2 << 30), ("1e9", 1e9), ("5", 5), ("3k", 3000)],
+)
+def test_sizes_are_read_as_people_write_them(size: str, nbytes: float) -> None:
+    asked = ["plan", "x.py:f", "--mesh", "dp=2", "--memory", size]
+    assert parser().parse_args(asked).memory == nbytes
+
+
 def test_a_page_is_written(folder: Path, capsys) -> None:
     target = ["factories.py:full", "--mesh", "dp=2,tp=4"]
     assert main(["plan", *target, "--html", "plan.html", "--json", "plan.json"]) == 0
@@ -164,6 +221,7 @@ def test_a_script_is_planned_and_no_step_run(kind: str, folder: Path, capfd) -> 
         (["nowhere.json"], "cannot read the plan file"),
         (["factories.py:full", "--mesh", "dp=2", "--mode", "x"], "plan file x"),
         (["factories.py:full", "--mesh", "dp=2", "--hints", "x"], "hints file x"),
+        (["factories.py:full", "--mesh", "dp=2", "--hardware", "x"], "hardware.*x"),
     ],
 )
 def test_errors_say_what_is_wrong(

@@ -19,12 +19,15 @@ from fxpar.explain.tree import ModuleGroup, tree
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.plan_facts import cause
-from fxpar.sharding.plan_text import short_dtype
+from fxpar.sharding.plan_text import does_not_fit, short_dtype
 from fxpar.sharding.spec import Spec
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "__PLAN__"
 DEAREST = 200
+
+# The kind of a plan's memory that no timeline has.
+OPTIMIZER = "optimizer state"
 
 _GROUPS = {
     "parameter": "parameters",
@@ -65,11 +68,12 @@ def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
         "reasons": {text(name): text(why) for name, why in plan.reasons},
         "totals": _totals(plan.collectives),
         "dearest": _dearest(plan),
-        "memory": page.memory,
+        "memory": dict(plan.memory),
+        "says": [*does_not_fit(plan), *plan.predicted_texts()],
         "unknown": plan.unknown,
         "notes": plan.notes,
         "seconds": dict(plan.timings),
-        "timeline": _timeline(timeline, text),
+        "timeline": _timeline(timeline, text, dict(plan.memory).get(OPTIMIZER, 0)),
         "texts": text.all,
     }
 
@@ -174,8 +178,6 @@ class _Page:
     values: list[_ValueRow]
     # Reshards and what else is sent.
     edges: list[_Edge]
-    # Bytes of a rank by kind.
-    memory: dict[str, int]
 
 
 def _decision(plan: Plan) -> Decision | None:
@@ -201,7 +203,7 @@ def _page(plan: Plan) -> _Page:
     if decision is not None:
         edges, uncharged = _reshards(decision, uncharged, first, where)
     edges += _charged(uncharged, where)
-    return _Page(rows, values, edges, _memory(decision))
+    return _Page(rows, values, edges)
 
 
 def _op_row(
@@ -368,28 +370,8 @@ def _dearest(plan: Plan) -> list[list[Any]]:
     return sorted(entries.values(), key=lambda entry: -entry[3])[:DEAREST]
 
 
-def _memory(decision: Decision | None) -> dict[str, int]:
-    """Bytes a rank holds of what enters and leaves the program, by kind."""
-    if decision is None:
-        return {}
-    program, edges, out = decision.program, decision.edges, Counter[str]()
-
-    def local_bytes(v: int, spec: Spec) -> int:
-        return program.values[v].nbytes // decision.mesh.count(spec.sharded_axes)
-
-    for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
-        if v is not None:
-            out[_GROUPS.get(declared.kind, f"{declared.kind}s")] += local_bytes(
-                v, edges.specs[v]
-            )
-    ends = zip(program.signature.outputs, program.outputs, edges.outputs, strict=True)
-    for result, v, spec in ends:
-        if v is not None and spec is not None and result.kind != "mutation":
-            out[_GROUPS[result.kind]] += local_bytes(v, spec)
-    return dict(out.most_common())
-
-
-def _timeline(timeline: Any, text: _Texts) -> dict[str, Any] | None:
+def _timeline(timeline: Any, text: _Texts, state: int) -> dict[str, Any] | None:
+    """``state``: bytes of the optimizer's, which a rank holds all along."""
     if timeline is None:
         return None
 
@@ -407,7 +389,9 @@ def _timeline(timeline: Any, text: _Texts) -> dict[str, Any] | None:
         + [text(get(e, "origin") or get(e, "name")), text(get(e, "line") or "")]
         for e in get(timeline, "events", ())
     ]
-    memory = [[round(float(t), 9), int(n)] for t, n in get(timeline, "memory", ())]
+    memory = [
+        [round(float(t), 9), int(n) + state] for t, n in get(timeline, "memory", ())
+    ]
     held_values = [
         [str(get(x, "name")), int(get(x, "bytes", 0)), str(get(x, "line") or "")]
         for x in get(timeline, "held", ())

@@ -52,6 +52,7 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import depending_on_tangents
+from fxpar.units import difference, short_bytes, short_seconds
 
 # Chunks are tried where collectives of one kind are waited for half of this share of a
 # step, buckets where all are for all of it.
@@ -111,8 +112,8 @@ class Chosen:
         """What a plan notes of it."""
         (seconds, then), (peak, after) = self.seconds, self.peak
         saved = (
-            f"schedule: a step is predicted to take {then * 1e3:.4g} ms instead of "
-            f"{seconds * 1e3:.4g} ms, and {after} bytes instead of {peak}"
+            f"schedule: with it a step takes {difference(then, seconds, short_seconds)}"
+            f" and a rank holds {difference(after, peak, short_bytes)}"
         )
         stay = (
             f"schedule: {self.unlike} ops on shards that are not alike stay as they are"

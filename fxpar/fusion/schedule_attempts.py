@@ -25,6 +25,7 @@ from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.mesh import Mesh
+from fxpar.units import difference, short_bytes, short_seconds
 
 # A schedule that saves no more than this share of a step is not worth its name.
 LEAST = 1e-3
@@ -131,9 +132,9 @@ class Attempts:
         self.simulated[schedule] = then
         if not self.take(schedule, then) and then.seconds < _CLOSE * self.now.seconds:
             self.near.append(
-                f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
-                f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
-                f"of {self.now.peak_bytes}"
+                f"{what}: a step would take "
+                f"{difference(then.seconds, self.now.seconds, short_seconds)}, a rank "
+                f"hold {difference(then.peak_bytes, self.now.peak_bytes, short_bytes)}"
             )
         return then
 

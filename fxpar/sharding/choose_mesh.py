@@ -28,7 +28,7 @@ from fxpar.sharding.refine_mesh import refine, rounded
 from fxpar.sharding.search.batch_parts import SharedKernels
 from fxpar.sharding.search.least_memory import least_held, whole_entries
 from fxpar.sharding.search.mesh_candidates import unlike
-from fxpar.sharding.search.rank_candidates import nearest
+from fxpar.sharding.search.rank_candidates import is_large, nearest
 from fxpar.sharding.search.run_search import (
     AGAIN,
     STOPPED,
@@ -39,12 +39,14 @@ from fxpar.sharding.search.too_large import nothing_fits
 from fxpar.sharding.search.unequal_shards import best_shares
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm
+from fxpar.units import percent_more
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
 ALIKE = 1e-3
 
-# So many plans on other meshes are compared by their predicted steps.
-_RIVALS = 3
+# So many plans on other meshes are compared by their predicted steps; so many in all of
+# a large program, with the best.
+_RIVALS, _LARGE_RIVALS = 3, 3
 
 # The share of all seconds in which meshes are glanced at.
 _TRIED = 0.75
@@ -134,11 +136,13 @@ class _MeshTrial:
     # Why there is no plan.
     error: FxparError | None = None
 
-    def __str__(self) -> str:
+    def compared(self, best: float) -> str:
+        """As text, with a plan of ``best`` seconds."""
         if self.error is not None:
             return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
         is_tried = math.isfinite(self.seconds)
-        return f"{self.mesh} {ms(self.seconds) if is_tried else 'not tried'}"
+        took = percent_more(self.seconds, best) if is_tried else "not tried"
+        return f"{self.mesh} {took}"
 
 
 def fastest(
@@ -223,14 +227,21 @@ def _with_rivals(
     constraints, hints = constraints_of(best.program), request.hints
     by_search = {id(search_of(x)): x for x in (best, *others)}
     decisions: list[Decision] = []
+    # Of a large program to lower a plan takes as long as to search it.
+    large = is_large(search_of(best))
     for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
-        decision = with_rivals(by_search[id(x)], hints, constraints, options)
+        decision = by_search[id(x)]
+        if decision is best or not large:
+            decision = with_rivals(decision, hints, constraints, options)
         decisions += [decision, *decision.rivals]
     by_search = {id(x.search): x for x in decisions if x.search is not None}
     near = [
         by_search[id(x)] for x in nearest([search_of(x) for x in by_search.values()])
     ]
-    near = [*near[: 2 * _RIVALS], *(x for x in decisions if x.search is None)]
+    near = [
+        *near[: _LARGE_RIVALS if large else 2 * _RIVALS],
+        *(x for x in decisions if x.search is None),
+    ]
     notes = best.notes[-1:] if STOPPED in best.notes else ()
     rivals = [
         replace(
@@ -305,10 +316,12 @@ def _others(mesh: Mesh, trials: Sequence[_MeshTrial]) -> list[_MeshTrial]:
 def _note(decision: Decision, trials: Sequence[_MeshTrial]) -> str:
     """What a plan notes of its mesh and of others."""
     note = f"mesh {decision.mesh} chosen of {len(trials)}"
+    axes = decision.mesh.unrefined.axes
+    best = min(trial.seconds for trial in trials if trial.mesh.axes == axes)
     if decision.search is not None:
-        note += f": {ms(decision.search.predicted)} a step"
-    listed = ", ".join(map(str, _others(decision.mesh, trials)))
-    return f"{note}; {listed}" if listed else note
+        best = decision.search.predicted
+    listed = ", ".join(x.compared(best) for x in _others(decision.mesh, trials))
+    return f"{note}; a step is estimated on {listed}" if listed else note
 
 
 def _search_largest(
@@ -326,8 +339,3 @@ def _search_largest(
         assert error is not None
         raise error
     return _attempt(program, request, searches[-1].mesh, options, batch)
-
-
-def ms(seconds: float) -> str:
-    """As text."""
-    return f"{seconds * 1e3:.4g} ms"

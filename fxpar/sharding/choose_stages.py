@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
-from fxpar.sharding.choose_mesh import ALIKE, fastest, ms, names_axes, search_of
+from fxpar.sharding.choose_mesh import ALIKE, fastest, names_axes, search_of
 from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
@@ -40,6 +40,7 @@ from fxpar.sharding.try_stages import (
     attempt_in_memory,
     parts_in_memory,
 )
+from fxpar.units import percent_more
 
 # By how much stages must be faster, and twice as many microbatches: nothing overlaps in
 # either price, a pipeline has more that is not in it, and microbatches are unrolled.
@@ -79,7 +80,8 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
         mesh = staged.request.whole_mesh
         note = f"mesh {mesh} chosen: {staged.step}"
         if unstaged is not None:
-            note += f"; {unstaged.mesh} {ms(unstaged.predicted)}"
+            more = percent_more(unstaged.predicted, staged.step.seconds)
+            note += f"; a step is estimated on {unstaged.mesh} {more}"
         notes = (*staged.decision.notes, note, *stage_notes)
         staged_request = replace(staged.request, mode=request.mode)
         rivals = () if best is None else (best, *best.rivals)
@@ -139,10 +141,10 @@ def _fastest_staged(
     if request.microbatches is None:
         tries = _with_other_parts(tries, staged, glance, least, bar, ends[1])
     tries = _searched(tries, staged, request, long, bar, ends[2])
-    best, note = _best(tries), _listed(tries)
+    best = _best(tries)
     if best is None or best.step.seconds >= bar:
-        return None, (note,)
-    return best.told, (note,)
+        return None, (_listed(tries, bar / (1 - PAYS)),)
+    return best.told, (_listed(tries, best.step.seconds),)
 
 
 @dataclass(frozen=True)
@@ -333,10 +335,12 @@ def _searched(
     return out
 
 
-def _listed(tries: Sequence[_MeshTry]) -> str:
-    """What was tried, as a note."""
+def _listed(tries: Sequence[_MeshTry], seconds: float) -> str:
+    """What was tried, as a note, with a plan that takes so many ``seconds``."""
     with_trial = [x for x in tries if x.trial]
-    texts = ", ".join(f"{x.mesh} {x.trial.text}" for x in with_trial if x.trial)
+    texts = ", ".join(
+        f"{x.mesh} {x.trial.compared(seconds)}" for x in with_trial if x.trial
+    )
     losers = sum(x.loses for x in tries)
     rest = len(tries) - len(with_trial) - losers
     counts = [f"{len(with_trial)} of {len(tries)} meshes tried"]

@@ -191,6 +191,10 @@ class Plan:
         seconds = self.step_seconds
         return [] if seconds is None else [f"{short_seconds(seconds)} a step"]
 
+    def layers(self) -> str:
+        """Memory and time by layer, where the plan knows its program."""
+        return ""
+
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
         axis = pipeline_axis(self.mesh)

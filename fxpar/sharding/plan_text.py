@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
-from fxpar.units import short_bytes, short_seconds, sizes_as_text
+from fxpar.units import short_bytes, short_place, short_seconds, sizes_as_text
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b"}
 
@@ -24,7 +24,7 @@ def short_dtype(name: str) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: ops with specs and user lines, then the summary."""
-    lines = [*_does_not_fit(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
+    lines = [*does_not_fit(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
     near = [f"near miss: {text}" for text in plan.near]
     regions = [f"region: {text}" for text in plan.regions]
@@ -47,13 +47,13 @@ def _node_line(node: NodePlan) -> str:
     line = f"{node.name} = {node.op}({reads}) -> {makes}"
     if node.settled != node.results:
         line += f" => {_tensors(node.settled, node.shapes[n:], node.dtypes[n:])}"
-    return f"{line}  # {node.line}" if node.line else line
+    return f"{line}  # {short_place(node.line)}" if node.line else line
 
 
 def summary_text(plan: Plan) -> str:
     """Mesh, what is predicted, parameters by spec, collectives by kind and axes, the
     dearest reshards, memory by kind, notes; before all, whether memory is short."""
-    lines = [*_does_not_fit(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
+    lines = [*does_not_fit(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
     lines += [f"predicted: {text}" for text in plan.predicted_texts()]
     lines += ["parameters:", *_by_spec(plan.parameters)]
     if plan.stages:
@@ -74,7 +74,7 @@ def summary_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _does_not_fit(plan: Plan) -> list[str]:
+def does_not_fit(plan: Plan) -> list[str]:
     """What is said first where a rank has too little memory."""
     if plan.room is None or plan.fits:
         return []
@@ -123,7 +123,8 @@ def _moved(moved: Moved) -> str:
     seconds = "" if moved.seconds is None else f"{short_seconds(moved.seconds):>8} "
     return (
         f"  {seconds}{short_bytes(moved.bytes):>10} {moved.calls:>4} calls  "
-        f"{moved.source} -> {moved.target}  ({'; '.join(moved.steps)})  # {moved.line}"
+        f"{moved.source} -> {moved.target}  ({'; '.join(moved.steps)})  "
+        f"# {short_place(moved.line)}"
     )
 
 

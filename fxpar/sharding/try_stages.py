@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.choose_mesh import ms, search_of
+from fxpar.sharding.choose_mesh import search_of
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.decide_request import (
@@ -35,7 +35,7 @@ from fxpar.sharding.search.memory_constraints import Entry
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.solver import work_clock
-from fxpar.units import short_bytes, sizes_as_text
+from fxpar.units import percent_more, short_bytes, sizes_as_text
 
 _UNFIT = (HintError, MeshError, SpecError)
 
@@ -87,12 +87,20 @@ class StagedTrial:
 
     # None: no plan, or none that is fast enough.
     choice: StagedChoice | None
-    # For a note.
+    # For a note, after ``seconds``.
     text: str
     # Seconds of one part, no plan less.
     bound: float = 0.0
     # No plan of so many microbatches fits in memory.
     too_large: bool = False
+    # Of a step, if they are known.
+    seconds: float | None = None
+
+    def compared(self, best: float) -> str:
+        """As text, with a plan of ``best`` seconds."""
+        if self.seconds is None:
+            return self.text
+        return f"{percent_more(self.seconds, best)}{self.text}"
 
     def above(self, bound: float) -> StagedTrial:
         """With what another trial has proved of the same mesh and microbatches."""
@@ -207,7 +215,7 @@ def attempt(
         bound = search_of(decision).bound
         if bound >= enough:
             least = least_staged(bound, places, parts, schedule)
-            return StagedTrial(None, f"takes {ms(least)} at least", bound)
+            return StagedTrial(None, " at least", bound, seconds=least)
         step = priced(decision, request, options)
     except PlanError as error:
         too_large = error.what.startswith("no plan fits")
@@ -224,9 +232,10 @@ def attempt(
     if not decision.is_even:
         return StagedTrial(None, "has shards that are not alike")
     if step.seconds >= bar:
-        return StagedTrial(None, ms(step.seconds), bound)
+        return StagedTrial(None, "", bound, seconds=step.seconds)
     decision = replace(decision, stages_begin=step.begins)
-    return StagedTrial(StagedChoice(request, decision, step), ms(step.seconds), bound)
+    choice = StagedChoice(request, decision, step)
+    return StagedTrial(choice, "", bound, seconds=step.seconds)
 
 
 def _first_line(error: FxparError) -> str:
@@ -251,7 +260,7 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     step = priced(decision, request, options)
     if step is None:
         return decision
-    notes = [f"stages: predicted {step}"]
+    notes = [f"stages: {step}"]
     if max(step.memory) > options.budget:
         notes.append(_too_large(step, options.budget))
     return replace(decision, notes=(*decision.notes, *notes), stages_begin=step.begins)

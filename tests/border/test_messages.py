@@ -21,7 +21,8 @@ from fxpar.fusion.choose_schedule import failed
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.rules.unknown_ops import example
-from fxpar.sharding.search.run_search import SearchOptions, sizes_as_text
+from fxpar.sharding.search.run_search import SearchOptions
+from fxpar.units import sizes_as_text
 from tests.helpers.spawn import shared_pool
 
 
@@ -45,22 +46,19 @@ def too_small(memory: float, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("memory", "shown"), [(100, "100 bytes"), (5000, "4.883 KiB")])
+@pytest.mark.parametrize(("memory", "shown"), [(100, "100 bytes"), (5000, "5 kB")])
 def test_memory_that_is_too_small_is_shown_in_units_that_show_it(
     memory: float, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = too_small(memory, monkeypatch)
     assert f"no plan fits in {shown} a rank" in text
-    needed, *largest = re.findall(r"([\d.]+) KiB", text.partition("needs")[2])
+    needed, *largest = re.findall(r"([\d.]+) kB", text.partition("needs")[2])
     assert float(needed) > 40 and all(float(size) > 1 for size in largest)
 
 
 def test_sizes_that_would_read_alike_are_told_apart() -> None:
-    assert sizes_as_text(3 * 2**30, 2**20) == ["3 GiB", "1 MiB"]
-    assert sizes_as_text(2**30, 2**30 + 1) == [
-        "1,073,741,824 bytes",
-        "1,073,741,825 bytes",
-    ]
+    assert sizes_as_text(3e9, 1e6) == ["3 GB", "1 MB"]
+    assert sizes_as_text(1e9, 1e9 + 1) == ["1,000,000,000 bytes", "1,000,000,001 bytes"]
 
 
 # Options

@@ -22,6 +22,7 @@ from fxpar import FxparWarning, Mesh, Spec
 from fxpar.explain.html import page_data, render
 from fxpar.explain.tree import ModuleGroup, tree
 from fxpar.sharding.plan import Collective, NodePlan, Plan
+from fxpar.units import short_bytes
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -197,8 +198,18 @@ def test_memory_is_what_a_rank_holds(plans: dict[str, Plan]) -> None:
     )
     memory = page_data(plan)["memory"]
     assert memory["parameters"] == size
-    assert memory["gradients"] == size + 8 * 8 * 4 // 2, "and that of x"
-    assert page_data(plans["loaded"])["memory"] == {}
+    assert memory["optimizer state"] == 2 * size
+    assert page_data(plans["loaded"])["memory"] == memory
+
+
+def test_a_page_has_one_step_time_and_one_peak() -> None:
+    plan = fxpar.plan(Model(4), torch.ones(8, 8), mesh="dp=2", grad=True, mode="search")
+    data, predicted = page_data(plan, plan.timeline), plan.predicted
+    assert data["says"] == [str(predicted)]
+    assert max(n for _, n in data["timeline"]["memory"]) == predicted.held_bytes
+    assert sum(data["memory"].values()) == predicted.held_bytes
+    assert short_bytes(predicted.held_bytes) in str(predicted)
+    assert " ms" not in "".join(x for x in plan.notes if "by their predicted" not in x)
 
 
 def group(items: list, *path: str) -> list:

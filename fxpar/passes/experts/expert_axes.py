@@ -30,6 +30,7 @@ from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.search.run_search import SearchOptions
+from fxpar.units import percent_more
 
 aten = torch.ops.aten
 
@@ -142,7 +143,8 @@ def best(seconds: Mapping[Axes, float]) -> tuple[Axes, str]:
     axes = min(seconds, key=seconds.__getitem__)
     if not axes or seconds[axes] >= seconds[()] * (1 - _SAME):
         return (), ""
+    more = percent_more(seconds[()], seconds[axes])
     return axes, (
-        f"experts are split over {'+'.join(axes)}: {seconds[axes] * 1e3:.4g} ms a step "
-        f"searched, {seconds[()] * 1e3:.4g} ms if each rank has all of them"
+        f"experts are split over {'+'.join(axes)}: a step is estimated to take {more} "
+        f"if each rank has all of them"
     )

@@ -302,7 +302,7 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _collective(node: fx.Node) -> Collective:
-    axes, source = group_axes(group_of_call(node)), _source(node)
+    axes, source = group_axes(group_of_call(node)), source_of(node)
     if node.target is ours.move_rows.default:
         kind, nbytes = message_of(node)
         return Collective(kind, axes, round(nbytes), source)
@@ -326,7 +326,7 @@ def _bytes_sent(node: fx.Node) -> int:
     return exact_ops.bytes_sent(value, rows)
 
 
-def _source(node: fx.Node) -> str:
+def source_of(node: fx.Node) -> str:
     """Node and user line that made it necessary."""
     if "fxpar_cause" in node.meta:
         return node.meta["fxpar_cause"]

@@ -9,7 +9,7 @@ graph of forward and backward has. Never runs and never changes the graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -125,8 +125,7 @@ def by_kind(
     """(kind, bytes a rank holds) at the peak of a local graph as it runs, kinds of
     which there is nothing left out. ``launches``: those of the graph, if known.
 
-    Optimizer state is that of ``memory_constraints.MOMENTS``, of parameters that have a
-    gradient. Raises PlanError as ``launches_of`` does.
+    Raises PlanError as ``launches_of`` does.
     """
     launches = launches or PhaseReader().launches_of(phases)
     resident = residency(launches)
@@ -134,11 +133,23 @@ def by_kind(
     total = dict.fromkeys(KINDS, 0)
     for buffer in resident.at(resident.peak[1]):
         total[kinds[buffer]] += buffer.nbytes
-    inputs = phases.inputs
-    for k in {out.of for out in signature.outputs if out.kind == "gradient"}:
-        if k is not None and signature.inputs[k].kind == "parameter":
-            total["optimizer state"] += MOMENTS * bytes_of(inputs[k])
+    state = optimizer_bytes(phases.inputs, signature)
+    total["optimizer state"] = sum(state.values())
     return tuple((kind, size) for kind, size in total.items() if size)
+
+
+def optimizer_bytes(
+    inputs: Sequence[fx.Node], signature: Signature
+) -> dict[fx.Node, int]:
+    """What the optimizer holds for each input: ``memory_constraints.MOMENTS`` of a
+    parameter that has a gradient. ``inputs``: of a local graph."""
+    of = {out.of for out in signature.outputs if out.kind == "gradient"}
+    pairs = enumerate(zip(inputs, signature.inputs, strict=True))
+    return {
+        node: MOMENTS * bytes_of(node)
+        for k, (node, declared) in pairs
+        if k in of and declared.kind == "parameter"
+    }
 
 
 def _kinds(

@@ -7,6 +7,7 @@ Changes nothing of what was found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.solver import Infeasible, resolve
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
+from fxpar.units import difference, percent_more, short_seconds
 
 # Strategies solved again, those that look best with everything else as it is.
 TRIED = 4
@@ -44,8 +46,10 @@ class Alternative:
             passed = (axis for axis, *_ in self.strategy.passes)
             parts += [f"{axis} passed on as partial" for axis in passed]
             text = f"{'; '.join(parts)} ({specs})"
-        percent = (self.seconds / best - 1) * 100
-        return f"{text}: {self.seconds * 1e3:.4g} ms, {percent:+.3g}%"
+        if self.seconds == math.inf:
+            return f"{text}: no plan has it"
+        more = difference(self.seconds, best, short_seconds)
+        return f"{text}: a step takes {more}, {percent_more(self.seconds, best)}"
 
 
 def alternatives(
@@ -138,20 +142,21 @@ def _as_it_stands(result: SearchResult, node: int) -> tuple[np.ndarray, np.ndarr
 def alternatives_text(
     result: SearchResult, value: int, choices: Sequence[Alternative]
 ) -> str:
-    """What a value costs in the plan, then alternatives, one a line."""
+    """What a value costs in the plan, then alternatives, one a line, all estimated
+    before communication overlaps."""
     name = result.formulation.program.values[value].name
-    step = f"{name}: {result.predicted * 1e3:.4g} ms a step"
     node, _ = _node(result, value)
     if node is None:
-        return f"{step}; it is a constant"
+        return f"{name}: it is a constant"
     choice = result.solution.choice[node]
-    computing, resharding = (part[choice] * 1e3 for part in _as_it_stands(result, node))
-    if result.formulation.nodes[node].kind == "input":
-        step += f", of which resharding it takes {resharding:.3g} ms"
-    else:
-        step += (
-            f", of which computing it takes {computing:.3g} ms and resharding what its "
-            f"op reads and makes {resharding:.3g} ms"
+    computing, resharding = (
+        short_seconds(part[choice]) for part in _as_it_stands(result, node)
+    )
+    step = f"{name}: estimated without overlap, resharding it takes {resharding}"
+    if result.formulation.nodes[node].kind != "input":
+        step = (
+            f"{name}: estimated without overlap, computing it takes {computing} and "
+            f"resharding what its op reads and makes {resharding}"
         )
     if not choices:
         return f"{step}; there is no other choice"

@@ -386,16 +386,17 @@ def cost_of(
     order, or an op passes on what is no sum).
     """
     pins: dict[int, int] = {}
+    number_of = {spec: n for n, spec in enumerate(formulation.pool)}
     for i, node in enumerate(formulation.nodes):
         if node.kind != "op":
             continue
         op = formulation.program.ops[node.of]
         spec_row = search_space.specs(op.rule, strategies[node.of])
-        rows = [[formulation.pool[n] for n in row] for row in node.specs]
-        try:
-            pins[i] = rows.index(list(spec_row))
-        except ValueError:
+        numbers = [number_of.get(spec, -1) for spec in spec_row]
+        rows = np.flatnonzero((node.specs == numbers).all(axis=1))
+        if not rows.size:
             raise PlanError(
                 f"{op.name} takes {strategies[node.of]}, which is not searched"
-            ) from None
+            )
+        pins[i] = int(rows[0])
     return solve(formulation.problem, seconds, fixed=pins)

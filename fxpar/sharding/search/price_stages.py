@@ -62,8 +62,8 @@ class StagedStep:
     def __str__(self) -> str:
         count = len(self.forward)
         return (
-            f"{count} stages, {self.schedule}, {self.parts} microbatches: "
-            f"{self.seconds * 1e3:.4g} ms a step, {self.bubble:.0%} of it waiting"
+            f"{count} stages, {self.schedule}, {self.parts} microbatches, waiting "
+            f"{self.bubble:.0%} of a step"
         )
 
 

@@ -127,8 +127,8 @@ class SearchResult:
     def __str__(self) -> str:
         solution, problem = self.solution, self.formulation.problem
         return (
-            f"search: {self.predicted * 1e3:.4g} ms a step, proved within "
-            f"{solution.gap * 100:.2g}% of the best; {len(problem.costs)} choices of "
+            f"search: proved within {solution.gap * 100:.2g}% of the best, before "
+            f"communication overlaps; {len(problem.costs)} choices of "
             f"{sum(map(len, problem.costs))} strategies, {self.built:.1f} s to price, "
             f"{solution.seconds:.1f} s to solve"
         )

@@ -14,7 +14,7 @@ from fxpar.errors import PlanError
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.search.memory_constraints import Entry
-from fxpar.units import short_bytes, sizes_as_text
+from fxpar.units import short_bytes, short_place, sizes_as_text
 
 # What each kind of entry is called in a plan's memory, in the order they are told.
 _CALLED = {
@@ -83,7 +83,7 @@ def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> s
     line = user_line(program.ops[maker[0]].node)
     if line is None:
         return program.values[entry.value].name
-    return line.rpartition("site-packages/")[2]
+    return short_place(line)
 
 
 def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[str]:

@@ -177,7 +177,7 @@ def test_the_fastest_is_searched_longer_and_the_others_noted() -> None:
     ]
     assert chosen.notes == (
         "search: ...",
-        "mesh dp=2,tp=2 chosen of 2: 1500 ms a step; dp=4 3000 ms",
+        "mesh dp=2,tp=2 chosen of 2; a step is estimated on dp=4 +100%",
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import fxpar
+from fxpar import choose_plan
+from fxpar.choose_plan import _timeline_unscheduled as timeline
+from fxpar.sharding.search import rank_candidates
 from tests.helpers.programs import batch, mlp
 from tests.helpers.random_programs import Case
 
@@ -67,3 +71,20 @@ def test_models(
 
     known = min(seconds(planned(on), "propagate") for on in NAMED[mesh])
     assert seconds(planned(mesh), "search") <= known * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "auto:4"])
+def test_large_programs(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few plans of them are lowered, conventions that come near among these."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
+    monkeypatch.setattr(rank_candidates, "_SIMULATED", 0)
+
+    def planned(on: str) -> Any:
+        return lambda mode: fxpar.plan(mlp(2), batch(), mesh=on, mode=mode, grad=True)
+
+    known = min(seconds(planned(on), "propagate") for on in NAMED[mesh])
+    with mock.patch.object(
+        choose_plan, "_timeline_unscheduled", side_effect=timeline
+    ) as lowered:
+        assert seconds(planned(mesh), "search") <= known * (1 + 1e-9)
+    assert lowered.call_count <= (3 if mesh == "auto:4" else 4)
