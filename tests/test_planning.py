@@ -223,7 +223,9 @@ def test_reshards_are_priced_where_the_hardware_is_said(monkeypatch, tmp_path):
     assert re.search(r"[\d.]+ us +64 bytes +1 calls", plan.summary())
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
-    assert again.hash == plan.hash and str(again) == str(plan)
+    assert again.hash == plan.hash
+    # What a step takes is known of what was traced.
+    assert str(again) == re.sub(r"predicted: .*\n", "", str(plan))
     monkeypatch.setenv("FXPAR_HARDWARE", "v100")
     assert fxpar.plan(wide, x, w, **given).dearest[0].seconds > plan.dearest[0].seconds
     record = plan.to_record()
