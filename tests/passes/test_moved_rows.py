@@ -381,7 +381,7 @@ def test_gradients_put_at_the_wrong_row_are_noticed(
 def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is priced: what lies split and is wanted so is not gathered."""
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
-    x, lies = torch.randn(1 << 14, 64), [("tp", None)]
+    x, lies = torch.randn(1 << 16, 64), [("tp", None)]
     plan = fxpar.plan(
         lambda x: torch.cat([x.sin(), x.cos()])[100:-100],
         x,
