@@ -36,6 +36,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
+from fxpar.sharding.read_program import with_sizes_closed
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.units import percent_more, short_seconds
 
@@ -47,7 +48,7 @@ _UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     """What the pipeline gives with the choices that are predicted to be the fastest.
 
-    Raises as ``pipeline.parallelize`` does.
+    Raises as ``pipeline.decided`` and ``pipeline.finished`` do.
     """
     request, of_bodies = _with_bodies(graph, fake_mode, request)
     request, of_experts = _over_axes(graph, fake_mode, request)
@@ -58,25 +59,35 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 def _finished(state: JointState) -> Result:
     """What the pipeline gives of a decision, or of one of its rivals whose step is
     predicted to be faster. A rival that would take longer though its communication took
-    no time gets no schedule."""
-    if not state.rivals:
+    no time gets no schedule. Plans of open sizes are compared at their hints, without a
+    schedule: what is lowered with symbols leaves guards on them, and so do plans that
+    are not taken, on the rank that searches alone."""
+    rivals = [x for x in state.rivals if not state.open or x[0].is_even]
+    if not rivals:
         return pipeline.finished(state, pipeline.rows_after("plan"))
-    trials = []
-    for decision, request in ((state.decided, state.request), *state.rivals):
+    trials, decisions = [], [(state.decided, state.request), *rivals]
+    for number, (decision, request) in enumerate(decisions):
         trial = _trial_of(state, decision, replace(request, debug=0, dump=None))
+        if state.open:
+            hinted, _ = next(iter(decision.program.value_of))
+            trial.open, trial.graph = False, hinted.graph
+            closed = with_sizes_closed(decision.program)
+            trial.decision = replace(decision, program=closed)
+            trial.request = replace(trial.request, schedule="none")
         try:
             run_steps(pipeline.rows_after("plan", _UNSCHEDULED), trial)
-            trials.append((_timeline_unscheduled(trial), trial))
+            trials.append((_timeline_unscheduled(trial), trial, number))
         except PlanError:
             if not trials:
                 raise
-    held = [_held(*x) for x in trials]
+    held = [_held(line, trial) for line, trial, _ in trials]
     budget = _budget(state.request)
     room = budget if min(held) <= budget else held[0]
     trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
-    best, seconds, scheduled = trials[0][1], math.inf, set[tuple[float, int]]()
+    _, best, first = trials[0]
+    taken, seconds, scheduled = first, math.inf, set[tuple[float, int]]()
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
-    for line, trial in sorted(trials, key=lambda x: x[0].seconds):
+    for line, trial, number in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
         # A search counts attentions that a schedule balances as balanced.
         search, least = trial.decided.search, line.seconds - line.exposed_seconds
@@ -88,19 +99,24 @@ def _finished(state: JointState) -> Result:
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
             line = _timeline(trial)
             if line.seconds < seconds:
-                best, seconds = trial, line.seconds
+                best, taken, seconds = trial, number, line.seconds
         times.setdefault((trial.decided.mesh, key), line.seconds)
     listed = ", ".join(f"{mesh} {short_seconds(x)}" for (mesh, _), x in times.items())
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
     best.step_seconds = seconds
-    if best is not trials[0][1]:
-        check_user_rules(best.decided)
-    if state.request.debug < 2 and not state.request.dump:
-        best.request = replace(best.request, debug=state.request.debug)
+    decision, _ = decisions[taken]
+    if taken != first:
+        check_user_rules(decision)
+    asked = state.request
+    request = replace(
+        best.request, debug=asked.debug, dump=asked.dump, schedule=asked.schedule
+    )
+    if asked.debug < 2 and not asked.dump and not state.open:
+        best.request = request
         return pipeline.finished(best, pipeline.rows_after(_LOWERED))
-    dumped = _trial_of(state, best.decided, state.request)
-    dumped.notes, dumped.step_seconds = best.notes, best.step_seconds
-    return pipeline.finished(dumped, pipeline.rows_after("plan"))
+    again = _trial_of(state, decision, request)
+    again.notes, again.step_seconds = best.notes, best.step_seconds
+    return pipeline.finished(again, pipeline.rows_after("plan"))
 
 
 def _held(line: Timeline, state: JointState) -> int:
@@ -136,12 +152,10 @@ def _timeline_unscheduled(state: JointState) -> Timeline:
 
 def _timeline(state: JointState) -> Timeline:
     """A step of a lowered graph as it would run."""
-    request, graph, options = state.request, state.graph, state.request.mode
+    request, options = state.request, state.request.mode
     assert isinstance(options, SearchOptions), "what is compared was searched"
-    if state.open:
-        graph = size_nodes.at_hints(graph, state.fake_mode)
     return predict_step(
-        graph,
+        state.graph,
         state.decided.mesh,
         request.hardware or options.hardware,
         settings=state.schedule.settings,

@@ -268,15 +268,6 @@ def show(state: PipelineState, stage: str) -> None:
     state.stage_number += 1
 
 
-def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
-    """Run the steps of ``JOINT`` on a traced graph (changed in place by normalizing).
-
-    Raises HintError, RuleError, PlanError, ScheduleError, and UnknownOpError under
-    ``strict``.
-    """
-    return finished(decided(graph, fake_mode, request), rows_after("plan"))
-
-
 def rows_after(name: str, last: str | None = None) -> tuple[PipelineStep, ...]:
     """The steps of ``JOINT`` behind one of them, up to the ``last``."""
     names = [step.name for step in JOINT]
@@ -285,8 +276,11 @@ def rows_after(name: str, last: str | None = None) -> tuple[PipelineStep, ...]:
 
 
 def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
-    """The state of a traced graph once its plan is decided. Raises as
-    ``parallelize``."""
+    """The state of a traced graph (changed in place by normalizing) once its plan is
+    decided.
+
+    Raises HintError, RuleError, PlanError, and UnknownOpError under ``strict``.
+    """
     state = JointState(
         graph=graph,
         request=request,
@@ -301,8 +295,10 @@ def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
 
 
 def finished(state: JointState, rows: Sequence[PipelineStep]) -> Result:
-    """What planning gives, after the last steps of ``JOINT``. Raises as
-    ``parallelize``."""
+    """What planning gives, after the last steps of ``JOINT``.
+
+    Raises PlanError and ScheduleError.
+    """
     run_steps(rows, state)
     return Result(
         replace(state.plan, timings=state.seconds),
@@ -319,7 +315,7 @@ def finished(state: JointState, rows: Sequence[PipelineStep]) -> Result:
 def with_schedule(
     result: Result, schedule: str, fake_mode: Any, request: Request
 ) -> Result:
-    """What ``parallelize`` gave, with another schedule and all else that was chosen;
+    """What was planned, with another schedule and all else that was chosen;
     ``request`` had ``tune``.
 
     Raises ScheduleError.

@@ -270,6 +270,11 @@ def with_open_sizes(program: Program) -> Program:
     )
 
 
+def with_sizes_closed(program: Program) -> Program:
+    """The program of a graph at its hints, to be lowered at these."""
+    return replace(program, values=[replace(v, open=()) for v in program.values])
+
+
 def read_body(body: fx.GraphModule) -> Program:
     """The Program of a graph that an op runs: its inputs and outputs lie open."""
     places = [node.name for node in body.graph.nodes if node.op == "placeholder"]

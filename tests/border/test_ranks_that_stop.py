@@ -189,20 +189,20 @@ def test_a_rank_that_computes_is_waited_for() -> None:
 def fails_to_plan(who: int, kind: str) -> list[tuple[str, str, float]]:
     """Failures that a script catches, then calls that all ranks make."""
     torch._dynamo.reset()
-    out, before = [], pipeline.parallelize
+    out, before = [], pipeline.decided
 
-    def parallelize(*args: Any, **kwargs: Any) -> Any:
+    def decided(*args: Any, **kwargs: Any) -> Any:
         raise PlanError("nothing fits", fix="give it more")
 
     for turn in range(3):
         if rank() == who and kind == "plan":
-            pipeline.parallelize = parallelize
+            pipeline.decided = decided
         hints = {"up.weight": ["nowhere", "_"]} if rank() == who else None
         options = {"hints": hints} if kind == "option" else {}
         try:
             out.append(said(compiled(model_of(10 + turn), **options), torch.ones(4, 4)))
         finally:
-            pipeline.parallelize = before
+            pipeline.decided = before
     run = compiled(model_of())
     out += [said(run, torch.ones(rows, 4)) for rows in (4, 6, 4)]
     return out

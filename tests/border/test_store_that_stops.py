@@ -58,18 +58,18 @@ if me != holds:
     store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()))
 dist.init_process_group("gloo", store=store, rank=me, world_size=2)
 
-def parallelize(*args, **kwargs):
+def decided(*args, **kwargs):
     stop()
     return before(*args, **kwargs)
 
-before = pipeline.parallelize
+before = pipeline.decided
 model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
 options = {"codegen": "eager", "plan": "propagate"}
 step = torch.compile(model, backend="fxpar", options=options)
 torch.manual_seed(0)
 x = torch.randn(8, 16)
 if when == "compiles" and me == 0:
-    pipeline.parallelize = parallelize
+    pipeline.decided = decided
 if when not in ("before", "compiles"):
     step(x).sum().backward()
     loss = step(x).sum()

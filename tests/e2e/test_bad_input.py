@@ -283,12 +283,12 @@ def test_data_read_inside_a_step(fn: Any, line: str) -> None:
 
 
 def fails_while_compiling() -> None:
-    def parallelize(*args: Any, **kwargs: Any) -> Any:
+    def decided(*args: Any, **kwargs: Any) -> Any:
         raise PlanError("nothing fits here")
 
     with contextlib.ExitStack() as stack:
         if rank() == 1:
-            patched = mock.patch.object(pipeline, "parallelize", parallelize)
+            patched = mock.patch.object(pipeline, "decided", decided)
             stack.enter_context(patched)
         call()
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+from fxpar.choose_plan import fastest_plan
 from fxpar.errors import MeshError, PlanError
 from fxpar.passes.boundaries import Boundaries, absorb, read_signature
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
-from fxpar.pipeline import Result, parallelize
+from fxpar.pipeline import Result
 from fxpar.runtime.at_rest import crossings as _crossings  # noqa: F401  (kernels)
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.mesh import Mesh
@@ -77,7 +78,7 @@ class Traced:
 
     def planned(self) -> Result:
         request = Request(MESH, self.found.declare(self.signature))
-        return parallelize(self.graph, self.fake_mode, request)
+        return fastest_plan(self.graph, self.fake_mode, request)
 
     def train(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and gradient of the weight, computed by all ranks in lockstep."""

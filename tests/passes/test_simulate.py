@@ -28,6 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 import fxpar
 from fxpar._torch.fake import new_fake_mode
 from fxpar._torch.node_copies import copy_node
+from fxpar.choose_plan import fastest_plan
 from fxpar.errors import PlanError
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.builder import Builder
@@ -43,7 +44,6 @@ from fxpar.passes.simulate.simulate_step import (
     simulate,
     tasks_of,
 )
-from fxpar.pipeline import parallelize
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.cost.hardware_table import (
@@ -975,7 +975,7 @@ def resting(model: nn.Module, mesh: Mesh, *args: Any) -> TracedPlan:
         return Output(name, kind, of)
 
     signature = read_signature(module.graph, make_input, make_output)
-    result = parallelize(module.graph, mode, Request(mesh, signature))
+    result = fastest_plan(module.graph, mode, Request(mesh, signature))
     return TracedPlan(
         **asdict_shallow(result.plan), result=result, call=call, module=module
     )

@@ -43,14 +43,14 @@ def start(
     Rows of a size that is left open are told to move, which nothing can lower."""
     from torch._dynamo.utils import counters
 
-    planned, parallelize = [], pipeline.parallelize
+    planned, decided = [], pipeline.decided
     before = len(fxpar.plans())
     torch.compiler.reset()
     counters.clear()
 
     def counted(*args: Any) -> Any:
         planned.append(args)
-        return parallelize(*args)
+        return decided(*args)
 
     alone, model = _Model(flip).double(), _Model(flip).double()
     run = torch.compile(
@@ -60,7 +60,7 @@ def start(
     with (
         mock.patch.object(read_program, "_at_open_sizes", lambda rule, _: rule),
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
-        mock.patch.object(pipeline, "parallelize", counted),
+        mock.patch.object(pipeline, "decided", counted),
     ):
         for length in lengths:
             x = torch.randn(4, length, 16, dtype=torch.double)

@@ -190,8 +190,8 @@ def started(folders: list[str]) -> dict[str, Any]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[dist.get_rank()]
     torch.compiler.reset()
     counters.clear()
-    planned, parallelize = [], pipeline.parallelize
-    pipeline.parallelize = lambda *args: planned.append(0) or parallelize(*args)
+    planned, decided = [], pipeline.decided
+    pipeline.decided = lambda *args: planned.append(0) or decided(*args)
     try:
         torch.manual_seed(0)
         model = _Model().double()
@@ -215,7 +215,7 @@ def started(folders: list[str]) -> dict[str, Any]:
             "plan": fxpar.plans()[-1].hash,
         }
     finally:
-        pipeline.parallelize = parallelize
+        pipeline.decided = decided
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
@@ -363,8 +363,8 @@ def at_rest(folder: str, whole: bool) -> dict[str, Any]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     torch.compiler.reset()
     counters.clear()
-    planned, parallelize = [], pipeline.parallelize
-    pipeline.parallelize = lambda *args: planned.append(0) or parallelize(*args)
+    planned, decided = [], pipeline.decided
+    pipeline.decided = lambda *args: planned.append(0) or decided(*args)
     try:
         torch.manual_seed(0)
         alone = _Model().double()
@@ -397,7 +397,7 @@ def at_rest(folder: str, whole: bool) -> dict[str, Any]:
             "shared": any("found before" in n for n in fxpar.plans()[-1].notes),
         }
     finally:
-        pipeline.parallelize = parallelize
+        pipeline.decided = decided
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 

@@ -287,7 +287,8 @@ def test_a_folder_that_cannot_be_is_no_error(disk: Path, searches: list[float]) 
 def test_a_schedule_is_chosen_once(
     disk: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    """With its plan; not if another was asked for when the plan was kept."""
+    """With its plan, for each plan that is compared; a later start chooses none, but if
+    another schedule was asked for when the plan was kept."""
     chosen: list[Any] = []
     choose = lowering_steps.choose_or_warn
 
@@ -304,7 +305,7 @@ def test_a_schedule_is_chosen_once(
 
     first = planned(change=asks(schedule))
     count = len(chosen)
-    assert count == (schedule == "auto")
+    assert (count > 0) == (schedule == "auto")
     second = planned(change=asks("auto"))
     if schedule == "auto":
         assert len(chosen) == count
@@ -312,9 +313,10 @@ def test_a_schedule_is_chosen_once(
         assert graph_text(second.local) == graph_text(first.local)
         assert second.plan.near == first.plan.near
     else:
-        assert len(chosen) == 1
+        assert len(chosen) > count
+    count = len(chosen)
     tuned = planned(change=lambda r: replace(asks("auto")(r), tune=True))
-    assert len(chosen) == 2 and tuned.unscheduled is not None
+    assert len(chosen) == count + 1 and tuned.unscheduled is not None
 
 
 def test_another_schedule_changes_nothing_else_of_a_plan() -> None:
