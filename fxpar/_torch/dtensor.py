@@ -504,7 +504,7 @@ def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
         kind = type(x)
         if issubclass(kind, DTensor) and not issubclass(kind, CopiedView):
             local = x._local_tensor
-        elif kind in _PLAIN and x.layout == torch.strided:
+        elif kind in _PLAIN and torch._C._has_storage(x):
             local = x
         else:
             continue

@@ -13,13 +13,12 @@ from dataclasses import replace
 from fxpar.sharding.decide import decide
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.program import Program, Signature
-from fxpar.sharding.propagate.conventions import batch_inputs
+from fxpar.sharding.propagate.conventions import TIME, batch_inputs
 from fxpar.sharding.search.batch_parts import BatchCut
 from fxpar.sharding.spec import Spec
 
-# The axis in time. What would cross a link between its places is read and written in
-# memory: a reduction is the cheaper the earlier it stands.
-TIME = "microbatch"
+# What would cross a link between places in time is read and written in memory: a
+# reduction is the cheaper the earlier it stands.
 MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
 
 

@@ -38,7 +38,7 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
 def collectives(graph: torch.fx.Graph) -> Counter:
     """Collectives by kind that a forward or a backward of a local graph runs: what
     draws random numbers stands in it also where neither needs it."""
-    run = {node for phase in phases(graph) for node in phase}
+    run = [node for phase in phases(graph) for node in phase]
     sent = [node for node in run if is_collective(node)]
     return Counter(
         message_of(node)[0]

@@ -35,11 +35,11 @@ from fxpar.passes.stages.stage_kinds import viewed_value
 from fxpar.passes.stages.steps_over_parts import NOTED
 from fxpar.passes.stages.sums_of_parts import accumulate_products
 from fxpar.sharding import rank_ints
-from fxpar.sharding.cut_in_time import MEMORY, TIME
+from fxpar.sharding.cut_in_time import MEMORY
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Program, Signature, user_line
-from fxpar.sharding.propagate.conventions import batch_inputs, plain_inputs
+from fxpar.sharding.propagate.conventions import TIME, batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.row_moves import Exchange

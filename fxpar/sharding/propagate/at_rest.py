@@ -212,15 +212,16 @@ def exchanged_notes(program: Program, edges: Edges) -> list[str]:
 def gathered_again(program: Program) -> set[int]:
     """Values made of parameters at rest, or of those that the plan may split, that
     forward and backward gather each for itself: all but those of parameters which the
-    forward's last reader and the backward's first both read. Between the two nothing
-    else is gathered: they would be dropped to be gathered at once (FSDP2 keeps those
-    of its root for this reason)."""
+    forward's last reader and the backward's first both read, vectors aside. Between the
+    two little else is gathered: they would be dropped to be gathered at once (FSDP2
+    keeps those of its root for this reason)."""
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     free = {v for x, v in pairs if x.kind == "parameter" and x.rest is None}
     rests = resting(program) | {v for v in free if v is not None}
     if not rests:
         return set()
     parameter_values, backward = derived(program, rests), program.backward
+    large = {v for v in rests if len(program.values[v].shape) > 1} or rests
     roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in rests}
     last: frozenset[int] = frozenset()
     first: frozenset[int] | None = None
@@ -228,9 +229,11 @@ def gathered_again(program: Program) -> set[int]:
         of = frozenset[int]().union(*(roots.get(v, frozenset()) for v in op.operands))
         if of and parameter_values.issuperset(op.results) and op.results:
             roots.update(dict.fromkeys(op.results, of))
-        elif of and op.index not in backward:
+        elif large.isdisjoint(of):
+            continue
+        elif op.index not in backward:
             last = of
-        elif of and first is None:
+        elif first is None:
             first = of
     still_there = last & (first or frozenset())
     return {

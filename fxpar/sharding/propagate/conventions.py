@@ -27,6 +27,7 @@ BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 EXPERTS = ("ep", "expert", "experts")
 SEQUENCE = ("cp", "sp", "seq")
 EXPERT_MM = "fxpar.expert_mm.default"
+TIME = "microbatch"  # the axis along which a batch is computed part by part
 MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 
 

@@ -8,7 +8,7 @@ if those that are cut out of one tensor are most of it, and so do products whose
 operands are far smaller than what they make. Out: the strategies, and the spec each
 value settles in, once reductions are placed, with such ops reading whole dims where the
 whole program then takes less time. Lookups in what is computed from parameters alone
-are left as they lie, and products over what splits the batch or experts.
+are left as they lie, and products over what splits the batch, in time too, or experts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived
+from fxpar.sharding.propagate.conventions import TIME
 from fxpar.sharding.propagate.propagation_state import State
 from fxpar.sharding.reshard.route import connect, price, reshard_seconds
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -99,7 +100,8 @@ def _products(
         contracted = {*strategy.factors} - {*whole.factors}
         axes = [axis for _, split in contracted for axis in split]
         origins = [state.origins[v].get(axis) for v in op.operands for axis in axes]
-        if any(x is not None and (x.batch or x.experts) for x in origins):
+        is_of_batch = any(x is not None and (x.batch or x.experts) for x in origins)
+        if is_of_batch or TIME in axes:
             continue
         work = program_kernels.work_alone(op, program.values)
         after, before = (
