@@ -84,8 +84,8 @@ def _finished(state: JointState) -> Result:
     budget = _budget(state.request)
     room = budget if min(held) <= budget else held[0]
     trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
-    _, best, first = trials[0]
-    taken, seconds, scheduled = first, math.inf, set[tuple[float, int]]()
+    _, best, first_number = trials[0]
+    best_number, seconds, scheduled = first_number, math.inf, set[tuple[float, int]]()
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial, number in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
@@ -99,24 +99,27 @@ def _finished(state: JointState) -> Result:
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
             line = _timeline(trial)
             if line.seconds < seconds:
-                best, taken, seconds = trial, number, line.seconds
+                best, best_number, seconds = trial, number, line.seconds
         times.setdefault((trial.decided.mesh, key), line.seconds)
     listed = ", ".join(f"{mesh} {short_seconds(x)}" for (mesh, _), x in times.items())
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
     best.step_seconds = seconds
-    decision, _ = decisions[taken]
-    if taken != first:
+    decision, _ = decisions[best_number]
+    if best_number != first_number:
         check_user_rules(decision)
-    asked = state.request
+    given_request = state.request
     request = replace(
-        best.request, debug=asked.debug, dump=asked.dump, schedule=asked.schedule
+        best.request,
+        debug=given_request.debug,
+        dump=given_request.dump,
+        schedule=given_request.schedule,
     )
-    if asked.debug < 2 and not asked.dump and not state.open:
+    if given_request.debug < 2 and not given_request.dump and not state.open:
         best.request = request
         return pipeline.finished(best, pipeline.rows_after(_LOWERED))
-    again = _trial_of(state, decision, request)
-    again.notes, again.step_seconds = best.notes, best.step_seconds
-    return pipeline.finished(again, pipeline.rows_after("plan"))
+    final_state = _trial_of(state, decision, request)
+    final_state.notes, final_state.step_seconds = best.notes, best.step_seconds
+    return pipeline.finished(final_state, pipeline.rows_after("plan"))
 
 
 def _held(line: Timeline, state: JointState) -> int:
