@@ -125,21 +125,40 @@ def settle(
     ours = _first_read(homes, read)
     if not ours:
         return
-    with stage(LAYOUT):
-        twins, texts = twins_of(ours.values()), {}
-        if consensus.leads():
-            with presence.works("plans where parameters rest"):
-                texts = _planned(gm, inputs, examples, options, ranks, ours)
-        moves = _agreed(ours, texts)
-        for home in homes:
-            laid = {x.name for x in ours.values() if x.home is home}
-            for copy in (ref() for ref in home.copies):
-                if copy is not None:
-                    copy.movable -= copy.movable if moves is None else laid
-        for key, spec in (moves or {}).items():
-            move(ours[key], spec, twins)
+    try:
+        with stage(LAYOUT):
+            moves = _moved(gm, inputs, examples, options, ranks, homes, ours)
+    except Exception as error:
+        consensus.abort(error)
+        raise
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters rest where they are used")
+
+
+def _moved(
+    gm: fx.GraphModule,
+    inputs: Sequence[NamedInput],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+    homes: Sequence[Home],
+    ours: dict[str, Movable],
+) -> dict[str, Spec] | None:
+    """Move ``ours`` to where rank 0 plans them to rest; what was moved, None if ranks
+    do not read the same."""
+    twins, texts = twins_of(ours.values()), {}
+    if consensus.leads():
+        with presence.works("plans where parameters rest"):
+            texts = _planned(gm, inputs, examples, options, ranks, ours)
+    moves = _agreed(ours, texts)
+    for home in homes:
+        laid = {x.name for x in ours.values() if x.home is home}
+        for copy in (ref() for ref in home.copies):
+            if copy is not None:
+                copy.movable -= copy.movable if moves is None else laid
+    for key, spec in (moves or {}).items():
+        move(ours[key], spec, twins)
+    return moves
 
 
 def _can_move(home: Home, options: Options) -> bool:
