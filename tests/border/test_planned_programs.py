@@ -206,8 +206,9 @@ class Layers(nn.Module):
         Clamped,
         lambda: Layers(lambda f, x: Returns.apply(x, f, *f.parameters())),
         lambda: Layers(lambda f, x: checkpoint(f, x, use_reentrant=False)),
+        lambda: Layers(lambda f, x: checkpoint(f, x, use_reentrant=True)),
     ],
-    ids=["written", "recomputed", "checkpointed"],
+    ids=["written", "recomputed", "checkpointed", "reentrant"],
 )
 def test_gradients_are_those_of_eager(make: Callable[[], nn.Module]) -> None:
     """``plan.reference`` runs the traced graph, which would share a wrong gradient."""
@@ -228,7 +229,6 @@ WEIGHT = torch.randn(4, 4, requires_grad=True)
     ("call", "line"),
     [
         (lambda f, x: Accumulates.apply(x, f), "torch.autograd.backward(y, dy)"),
-        (lambda f, x: checkpoint(f, x, use_reentrant=True), "checkpoint(f, x"),
         (
             lambda f, x: Accumulates.apply(x, lambda y: y @ WEIGHT),
             "torch.autograd.backward(y, dy)",
