@@ -99,8 +99,9 @@ def test_a_second_derivative_is_refused() -> None:
 
 def written_between(layer: int) -> list[Any]:
     """Gradients of a call after which a weight of a layer is written, and of a second
-    call: one device, and sharded. Empty where a backward refuses."""
-    found = []
+    call: one device, sharded, and one device without the write, of the first calls.
+    Empty where a backward refuses."""
+    found, unwritten = [], []
     for mesh in ("", "dp=2"):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -110,6 +111,9 @@ def written_between(layer: int) -> list[Any]:
             run = model = fxpar.shard(model, mesh=mesh)
             run = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
         for _ in range(2):
+            if not mesh:
+                loss = run(x).square().sum()
+                unwritten.append([*torch.autograd.grad(loss, [*model.parameters()])])
             first = run(x).square().sum()
             with torch.no_grad():
                 model[layer].weight[0].mul_(2)
@@ -121,16 +125,18 @@ def written_between(layer: int) -> list[Any]:
                 except RuntimeError as error:
                     assert "modified by an inplace operation" in str(error)
                     found.append([])
-    return found
+    return found + unwritten
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_parameter_that_is_written_before_a_backward(layer: int) -> None:
-    """Torch's error if the backward needs the value that it had, as a compiled one may
-    to compute activations again, else its gradients."""
+    """Torch's error if the backward needs the value that it had and has no copy, as a
+    compiled one may to compute activations again, else its gradients."""
     for found in shared_pool(2).run(written_between, layer):
-        want, got = found[:4], found[4:]
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y if x else [])
-        assert got[1] and got[3] and (got[0] == [] or layer == 0)
+        want, got, unwritten = found[:4], found[4:8], found[8:]
+        for x, y, before in zip(
+            got, want, [unwritten[0], [], unwritten[1], []], strict=True
+        ):
+            torch.testing.assert_close(x, (y or before) if x else [])
+        assert got[1] and got[3]
         assert [not x for x in want] == [layer == 2, False] * 2
