@@ -14,10 +14,12 @@ def checkpoints_tagged() -> Iterator[None]:
     tagged as under ``torch.compile``: ``meta["recompute"]``, as the user chooses or to
     be computed again, and ``meta["ac_graph_id"]``, the number of the region.
 
-    Reentrant ones are traced as the others are, as Dynamo does. What is random is drawn
-    once: the tags say what the backward computes again, with the same seeds."""
+    Reentrant ones are traced as the others are, as Dynamo does; but no gradient passes
+    one that is given no tensor that requires grad. What is random is drawn once: the
+    tags say what the backward computes again, with the same seeds."""
     from unittest import mock
 
+    import torch
     from torch._higher_order_ops import wrap
     from torch.fx.traceback import preserve_node_meta
     from torch.utils import checkpoint
@@ -53,6 +55,9 @@ def checkpoints_tagged() -> Iterator[None]:
     class Reentrant:
         @staticmethod
         def apply(function: Any, _preserve: Any, *args: Any) -> Any:
+            if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+                with torch.no_grad():
+                    return function(*args)
             return checkpoint.checkpoint(function, *args, use_reentrant=False)
 
     with (

@@ -200,6 +200,11 @@ class Layers(nn.Module):
         return x.square()
 
 
+def cut_off(f: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A reentrant checkpoint that gives ``f`` no gradient: its input requires none."""
+    return f(x) + checkpoint(f, x.detach(), use_reentrant=True)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -207,8 +212,9 @@ class Layers(nn.Module):
         lambda: Layers(lambda f, x: Returns.apply(x, f, *f.parameters())),
         lambda: Layers(lambda f, x: checkpoint(f, x, use_reentrant=False)),
         lambda: Layers(lambda f, x: checkpoint(f, x, use_reentrant=True)),
+        lambda: Layers(cut_off),
     ],
-    ids=["written", "recomputed", "checkpointed", "reentrant"],
+    ids=["written", "recomputed", "checkpointed", "reentrant", "cut off"],
 )
 def test_gradients_are_those_of_eager(make: Callable[[], nn.Module]) -> None:
     """``plan.reference`` runs the traced graph, which would share a wrong gradient."""
