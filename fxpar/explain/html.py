@@ -19,14 +19,14 @@ from fxpar.explain.tree import ModuleGroup, tree
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.plan_facts import cause
-from fxpar.sharding.plan_text import does_not_fit, short_dtype
+from fxpar.sharding.plan_text import memory_warnings, short_dtype
 from fxpar.sharding.spec import Spec
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "__PLAN__"
 DEAREST = 200
 
-# The kind of a plan's memory that no timeline has.
+# A kind of a plan's memory that a timeline leaves out.
 OPTIMIZER = "optimizer state"
 
 _GROUPS = {
@@ -69,7 +69,7 @@ def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
         "totals": _totals(plan.collectives),
         "dearest": _dearest(plan),
         "memory": dict(plan.memory),
-        "says": [*does_not_fit(plan), *plan.predicted_texts()],
+        "says": [*memory_warnings(plan), *plan.predicted_texts()],
         "unknown": plan.unknown,
         "notes": plan.notes,
         "seconds": dict(plan.timings),
@@ -371,7 +371,8 @@ def _dearest(plan: Plan) -> list[list[Any]]:
 
 
 def _timeline(timeline: Any, text: _Texts, state: int) -> dict[str, Any] | None:
-    """``state``: bytes of the optimizer's, which a rank holds all along."""
+    """Return a timeline as data of the page, None without one. ``state``: bytes of the
+    optimizer's state, which a rank holds all the time."""
     if timeline is None:
         return None
 

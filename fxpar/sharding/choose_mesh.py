@@ -2,7 +2,7 @@
 
 In: a Program and a Request with ``meshes``. Out: the Decision on the best, with a note
 of what the others would take. ``decide_request`` decides on one mesh. Never searches
-longer than asked for, pricing apart.
+longer than asked for, but for pricing.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm
 from fxpar.units import percent_more
 
-# Plans of so nearly the same time are alike: then fewer axes are better.
+# Plans whose times differ by less count as equal: then fewer axes are better.
 ALIKE = 1e-3
 
-# So many plans on other meshes are compared by their predicted steps; so many in all of
-# a large program, with the best.
+# Most plans on other meshes that are compared by their predicted steps, and most plans
+# in all, the best included, for a large program.
 _RIVALS, _LARGE_RIVALS = 3, 3
 
 # The share of all seconds in which meshes are glanced at.
@@ -80,7 +80,8 @@ def balanced(
 
 
 def open_meshes(program: Program, request: Request) -> tuple[Mesh, ...]:
-    """The meshes to search: where nothing names an axis, one of each order alike.
+    """The meshes to search: where nothing names an axis, one of those that differ in
+    the order of their axes only.
 
     Raises MeshError if nothing searches.
     """
@@ -137,7 +138,7 @@ class _MeshTrial:
     error: FxparError | None = None
 
     def compared(self, best: float) -> str:
-        """As text, with a plan of ``best`` seconds."""
+        """Format the seconds relative to a plan of ``best`` seconds."""
         if self.error is not None:
             return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
         is_tried = math.isfinite(self.seconds)
@@ -219,15 +220,14 @@ def _with_rivals(
     trials: Sequence[_MeshTrial],
     request: Request,
 ) -> Decision:
-    """The decision with others of its mesh and of other meshes that may turn out to be
-    faster."""
+    """Return the decision with rivals, on any mesh, that may be faster."""
     options = request.mode
     assert isinstance(options, SearchOptions)
     others = [x for x in searched if x.mesh.axes != best.mesh.axes]
     constraints, hints = constraints_of(best.program), request.hints
     by_search = {id(search_of(x)): x for x in (best, *others)}
     decisions: list[Decision] = []
-    # Of a large program to lower a plan takes as long as to search it.
+    # To lower a plan of a large program takes as long as to search it.
     large = is_large(search_of(best))
     for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
         decision = by_search[id(x)]
@@ -308,13 +308,13 @@ def _search_longer(
 
 
 def _others(mesh: Mesh, trials: Sequence[_MeshTrial]) -> list[_MeshTrial]:
-    """Those on other meshes, the fastest first."""
+    """Return the trials on other meshes, the fastest first."""
     others = (x for x in trials if x.mesh.axes != mesh.unrefined.axes)
     return sorted(others, key=lambda trial: trial.seconds)
 
 
 def _note(decision: Decision, trials: Sequence[_MeshTrial]) -> str:
-    """What a plan notes of its mesh and of others."""
+    """Return the note of a plan on its mesh and on the others that were tried."""
     note = f"mesh {decision.mesh} chosen of {len(trials)}"
     axes = decision.mesh.unrefined.axes
     best = min(trial.seconds for trial in trials if trial.mesh.axes == axes)

@@ -2,8 +2,8 @@
 
 In: a Program, a Request with ``staged`` meshes, and the Decision on the best mesh
 without stages. Out: the faster of both, and its Request. Every mesh is glanced at: a
-plan whose layers that repeat are alike takes a fraction of a search, and its stages are
-the more equal for it. The best of these are tried with other numbers of microbatches,
+plan that is the same in all repeated layers takes a fraction of a search, and its
+stages are the more equal for it. The best are tried with other numbers of microbatches,
 and searched. What cannot win is not tried: no pipeline beats its bubble with perfectly
 shared arithmetic. ``try_stages`` has one mesh; never looks at graphs.
 """
@@ -214,9 +214,9 @@ def _glanced(
     bar: float,
     end: float,
 ) -> list[_MeshTry]:
-    """Each mesh with a plan whose layers are alike, until work comes to ``end``; but
-    for those whose estimate is much longer than what is there. ``least``: seconds of
-    the arithmetic on one device."""
+    """Each mesh with a plan that is the same in all layers, until work comes to
+    ``end``; but for those whose estimate is much longer than what is there. ``least``:
+    seconds of the arithmetic on one device."""
     out = list(tries)
     for i, x in enumerate(out):
         most = staged.cut.rows if request.microbatches is None else x.parts
@@ -336,22 +336,22 @@ def _searched(
 
 
 def _listed(tries: Sequence[_MeshTry], seconds: float) -> str:
-    """What was tried, as a note, with a plan that takes so many ``seconds``."""
+    """Return a note of the meshes tried, relative to a plan of ``seconds``."""
     with_trial = [x for x in tries if x.trial]
     texts = ", ".join(
         f"{x.mesh} {x.trial.compared(seconds)}" for x in with_trial if x.trial
     )
     losers = sum(x.loses for x in tries)
-    rest = len(tries) - len(with_trial) - losers
+    left = len(tries) - len(with_trial) - losers
     counts = [f"{len(with_trial)} of {len(tries)} meshes tried"]
     counts += [f"{losers} cannot be faster"] if losers else []
-    counts += [f"{rest} left out for want of time"] if rest else []
+    counts += [f"{left} left out for want of time"] if left else []
     return f"stages: {texts}{'; ' if texts else ''}{', '.join(counts)}"
 
 
 def unlike_stages(program: Program, request: Request) -> list[Mesh]:
-    """The meshes with stages to try: where nothing names an axis, one of each order of
-    a stage's axes that are alike."""
+    """The meshes with stages to try: where nothing names an axis, one of those that
+    differ in the order of a stage's axes only."""
     if names_axes(program, request):
         return list(request.staged)
     assert isinstance(request.mode, SearchOptions)

@@ -17,8 +17,8 @@ from fxpar.sharding.propagate.conventions import TIME, batch_inputs
 from fxpar.sharding.search.batch_parts import BatchCut
 from fxpar.sharding.spec import Spec
 
-# What would cross a link between places in time is read and written in memory: a
-# reduction is the cheaper the earlier it stands.
+# A message between places in time is a read and a write of memory, so that a reduction
+# is the cheaper the earlier it runs.
 MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
 
 

@@ -42,7 +42,7 @@ from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.rank_candidates import (
-    may_be_faster,
+    can_be_faster,
     priced_as,
     rivals,
 )
@@ -95,7 +95,7 @@ class Decision:
     manual: Axes = ()
     # Values that are means over these.
     averaged: frozenset[int] = frozenset()
-    # Others of the same program and mesh that may turn out to be faster.
+    # Other decisions on the same program that may be faster.
     rivals: tuple[Decision, ...] = ()
 
     @property
@@ -232,8 +232,8 @@ def with_rivals(
     options: SearchOptions,
     by_hand: Sequence[Decision] = (),
 ) -> Decision:
-    """A searched decision with others of its mesh that may turn out to be faster.
-    ``by_hand``: what an expert would begin with, if it is known."""
+    """Return a searched decision with rivals on its mesh that may be faster.
+    ``by_hand``: the decisions of ``_by_hand``, if they are known."""
     program, result = decision.program, decision.search
     assert result is not None, "a searched decision"
     parts = result.formulation.parts
@@ -250,9 +250,9 @@ def with_rivals(
     is_laid_out = any(declared.splits for declared in program.signature.inputs)
     for expert in by_hand:
         cost = priced_as(result, expert.strategies)
-        if not may_be_faster(result, cost):
+        if not can_be_faster(result, cost):
             continue
-        if is_laid_out:  # an expert's plan, but for where it has what the search splits
+        if is_laid_out:  # an expert's plan, but with the search's layout of parameters
             others += [] if cost is None else [_found(program, cost, seeds, notes)]
             continue
         notes_of_both = (*notes, *expert.notes)
@@ -269,8 +269,8 @@ def _by_hand(
     constraints: Sequence[tuple[int, Entries]],
     hardware: Hardware,
 ) -> list[Decision]:
-    """What an expert would begin with: each axis for what it is named for, all axes
-    for the batch, and none of them."""
+    """Decide as an expert would begin: each axis used as its name says, all axes for
+    the batch, and no axis for it."""
     decisions: dict[tuple[Any, Any], Decision] = {}
     for batch in (None, mesh.names, ()):
         decision = decide(
@@ -286,7 +286,7 @@ def _found(
     seeds: Mapping[int, Sequence[Seed]],
     notes: Sequence[str],
 ) -> Decision:
-    """The decision that a search comes to."""
+    """Return the decision for the result of a search."""
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -425,7 +425,7 @@ def _ties(program: Program) -> list[tuple[int, int]]:
 
 
 def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
-    """What the dims cost whose shards are not alike: ranks that wait for others."""
+    """What dims with unequal shards cost: ranks that wait for others."""
     out: dict[tuple[int, Axes], str] = {}
     for value, spec in zip(program.values, edges.specs, strict=True):
         for rows, axes in zip(value.shape, spec.dims, strict=True):
@@ -449,8 +449,8 @@ _MUCH = 1 << 20
 
 
 def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
-    """What is gathered since an op that goes by the order or place of rows, as a sort
-    or a slice, reads a dim whole that lies split."""
+    """Notes of split dims that are gathered since an op that goes by the order or place
+    of rows, as a sort or a slice, reads them whole."""
     out: dict[tuple[str, str | None, int], str] = {}
     for reshard in edges.reshards:
         op = program.ops[reshard.reader] if reshard.reader is not None else None

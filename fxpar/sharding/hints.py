@@ -3,10 +3,10 @@
 A hint table maps name patterns (``fnmatch``) to entries per dim: an axis, a tuple of
 axes, ``None``/``"_"`` (closed: whole on this dim), ``"?"`` (open), ``"tp?"`` (split and
 open to more). ``"tp:2"``, a part of an axis, may stand for an axis (``axis_parts``).
-Dims left out are open. ``"tp p2"``, an entry with a priority, spreads after those of
-lower numbers. Words of no dim stand among them: ``"!tp"``, the tensor stays whole along
-tp, ``"|"``, no axis passes between it and what reads it. A table comes from ``hints=``
-or, as TOML, from ``FXPAR_HINTS``:
+Dims left out are open. ``"tp p2"``, an entry with a priority, propagates after those of
+lower numbers. Two words belong to the tensor, not to a dim: ``"!tp"`` keeps it whole
+along tp, and ``"|"`` lets no axis pass between it and its readers. A table comes from
+``hints=`` or, as TOML, from ``FXPAR_HINTS``:
 
     "layers.*.up.weight" = ["tp", "_"]
     "layers.0.*" = "pp=0"
@@ -120,22 +120,23 @@ def _pin(hint: Entries) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class Hint:
-    """What a hint says of a tensor."""
+    """A hint on one tensor, parsed."""
 
     # Axes of each dim, major to minor.
     dims: tuple[Axes, ...]
-    # Whether each dim takes no more axes.
+    # Whether each dim is closed to further axes.
     closed: tuple[bool, ...]
-    # Of each dim, those of lower numbers spread first; None: as the tensor's kind does.
+    # Priority of each dim, lower numbers propagate first; None: that of the tensor's
+    # kind.
     priorities: tuple[int | None, ...]
-    # Axes, or parts of them, that split no dim.
+    # Axes, or parts of axes, that split no dim.
     whole: Axes = ()
-    # No axis passes between the tensor and what reads it.
+    # Whether no axis passes between the tensor and its readers.
     barrier: bool = False
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The entries that say so."""
+        """The entries of the hint as text, which ``read`` parses."""
         dims = zip(self.dims, self.closed, self.priorities, strict=True)
         entries = (
             ("+".join(axes) or "_" * shut)
@@ -147,12 +148,12 @@ class Hint:
 
 
 def is_dim(entry: Any) -> bool:
-    """Whether an entry of a hint is that of a dim, and no word of the whole tensor."""
+    """Return whether an entry of a hint belongs to a dim, not to the whole tensor."""
     return not (isinstance(entry, str) and entry[:1] in ("!", "|"))
 
 
 def read(hint: Entries, ndim: int, what: str) -> Hint:
-    """A hint on a tensor of ``ndim`` dims.
+    """Parse a hint on a tensor of ``ndim`` dims.
 
     Raises HintError on unreadable entries or more entries than dims.
     """
@@ -178,14 +179,14 @@ def read(hint: Entries, ndim: int, what: str) -> Hint:
     return Hint(axes, closed, priorities, tuple(whole), "|" in words)
 
 
-# Axes that split no dim, and an entry with its priority.
+# "!tp+dp", axes that split no dim, and "tp p2", an entry with its priority.
 _WHOLE = re.compile(r"!\w+(?:\+\w+)*")
 _PRIORITY = re.compile(r"(.*\S)\s+p(\d+)\s*")
 _WORDS = 'write "!tp" for whole axes, "|" for a barrier, "tp p1" for a priority'
 
 
 def _dim(entry: Any, what: str) -> tuple[Axes, bool, int | None]:
-    """(axes, whether it is closed, priority) of the entry of a dim."""
+    """Parse the entry of a dim as (axes, whether it is closed, priority)."""
     match_ = _PRIORITY.fullmatch(entry) if isinstance(entry, str) else None
     entry, priority = (match_[1], int(match_[2])) if match_ else (entry, None)
     if entry is None or entry in ("_", "", ()):
@@ -243,7 +244,7 @@ def check(hint: Hint, mesh: Mesh, what: str) -> None:
 def check_chunks(
     dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str
 ) -> None:
-    """Raise HintError if a DTensor cannot lie so: if axes do not divide their dim that
+    """Raise HintError if a DTensor cannot be split so: if axes do not divide a dim that
     are parts, have shares, or stand in another order than in the mesh."""
     for d, axes in enumerate(dims):
         if not shard_sizes.are_chunks(shape[d], mesh, axes):

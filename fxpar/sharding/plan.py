@@ -101,8 +101,8 @@ _ASIDE = ("line", "module", "reads")
 
 @dataclass(frozen=True)
 class Moved:
-    """Reshards that one line of the user's causes, alike: from one spec to another,
-    by the same steps."""
+    """Equal reshards that one line of the user's causes: from one spec to another, by
+    the same steps."""
 
     # The spec before.
     source: Spec
@@ -152,7 +152,7 @@ class Plan:
     # (kind, bytes of a rank) when it holds most, as simulated, with the optimizer's
     # state.
     memory: tuple[tuple[str, int], ...] = field(default=(), compare=False)
-    # Bytes that a rank has; None if no hardware is known.
+    # Memory of a rank in bytes; None if no hardware is known.
     room: int | None = field(default=None, compare=False)
     # What resharding costs most.
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
@@ -160,12 +160,12 @@ class Plan:
     schedule: str = ""
     # Axes that experts are split over, where the search chose them.
     experts: tuple[str, ...] = ()
-    # Of each mixture of experts that rest over manual axes, the rows that a rank sends;
+    # Of each mixture of experts split over manual axes, the rows that a rank sends;
     # 0 if each rank has all experts.
     sent_rows: tuple[int, ...] = ()
     # Of manual regions, where the search chose others than the first.
     bodies: tuple[int, ...] = ()
-    # Of a step, predicted, where plans were compared by it.
+    # Predicted seconds of a step, if plans were compared by them.
     step_seconds: float | None = field(default=None, compare=False)
     # What came near to be, and why it is not.
     near: tuple[str, ...] = field(default=(), compare=False)
@@ -178,21 +178,21 @@ class Plan:
 
     @property
     def held_bytes(self) -> int:
-        """What a rank holds at its peak, with the optimizer's state; 0 if unknown."""
+        """Bytes of a rank at its peak, with the optimizer's state; 0 if unknown."""
         return sum(size for _, size in self.memory)
 
     @property
     def fits(self) -> bool:
-        """Whether a rank has as much memory, as far as is known."""
+        """Whether the peak fits in the memory of a rank; true if either is unknown."""
         return self.room is None or self.held_bytes <= self.room
 
     def predicted_texts(self) -> list[str]:
-        """What a step is predicted to take, as far as is known."""
+        """Return the predicted seconds of a step as text, nothing if unknown."""
         seconds = self.step_seconds
         return [] if seconds is None else [f"{short_seconds(seconds)} a step"]
 
     def layers(self) -> str:
-        """Memory and time by layer, where the plan knows its program."""
+        """Return memory and time by layer as a table, empty without a program."""
         return ""
 
     def of_one_stage(self) -> Plan:
@@ -417,7 +417,7 @@ def _text_of(spec: Spec) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _plain_once(x: tuple[Any, ...]) -> Any:
-    """``_plain``, of what ops that are alike have alike; read only."""
+    """``_plain``, of what equal ops have in common; read only."""
     return _plain(x)
 
 

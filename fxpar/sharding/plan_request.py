@@ -1,6 +1,6 @@
 """What planning is asked for, as data: a ``Request``.
 
-In: a mesh, or those a search may choose from; where inputs and outputs rest; hints; the
+In: a mesh, or those a search may choose from; layouts of inputs and outputs; hints; the
 mode; what is done to the local graph. It is data alone and pickles, so a rank can send
 it, and a test can hold it. The functions read what options ask for.
 """
@@ -55,7 +55,7 @@ class Request:
     staged: tuple[Mesh, ...] = ()
     # The schedule that these are asked for, as the option ``pipeline``.
     pipeline_schedule: str = "auto"
-    # How parameters whose rest is open lie along these stages (``Input.along_stages``).
+    # Layout of parameters with open specs along these stages (``Input.along_stages``).
     free_along_stages: str = "own"
     # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
     manual: ManualAxes | None = None
@@ -168,13 +168,14 @@ class Request:
 
 
 def _lies(end: End, mesh: Mesh) -> End:
-    """An input or output that rests in axes of a refined mesh."""
+    """An input or output whose spec at rest has axes of a refined mesh."""
     return end if end.rest is None else replace(end, rest=end.rest.refined(mesh))
 
 
 def machine(options: Options, ranks: int) -> Hardware:
-    """What costs are for: that of FXPAR_HARDWARE, else this process's device, in nodes
-    as ``FXPAR_MESH="auto:4x8"`` says, else one that all ``ranks`` are on.
+    """Return the hardware that costs are for: that of FXPAR_HARDWARE, else this
+    process's device, in nodes as ``FXPAR_MESH="auto:4x8"`` says, else with all
+    ``ranks`` on one machine.
 
     Raises OptionError on unknown hardware, DeviceError on a device without known
     figures.
@@ -218,7 +219,7 @@ def staged_choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
 
 def plan_mode(text: str, options: Options, ranks: int, graph: str = "") -> Mode:
     """A mode of the pipeline, or the Plan a file holds; of a folder as FXPAR_DUMP
-    writes it, the plan of this ``graph``. ``ranks``: that run the program.
+    writes it, the plan of this ``graph``. ``ranks``: how many run the program.
 
     Raises PlanError, OptionError on unknown hardware, DeviceError on a device without
     known figures.

@@ -24,7 +24,7 @@ def short_dtype(name: str) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: ops with specs and user lines, then the summary."""
-    lines = [*does_not_fit(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
+    lines = [*memory_warnings(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
     near = [f"near miss: {text}" for text in plan.near]
     regions = [f"region: {text}" for text in plan.regions]
@@ -51,9 +51,10 @@ def _node_line(node: NodePlan) -> str:
 
 
 def summary_text(plan: Plan) -> str:
-    """Mesh, what is predicted, parameters by spec, collectives by kind and axes, the
-    dearest reshards, memory by kind, notes; before all, whether memory is short."""
-    lines = [*does_not_fit(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
+    """Format the summary of a plan: first a line if memory is short, then the mesh,
+    predictions, parameters by spec, collectives by kind and axes, the dearest reshards,
+    memory by kind, and notes."""
+    lines = [*memory_warnings(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
     lines += [f"predicted: {text}" for text in plan.predicted_texts()]
     lines += ["parameters:", *_by_spec(plan.parameters)]
     if plan.stages:
@@ -74,8 +75,9 @@ def summary_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def does_not_fit(plan: Plan) -> list[str]:
-    """What is said first where a rank has too little memory."""
+def memory_warnings(plan: Plan) -> list[str]:
+    """Return the first line of a plan that needs more memory than a rank has; of any
+    other plan nothing."""
     if plan.room is None or plan.fits:
         return []
     need, room = sizes_as_text(plan.held_bytes, plan.room)

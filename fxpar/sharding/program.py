@@ -40,14 +40,14 @@ class Input:
     name: str
     # "input", "parameter", "buffer", "tangent" or "state".
     kind: str = "input"
-    # The spec it lies in; None lets the plan choose.
+    # The spec it is laid out in; None lets the plan choose.
     rest: Spec | None = None
     # How the program should use the value, as a hint (entries per dim, or a Spec);
-    # where it lies is no hint.
+    # ``rest`` is no hint.
     use: Spec | Sequence[str] | None = None
-    # The dim that an axis of stages splits too where it rests, as the minor axis.
+    # The dim that an axis of stages splits too at rest, as the minor axis.
     stage_dim: int | None = None
-    # A search that chooses where it lies splits it over as many ranks as can be.
+    # Whether a search that chooses its layout splits it over as many ranks as it can.
     splits: bool = False
 
     @property
@@ -57,8 +57,8 @@ class Input:
 
     @property
     def along_stages(self) -> str:
-        """How it lies along an axis of stages: "split" by it, "whole" at every place,
-        or, where the plan says how it lies, "own": at the places that read it."""
+        """The layout along an axis of stages: "split" by it, "whole" at every place,
+        or, where the plan chooses the layout, "own": at the places that read it."""
         if self.stage_dim is not None:
             return "split"
         return "own" if self.rest is None else "whole"
@@ -84,7 +84,7 @@ class Output:
 
     @property
     def is_free(self) -> bool:
-        """Whether it rests where the plan has it."""
+        """Whether the plan chooses its layout."""
         return self.rest is None and self.lie == "open"
 
     def spec(self, settled: Spec) -> Spec:
@@ -200,7 +200,7 @@ class Program:
     # Values whose dtype is the one to reduce in: what they are computed from, one
     # operand an op, is not reduced before.
     reduce_here: frozenset[int] = frozenset()
-    # No dim is split into shards that are not alike, unless a hint asks.
+    # No dim is split into unequal shards, unless a hint asks.
     even: bool = False
     # A schedule is chosen, which may have ranks swap queries of causal attentions, so
     # that all have as much to do.

@@ -105,7 +105,7 @@ class Saved:
         return None if self.value is None else self.count()
 
     def number_or_none(self) -> float | None:
-        """A number from 0, or nothing."""
+        """Read a number from 0, or None."""
         return None if self.value is None else self.number()
 
     def number(self) -> float:
@@ -195,7 +195,7 @@ def _mesh(saved: Saved) -> Mesh:
 
 
 def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, ...]:
-    """The ops, with what is saved beside them: lines, modules and reads."""
+    """The ops, with what is saved with them: lines, modules and reads."""
     names = set(values)
     nodes = saved["nodes"].items()
     beside = {

@@ -271,12 +271,12 @@ def with_open_sizes(program: Program) -> Program:
 
 
 def with_sizes_closed(program: Program) -> Program:
-    """The program of a graph at its hints, to be lowered at these."""
+    """Return a program whose open sizes are fixed at their hints, to be lowered so."""
     return replace(program, values=[replace(v, open=()) for v in program.values])
 
 
 def read_body(body: fx.GraphModule) -> Program:
-    """The Program of a graph that an op runs: its inputs and outputs lie open."""
+    """The Program of a graph that an op runs, with open inputs and outputs."""
     places = [node.name for node in body.graph.nodes if node.op == "placeholder"]
     return read(body.graph, Signature(tuple(map(Input, places)), ()))
 

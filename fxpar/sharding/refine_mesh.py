@@ -2,10 +2,10 @@
 
 ``refine``. In: a Program and the Request it is planned for. Out: the mesh of the
 request, or one refined (``Mesh.refined``) by the parts that hints, specs and code name,
-by those that attention takes (two key-value heads on tp=4 lie over tp:(1)2, a copy on
-each rank along tp:(2)2), and where nothing is searched by those that a dim is split by
-which a view cuts. Where nothing needs parts it is the mesh itself, and nothing is
-planned otherwise. ``by_speed``: unlike ranks get shares of the batch by their speed.
+by those that attention needs (two key-value heads on tp=4 are split over tp:(1)2, with
+a copy on each rank along tp:(2)2), and, without a search, by those that the views of a
+split dim need. If nothing needs parts it is the mesh itself, and plans do not change.
+``by_speed``: unlike ranks get shares of the batch by their speed.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def refine(
 
 
 def _for_views(program: Program, request: Request, axes: Sequence[str]) -> Mesh:
-    """The mesh of the request, or one with the parts of these axes that views take
-    which split a dim, where values are then exchanged in less time."""
+    """Return the mesh of the request, or one with those parts of ``axes`` that views
+    need which split a dim, if reshards then take less time."""
     mesh = parts = request.mesh
     for op in program.ops:
         for dim in op.rule.operands[0] if is_view(op) else ():
@@ -135,10 +135,10 @@ def by_speed(
     speeds along axes of the batch (of ``rows``) that have none. And the axes whose
     shares are open.
 
-    Shards stay equal along axes over which parameters rest; and all of them in programs
-    that are cut equally on all ranks: of manual regions (``regions``), of microbatches
-    and of schedules given by name. Raises MeshError where these meet shares that are
-    given.
+    Shards stay equal along axes that split parameters at rest; and all of them in
+    programs that are cut equally on all ranks: of manual regions (``regions``), of
+    microbatches and of schedules given by name. Raises MeshError where these meet
+    shares that are given.
     """
     mesh, mode = request.mesh, request.mode
     if isinstance(mode, Plan) and mode.mesh.unrefined.axes == mesh.unrefined.axes:
@@ -182,7 +182,7 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
 def _named_axes(
     program: Program, request: Request
 ) -> Iterator[tuple[str, str | None, Sequence[str]]]:
-    """What names axes and parts, the user's line if there is one, and those."""
+    """Yield (what names axes or parts, the user's line or None, these axes)."""
     for pattern, hint in request.hints.items():
         what = f"hint {pattern!r}"
         yield what, None, axes_of(hint, what)
@@ -224,7 +224,7 @@ def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
         for rows, axes in zip(shape, rest.dims if rest else (), strict=False):
             has_axes = all(map(mesh.has, axes))
             if has_axes and not shard_sizes.is_even(rows, mesh, axes):
-                why = f"{name} lies in shards of {rows} rows that are not alike"
+                why = f"{name} has {rows} rows in unequal shards"
                 out |= dict.fromkeys(axes, why)
     return out
 

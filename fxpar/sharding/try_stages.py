@@ -44,7 +44,7 @@ _UNFIT = (HintError, MeshError, SpecError)
 class StagedProgram:
     """What is tried on every mesh."""
 
-    # Whose ranks get alike shards.
+    # All of its ranks get equal shards.
     program: Program
     # What of it follows the batch.
     cut: BatchCut
@@ -87,17 +87,17 @@ class StagedTrial:
 
     # None: no plan, or none that is fast enough.
     choice: StagedChoice | None
-    # For a note, after ``seconds``.
+    # Text of a note, after ``seconds``.
     text: str
     # Seconds of one part, no plan less.
     bound: float = 0.0
     # No plan of so many microbatches fits in memory.
     too_large: bool = False
-    # Of a step, if they are known.
+    # Seconds of a step, if they are known.
     seconds: float | None = None
 
     def compared(self, best: float) -> str:
-        """As text, with a plan of ``best`` seconds."""
+        """Format the trial relative to a plan of ``best`` seconds."""
         if self.seconds is None:
             return self.text
         return f"{percent_more(self.seconds, best)}{self.text}"
@@ -230,7 +230,7 @@ def attempt(
         text = f"needs {short_bytes(max(step.memory))} a rank"
         return StagedTrial(None, text, bound, too_large=True)
     if not decision.is_even:
-        return StagedTrial(None, "has shards that are not alike")
+        return StagedTrial(None, "has unequal shards")
     if step.seconds >= bar:
         return StagedTrial(None, "", bound, seconds=step.seconds)
     decision = replace(decision, stages_begin=step.begins)

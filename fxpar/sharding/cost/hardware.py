@@ -61,7 +61,7 @@ class Peak:
     half_flops: float = 0.0
     # The m, or n, that halves the rate; 0: none does.
     half_dim: float = 0.0
-    # The k that halves the rate; 0: none does. None: not told from m and n, and
+    # The k that halves the rate; 0: none does. None: not separated from m and n, and
     # ``half_dim`` is of the smallest of the three alone.
     half_contracted: float | None = None
 
@@ -114,8 +114,8 @@ class Hardware:
 
     # That ``hardware_table.lookup`` finds it under, if it is built in.
     name: str
-    # By dtype. A name as "float32 convolution backward" tells a family of ops apart
-    # from products of matrices.
+    # By dtype. A name as "float32 convolution backward" separates a family of ops from
+    # products of matrices.
     peaks: tuple[tuple[str, Peak], ...]
     # Bytes/s that streaming through the device memory reaches.
     bandwidth: float
@@ -132,7 +132,7 @@ class Hardware:
     # (bytes, bytes/s) of kernels that move no more than that, which caches hold; from
     # the last to ``bandwidth`` the rate changes evenly in logarithms, as between them.
     near: tuple[tuple[float, float], ...] = ()
-    # What share of a collective's time kernels that run beside it lose: 0 where it has
+    # What share of a collective's time overlapping kernels lose: 0 where it has
     # engines of its own, about 1 where the cores that compute also copy and add up.
     beside: float = 0.0
     # Operations on single elements that fused kernels do in a second, by the classes of
@@ -141,9 +141,9 @@ class Hardware:
     # What share of the time of others a pair of query and key takes that attention's
     # causal mask hides: 0 where kernels skip it.
     masked: float = 0.0
-    # Ranks of a machine that are at work at once while these are its figures.
+    # Number of ranks of a machine that compute at once for which the figures hold.
     ranks: int = 1
-    # Cores that they share; 0: each rank has a core, or a device, of its own.
+    # Number of cores that they share; 0: each rank has a core, or a device, of its own.
     cores: int = 0
 
     def peak(self, dtype: Any, *, tf32: bool = False, family: str = "") -> Peak:
@@ -239,15 +239,15 @@ class Hardware:
         )
 
     def speed_of(self, ranks: int) -> float:
-        """How many times as fast as the figures say each of so many ranks is that are
-        at work at once on a machine."""
+        """Return the factor on the figures' speed of each of so many ``ranks`` that
+        compute at once on a machine."""
         if not self.cores:
             return 1.0
         return min(1.0, self.cores / ranks) / min(1.0, self.cores / self.ranks)
 
     def with_ranks(self, ranks: int) -> Hardware:
-        """The figures with so many ranks at work on a machine: the cores that they
-        share launch, compute and send."""
+        """Return the figures for so many ``ranks`` at work on a machine, whose shared
+        cores launch, compute and send."""
         if not self.cores:
             return self
         speed = self.speed_of(ranks)
@@ -310,6 +310,8 @@ _INSTEAD = {"tf32": "float32", "float8": "bfloat16"}
 
 
 def _at_speed(level: Level, speed: float) -> Level:
+    """Return a level of the network for ranks at ``speed`` times their speed."""
+
     def slower(x: Measured) -> Measured:
         return Measured(x.overhead / speed, x.latency / speed, x.bandwidth * speed)
 
@@ -323,8 +325,8 @@ def _at_speed(level: Level, speed: float) -> Level:
 
 
 def _neighbours(size: int, stride: int, ranks: int, devices: int) -> int:
-    """How many ranks of a group, ``stride`` apart, share a unit of so many devices:
-    all of them, or the largest number that every unit has alike."""
+    """How many ranks of a group at distances of ``stride`` share a unit of so many
+    devices: all of them, or the largest number that is the same in every unit."""
     if not devices or ranks <= devices or devices % (stride * size) == 0:
         return size
     return math.gcd(size, devices // stride) if devices % stride == 0 else 1

@@ -105,8 +105,8 @@ def _level(entry: Mapping[str, Any]) -> Level:
 
 
 def lookup(text: str) -> Hardware:
-    """The hardware of a name, as in ``BUILT_IN``, or of a file; ``cpu:2``: that whose
-    ranks share two cores. Raises OptionError."""
+    """Return the hardware of a name, as in ``BUILT_IN``, or of a file; ``cpu:2`` is a
+    CPU whose ranks share two cores. Raises OptionError."""
     machines = {hardware.name: hardware for hardware in BUILT_IN} | _ALIASES
     name, _, cores = text.lower().partition(":")
     if name == "cpu" and cores.isdecimal() and int(cores):
@@ -228,9 +228,9 @@ _PASCAL = (
 )
 # NVIDIA K80 data sheet, one of its two devices at boost clocks.
 _KEPLER = (("float64", _vector(1.46e12)), ("float32", _vector(4.37e12)))
-# A core for each rank: geometric means of what calibrate measured on 2 cores of an AMD
-# EPYC (Zen 4), with 2 ranks on two days and with 4 on three, these taken for twice as
-# fast (``Hardware.with_ranks``). So both agree within a tenth, but for collectives.
+# A core for each rank: geometric means of calibrate's figures on 2 cores of an AMD EPYC
+# (Zen 4), with 2 ranks on two days and with 4 ranks on three, the latter at twice the
+# speed (``Hardware.with_ranks``). Both agree within a tenth, but for collectives.
 _CPU = (
     ("float64", Peak(4.5e10, 1.0, 2.4e3, 25.0, 18.0)),
     ("float32", Peak(9.9e10, 1.0, 2e4, 18.0, 17.0)),
@@ -257,11 +257,11 @@ _CPU_LIGHT = (
     ("pool", 1.3e9),
 )
 
-# gloo in one machine, each step of a ring, measured as ``_CPU``: a fit is off by 1.3
-# (all-to-all) to 1.8 times (all-reduce), as the days differ by more. But a
+# gloo in one machine, each step of a ring, measured as ``_CPU``: a fit is off by a
+# factor of 1.3 (all-to-all) to 1.8 (all-reduce), as the days differ by more. But a
 # reduce-scatter (2.8e-4 s and 6.8e8 bytes/s a step) counts as no more than an
-# all-reduce of which a rank keeps its part: half of the bytes are worth a little time.
-# And no more than a ring of permutes (1.2e-4 s), which gains nothing by itself.
+# all-reduce of which a rank keeps its part, since half of the bytes are worth a little
+# time, and as no more than a ring of permutes (1.2e-4 s), which gains nothing.
 _GLOO = Level(
     0,
     1.8e9,

@@ -60,7 +60,8 @@ from fxpar.sharding.strategy import Strategy
 class Work:
     """One op's work, of all ranks together."""
 
-    # Of its contraction, twice if the backward computes it again; 0 for a light op.
+    # Flops of its contraction, twice those if the backward computes it again; 0 for a
+    # light op.
     flops: float
     # (position among ``op.tensors``, bytes) that it reads or writes in memory; of what
     # its kernel reads for several ops, its share. In the forward, and, of what the
@@ -229,7 +230,7 @@ class ProgramKernels:
     written: frozenset[int]
     # Values of the forward that the backward computes anew.
     recomputed: frozenset[int]
-    # Bases of values that the backward writes to memory, those of them too.
+    # Bases of values that the backward writes to memory, recomputed ones included.
     written_late: frozenset[int]
     # Of each op.
     works: tuple[Work, ...]
@@ -288,7 +289,8 @@ def _works(
     launched: Mapping[int, int],
     runs: Sequence[tuple[int, int]],
 ) -> Iterator[Work]:
-    """Of each op; those that are alike have one. An attention looks at its mask."""
+    """Yield the work of each op, one object for equal ops. An attention looks at its
+    mask."""
     work_of_key: dict[Any, Work] = {}
     for i, op in enumerate(program.ops):
         traffic, launches = tuple(moved.get(i, ())), launched[i]
@@ -363,7 +365,7 @@ class _Run:
                 count[buffer.node] += 1
 
     def written_by(self, launch: Launch) -> list[int]:
-        """Values that a launch writes to memory."""
+        """Return the values that a launch writes to memory."""
         return [self.value_of[buffer] for buffer in launch.writes]
 
     def base(self) -> list[int]:

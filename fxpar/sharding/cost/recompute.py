@@ -166,9 +166,9 @@ def _is_given(node: fx.Node) -> bool:
 
 
 def tag(node: fx.Node) -> bool | None:
-    """Whether a value is tagged to be computed again; None if it is not tagged. What
-    one checkpointed region gives to a later one is kept, as AOTAutograd has it: else
-    the last would be computed from the inputs of the first."""
+    """Return whether a value is tagged to be computed again; None if it has no tag. The
+    input of a later checkpointed region is kept, as in AOTAutograd: else the last
+    region would be computed from the inputs of the first."""
     is_again = _own_tag(node)
     if is_again and any(_is_of_later_region(node, user) for user in node.users):
         return False
@@ -182,8 +182,8 @@ def _own_tag(node: fx.Node) -> bool | None:
 
 
 def _is_of_later_region(node: fx.Node, user: fx.Node) -> bool:
-    """Whether a reader of a value is computed again in a checkpointed region behind the
-    value's own."""
+    """Return whether ``user`` is computed again in a checkpointed region after the one
+    of ``node``."""
     own, others = (x.meta.get("ac_graph_id") for x in (node, user))
     if own is None or others is None or others <= own:
         return False
@@ -193,8 +193,8 @@ def _is_of_later_region(node: fx.Node, user: fx.Node) -> bool:
 def _is_lighter(
     node: fx.Node, read_nodes: Collection[fx.Node], must: Collection[fx.Node]
 ) -> bool:
-    """Whether what a value is made of weighs less than itself, ``read_nodes`` being
-    there anyway."""
+    """Return whether the values that ``node`` is computed from take less memory than
+    itself; ``read_nodes`` are kept anyway."""
     if _is_given(node):
         return True
     if node in must or not is_pointwise(node):

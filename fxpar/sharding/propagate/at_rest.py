@@ -1,4 +1,4 @@
-"""Parameters at rest: where each lies between steps, and what a plan makes of that.
+"""Parameters at rest: the layout of each between steps, and how a plan uses it.
 
 ``at_rest`` chooses the spec of one parameter: what hints or a plan say, then every axis
 that is left over, on the dim it divides best (ZeRO-3, FSDP). ``settle_at_rest`` is the
@@ -6,7 +6,8 @@ planner's side: axes that a parameter has at rest only (the batch uses them else
 stay on whatever is computed from parameters alone (casts, weight norms) and on what is
 computed from a gradient alone, so that a cast comes before its gather and a
 reduce-scatter is one step. No axis spreads from there to activations.
-``lie_as_read``: an input that may lie anywhere lies as it is read.
+``lie_as_read``: an input of open layout takes the one in which it is read.
+``exchanged_notes``: notes of parameters whose layout does not suit the program.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fxpar.sharding.strategy import (
     operand_spec,
 )
 
-# Of so many numbers one may lie whole on every rank, so that all shards are alike, or
-# that it lies as it is used.
+# Of so many numbers one may be whole on every rank, so that all shards are equal, or
+# that a parameter has the layout in which it is used.
 FEW = 16
 
 
@@ -44,15 +45,15 @@ def at_rest(
     *,
     alike: bool = False,
 ) -> Spec:
-    """The spec in which a parameter of ``shape`` rests.
+    """The spec at rest of a parameter of ``shape``.
 
     ``dims``: axes that are decided; ``closed``: dims that take no more; ``decided``:
     axes that go nowhere else. The other axes go together on one open dim, the first
     that they divide, else as many as fit. Of a matrix that none divides they cut a dim
-    into chunks, that of least loss, if it has a row for each rank; else it lies whole,
+    into chunks, that of least loss, if it has a row for each rank; else it stays whole,
     as a vector does.
     An axis for experts first splits dim 0 of stacked matrices. ``alike``: all shards
-    are to be, as stages need them.
+    must be equal, as stages need them.
     """
     ndim = len(shape)
     dim_axes = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
@@ -95,16 +96,16 @@ def _has_chunks(rows: int, mesh: Mesh, axes: Axes) -> bool:
 
 
 def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
-    """Whether enough of a model lies in matrices that nothing divides: a plan with
-    shards that are not alike has no schedule, microbatches or open sizes.
-    ``arguments``: what ``at_rest`` takes of each parameter."""
+    """Whether enough of a model is in matrices that nothing divides: a plan with
+    unequal shards has no schedule, microbatches or open sizes. ``arguments``: those of
+    ``at_rest`` for each parameter."""
     sizes = [math.prod(shape) for shape, *_ in arguments]
     cut = [at_rest(*args) != at_rest(*args, alike=True) for args in arguments]
     return FEW * sum(compress(sizes, cut)) > sum(sizes)
 
 
 def settle_at_rest(engine: Propagation) -> None:
-    """Give parameters the axes they rest on, and what is made of them alone."""
+    """Give parameters, and what is made of them alone, the axes they have at rest."""
     program, signature = engine.program, engine.program.signature
     rests, parameters = [], resting(program)
     for declared, v in zip(signature.inputs, program.inputs, strict=True):
@@ -121,7 +122,7 @@ def settle_at_rest(engine: Propagation) -> None:
 
 
 def may_lie_as_read(program: Program, state: State) -> set[int]:
-    """Inputs that lie where the plan has them, have one reader and no gradient, and
+    """Inputs whose layout the plan chooses, have one reader and no gradient, and
     whose axes, if any, came from there: no seed is against what that reader needs."""
     signature = program.signature
     of = {out.of for out in signature.outputs}
@@ -148,7 +149,7 @@ def lie_as_read(
     strategies: Sequence[Strategy],
     settled: list[Spec],
 ) -> None:
-    """Let inputs lie as their one reader has them. Changes ``settled``."""
+    """Lay inputs out as their one reader has them. Changes ``settled``."""
     for v in inputs:
         ((reader, i),) = program.uses[v]
         need = operand_spec(program.ops[reader].rule, strategies[reader], i)
@@ -175,8 +176,8 @@ def derived(program: Program, roots: set[int]) -> set[int]:
 
 
 def exchanged_notes(program: Program, edges: Edges) -> list[str]:
-    """That parameters rest split along other dims than they are used here, as another
-    program laid them out, or a hint."""
+    """Return a note of the parameters that are sharded at rest along other dims than
+    this program uses; none if there are no such parameters."""
     names = {
         v: declared.name
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -203,18 +204,18 @@ def exchanged_notes(program: Program, edges: Edges) -> list[str]:
     count, few = len(parameters), ", ".join(parameters[:3])
     more = f" and {count - 3} more" if count > 3 else ""
     return [
-        f"exchanged at each call: {few}{more} rest split along other dims than they "
-        f"are used here, {nbytes} bytes of them in all; the first program that read "
-        "them, a sample or a hint laid them out"
+        f"resharded at each call: {few}{more}, {nbytes} bytes in all, since the first "
+        "program that read them, a sample or a hint sharded them along other dims than "
+        "are used here"
     ]
 
 
 def gathered_again(program: Program) -> set[int]:
-    """Values made of parameters at rest, or of those that the plan may split, that
-    forward and backward gather each for itself: all but those of parameters which the
-    forward's last reader and the backward's first both read, vectors aside. Between the
-    two little else is gathered: they would be dropped to be gathered at once (FSDP2
-    keeps those of its root for this reason)."""
+    """Return the values made of parameters, at rest or with an open layout, that
+    forward and backward each gather: all but those of parameters that the last reader
+    of the forward and the first of the backward share, readers of vectors alone aside.
+    Between the two little else is gathered: such values would be dropped and gathered
+    again at once (FSDP2 keeps those of its root for this reason)."""
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     free = {v for x, v in pairs if x.kind == "parameter" and x.rest is None}
     rests = resting(program) | {v for v in free if v is not None}

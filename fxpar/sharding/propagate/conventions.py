@@ -27,12 +27,12 @@ BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 EXPERTS = ("ep", "expert", "experts")
 SEQUENCE = ("cp", "sp", "seq")
 EXPERT_MM = "fxpar.expert_mm.default"
-TIME = "microbatch"  # the axis along which a batch is computed part by part
+TIME = "microbatch"  # the axis of a batch's parts, which are computed in turn
 MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 
 
 def is_batch_name(axis: str) -> bool:
-    """Whether an axis is named for what splits the batch."""
+    """Return whether an axis has a name by which it splits the batch."""
     return axis_of(axis).lower() in (*BATCH, *EXPERTS)
 
 
@@ -123,9 +123,9 @@ def batch_inputs(program: Program, *, fed: bool = False) -> list[int]:
 def batch_seeds(
     program: Program, mesh: Mesh, axes: Iterable[str], notes: list[str]
 ) -> list[Seed]:
-    """Seeds that split the batch over ``axes``, as far as it has a sample for each
-    rank; minor over those that split experts, so that tokens which are gathered along
-    them stay split over the others."""
+    """Return seeds that split the batch over ``axes``, as far as it has a sample for
+    each rank; axes that split experts are minor, so that tokens which are gathered
+    along them stay split over the others."""
     seeds, experts = [], expert_axes(mesh)
     axes = sorted(axes, key=lambda axis: axis in experts)
     for v in batch_inputs(program):
@@ -293,8 +293,8 @@ def _column_seed(
     return None
 
 
-# A weight is split into shards that are not alike if ranks are idle for less than this
-# part of the time: not the three of queries, keys and values over two.
+# A weight is split into unequal shards if ranks are idle for less than this part of the
+# time: not the three of queries, keys and values over two.
 _IDLE = 0.2
 
 

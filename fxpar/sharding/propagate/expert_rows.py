@@ -1,8 +1,9 @@
-"""Rows of experts of a batch that its ranks do not divide.
+"""Rows of experts of a batch that the ranks do not divide.
 
-In: the engine of a propagation that knows the batch. Out: the same, with seeds on rows
-of experts that no axis of the batch reaches: samples lie in shards that are not alike,
-which make no shards of merged rows, so that each rank would compute all of them.
+In: the engine of a propagation in which the batch has its axes. Out: the same engine,
+with seeds on rows of experts that no axis of the batch reaches. Unequal shards of
+samples are no shards of merged rows, so that each rank would compute all rows. Never
+changes a row that has an axis.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from fxpar.sharding.strategy import Strategy, operand_spec
 
 
 def seed_rows(engine: Propagation, axes: Axes, mesh: Mesh, hardware: Hardware) -> None:
-    """Split rows of experts over the axes of a batch where their products take longer
-    than to gather as many rows. ``mesh``: with links; priced on ``hardware``."""
+    """Split rows of experts over ``axes`` if this saves more seconds of their products
+    than gathering the rows takes. ``mesh``: with links; ``hardware``: for the prices.
+    """
     program, state = engine.program, engine.state
     products = [op for op in program.ops if str(op.target) == EXPERT_MM]
     for op in products if axes else ():

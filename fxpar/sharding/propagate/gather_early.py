@@ -1,11 +1,12 @@
-"""What is exchanged before the op that would be exchanged, as that sends less or once.
+"""Reshards that move before an op, so that less is sent, or the same only once.
 
 In: a strategy per op, and the spec each value settles in. Out: both lists, changed.
-``gather_before_views``: a parameter that is only seen in another shape, or repeated, is
-gathered as it is stored. ``share_before_views``: what several readers want in one spec,
-some through views, goes there once. ``gather_before_growth``: what is only read
-gathered, and made of less (rows that are looked up, a wider dtype, a broadcast), is
-made of what was gathered, on each rank.
+``gather_before_views``: a parameter that is only viewed or repeated is gathered before.
+``share_before_views``: a value that several readers want in one spec, some of them
+through views, is resharded once. ``gather_before_growth``: a result that is only read
+gathered, and is larger than its operands (rows that are looked up, a wider dtype, a
+broadcast), is computed on each rank from gathered operands. Never changes the graph, or
+what an op computes.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from fxpar.sharding.strategy import (
 def gather_before_views(
     program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
 ) -> None:
-    """Gather a parameter and view what was gathered, where a view of it is only read
-    gathered: so it is sent once, whatever it is seen as. What is repeated (key heads,
-    for the query heads that share one) is gathered before, too. Changes both lists."""
+    """Gather a parameter before its view if the view is only read gathered, so that it
+    is sent once for all its views. A value that is repeated (key heads, for the query
+    heads that share one) is gathered before, too. Changes both lists."""
     ours, repeating = derived(program, resting(program)), _repeating(program)
     outputs = set(program.outputs)
     for op in reversed(program.ops):
@@ -63,8 +64,8 @@ def gather_before_views(
 def share_before_views(
     program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
 ) -> None:
-    """Reshard a value and view what came of it, where several readers want it so, some
-    of them through views of it that they alone read: so it is sent once. Changes both
+    """Reshard a value before its views if several readers want it in one spec, some of
+    them through views that they alone read, so that it is sent once. Changes both
     lists."""
     readers_of: dict[tuple[int, Spec], dict[int, list[_View]]] = {}
     for v, uses in enumerate(program.uses):
@@ -90,8 +91,8 @@ def gather_before_growth(
     mesh: Mesh,
     hardware: Hardware,
 ) -> None:
-    """Gather what an op reads and not what it makes, where all that read this want it
-    gathered, and ranks then take less time."""
+    """Gather the operands of an op instead of its result, if all readers want the
+    result gathered and it takes less time. Changes both lists."""
     values = program.values
 
     def seconds(v: int, source: Spec, target: Spec) -> float:
@@ -130,7 +131,7 @@ def gather_before_growth(
 
 
 def _grows(program: Program, op: Op) -> bool:
-    """Whether an op makes more bytes than it reads of what was computed."""
+    """Return whether the result of an op has more bytes than its computed operands."""
     values = program.values
     read = sum(values[v].nbytes for v in op.operands if v in program.producers)
     return bool(op.operands) and read < values[op.results[0]].nbytes
@@ -139,8 +140,8 @@ def _grows(program: Program, op: Op) -> bool:
 def _wanted(
     program: Program, strategies: Sequence[Strategy], v: int, mesh: Mesh
 ) -> tuple[list[_View], Spec | None]:
-    """The spec in which all readers of a value want it, if it is one, and the views
-    through which the only one of them does."""
+    """Return the views between a value and its readers, and the one spec in which all
+    readers want it, None if they want several. Views count if nothing else reads it."""
     uses = program.uses[v]
     if v in program.returned or not uses:
         return [], None
@@ -155,15 +156,16 @@ def _wanted(
     return [], reads.pop() if len(reads) == 1 else None
 
 
-# A view, its strategy, and the specs in which it reads and makes its value.
+# (view, its strategy, the spec of its operand, the spec of its result).
 _View = tuple[Op, Strategy, Spec, Spec]
 
 
 def _views_read(
     program: Program, strategies: Sequence[Strategy], op: Op, mesh: Mesh
 ) -> list[_View]:
-    """``op`` and the views after it, each of which alone reads the one before, as they
-    would make what the last one's readers want; none if these can read it as it is."""
+    """Return ``op`` and the views after it, each the only reader of the one before,
+    with strategies that make the spec the last one's readers want; nothing if it has
+    that spec, or the views cannot make it."""
     chain: list[Op] = []
     while is_view(op) and _is_rearranged(program, op):
         chain.append(op)
@@ -199,14 +201,15 @@ def _views_read(
 
 
 def _is_rearranged(program: Program, op: Op) -> bool:
-    """Whether a view has each element of its one operand once, and is no result."""
+    """Return whether a view has each element of its one operand once, and the program
+    does not return it."""
     (v,), values = op.results, program.values
     same = len(op.operands) == 1 and values[v].numel == values[op.operands[0]].numel
     return same and v not in program.returned
 
 
 def _repeating(program: Program) -> set[int]:
-    """Ops that repeat a value, and those that copy or view what was repeated."""
+    """Return the ops that repeat a value, and those that copy or view the result."""
     values, repeated, ops = program.values, set[int](), set[int]()
     for op in program.ops:
         if len(op.operands) != 1 or len(op.results) != 1:

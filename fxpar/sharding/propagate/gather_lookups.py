@@ -1,5 +1,5 @@
-"""Ops along a split dim whose operands are gathered, as that takes less: lookups, cuts,
-and products that sum over few rows.
+"""Ops along a split dim whose operands are gathered to save time: lookups, cuts, and
+products that sum over few rows.
 
 In: a strategy per op. A lookup in a dim that is split gives each rank the rows that it
 has, which are summed; of more rows than there are, to gather what is looked up takes
@@ -7,8 +7,8 @@ less time. So it does of rows that are cut out (``select``, ``unbind``, short sl
 if those that are cut out of one tensor are most of it, and so do products whose
 operands are far smaller than what they make. Out: the strategies, and the spec each
 value settles in, once reductions are placed, with such ops reading whole dims where the
-whole program then takes less time. Lookups in what is computed from parameters alone
-are left as they lie, and products over what splits the batch, in time too, or experts.
+whole program then takes less time. Never changes lookups in what is computed from
+parameters alone, nor products along axes that split the batch, microbatches or experts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def gather_lookups(
     mesh: Mesh,
     hardware: Hardware,
 ) -> Settled:
-    """What ``settle`` makes of the strategies, or of those with lookups, cuts and
-    products that gather. Those that are alike are decided together, and all cuts of one
-    tensor. ``hardware``: what computing on all ranks what each had a part of takes."""
+    """Return what ``settle`` makes of the strategies, changed where lookups, cuts and
+    products had better gather. Equal ops, and all cuts of one tensor, are decided
+    together. ``hardware``: prices the compute that ranks then repeat."""
     settled = settle(strategies)
     alike: dict[tuple[object, ...], list[Op]] = {}
     products = _products(program, strategies, state, mesh, hardware)
@@ -86,8 +86,8 @@ def _products(
     mesh: Mesh,
     hardware: Hardware,
 ) -> dict[int, float]:
-    """By op those that take longer to reduce than to gather, each by itself, and the
-    seconds that ranks then compute more."""
+    """Return the products whose sum takes longer to reduce than their operands to
+    gather, each by itself: op index to the seconds that ranks then compute more."""
     products = {}
     for op in program.ops:
         strategy = strategies[op.index]
@@ -114,8 +114,8 @@ def _products(
 
 
 def _makes_more(program: Program, op: Op, than: Sequence[int]) -> bool:
-    """Whether an op makes more than some values have; a sum of less may go in one
-    message with others, so that latency alone says nothing."""
+    """Return whether the result of an op has more elements than the values ``than``; a
+    smaller sum may share a message with others, so that its latency says nothing."""
     values = program.values
     return values[op.results[0]].numel > sum(values[v].numel for v in than)
 
@@ -163,8 +163,8 @@ def _whole(op: Op, strategy: Strategy) -> Strategy:
 def _takes_longer(
     program: Program, op: Op, strategy: Strategy, mesh: Mesh, more: float = 0.0
 ) -> bool:
-    """Whether its sum takes longer than to gather its operands and to compute so many
-    seconds ``more``."""
+    """Return whether reducing the result of ``op`` takes longer than gathering its
+    operands and computing ``more`` seconds."""
     whole = _whole(op, strategy)
 
     def seconds(v: int, source: Spec, target: Spec) -> float:
@@ -180,5 +180,5 @@ def _takes_longer(
 
 
 def _seconds(program: Program, settled: Settled, mesh: Mesh) -> float:
-    """How long all reshards take."""
+    """Return the seconds of all reshards."""
     return reshard_seconds(program, connect(program, *settled, mesh), mesh)

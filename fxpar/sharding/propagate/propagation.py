@@ -75,7 +75,7 @@ class Propagation:
         self._grown: dict[tuple[Any, ...], list[_Growth]] = {}
         # What the visit that is under way did: the growth of each tensor.
         self._growth: list[_Growth] = []
-        # By value and dim, axes that wait for their turn, and whether these are all.
+        # By value and dim, axes that wait for their turn, and whether it is closed.
         self._held: dict[tuple[int, int], tuple[Axes, bool]] = {}
         # So many axes were found to be indivisible.
         self._refusals = 0
@@ -116,18 +116,18 @@ class Propagation:
                 continue
             origin = Origin(seed.origin, seed.batch and d == 0, seed.experts)
             for axis in axes:
-                if not state.may_take(v, axis):
+                if not state.can_take(v, axis):
                     break
                 state.dims[v][d] = (*state.dims[v][d], axis)
                 state.origins[v][axis] = origin
             state.closed[v][d] = seed.closed[d]
             if seed.turns[d] > min(seed.turns):
-                # Until its turn nothing else gets its axes, or the dim.
+                # Until its turn no other dim gets these axes, and the dim no others.
                 self._held[v, d] = state.dims[v][d], seed.closed[d]
                 state.dims[v][d], state.closed[v][d] = (), True
 
     def _release(self, seed: Seed, priority: int) -> None:
-        """Let dims of a seed spread whose turn it is."""
+        """Let those dims of a seed propagate whose turn it is."""
         state, v = self.state, seed.value
         for d, turn in enumerate(seed.turns):
             if turn == priority and (v, d) in self._held:
@@ -144,7 +144,7 @@ class Propagation:
                 have = self.state.dims[v][d]
                 extra = axes[len(have) :] if axes[: len(have)] == have else ()
                 for axis in extra:
-                    if not self.state.may_take(v, axis):
+                    if not self.state.can_take(v, axis):
                         break
                     self.state.dims[v][d] = (*self.state.dims[v][d], axis)
                     self.state.origins[v][axis] = Origin(origin)
@@ -163,7 +163,7 @@ class Propagation:
             self._visit(self.program.ops[index], level)
 
     def _visit(self, op: Op, level: int) -> None:
-        """Apply an op; as one of its kind did, where values were alike."""
+        """Apply an op; as one of its kind did, where values were equal."""
         tensors = op.tensors
         places = tuple(map(tensors.index, tensors))  # one may be there twice
         states = tuple(map(self._state_key, tensors))
@@ -229,7 +229,7 @@ class Propagation:
         """Append axes to dim ``d`` of ``v`` while they fit. True if any was added."""
         state, added = self.state, False
         for axis in axes:
-            if state.closed[v][d] or not state.may_take(v, axis):
+            if state.closed[v][d] or not state.can_take(v, axis):
                 break
             size = self.program.values[v].shape[d]
             origin = state.origins[source][axis]
@@ -284,7 +284,7 @@ class Propagation:
                 self._changed(v)
 
     def _passes(self, op: Op, i: int) -> bool:
-        """Whether axes pass between an op and its tensor at this position."""
+        """Return whether axes pass between an op and its tensor ``i``."""
         v = op.tensors[i]
         read = i < len(op.operands)
         return self.state.active[v] and not (read and v in self.state.barred)
@@ -306,7 +306,7 @@ class Propagation:
                     and not state.dims[v][d]
                     and is_even(rule.size[dim[0]], self.mesh, (axis,))
                 ]
-                is_taken = not state.may_take(v, axis) or not state.active[v]
+                is_taken = not state.can_take(v, axis) or not state.active[v]
                 if fit and not is_taken:
                     _, d = max(fit, key=lambda place: place[0])
                     if self._extend(v, d, (axis,), source, op.name):

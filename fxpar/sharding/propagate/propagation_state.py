@@ -1,7 +1,7 @@
 """Seeds of propagation, and the axes of values with the origin of each.
 
 In: nothing. Out: ``Seed``, a spec given to a value; ``State``, which propagation fills
-and what comes behind it reads. No rules.
+and later steps read. No rules.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Seed:
     batch: bool = False
     # It splits experts.
     experts: bool = False
-    # Of each dim where it has one of its own; (): none has.
+    # Priority of each dim, None: that of the seed; (): no dim has its own.
     priorities: tuple[int | None, ...] = ()
     # Axes that split no dim.
     whole: Axes = ()
-    # No axis passes between the value and what reads it.
+    # Whether no axis passes between the value and its readers.
     barrier: bool = False
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The priority of each dim; of a value without dims its own."""
+        """The priority of each dim; of a value without dims that of the seed."""
         own = (self.priority if p is None else p for p in self.priorities)
         return tuple(own) or (self.priority,) * max(1, len(self.dims))
 
@@ -80,15 +80,16 @@ class State:
     origins: list[dict[str, Origin]]
     # Whether axes pass to the value, and from it, now.
     active: list[bool]
-    # By value, axes that split no dim of it.
+    # Axes by value that split no dim of it.
     whole: dict[int, frozenset[str]] = field(default_factory=dict)
-    # Values that pass no axes on to what reads them, and take none.
+    # Values that pass no axes to their readers, and take none from them.
     barred: set[int] = field(default_factory=set)
     # (value, dim, axis): an axis that wanted this dim but cannot split it.
     indivisible: dict[tuple[int, int, str], Origin] = field(default_factory=dict)
 
-    def may_take(self, value: int, axis: str) -> bool:
-        """Whether an axis may split some dim of a value, as far as others go."""
+    def can_take(self, value: int, axis: str) -> bool:
+        """Return whether neither another dim nor a hint keeps ``axis`` from splitting
+        ``value``."""
         whole = self.whole.get(value, ())
         return axis not in self.origins[value] and axis not in whole
 

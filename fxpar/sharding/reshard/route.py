@@ -7,7 +7,7 @@ with those of ``one_pair``: over unlike links, axes that neither spec has can sh
 work. Among equals those of ``one_pair`` win.
 
 ``needed``. In: a Program, a strategy per op, the spec each value settles in, the specs
-inputs and outputs rest in. Out: ``Edges``: for every use of a value the spec it is read
+of inputs and outputs. Out: ``Edges``: for every use of a value the spec it is read
 in, and the ordered reshards that make those versions. A version is made from the
 cheapest one that exists by then, so a value gathered for one reader is not gathered
 again for the next.
@@ -100,7 +100,7 @@ class Reshard:
     reader: int | None
     # Number of the output that first asks; None: an op does.
     output: int | None
-    # It settles what its producer made, so it belongs right behind the producer; any
+    # It settles what its producer made, so it belongs right after the producer; any
     # other stands before its reader.
     early: bool
 
@@ -311,7 +311,7 @@ def connect(
 
 
 def reshard_seconds(program: Program, edges: Edges, mesh: Mesh) -> float:
-    """How long all reshards take, one after the other."""
+    """Return the seconds of all reshards, one after the other."""
     values, total = program.values, 0.0
     for each in edges.reshards:
         value = values[each.value]

@@ -28,15 +28,15 @@ TRIED = 4
 class Alternative:
     """Another strategy of an op, and what a step would take with it."""
 
-    # None of an input, which only rests somewhere.
+    # None for an input, which has a layout only.
     strategy: Strategy | None
-    # Specs of what the op makes, or the one it rests in.
+    # Specs of what the op makes, or of the input.
     specs: tuple[Spec, ...]
     # Of a step of the whole plan with it; inf if no plan has it.
     seconds: float
 
     def compared(self, best: float) -> str:
-        """As text, beside a plan of ``best`` seconds."""
+        """Format the alternative relative to a plan of ``best`` seconds."""
         specs = ", ".join(map(str, self.specs))
         if self.strategy is None:
             text = f"at rest in {specs}"
@@ -55,8 +55,8 @@ class Alternative:
 def alternatives(
     result: SearchResult, value: int, *, spec: Spec | None = None, seconds: float = 2.0
 ) -> list[Alternative]:
-    """What the op that makes a value could do instead, or where else an input could
-    rest, the best first: with ``spec``, or, without one, the few that look best.
+    """What the op that makes a value could do instead, or other layouts of an input,
+    the best first: with ``spec``, or, without one, the few that look best.
 
     Raises PlanError if ``spec`` is none that the op can make or the input may have.
     """
@@ -111,7 +111,7 @@ def _impossible(
         )
     name = program.values[value].name
     return PlanError(
-        f"{name} is an input that cannot rest in {spec}", fix=f"ask for {possible}"
+        f"{name} is an input that cannot have {spec}", fix=f"ask for {possible}"
     )
 
 
@@ -142,8 +142,8 @@ def _as_it_stands(result: SearchResult, node: int) -> tuple[np.ndarray, np.ndarr
 def alternatives_text(
     result: SearchResult, value: int, choices: Sequence[Alternative]
 ) -> str:
-    """What a value costs in the plan, then alternatives, one a line, all estimated
-    before communication overlaps."""
+    """Format what a value costs in the plan, then alternatives, one a line, all
+    estimated before communication overlaps."""
     name = result.formulation.program.values[value].name
     node, _ = _node(result, value)
     if node is None:

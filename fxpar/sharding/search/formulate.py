@@ -62,7 +62,7 @@ class Formulation:
     settling: Mapping[int, tuple[int, int]]
     # What ops move and compute, and when.
     kernels: ProgramKernels
-    # That it is priced on.
+    # The hardware of all prices.
     hardware: Hardware
     # What occupies memory, and when.
     entries: Sequence[Entry] = ()
@@ -140,7 +140,7 @@ def formulate(
 
 
 def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
-    """A node per input: the spec it rests in, or any its hint allows. Tangents of
+    """A node per input: its spec at rest, or any its hint allows. Tangents of
     outputs wait for these."""
     program = build.program
     tangents = {
@@ -161,8 +161,8 @@ def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
 
 
 def _most_split(specs: Sequence[Spec], shape: Sequence[int], mesh: Mesh) -> list[Spec]:
-    """Those of specs by which a rank holds least; of a vector, and of what no axes
-    divide, all."""
+    """Return the specs by which a rank holds least; all of them for a vector, and for a
+    shape that no axes divide."""
     even = [spec for spec in specs if spec.is_even(mesh, shape)]
     if len(shape) < 2 or not even:
         return list(specs)
@@ -175,8 +175,8 @@ def _outputs(
     makers: dict[int, EdgeEnd],
     readers: list[list[tuple[int, EdgeEnd]]],
 ) -> None:
-    """A node per output: where it may rest. Gradients follow parameters whose place is
-    open, tangents their outputs."""
+    """A node per output: the specs it may have. Gradients follow parameters of open
+    layout, tangents their outputs."""
     program = build.program
     end_of: dict[int, EdgeEnd] = {}
     for k, (out, v) in enumerate(
@@ -204,7 +204,8 @@ def _outputs(
 
 
 def _leader(program: Program, out: Output, v: int) -> int | None:
-    """The input where an output rests: of gradients and mutations that may choose."""
+    """The input whose layout an output takes: of gradients and mutations that may
+    choose."""
     if out.of is None or out.rest is not None or out.lie != "open":
         return None
     source = program.inputs[out.of]
@@ -292,8 +293,8 @@ def _settle(
 def _copied(
     build: ProblemBuilder, v: int, settled: int, ends: Sequence[EdgeEnd]
 ) -> None:
-    """What a hint lays out is sent once to all that read it elsewhere: a node for where
-    it lies then, beside the one for where it settles."""
+    """What a hint lays out is sent once to all that read it in other specs: a node for
+    the spec it then has, next to the one for the spec it settles in."""
     need = (build.nodes[end.node].specs[:, end.column] for end in ends)
     have = build.nodes[settled].specs[:, 0]
     specs = np.array(list(dict.fromkeys(itertools.chain(have, *need))))[:, None]
@@ -306,8 +307,8 @@ def _copied(
 def _settle_or_copy(
     build: ProblemBuilder, v: int, maker: EdgeEnd, specs: np.ndarray
 ) -> int:
-    """Where a parameter may rest as the plan wants, each spec stands twice: as it
-    rests, and as a copy of what rests otherwise, which takes memory of its own."""
+    """For a parameter whose layout the plan chooses, each spec is there twice: as the
+    layout, and as a copy of one with another layout, which takes memory of its own."""
     have = build.nodes[maker.node].specs[:, maker.column]
     resting = specs[np.isin(specs[:, 0], have)]
     copies = np.arange(len(resting) + len(specs)) >= len(resting)

@@ -45,7 +45,7 @@ def least_bytes(
     part: PartProgram | None = None,
 ) -> float:
     """Bytes of the peak. ``ranks``: that share a value, those of one stage if the
-    program runs in stages; inputs that rest whole they do not share."""
+    program runs in stages; inputs that are whole at rest they do not share."""
     return sum(nbytes for _, nbytes in least_held(program, whole, ranks, part))
 
 
@@ -55,7 +55,8 @@ def least_held(
     ranks: int,
     part: PartProgram | None = None,
 ) -> list[tuple[Entry, float]]:
-    """What is held at that peak, with its bytes on a rank."""
+    """Return the entries that are live at the peak of ``least_bytes``, each with its
+    bytes on a rank."""
     live = [entry for entry in whole if entry.kind not in _COPIES]
     if part is not None:
         sizes = [_of_part(entry, part) for entry in live]

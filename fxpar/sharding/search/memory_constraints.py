@@ -1,19 +1,18 @@
 """Memory over time, as the search counts it: what occupies it from when to when, and
 bytes of each entry under each strategy of a node, as the solver takes them.
 
-In: a Program and its kernels; which node decides how each version of a value lies.
+In: a Program and its kernels; which node decides the layout of each version of a value.
 Out: entries (value, which version of it, from which op to which), and ``solver.Live``.
 Time counts ops, and what an op makes lives from when its kernel runs: a forward op may
 be traced among those of the backward. Parameters live throughout, and with them the
 optimizer's state; a gradient lives from the op that makes it to the end. A parameter
-that rests in another spec than the one it is read in is copied: for the forward and
-again for the backward, or once from its first reader to its last, if it is kept
-gathered or if the plan chooses where it rests. Values that are written to memory live
-to their last reader, those that the backward is given across the peak; what it
-computes again lives twice. What lives
-between two nodes (a copy made for one reader, the buffers of a collective) belongs to
-none of them and is left out; partial results, which are always brought to another spec,
-are counted beside it while their op runs.
+whose spec at rest is not the one it is read in is copied: for the forward and again for
+the backward, or once from its first reader to its last, if it is kept gathered or if
+the plan chooses its layout. Values that are written to memory live to their last
+reader, those that the backward is given across the peak; what it computes again lives
+twice. What lives between two nodes (a copy made for one reader, the buffers of a
+collective) belongs to none of them and is left out; partial results, which are always
+brought to another spec, are counted in addition to it while their op runs.
 
 What the optimizer needs while it steps is not counted, nor are the workspaces of
 libraries.
@@ -34,8 +33,8 @@ from fxpar.sharding.solver import Live
 from fxpar.sharding.spec import Spec
 
 # Of the optimizer nothing is known when a step is compiled. This is Adam as torch.optim
-# has it: so many tensors beside each parameter it trains, of its shape and dtype.
-# Moments in float32 beside parameters in bfloat16 are twice as large.
+# has it: so many tensors for each parameter it trains, of its shape and dtype. Moments
+# in float32 of parameters in bfloat16 are twice as large.
 MOMENTS = 2
 
 # Values of less than this part of the largest are left out if they pass in one phase.
@@ -211,7 +210,7 @@ class Places:
     settling: Mapping[int, tuple[int, int]]
     # Of values that do not settle, their only reader.
     readers: Mapping[int, EdgeEnd]
-    # Where each of these values rests at the end.
+    # The layout of each of these values at the end.
     gradients: Mapping[int, EdgeEnd]
 
 
@@ -257,7 +256,7 @@ def _ends(
 
 
 def _copy(entry: Entry, places: Places) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
-    """Of an input: where it settles or is read in another spec than it rests in."""
+    """Of an input: where it settles or is read in another spec than it has at rest."""
     v, nodes = entry.value, places.nodes
     if v in places.settling:
         node = places.settling[v][entry.phase]

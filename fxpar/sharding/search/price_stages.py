@@ -46,7 +46,7 @@ class StagedStep:
     # And of its backward.
     backward: tuple[float, ...]
     # Seconds of the slowest place once a step: weights gathered, gradients reduced and
-    # told to other places, the update.
+    # sent to other places, the update.
     once: float
     # Seconds that the longest message takes.
     sending: float
@@ -146,8 +146,8 @@ def price_stages(
 
 
 def _updated_share(parts: PartProgram) -> float:
-    """The share of the update that a place computes: of what rests split along the axis
-    of stages its part."""
+    """The share of the update that a place computes: of what is split at rest along the
+    axis of stages its part."""
     is_split = "split" in parts.along_stages.values()
     return 1 / parts.places if is_split else 1.0
 

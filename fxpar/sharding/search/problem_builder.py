@@ -152,7 +152,7 @@ class ProblemBuilder:
         return self.prices[key]
 
     def specs_of_shape(self, v: int) -> list[Spec]:
-        """Every way a value may lie with nothing partial, in each order of axes."""
+        """Every spec of a value with nothing partial, in each order of axes."""
         return specs_of_shape(self.program.values[v].shape, self.mesh)
 
     def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
@@ -180,7 +180,7 @@ class ProblemBuilder:
 
     def _column(self, end: EdgeEnd) -> tuple[np.ndarray, bytes]:
         """The numbers of the specs at an end of an edge, and their bytes; nodes that
-        are alike have one array, and all keep theirs."""
+        are equal have one array, and all keep theirs."""
         specs = self.nodes[end.node].specs
         key = id(specs), end.column
         if key not in self._columns:
@@ -190,7 +190,7 @@ class ProblemBuilder:
 
     def met(self, v: int, ends: Sequence[EdgeEnd]) -> np.ndarray:
         """(K, 1): the specs that a value has at ends of edges, each once, as far as
-        hints allow them; values that are alike have one array."""
+        hints allow them; values that are equal have one array."""
         columns = [self._column(end) for end in ends]
         key = tuple(as_bytes for _, as_bytes in columns)
         if v in self.facts.seeds or key not in self._specs_met:
@@ -224,8 +224,8 @@ class ProblemBuilder:
         self.edges.append(Edge(a.node, b.node, self.table_of[key]))
 
     def _times(self, v: int, reader: EdgeEnd) -> int:
-        """How many times a value is brought to a reader: again where a checkpointed
-        region is. Of parameters that says ``gathered_twice``."""
+        """Return how many times a value is resharded for a reader: twice if a
+        checkpointed region is computed again. ``gathered_twice`` has parameters."""
         if v not in self.program.producers or v in self.gathered_twice:
             return 1
         node = self.nodes[reader.node]
@@ -234,7 +234,7 @@ class ProblemBuilder:
         return 1 + (is_twice and tag(self.program.ops[index].node) is True)
 
     def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
-        """Whether copies of a value before and behind its collectives are kernels of
+        """Whether copies of a value before and after its collectives are kernels of
         their own: no light op makes it, or reads it."""
         kernels, kind = self.kernels, self.nodes[b.node].kind
         light_maker = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)

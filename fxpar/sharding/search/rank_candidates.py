@@ -1,4 +1,4 @@
-"""Rank candidate plans of a search by the simulated step, communication beside compute.
+"""Rank candidate plans of a search by the simulated step, with communication overlap.
 
 In: what a search found. Out: ``Polished``: a ``SearchResult`` whose simulated step is
 no longer. The additive problem knows no overlap: it pays for a gradient's reduction
@@ -13,7 +13,7 @@ nodes and their edges, never the order, so a step is simulated again from the fi
 them on.
 
 Source: the task graph and delta simulation of FlexFlow (Jia, Zaharia and Aiken, SysML
-2019, section 5), with one rank for all, since all do alike.
+2019, section 5), with one rank for all, since all do the same.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class Overlap:
 
 
 def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
-    """Of a simulated step. Of a batch in parts that of the last, beside which gradients
-    are reduced, and of the others without what is done once."""
+    """Return the seconds of a simulated step. A batch in parts has those of the last
+    part, with which gradients are reduced, and of the others without what runs once."""
     step, parts = Overlap(formulation, choice), formulation.parts
     if parts is None:
         return step.seconds
@@ -213,12 +213,12 @@ def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
 
 
 # Shares of its price at which communication that may be hidden stands for overlap. Not
-# for nothing: it has to fit beside the compute that hides it.
+# for nothing: the compute that hides it may be too short.
 DISCOUNTS = (0.5, 0.2, 0.02)
 
-# Plans of programs of more ops are estimated without overlap; those that are estimated
-# to take so many times as long as the best are left, those of an expert in programs of
-# more than a few ops only.
+# Plans of programs with more ops than _SIMULATED are estimated without overlap. Plans
+# that are estimated to take _FAR times as long as the best are dropped, an expert's
+# plan only if the program has more than _FEW ops.
 _SIMULATED, _FAR, _FEW = 2500, 1.25, 200
 
 
@@ -268,8 +268,8 @@ def polish(
 
 
 def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
-    """Plans that may be faster than the one cheap once communication runs beside
-    compute: those that are best with hidden communication at a discount."""
+    """Return plans that may be faster than the cheapest one once communication
+    overlaps: those that are best with hidden communication at a discount."""
     discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
     choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
     cheap = [_with_first(result, choice) for choice in choices]
@@ -280,8 +280,8 @@ def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
 def priced_as(
     result: SearchResult, strategies: Sequence[Strategy]
 ) -> SearchResult | None:
-    """What a search would have found, had it taken these strategies of all ops; None if
-    they are not searched, or do not fit in memory."""
+    """Return the search result with these strategies of all ops; None if they are not
+    in the search space, or do not fit in memory."""
     limit = result.formulation.problem.limit
     try:
         solution = cost_of(result.formulation, strategies, 1.0)
@@ -297,12 +297,12 @@ def _with_first(result: SearchResult, choice: Sequence[int]) -> SearchResult:
 
 
 def is_large(result: SearchResult) -> bool:
-    """Whether simulating a plan takes longer than to search."""
+    """Return whether simulating a plan takes longer than a search."""
     return len(result.strategies) > _SIMULATED
 
 
 def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
-    """Those that may be the fastest, the estimated fastest first."""
+    """Return the results that may be the fastest, sorted by estimate."""
     times = {id(x): _estimate(x) for x in results}
     most = _FAR * min(times.values())
     return [
@@ -310,9 +310,9 @@ def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
     ]
 
 
-def may_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
-    """Whether an expert's plan is to be compared with the one found. ``other``: as
-    ``priced_as`` gives it."""
+def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
+    """Return whether an expert's plan can be faster than the one found. ``other``: what
+    ``priced_as`` gives for it."""
     if len(result.strategies) <= _FEW:
         return True
     if other is None:
@@ -321,7 +321,7 @@ def may_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
 
 
 def _estimate(result: SearchResult) -> float:
-    """Seconds of a step, of a large program without overlap."""
+    """Estimate the seconds of a step, for a large program without overlap."""
     if is_large(result):
         return result.predicted
     return step_seconds(result.formulation, result.solution.choice)

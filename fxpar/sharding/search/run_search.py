@@ -43,7 +43,7 @@ _CLOSE = 1e-4
 _NODE, _ENTRY = 1.1e-4, 1e-6
 # What a plan says whose search did not end by itself.
 STOPPED = (
-    "search: ended by wall-clock time, far behind its seconds of work, so that another "
+    "search: ended by wall-clock time, long before its seconds of work, so that another "
     "run may choose another plan: give search_seconds less, or the machine less to do"
 )
 # Gap of a glance.
@@ -54,7 +54,7 @@ AGAIN = 0.25
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a search is told."""
+    """The options of a search."""
 
     # What costs are for.
     hardware: Hardware
@@ -235,8 +235,8 @@ def _pricing(problem: Problem) -> float:
 # Problems with no more strategies have few.
 _FEW = 2000
 
-# The share of the seconds in which a problem is solved without its limit: the rest is
-# for one with it, if that does not fit.
+# The share of the seconds in which a problem is solved without its limit: the others
+# are for one with it, if that does not fit.
 _FIRST = 0.75
 # Seconds of that at least.
 _LEAST = 1.0
@@ -265,9 +265,9 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
 
 
 def _is_above(problem: Problem, seconds: float) -> bool:
-    """Whether a glance at what repeats, all of it alike and without the limit, needs
-    more than the limit. What is tied need not be feasible: hints may tell
-    layers apart."""
+    """Whether a glance with equal choices in all repeated layers, without the limit,
+    needs more than the limit. What is tied need not be feasible: hints may differ
+    between layers."""
     assert problem.limit is not None
     try:
         return _alike(replace(problem, limit=None), seconds).peak > problem.limit
@@ -276,7 +276,7 @@ def _is_above(problem: Problem, seconds: float) -> bool:
 
 
 def _fitting_alike(problem: Problem, seconds: float) -> Solution:
-    """What repeats all of it alike: without the limit, if that fits."""
+    """An equal choice in all repeated layers: without the limit, if that fits."""
     solution = _alike(replace(problem, limit=None), seconds)
     if problem.limit is None or solution.peak <= problem.limit:
         return solution
@@ -284,8 +284,8 @@ def _fitting_alike(problem: Problem, seconds: float) -> Solution:
 
 
 def _alike(problem: Problem, seconds: float) -> Solution:
-    """A choice in which what repeats is all alike; nothing is proved of others. Raises
-    Infeasible if none such is found."""
+    """A choice that is equal in all repeated layers; nothing is proved of others.
+    Raises Infeasible if none such is found."""
     once, to = tie(problem)
     try:
         glance = solve(once, seconds=seconds, tolerance=_ROUGH)
@@ -299,7 +299,7 @@ def _alike(problem: Problem, seconds: float) -> Solution:
 
 
 def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
-    """What would be needed, and what needs most of it."""
+    """Return the error of a problem that has no plan within its limit."""
     if error.limit is None or error.choice is None:
         return PlanError(
             f"no plan keeps all hints: {error.what}",

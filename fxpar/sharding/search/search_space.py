@@ -3,7 +3,7 @@
 In: an op's rule and a mesh. Out: Strategies. An axis splits one factor, passes through
 as a partial sum, or is left unused (the op is repeated along it); several axes may
 split one factor. So sample, operator, attribute and parameter dims are all in the space
-(FlexFlow's SOAP), and partial results beside them. What no Spec expresses is left out,
+(FlexFlow's SOAP), and partial results too. What no Spec expresses is left out,
 and of strategies that read and make the same specs only the first is kept.
 
 In: a shape, hints (``Seed``) and a mesh. Out: Specs without partial axes, of axes of
@@ -47,7 +47,7 @@ class Node:
     specs: np.ndarray
     # Those of an op, one for each row of ``specs``; none for the others.
     strategies: tuple[Strategy, ...] = ()
-    # (K,) of a parameter that settles, whether that is a copy of what rests.
+    # (K,) of a parameter that settles, whether that is a copy of the one at rest.
     copies: np.ndarray | None = None
 
 
@@ -114,7 +114,7 @@ def specs(rule: Rule, strategy: Strategy) -> tuple[Spec, ...]:
 
 def orders(mesh: Mesh) -> tuple[Axes, ...]:
     """The orders in which axes share a dim: as in the mesh, and with batch axes minor,
-    as parameters rest."""
+    as in parameters at rest."""
     batch = batch_axes(mesh)
     minor = tuple(sorted(mesh.names, key=lambda axis: axis in batch))
     return tuple(dict.fromkeys((mesh.names, minor)))
@@ -148,7 +148,7 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether every tensor can lie so."""
+    """Whether every tensor can be sharded so."""
     axes_of = strategy.axes_of
     if not all(may_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
         return False

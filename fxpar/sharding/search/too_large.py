@@ -1,8 +1,8 @@
-"""What to say where no plan fits: what needs the memory, and what would need less.
+"""The error if no plan fits: what needs the memory, and which fixes need less.
 
-In: what lives at the peak of the smallest plan that is known, by kind and by the user's
-lines. Out: the PlanError. What a fix gains is computed from these bytes; where only the
-most that it can gain is known, "up to" says so.
+In: the entries that are live at the peak of the smallest known plan. Out: a PlanError
+that lists them by kind and by the user's lines, and fixes with what each saves, from
+the same bytes; "up to" marks an upper bound. Never plans.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.search.memory_constraints import Entry
 from fxpar.units import short_bytes, short_place, sizes_as_text
 
-# What each kind of entry is called in a plan's memory, in the order they are told.
+# Name in a plan's memory of each kind of entry, in the order of the message.
 _CALLED = {
     "parameter": "parameters",
     "optimizer": "optimizer state",
@@ -30,20 +30,20 @@ _CALLED = {
     "accumulated": "passing",
 }
 
-# So many lines are named of a kind, those that need most; and so many fixes.
+# Most lines that are named of a kind, the largest first, and most fixes.
 _LINES, _FIXES = 2, 3
-# The least part of all that is worth a word.
+# The least share of all bytes that is listed.
 _LEAST = 0.02
 
 Sizes = defaultdict[str, float]
-Held = list[tuple[Entry, float]]  # with its bytes on a rank
+Held = list[tuple[Entry, float]]  # (entry, its bytes on a rank)
 
 
 def nothing_fits(
     program: Program, limit: float, held: Held, ranks: int, *, least: bool = False
 ) -> PlanError:
-    """The error. ``held``: at the peak; ``least``: of any plan on so many ``ranks``,
-    not of the smallest that was found."""
+    """Return the error. ``held``: entries that are live at the peak; ``least``: whether
+    any plan on so many ``ranks`` needs them, not only the smallest that was found."""
     need = sum(nbytes for _, nbytes in held)
     room, peak = sizes_as_text(limit, need)
     how = f"on {ranks} ranks any needs {peak} at least"
@@ -75,8 +75,8 @@ def _by_kind(program: Program, held: Held, need: float) -> Iterator[str]:
 
 
 def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> str:
-    """The parameter or input that a value is or is the gradient of; of others the
-    user's line."""
+    """Return the name of the parameter or input that a value is or is the gradient of;
+    for other values the user's line."""
     maker = program.producers.get(entry.value)
     if maker is None or entry.kind == "gradient":
         return names.get(entry.value, program.values[entry.value].name)
@@ -87,7 +87,7 @@ def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> s
 
 
 def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[str]:
-    """What to do, what gains most first."""
+    """Yield what to do, the largest gain first."""
     sizes = Sizes(float)
     whole, inputs = 0.0, _rests_whole(program)
     for entry, nbytes in held:
@@ -111,7 +111,7 @@ def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[st
 
 
 def _rests_whole(program: Program) -> set[int]:
-    """Parameters that rest whole on every rank, and their gradients."""
+    """Return the parameters that every rank holds whole, and their gradients."""
     signature, out = program.signature, set[int]()
     for declared, v in zip(signature.inputs, program.inputs, strict=True):
         rests_whole = declared.rest is not None and declared.rest.is_whole

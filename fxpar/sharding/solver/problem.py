@@ -122,7 +122,7 @@ class Infeasible(FxparError, ValueError):
     ``smallest``: the least peak reached; ``least``: no choice has a smaller peak than
     this (the two are nan where pairs of strategies forbid every choice);
     ``largest``: (node, usage) of the largest entries at the time of the peak;
-    ``choice``: that of the least peak reached.
+    ``choice``: the choice with the least peak reached.
     """
 
     def __init__(
