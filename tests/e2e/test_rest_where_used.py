@@ -401,7 +401,7 @@ def two_ways(mesh: str | None) -> list[Any]:
     if mesh:
         assert splits(model.down.weight) == [1]
         notes = [
-            [x for x in p.notes if "exchanged at each call" in x]
+            [x for x in p.notes if "resharded at each call" in x]
             for p in fxpar.plans()[-2:]
         ]
         assert not notes[0] and "down.weight" in notes[1][0], notes

@@ -34,13 +34,13 @@ def _word(entry: Entry) -> str:
 
 
 def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
-    """Hint that ``x`` lies split as ``dims`` says: ``constrain(x, "dp", None, "tp")``.
+    """Hint that ``x`` is sharded as ``dims`` says: ``constrain(x, "dp", None, "tp")``.
 
     One entry per dim: an axis, a tuple of axes, None (whole), "?" (open), "tp?" (split
-    and open to more), any of them with a priority ("tp p2"). Dims left out are open. Of
-    no dim are "!tp" (whole along tp) and "|" (a barrier). Outside a compiled graph it
-    is the identity. Raises HintError if there are more entries than dims; that axes
-    exist and divide is checked when the graph is planned.
+    and open to more), any of them with a priority ("tp p2"). Dims left out are open.
+    "!tp" (whole along tp) and "|" (a barrier) belong to the tensor, not to a dim.
+    Outside a compiled graph it is the identity. Raises HintError if there are more
+    entries than dims; that axes exist and divide is checked when the graph is planned.
     """
     count = len([entry for entry in dims if is_dim(entry)])
     if count > x.dim():
@@ -58,7 +58,7 @@ def global_value(x: torch.Tensor) -> torch.Tensor:
     rank's part as the plan says; any other tensor itself. For batches that ranks read
     in parts, in global mode.
 
-    The DTensor lies on the program's mesh, split as ``torch.chunk`` splits. Raises
+    The DTensor is on the program's mesh, split as ``torch.chunk`` splits. Raises
     ShardError if it is a sum of parts, or split along strides.
     """
     if not isinstance(x, DTensor):
@@ -73,7 +73,7 @@ def global_value(x: torch.Tensor) -> torch.Tensor:
             dims[dim] = f"{dims[dim]}+{axis}" if dims[dim] else axis
         elif not placement.is_replicate():
             raise ShardError(
-                f"a DTensor that lies as {placement} along {axis} was fed",
+                f"a DTensor with placement {placement} along {axis} was fed",
                 fix="feed one whose placements are Shard and Replicate",
             )
     mesh = ",".join(f"{axis}={devices.size(i)}" for i, axis in enumerate(names))

@@ -52,13 +52,13 @@ class Home:
     latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
     # Names of parameters that the first graph to read them lays out as it uses them.
     movable: set[str] = field(default_factory=set)
-    # Shards of matrices are all alike.
+    # Whether all shards of each matrix have one shape.
     alike: bool = True
-    # Its adopted modules, by their ids: users' classes may have no hash.
+    # The adopted modules by id, as users' classes may have no hash.
     modules: weakref.WeakValueDictionary[int, nn.Module] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    # The Homes of the model and of its copies, in the order they were made.
+    # The Homes of the model and of its copies, in order of creation.
     copies: list[weakref.ref[Home]] = field(default_factory=list)
     # By which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
@@ -122,21 +122,21 @@ def home_of(number: int) -> Home | None:
 
 
 def live_homes() -> list[Home]:
-    """Those of all models there are."""
+    """Return the Homes of all live models."""
     return list(_HOMES.values())
 
 
 @dataclass(frozen=True)
 class ParameterAtRest:
-    """How a parameter rests and how the program should start to use it, as text."""
+    """The layout of a parameter at rest, and how the program should start to use it."""
 
-    # Of the global value.
+    # Shape of the global value.
     shape: tuple[int, ...]
-    # Of the parts that ranks hold.
+    # Spec of the shards, as text.
     spec: str
-    # As ``constrain`` takes one; "": none.
+    # A hint as ``constrain`` takes it; "": none.
     hint: str
-    # Of the parameter in its model, the first that it has.
+    # First name of the parameter in its model.
     name: str
 
 

@@ -25,7 +25,7 @@ from fxpar.sharding.spec import Spec
 def guarded(cls: type) -> Callable[..., None]:
     """``register_parameter`` that keeps a plain parameter from taking the place of a
     sharded one: an optimizer and a checkpoint know the other. Another sharded one, as
-    that of a layer it is tied to, is read as it lies itself."""
+    that of a layer it is tied to, is read in its own layout."""
 
     def register_parameter(self: nn.Module, name: str, param: Any) -> None:
         rests = self.__dict__.get(RESTS, {})
@@ -53,7 +53,7 @@ def guarded(cls: type) -> Callable[..., None]:
 
 
 def _is_part(parameter: DTensor, home: Home) -> bool:
-    """Whether a parameter lies in shards on the mesh of a model."""
+    """Whether a parameter is sharded on the mesh of a model."""
     mesh = Mesh.from_device_mesh(parameter.device_mesh)
     is_partial = any(placement.is_partial() for placement in parameter.placements)
     return mesh.sizes == Mesh.parse(home.mesh).sizes and not is_partial

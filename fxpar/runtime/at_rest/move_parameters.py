@@ -1,8 +1,9 @@
-"""Parameters at rest that come to rest otherwise, with all that lies as they do.
+"""Reshard parameters at rest, and all tensors that share their layout.
 
-A parameter stays the object it was, and so do its gradient, the optimizer's state and
-what else shares its memory: each is given other placements and another local tensor.
-Copies of the model go where it goes. Never decides where a parameter rests.
+In: parameters that no program has read, and their new specs. Out: the same objects with
+other placements and local tensors; so it is for a gradient, the optimizer's state,
+copies of the model, and tensors that share memory with one of these. Never decides the
+layout of a parameter, and never reshards one whose local tensor a user may hold.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class Holder:
-    """Where a model holds a parameter."""
+    """A place in a model that holds a parameter."""
 
-    # Of the model.
+    # The model's Home.
     home: Home
-    # That has it as an attribute.
+    # The module that has the parameter as an attribute.
     module: nn.Module
-    # The name of the attribute.
+    # The attribute's name.
     key: str
 
     @property
@@ -45,13 +46,13 @@ class Holder:
 class Movable:
     """A parameter that no program has read yet."""
 
-    # Of its model.
+    # The Home of its model.
     home: Home
-    # In its model.
+    # Its name in the model.
     name: str
-    # Itself.
+    # The DTensor.
     parameter: Any
-    # It and what goes where it goes, by what it is.
+    # All tensors to be resharded with it by description, itself as "value".
     tensors: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,7 +63,7 @@ class Movable:
 
 
 def holders() -> dict[int, list[Holder]]:
-    """Where models hold each parameter, by its id."""
+    """Return the places that hold each parameter, by the id of the parameter."""
     by_id: dict[int, list[Holder]] = {}
     for home in live_homes():
         for module in list(home.modules.values()):
@@ -74,8 +75,8 @@ def holders() -> dict[int, list[Holder]]:
 
 
 def movables(homes: Collection[Home]) -> list[Movable]:
-    """The movable parameters of models, in the order of their names, with what goes
-    where they go; one that two models hold stays."""
+    """Return the movable parameters of models in order of their names, each with the
+    tensors to be resharded with it; a parameter that two models hold is left out."""
     by_id = holders()
     by_name: dict[tuple[Home, str], Any] = {}
     for where in by_id.values():
@@ -105,8 +106,9 @@ def movables(homes: Collection[Home]) -> list[Movable]:
 
 
 def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
-    """A parameter, its gradient and its state, by what each is; nothing if some state
-    is of the part that this rank holds, or of two optimizers of one class."""
+    """Return a parameter, its gradient and its optimizer state by description; nothing
+    if some state is a plain tensor of the local shard, or if two optimizers of one
+    class have state for it."""
     tensors = {"value": parameter}
     if _torch.dtensor.are_laid_out_alike(parameter.grad, parameter):
         tensors["gradient"] = parameter.grad
@@ -126,16 +128,16 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
 
 
 def _is_bare(x: Any) -> bool:
-    """Whether something is numbers that do not say which part of a value they are."""
+    """Return whether ``x`` is a tensor that does not say which shard it is of what."""
     if isinstance(x, DTensor):
         return not _torch.dtensor.holds_plain(x)
     return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
 def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
-    """DTensors that share the memory of one that goes with a parameter, and lie as it
-    does, by the id of that one. Takes from ``parameters`` what something else looks
-    into: a view, or a part that a user holds."""
+    """Return, by the id of each tensor in ``parameters``, other DTensors that share its
+    memory and its layout. Removes a tensor from ``parameters`` if a live object of
+    another layout shares its memory: a view, or a local tensor that a user holds."""
     owners: dict[int, tuple[dict[str, Any], str, Any]] = {}
     for movable in parameters:
         for what, x in movable.tensors.items():
@@ -162,8 +164,8 @@ def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def move(movable: Movable, spec: Spec, twins: Mapping[int, list[Any]]) -> None:
-    """Lay a parameter out by another spec, and all that goes with it. Memory for the
-    global value of one tensor is taken meanwhile. All ranks come together."""
+    """Reshard a parameter, and the tensors that go with it, to ``spec``. All ranks must
+    call it. It takes memory for the global value of one tensor at a time."""
     by_id, mesh = holders(), Mesh.from_device_mesh(movable.parameter.device_mesh)
     placements = spec.to_placements(mesh)
     for x in movable.tensors.values():

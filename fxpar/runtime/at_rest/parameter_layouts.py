@@ -1,8 +1,8 @@
-"""Where each parameter of a model rests: hints, a sample's plan, else ZeRO-3.
+"""The layout of each parameter at rest: hints, a sample's plan, else ZeRO-3.
 
 In: a module with plain parameters, the mesh, hints by pattern, and the specs in which a
 sample's plan uses parameters. Out: a ``ParameterLayout`` of each parameter. Changes
-nothing; reads no values, so ranks decide alike.
+nothing; reads no values, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Uses = Mapping[str, Spec]
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where one parameter rests."""
+    """The layout of one parameter at rest."""
 
-    # Of the parts that ranks hold.
+    # Spec of the shards.
     spec: Spec
     # The hint on it, as ``constrain`` takes one; "": none.
     hint: str
@@ -62,8 +62,8 @@ def layouts_of(
     *,
     strict: bool,
 ) -> dict[int, ParameterLayout]:
-    """Where each parameter rests, by its id. ``strict``: each hint is for some
-    parameter. Raises HintError."""
+    """Choose the layout of each parameter, by its id. ``strict``: each hint must match
+    some parameter. Raises HintError."""
     names_of: dict[int, list[str]] = {}
     parameters = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -95,11 +95,11 @@ def layouts_of(
 def layouts_as_used(
     uses: Mapping[str, tuple[Sequence[int], Spec]], mesh: Mesh, *, alike: bool
 ) -> dict[str, Spec]:
-    """Where parameters rest whose shapes, and specs in which a program uses them, are
-    these: as they are used along axes that do not split the batch, split further by all
-    others. What is used whole along an axis that splits others rests whole there, the
-    smallest first, while a rank comes to hold little more. ``alike``: all shards are.
-    """
+    """Choose the layout of parameters from their shapes and the specs in which a
+    program uses them: split as they are used along axes that do not split the batch,
+    and further by all other axes. A parameter that is used whole along an axis that
+    splits others stays whole along it, the smallest first, while a rank holds at most
+    1 / ``FEW`` more. ``alike``: all shards must have equal shapes."""
     used = {axis for _, use in uses.values() for axis in use.sharded_axes}
     specs, more, held = {}, {}, 0
     for key, (shape, use) in uses.items():
@@ -127,7 +127,8 @@ def _hint_of(
     table: Mapping[str, Entries],
     uses: Uses,
 ) -> Hint:
-    """What the last hint on a parameter, else its use, says, in axes of the mesh."""
+    """Return the last hint on a parameter, else its use as a hint, in axes of the
+    mesh."""
     hits = [
         (pattern, hint)
         for pattern, hint in table.items()

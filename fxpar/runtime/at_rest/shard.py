@@ -57,12 +57,12 @@ def shard(
       parameter is used, and of ``auto`` the mesh. hints: as for ``fxpar.plan``, by
       default FXPAR_HINTS.
 
-    Axes that hints, or the sample's plan, use for some parameter lie as these say, and
-    nowhere else. Every other axis splits each parameter further, on a dim that no hint
-    closes: one that it divides, else, of matrices that are much of the model, one that
-    it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an axis of stages,
-    where it divides. Ranks must hold equal parameters; those that differ are taken
-    from rank 0.
+    Axes that hints, or the sample's plan, use for some parameter split as these say,
+    and nothing else. Every other axis splits each parameter further, on a dim that no
+    hint closes: one that it divides, else, of matrices that are much of the model, one
+    that it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an axis of
+    stages, where it divides. Ranks must hold equal parameters; those that differ are
+    taken from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -80,7 +80,7 @@ def shard(
     if hints is not None and len(table) < len(all_hints):
         pinned = next(name for name in all_hints if name not in table)
         raise HintError(
-            f"hint {pinned!r} pins to a stage, not parameters at rest",
+            f"hint {pinned!r} pins to a stage, and lays out no parameter",
             fix="give it to torch.compile(options={'hints': ...}) or in FXPAR_HINTS",
         )
     uses: Uses = {}
@@ -104,7 +104,7 @@ def shard(
             if not p.is_meta
         ]
     )
-    # Whoever hints at some parameters lays all out.
+    # Hints on some parameters fix the layout of all.
     is_default = sample is None and all(not x.hint for x in layouts.values())
     swap_parameters(model, ranks, layouts, movable=is_default)
     return model
@@ -128,7 +128,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if home is None:
         if _world_size() > 1:
             raise ShardError(
-                "no_sync needs a model whose parameters rest sharded",
+                "no_sync needs a model whose parameters are sharded",
                 fix="call fxpar.shard(model) before the optimizer is made",
             )
         yield

@@ -1,10 +1,10 @@
-"""Modules whose parameters rest sharded: what a module looks like from inside.
+"""Modules whose parameters are sharded: what a module looks like from inside.
 
 ``adopt`` gives a module a subclass of its own class. There each sharded parameter is a
 property: inside a forward, and in what Dynamo traces, it is the global tensor, made by
 ``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
-``state_dict``) it is the DTensor parameter itself. Nothing here decides how a parameter
-lies; ``parameter_layouts`` does.
+``state_dict``) it is the DTensor parameter itself. Nothing here decides the layout of a
+parameter; ``parameter_layouts`` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parameters of a model swapped for the parts that a rank holds, as DTensors.
 
-In: a module with plain parameters, and where each is to rest (``parameter_layouts``).
-Out: the same module, its classes those of ``sharded_modules``. State dicts of whole
-tensors still load. Never decides where a parameter rests.
+In: a module with plain parameters, and the layout of each (``parameter_layouts``). Out:
+the same module, its classes those of ``sharded_modules``. State dicts of whole tensors
+still load. Never decides the layout of a parameter.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def swap_parameters(
     *,
     movable: bool,
 ) -> None:
-    """Replace parameters by their parts and classes by those that gather them.
-    ``movable``: the first graph to read one lays it out as it uses it."""
+    """Replace parameters by their shards, and classes by those that gather them.
+    ``movable``: whether the first graph to read a parameter lays it out as it uses it.
+    """
     note_steps_of(_has_home)
     names = {id(p): name for name, p in model.named_parameters()}
     home = Home(str(ranks.mesh), _batch(ranks.mesh))

@@ -1,9 +1,11 @@
-"""Where the plan of a program has parameters: of a sample's call, or of the first graph
-that reads them.
+"""Layouts of parameters as the plan of a program uses them: that of a sample's call, or
+of the first graph that reads them.
 
-``uses`` plans a traced graph whose parameters may lie anywhere. ``settle`` does so for
-a Dynamo graph that is the first to read parameters which ``fxpar.shard`` split by
-default: rank 0 plans, all ranks move them, once, and Dynamo traces again.
+In: a traced graph whose parameters may have any layout. Out of ``decided``: its plan;
+of ``uses_of``: the specs of its parameters. ``settle`` does both for a Dynamo graph
+that is the first to read parameters which ``fxpar.shard`` split by default: rank 0
+plans, all ranks reshard the parameters, and Dynamo traces again. Never reshards a
+parameter that a compiled program has read.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def decided(
     of_all: bool,
     name: str,
 ) -> Decision:
-    """How the planner would run a traced graph, ``of_all`` ranks the same, else for
-    this rank by itself. Plan files and "replicate" say nothing here."""
+    """Plan a traced graph: ``of_all``, once for all ranks, which must all call; else on
+    this rank only. Plan files and "replicate" are ignored."""
     mode: Mode = "propagate"
     if options.plan == "search":
         mode = plan_mode(options.plan, options, ranks.whole.mesh.size)
@@ -91,7 +93,7 @@ def decided(
 
 
 def uses_of(decision: Decision) -> Uses:
-    """Specs in which a plan has parameters, by name."""
+    """Return the spec in which a plan uses each parameter, by name."""
     program = decision.program
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return {
@@ -108,10 +110,10 @@ def settle(
     options: Options,
     ranks: Ranks,
 ) -> None:
-    """Move parameters that no program has read yet to where this Dynamo graph uses
-    them, and make Dynamo trace again; return if none is to be moved.
+    """Reshard parameters that no program has read yet as this Dynamo graph uses them,
+    and make Dynamo trace again; return if none changes.
 
-    Raises RankMismatchError if a rank does not come.
+    All ranks must call it. Raises RankMismatchError if a rank does not.
     """
     read = [x for x in examples if isinstance(x, DTensor) and hasattr(x, HOME)]
     homes = list(dict.fromkeys(getattr(x, HOME) for x in read))
@@ -144,8 +146,8 @@ def _moved(
     homes: Sequence[Home],
     ours: dict[str, Movable],
 ) -> dict[str, Spec] | None:
-    """Move ``ours`` to where rank 0 plans them to rest; what was moved, None if ranks
-    do not read the same."""
+    """Reshard ``ours`` to the layouts that rank 0 plans, and return the new specs of
+    those that changed; None if ranks read different parameters."""
     twins, texts = twins_of(ours.values()), {}
     if consensus.leads():
         with presence.works("plans where parameters rest"):
@@ -162,16 +164,16 @@ def _moved(
 
 
 def _can_move(home: Home, options: Options) -> bool:
-    """Whether parameters of a model may rest otherwise than split over all axes: along
-    axes of the batch they are gathered in any case, and stages have theirs."""
+    """Return whether another layout may be better than a split over all axes: along
+    axes of the batch parameters are gathered in any case, and stages have their own."""
     mesh = Mesh.parse(home.mesh)
     along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
     return bool(along) and not pipeline_axis(mesh) and options.plan != "replicate"
 
 
 def _first_read(homes: Sequence[Home], read: Sequence[Any]) -> dict[str, Movable]:
-    """The movable parameters among those that are read, and those of layers that are
-    like theirs: else one graph would not serve all of these."""
+    """Return the movable parameters among those that are read, and their equivalents
+    in repeated layers, which could not share one graph otherwise."""
     every = movables(homes)
     ids = {id(x) for x in read}
     kinds = {_kind(x) for x in every if id(x.parameter) in ids}
@@ -179,7 +181,7 @@ def _first_read(homes: Sequence[Home], read: Sequence[Any]) -> dict[str, Movable
 
 
 def _kind(x: Movable) -> tuple[Any, ...]:
-    """What parameters of layers that repeat have in common."""
+    """Return a key that the parameters of repeated layers share."""
     name = re.sub(r"(?<![^.])\d+(?![^.])", "*", x.name)
     return x.home, name, tuple(x.parameter.shape)
 
@@ -187,9 +189,9 @@ def _kind(x: Movable) -> tuple[Any, ...]:
 def _agreed(
     ours: Mapping[str, Movable], told: Mapping[str, str]
 ) -> dict[str, Spec] | None:
-    """Where parameters are to rest that are moved, as rank 0 told: not what is looked
-    into on some rank; None if ranks do not read the same. Takes from ``ours`` what goes
-    with a parameter on some ranks only."""
+    """Return the new specs of parameters that change, as rank 0 planned them, without
+    those that cannot be resharded on some rank; None if ranks read different
+    parameters. Removes tensors from ``ours`` that only some ranks have."""
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
     digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
     texts = consensus.gather(tag, json.dumps({"digest": digest, "rests": told}))
@@ -220,8 +222,9 @@ def _planned(
     ranks: Ranks,
     ours: Mapping[str, Movable],
 ) -> dict[str, str]:
-    """Where each parameter is to rest, as text, as an earlier start found it out or as
-    a plan has it; none if there is no plan: compiling the graph says why."""
+    """Return the planned spec of each parameter as text, from the record of an earlier
+    start or from a plan made here; none if planning fails, since compiling the graph
+    then says why."""
     text = known_programs.text_of(gm, inputs, examples, options, ranks, [*ours])
     key = consensus.digest_of(text or "")
     path = cache_files.folder() / f"{key}.rests.json"
@@ -247,7 +250,7 @@ def _as_used(
     examples: Sequence[Any],
     ours: Mapping[str, Movable],
 ) -> dict[str, Spec]:
-    """Where parameters are to rest that a program uses so."""
+    """Return the layouts of parameters that a program uses in the specs ``uses``."""
     by_parameter = {
         id(x): uses.get(name.name) for name, x in zip(inputs, examples, strict=True)
     }
@@ -273,8 +276,8 @@ def _uses(
     ranks: Ranks,
     ours: Mapping[str, Movable],
 ) -> Uses:
-    """Specs in which a program uses its parameters, by name: of the plan that it is to
-    follow, else of one that is made here."""
+    """Return the spec in which a program uses each parameter, by name: from the plan
+    file that it follows, else from a plan made here."""
     if options.plan not in ("search", "propagate"):
         with ranks.inside():
             size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
@@ -327,7 +330,7 @@ def _ids(ours: Mapping[str, Movable]) -> set[int]:
 
 
 def _fake(x: Any, mode: Any) -> Any:
-    """A fake of the global value, of open sizes as they are now."""
+    """Return a fake tensor of the global value, open sizes at their current values."""
     if not isinstance(x, torch.Tensor):
         return _torch.symbols.hint_of(x)
     shape, strides = map(_torch.symbols.hint_shape, (x.shape, x.stride()))

@@ -41,7 +41,7 @@ def calibrate(
     Every rank calls it and gets the same result. ``mesh``: its axes are measured one by
     one; default one axis of all ranks, or two if there are several nodes. ``quick``:
     few points, nothing compiled. ``limit``: seconds. Raises MeshError if mesh and ranks
-    do not fit, or an axis lies partly in a node and partly between nodes.
+    do not fit, or an axis is partly in a node and partly between nodes.
     """
     size = groups.ensure_process_group(mesh)
     ranks = groups.join(Options(mesh=mesh or _default_mesh(size)))
@@ -124,7 +124,7 @@ def spawn(ranks: int, arguments: Sequence[str], timeout: float) -> int:
         print(f"calibrate: not done after {timeout:g} s", file=sys.stderr)
         return 1
     finally:
-        # torchrun, told to end, ends its ranks within 30 s.
+        # torchrun, asked to end, ends its ranks within 30 s.
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             if child.poll() is None:
                 os.killpg(child.pid, signal_number)

@@ -217,8 +217,8 @@ def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
 
 
 def cores(probe: Probe) -> int:
-    """How many ranks of this machine have a core for each of their threads: 0 on other
-    devices. All ranks call it."""
+    """Return how many ranks can have a core of this machine for each of their threads;
+    0 on other devices than a CPU. All ranks must call it."""
     if probe.device.type != "cpu":
         return 0
     ours = os.sched_getaffinity(0) if _LINUX else range(os.cpu_count() or 1)
@@ -227,7 +227,7 @@ def cores(probe: Probe) -> int:
     return max(len(every) // torch.get_num_threads(), 1)
 
 
-# Where a process may be kept to some cores.
+# Systems on which a process may be bound to some cores.
 _LINUX = hasattr(os, "sched_getaffinity")
 
 

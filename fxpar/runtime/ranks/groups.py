@@ -80,13 +80,13 @@ _alone = itertools.count()  # graphs compiled without a process group
 
 
 def next_graph() -> int:
-    """Number of a graph; ranks that run the same program count alike. A new process
+    """Number of a graph; ranks that run the same program count the same. A new process
     group counts from 0: its ranks may have been others of the one before, or none."""
     return next(_graphs())
 
 
 def coming_graph() -> int:
-    """The number that the next graph is to have."""
+    """Return the number that the next graph will have."""
     return next(copy.copy(_graphs()))
 
 
@@ -120,7 +120,7 @@ class Ranks:
 
     @property
     def whole(self) -> Ranks:
-        """All ranks on the whole mesh, where parameters are at rest."""
+        """All ranks on the whole mesh, over which parameters are sharded."""
         return Ranks(self.manual.mesh, self.manual.rank) if self.manual else self
 
     def inside(self) -> contextlib.AbstractContextManager[None]:

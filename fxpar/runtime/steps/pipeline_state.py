@@ -78,9 +78,9 @@ class JointState(PipelineState):
     key: str = ""
     # None before the plan is decided or recalled.
     decision: Decision | None = None
-    # Decisions that may turn out to be faster, and the requests they answer.
+    # Other decisions that may be faster, each with the request that it answers.
     rivals: tuple[tuple[Decision, Request], ...] = ()
-    # Of a step, predicted, where plans were compared by it.
+    # Predicted seconds of a step, if plans were compared by them.
     step_seconds: float | None = None
     # The local graph before its schedule, if the request is to be tuned.
     unscheduled: fx.Graph | None = None
@@ -148,7 +148,7 @@ class PhaseState(PipelineState):
     which: str
     # None where nothing was planned: no regions are fused.
     mesh: Mesh | None
-    # All shards are alike; if not, only regions of the schedule are fused.
+    # All shards have equal shapes; if not, only regions of the schedule are fused.
     even: bool = True
     # The graph goes to Inductor.
     inductor: bool = False

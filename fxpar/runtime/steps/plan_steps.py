@@ -253,7 +253,7 @@ def describe(state: JointState) -> None:
     hardware, mesh = state.request.named_hardware, state.decided.mesh
     if hardware is not None:
         mesh = hardware.on(mesh)
-    # Of a plan that a user hands in nobody knows what it was predicted for.
+    # A user's plan file may have been predicted for another machine.
     step_seconds = state.step_seconds
     if state.recalled is not None and _searches(state.request):
         step_seconds = state.recalled.step_seconds
@@ -284,7 +284,7 @@ def _at_hints(state: JointState) -> fx.Graph:
 
 
 def _room(request: Request) -> int | None:
-    """Bytes that a rank has."""
+    """Return the memory of a rank in bytes, None if no hardware is known."""
     if isinstance(request.mode, SearchOptions):
         return int(request.mode.budget)
     hardware = request.hardware or request.named_hardware
