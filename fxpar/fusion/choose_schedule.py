@@ -2,13 +2,13 @@
 
 In: a local graph with steps, the hardware. Out: a ``Chosen``: the schedule, the graph
 after it, what a step is predicted to take before and after, and near misses with the
-reason. What lies in slices comes from ``sequence_parallel``, which is exact for the sum
+reason. What is sliced comes from ``sequence_parallel``, which is exact for the sum
 of seconds, once for each dim that could be split; the best by simulation are kept. For
 each of these ``overlap_candidates`` finds lines for every kind of collective, in a
 window around it, and the whole step is simulated again. Of layers that repeat all that
 is done on a few (``fewer_layers``), and the lines found are said for all. A schedule is
 taken if the step is not slower with it, memory deciding between equals. All ranks
-choose alike: nothing here depends on the clock or on the rank.
+choose the same: nothing here depends on the clock or on the rank.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _CASES = 3
 # Of so many kinds of collectives, the largest, a later start is tried.
 _SUNK = 4
 
-# So many times chunks of a collective may pass beside the one that reads it.
+# So many times chunks of a collective may overlap with the one that reads it.
 _PAIRED = 2
 
 # A step that takes no longer than this share of what its windows say is as said.
 _AS_SAID = 1.005
 
-# Of a step, what all lines of a schedule must save: a simulation does not know it
-# better. Settings make fewer calls, or the same earlier.
+# The share of a step that the lines of a schedule must save in all, which is what a
+# simulation is off by. Settings need not: they make fewer calls, or the same earlier.
 _PAYS = 0.01
 
 # What is tried of forward and backward, each on top of what was taken before.
@@ -103,7 +103,7 @@ class Chosen:
     near: tuple[str, ...] = ()
     # Schedules that were simulated and not taken, the fastest first.
     others: tuple[Schedule, ...] = ()
-    # Ops on shards that are not alike, which stay as they are.
+    # Ops on unequal shards, which stay as they are.
     unlike: int = 0
     # What was simulated of it, if that was not forgotten.
     run: SimulatedRun | None = None
@@ -116,9 +116,7 @@ class Chosen:
             f"schedule: with it a step takes {difference(then, seconds, short_seconds)}"
             f" and a rank holds {difference(after, peak, short_bytes)}"
         )
-        stay = (
-            f"schedule: {self.unlike} ops on shards that are not alike stay as they are"
-        )
+        stay = f"schedule: {self.unlike} ops on unequal shards stay as they are"
         return (saved,) * bool(self.schedule) + (stay,) * bool(self.unlike)
 
 
@@ -182,7 +180,7 @@ def _lines(state: Attempts) -> None:
     cases, split = _sliced(state)
     if len(state.first.nodes) <= _LARGE:
         cases = _attended(state, cases)
-        _sunk(state)  # beside work that a ring would leave in front of its waits
+        _sunk(state)  # to overlap work that a ring would leave before its waits
         _overlapped(state, list(dict.fromkeys([state.schedule, *cases])), split)
         _sunk(state)
         _hops_overlapped(state)
@@ -209,7 +207,7 @@ def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
 
 
 def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
-    """What may lie in slices, for all axes: the best schedules, the plain one too; and
+    """What may be sliced, for all axes: the best schedules, the plain one too; and
     the all-reduces that were split in any."""
     cases, split = [Schedule()], set[str]()
     for axes in dict.fromkeys(_reduced_along(state.first)):
@@ -248,7 +246,8 @@ def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
 def _overlapped(
     state: Attempts, cases: Sequence[Schedule], split: Collection[str]
 ) -> None:
-    """Products in chunks beside their collectives, and rings, on top of each case; the
+    """Products in chunks that overlap with their collectives, and rings, on top of
+    each case; the
     one that is predicted to be best is simulated first."""
     predictions = []
     for case in cases:
@@ -259,7 +258,9 @@ def _overlapped(
         if not groups or predicted >= state.now.seconds * (1 - LEAST):
             continue
         every = Schedule(tuple(line for g in groups for line in g.lines.lines))
-        then = state.attempt(case + every, f"{len(groups)} kinds beside compute")
+        then = state.attempt(
+            case + every, f"{len(groups)} kinds overlapped with compute"
+        )
         if then is not None and then.seconds <= _AS_SAID * predicted:
             continue
         schedule = case
@@ -274,14 +275,14 @@ def _sunk(state: Attempts) -> None:
     """Collectives right before their first readers, where others that are waited for
     stand between and then have the network first."""
     exposed = _exposed(state.now)
-    alike: dict[Any, list[fx.Node]] = {}
+    of_kind: dict[Any, list[fx.Node]] = {}
     for node in state.graph(state.schedule).nodes:
         if node.target in collective_nodes.COLLECTIVE and any(
             exposed.get(_key(other), 0.0) > _TRIED * state.now.seconds
             for other in _before_readers(node)
         ):
-            alike.setdefault(_key(node), []).append(node)
-    for kind, nodes in sorted(alike.items(), key=lambda one: -one[0][-1])[:_SUNK]:
+            of_kind.setdefault(_key(node), []).append(node)
+    for kind, nodes in sorted(of_kind.items(), key=lambda one: -one[0][-1])[:_SUNK]:
         lines = Schedule.of("\n".join(f"sink({node.name})" for node in nodes))
         what = f"{len(nodes)} of {kind[0]} right before what reads them"
         state.attempt(state.schedule + lines, what)
@@ -296,22 +297,24 @@ def _before_readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _hops_overlapped(state: Attempts) -> None:
-    """Collectives in chunks beside those over other axes that read them: all of a kind,
-    or the last alone, behind which there is no compute to hide it."""
+    """Collectives in chunks that overlap with those over other axes that read them: all
+    of a kind, or the last alone, after which there is no compute to hide it."""
     for _ in range(_PAIRED):
         first, exposed = state.schedule, _exposed(state.now)
-        alike: dict[Any, list[tuple[fx.Node, fx.Node]]] = {}
+        of_kinds: dict[Any, list[tuple[fx.Node, fx.Node]]] = {}
         for node in state.graph(first).nodes:
             before = _hop_before(node)
             if before and exposed.get(_key(node), 0.0) > _TRIED * state.now.seconds:
                 kinds = _key(before), _key(node)
-                alike.setdefault(kinds, []).append((before, node))
-        for (kind, then), pairs in alike.items():
+                of_kinds.setdefault(kinds, []).append((before, node))
+        for (kind, then), pairs in of_kinds.items():
             for some in (pairs, pairs[-1:])[: len(pairs)]:
                 for dim in dims_of(some[0][1], 2):
                     how = f"chunks=2, dim={dim}"
                     lines = (f"overlap({a.name}, {b.name}, {how})" for a, b in some)
-                    what = f"{len(some)} of {kind[0]} beside the {then[0]} behind"
+                    what = (
+                        f"{len(some)} of {kind[0]} overlapped with the {then[0]} after"
+                    )
                     state.attempt(first + Schedule.of("\n".join(lines)), what)
         if state.schedule == first:
             return
@@ -350,15 +353,15 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
     graph = state.graph(case)
     varies, backward = varying(graph), depending_on_tangents(graph)
     least = _TRIED * now.seconds / 2
-    alike: dict[Any, list[fx.Node]] = {}
+    of_kind: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if (
             node.target in collective_nodes.COLLECTIVE
             and exposed.get(_key(node), 0.0) > least
         ):
-            alike.setdefault(_key(node), []).append(node)
+            of_kind.setdefault(_key(node), []).append(node)
     out = []
-    for key, nodes in alike.items():
+    for key, nodes in of_kind.items():
         forms: dict[Any, list[Window]] = {}
         for node in nodes:
             alone, here = True, window(node, varies, backward)

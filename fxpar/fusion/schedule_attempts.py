@@ -107,7 +107,7 @@ class Attempts:
         return self._last_run[1]
 
     def orders(self) -> Orders:
-        """Which settings order the lines so far alike."""
+        """Which settings give the lines so far one and the same order."""
         return self._lowered(self.schedule)
 
     def _lowered(self, schedule: Schedule) -> Orders:
@@ -147,7 +147,7 @@ class Attempts:
         return True
 
     def keep(self, schedule: Schedule) -> None:
-        """Take a schedule that was simulated."""
+        """Make a simulated schedule the current one."""
         self.schedule, self.now = schedule, self.simulated[schedule]
         self.run = self._run_of(schedule)
 
@@ -158,6 +158,7 @@ def with_room(now: Timeline) -> int:
 
 
 def is_better(then: Timeline, now: Timeline, least: float = LEAST) -> bool:
-    """Whether a step saves more than the share ``least`` of its seconds, or memory."""
+    """Return whether ``then`` saves more than the share ``least`` of the seconds of
+    ``now``, or saves memory and is not slower."""
     saved = 1 - then.seconds / now.seconds if now.seconds else 0.0
     return saved > least or (saved >= -LEAST and then.peak_bytes < now.peak_bytes)

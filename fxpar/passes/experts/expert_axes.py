@@ -1,11 +1,11 @@
 """Which products are of experts, and over which axes a search may split experts where
 none is named for them.
 
-A grouped product is told where each group of rows ends. The groups are the experts' if
+A grouped product is given where each group of rows ends. The groups are the experts' if
 the ends are a running count of the values that were sorted by, and if these are places
 of experts, so that none comes before the first. Reads a graph; never changes it.
 
-Experts that lie on the ranks of an axis are another program than experts that lie whole
+Experts that are split over the ranks of an axis are another program than experts whole
 (``normalize_experts``), so each is planned by itself, and the one that is predicted to
 be faster is taken. In: a traced graph and a request. Out: data; runs nothing.
 """
@@ -40,7 +40,7 @@ _GROUPED = (
     "transformers.grouped_mm_fallback.default",
     "transformers.grouped_mm_fallback_backward.default",
 )
-# The arguments of ``histc`` behind the first, where they are left out.
+# The arguments of ``histc`` after the first, where they are left out.
 _BINS = (100, 0, 0)
 # Types that numbers of experts are exact in.
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -130,7 +130,7 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
 
 
 def trial(request: Request) -> Request:
-    """The request to predict a plan that is compared, which leaves nothing behind."""
+    """The request to predict a plan that is compared, which writes no files."""
     mode = request.mode
     assert isinstance(mode, SearchOptions)
     shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)

@@ -36,8 +36,8 @@ def undo_views_around_matmul(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | None:
-    """How many source dims each target dim merges, or None if not a plain merge. One of
-    a row may merge none."""
+    """Return how many source dims each target dim merges, or None if the view is not a
+    plain merge; a target dim of size 1 may merge none."""
     groups, i = [], 0
     for size in target:
         n, count = 1, 0
@@ -64,7 +64,7 @@ def before_views(node: Any) -> fx.Node:
 
 
 def _views_of(node: fx.Node) -> Iterator[fx.Node]:
-    """What a view shows, and what that shows if it is one."""
+    """Yield the source of a view, and the source of that one if it is a view too."""
     while op_facts_of(node.target).reshapes:
         node = node.args[0]
         yield node
@@ -154,7 +154,7 @@ class _Contraction:
                 parts[word] = [next(self.fresh) for _ in range(count)]
                 sizes[word] = shape[at : at + count]
             at += count
-        # A dim of one row is left out where others come apart, so that this ends.
+        # Dims of size 1 are only dropped where another dim splits, so that this ends.
         if 0 in groups and not any(
             sum(n != 1 for n in rows) > 1 for rows in sizes.values()
         ):

@@ -3,7 +3,7 @@ and what it sends with them.
 
 In: a local graph. Out: ``Launches``, data that ``simulate_step`` times and
 ``peak_memory`` adds up. What is one kernel says ``cost.fused_kernels``; here is which
-ops are collectives and waits, and which lines ranks must have alike.
+ops are collectives and waits, and which lines must be equal on all ranks.
 
 Of a graph that is lowered and as scheduled, before ``bucket_collectives`` joins small
 ones, also facts of a plan: its collectives in the order they run, those of the forward
@@ -165,8 +165,8 @@ class _LocalReader(KernelReader):
                 self.step(node, float(next(self.place)), backward)
 
     def continued(self, results: Iterable[fx.Node]) -> _LocalReader:
-        """A reader that goes on behind the phase that was read, while this one stays as
-        it is. ``results``: nodes whose values are read behind it."""
+        """A reader that goes on after the phase that was read, while this one stays as
+        it is. ``results``: nodes whose values are read after it."""
         self.close_all()
         reader = _LocalReader(self.fused, is_bound=self.is_bound)
         reader.place = count(next(self.place))
@@ -239,9 +239,9 @@ class _LocalReader(KernelReader):
 def crossings(
     graph: fx.Graph, *, even: bool = True, among: Collection[fx.Node] | None = None
 ) -> list[str]:
-    """The collectives of a graph in order, a line for each: what ranks that run it
-    together must have alike, whatever else they compute. Unless shards are ``even``,
-    sizes are alike only within a group, and are left out; so are those of exchanges.
+    """The collectives of a graph in order, a line for each, which must be equal on all
+    ranks that run it together, whatever else they compute. Unless shards are ``even``,
+    sizes are equal only within a group, and are left out; so are those of exchanges.
     ``among``: nodes to look at; None: all."""
     out: list[str] = []
     for node in graph.nodes if among is None else among:
@@ -251,9 +251,9 @@ def crossings(
             out += crossings(body.graph, even=even)
         if node.target in WAITS or not ("c10d" in name or is_collective(node)):
             continue
-        alike = even and not _sends_unlike(node)
+        with_sizes = even and not _sends_unlike(node)
         operands = [
-            f"{value.dtype}{_sizes(value) if alike else ''}".removeprefix("torch.")
+            f"{value.dtype}{_sizes(value) if with_sizes else ''}".removeprefix("torch.")
             for value in (n.meta.get("val") for n in node.all_input_nodes)
             if isinstance(value, torch.Tensor)
         ]
@@ -327,7 +327,7 @@ def _bytes_sent(node: fx.Node) -> int:
 
 
 def source_of(node: fx.Node) -> str:
-    """Node and user line that made it necessary."""
+    """Return the node and the user's line that made a collective necessary."""
     if "fxpar_cause" in node.meta:
         return node.meta["fxpar_cause"]
     name, line = node.meta.get("fxpar_origin", node.name), user_line(node)

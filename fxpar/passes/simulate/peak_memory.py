@@ -1,6 +1,6 @@
 """What a rank has in memory while it runs a local graph, and of what kind when most.
 
-In: launches. Out: ``Residency``: when each buffer is there, and the bytes of all behind
+In: launches. Out: ``Residency``: when each buffer is there, and the bytes of all after
 each launch, as a caching allocator has them: it follows the order of launches, not
 time. ``by_kind`` tells what is held at the peak, with the optimizer's state, which no
 graph of forward and backward has. Never runs and never changes the graph.
@@ -22,7 +22,7 @@ from fxpar.sharding.program import Signature
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.search.memory_constraints import MOMENTS
 
-# In the order in which they are told.
+# In the order in which they are listed.
 KINDS = (
     "parameters",
     "gathered parameters",
@@ -43,7 +43,7 @@ class Residency:
     born: dict[Buffer, int]
     # The last launch that needs it; the number of launches for what stays to the end.
     dies: dict[Buffer, int]
-    # (launch, bytes made by it, bytes in memory while it runs, bytes behind it); the
+    # (launch, bytes made by it, bytes in memory while it runs, bytes after it); the
     # first is before all launches.
     usage: list[tuple[int, int, int, int]]
 
@@ -141,8 +141,9 @@ def by_kind(
 def optimizer_bytes(
     inputs: Sequence[fx.Node], signature: Signature
 ) -> dict[fx.Node, int]:
-    """What the optimizer holds for each input: ``memory_constraints.MOMENTS`` of a
-    parameter that has a gradient. ``inputs``: of a local graph."""
+    """Map each parameter that has a gradient to the bytes of its optimizer state,
+    ``memory_constraints.MOMENTS`` times its own. ``inputs``: placeholders of a local
+    graph."""
     of = {out.of for out in signature.outputs if out.kind == "gradient"}
     pairs = enumerate(zip(inputs, signature.inputs, strict=True))
     return {

@@ -1,10 +1,10 @@
-"""A step of a local graph on the mesh it was made for: the slowest rank's timeline.
+"""Predict a step of a local graph on its mesh: the timeline of the slowest rank.
 
-In: a local graph, joint or not, its mesh, the hardware, and how forward and backward
-are ordered. Out: a ``Timeline``. What is simulated has forward and backward parted and
-ordered as when compiled; of a program in stages all places are simulated together, of
-ranks whose shards or speeds differ each one. Which values the backward computes again
-is decided by a simpler rule than AOTAutograd's, fusion by simpler ones than Inductor's.
+In: a local graph, joint or not, its mesh, the hardware, and settings of the order of
+forward and backward. Out: a ``Timeline``. Forward and backward are partitioned and
+ordered as when compiled; the stages of a pipeline are simulated together, and ranks
+whose shards or speeds differ one by one. Recomputation follows a simpler rule than
+AOTAutograd's, fusion simpler ones than Inductor's. Never changes the graph.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def predict_step(
     disable: Collection[str] = (),
     fused: bool = True,
 ) -> Timeline:
-    """The timeline of one step. ``settings``, ``disable``: of what orders forward and
-    backward. ``fused``: as for ``simulate``, which says what is raised."""
+    """Return the timeline of one step. ``settings``, ``disable``: settings and disabled
+    passes of the order; ``fused``: as for ``simulate``, which says what is raised."""
     axis = pipeline_axis(mesh)
     if axis is not None:
         return simulate_pipeline(graph, hardware.on(mesh), axis, hardware, fused=fused)

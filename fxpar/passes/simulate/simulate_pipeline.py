@@ -3,11 +3,11 @@
 In: the graph of all stages (``lay_out_stages``), lowered. Out: a ``Timeline`` whose
 streams are the places along the pipeline axis, an event for each action. Each place
 takes what ``simulate_step`` says its launches take, one after the other, and waits for
-what arrives; messages run beside, at each end one after the other, and take from what
-computes at either end what collectives take (``Hardware.beside``). What is sent is
-copied before. Since all places follow the order of one graph, one pass over it gives
-all times. Where ranks share cores, a place that waits leaves its own to the others
-(``Hardware.speed_of``): further passes take the places at work from the pass before.
+what arrives; messages overlap with compute, at each end one after the other, and slow
+it down at either end as collectives do (``Hardware.beside``). What is sent is copied
+before. Since all places follow the order of one graph, one pass over it gives
+all times. If ranks share cores, a place that waits leaves its own to the others
+(``Hardware.speed_of``): further passes take the busy places from the pass before.
 Never runs and never changes the graph.
 """
 
@@ -40,10 +40,10 @@ ours = torch.ops.fxpar
 # The stream of a place.
 STREAM = "place"
 
-# Passes at most, where ranks share cores, and the share of a step that is none.
+# Most passes if ranks share cores; a smaller relative change of the step ends them.
 _PASSES, _SAME = 12, 1e-3
 
-# (seconds of the step, how many times as fast a place computes from then on).
+# (second of the step, factor of a place's speed from then on).
 _Speeds = Sequence[tuple[float, float]]
 
 
@@ -64,7 +64,7 @@ def simulate_pipeline(
     ]
     link, ranks = collectives.between_two(mesh.link(axis)), mesh.size // len(places)
     clocks = _Clocks(seconds_of, link, machines).over(graph)
-    if hardware.speed_of(ranks) > 1.0:  # where the other places wait
+    if hardware.speed_of(ranks) > 1.0:  # while the other places wait
         for _ in range(_PASSES):
             speeds = _speeds(clocks.runs, ranks, hardware)
             before, clocks = clocks, _Clocks(seconds_of, link, machines, speeds)
@@ -100,7 +100,7 @@ class _Clocks:
     link: Link
     # Of each place.
     machines: Sequence[Hardware]
-    # Of each place; none: that of the figures.
+    # By place; empty: the speed of the hardware's figures.
     speeds: Sequence[_Speeds] = ()
     # When what arrives is there.
     arrivals: dict[fx.Node, float] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class _Clocks:
         self.speeds = self.speeds or [()] * len(self.now)
 
     def over(self, graph: fx.Graph) -> _Clocks:
-        """These clocks, once all nodes have run."""
+        """Run all nodes, and return these clocks."""
         for node in graph.nodes:
             self.step(node)
         return self
@@ -237,8 +237,8 @@ def _ended(
 def _speeds(
     runs: Sequence[Sequence[_ActionRun]], ranks: int, hardware: Hardware
 ) -> list[_Speeds]:
-    """How fast each place computes, of so many ``ranks`` each, beside what the others
-    did."""
+    """Return the speeds of each place, given when the others computed. ``ranks``: the
+    number of ranks of each place."""
     counts = [min(n * ranks, hardware.ranks) for n in range(1, len(runs) + 1)]
     speed_of = list(map(hardware.speed_of, counts))
     speeds = list[_Speeds]()

@@ -144,7 +144,7 @@ def _accumulate_by_stage(graph: fx.Graph) -> None:
 
 
 def _adds_stages(node: fx.Node) -> bool:
-    """Whether a sum that is read once is of values of two stages, alike in shape."""
+    """Whether a sum that is read once is of values of two stages, of one shape."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.users) > 1:
         return False
     homes = [
@@ -426,7 +426,7 @@ def _ordered(unrolled: _Unroller) -> fx.Graph:
 
 
 def demand(nodes: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
-    """Append nodes to the order, each behind all that it reads."""
+    """Append nodes to the order, each after all that it reads."""
     for node in nodes:
         stack = [node]
         while stack:
