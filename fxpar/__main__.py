@@ -57,19 +57,19 @@ def parser() -> argparse.ArgumentParser:
         "--memory",
         type=_nbytes,
         metavar="SIZE",
-        help="what a rank has, such as 80GB; default: the hardware's",
+        help="memory of a rank, such as 80GB; default: the hardware's",
     )
     one.add_argument(
         "--shard",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="parameters rest as the plan splits them, as after fxpar.shard; else "
-        "whole on every rank, as under torch.compile alone",
+        help="shard parameters at rest as the plan does, as after fxpar.shard; else "
+        "every rank holds them whole, as under torch.compile alone",
     )
     one.add_argument("--grad", action="store_true", help="plan the backward too")
     one.add_argument("--why", metavar="NAME", help="why a value has its spec")
     one.add_argument(
-        "--layers", action="store_true", help="memory and time by layer, too"
+        "--layers", action="store_true", help="print memory and time by layer, too"
     )
     one.add_argument("--html", metavar="FILE", help="write the plan as a page")
     one.add_argument(
@@ -123,16 +123,16 @@ def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float
 
 
 def _nbytes(text: str) -> int:
-    """Reads bytes from the command line: 80GB, 64GiB, 1e9."""
+    """Read a number of bytes from the command line: 80GB, 64GiB, 1e9."""
     number = text.rstrip("bBiI").rstrip("kKMGT")
     letters = text[len(number) :].upper().removesuffix("B")
     power = "KMGT".find(letters[:1]) + 1 if letters else 0
     return int(float(number) * (1024 if letters.endswith("I") else 1000) ** power)
 
 
-_nbytes.__name__ = "size"  # as argparse says it
+_nbytes.__name__ = "size"  # argparse names the type so in an error
 
-# The exit status where a plan needs more memory than a rank has.
+# The exit status if a plan needs more memory than a rank has.
 TOO_LARGE = 3
 
 

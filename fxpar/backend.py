@@ -183,7 +183,7 @@ def _called(
     owner: object,
 ) -> Callable[..., Any]:
     """What Dynamo calls for a graph: compiled when ranks meet at its first call. Dynamo
-    may be told to trace it again."""
+    may be asked to trace it again."""
     lean, positions, numbers = lean_graph(gm, examples)
     compiled_graph.forget_homes(lean)
     examples = [_fed(examples[i], i in numbers) for i in positions]

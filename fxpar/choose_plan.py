@@ -40,8 +40,8 @@ from fxpar.sharding.read_program import with_sizes_closed
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.units import percent_more, short_seconds
 
-# The last steps of the pipeline before a schedule is chosen and before a plan is
-# described, and the share of its kernels' seconds that a schedule leaves at least.
+# The last step of the pipeline before a schedule is chosen, the last one before a plan
+# is described, and the least share of a step's kernels that a schedule leaves.
 _UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
 
 
@@ -57,11 +57,11 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 
 
 def _finished(state: JointState) -> Result:
-    """What the pipeline gives of a decision, or of one of its rivals whose step is
-    predicted to be faster. A rival that would take longer though its communication took
-    no time gets no schedule. Plans of open sizes are compared at their hints, without a
-    schedule: what is lowered with symbols leaves guards on them, and so do plans that
-    are not taken, on the rank that searches alone."""
+    """Return the result for a decision, or for the rival with the shortest predicted
+    step. A rival gets no schedule if it would take longer even with all communication
+    hidden. Plans of open sizes are compared at their hints and without a schedule:
+    lowering with symbols leaves guards on them, also of plans that are not taken, on
+    the one rank that searches."""
     rivals = [x for x in state.rivals if not state.open or x[0].is_even]
     if not rivals:
         return pipeline.finished(state, pipeline.rows_after("plan"))
@@ -123,7 +123,8 @@ def _finished(state: JointState) -> Result:
 
 
 def _held(line: Timeline, state: JointState) -> int:
-    """Bytes of a rank, with the optimizer's state; in stages without."""
+    """Return bytes of a rank at its peak: with the optimizer's state, but for a
+    pipeline."""
     if state.request.pipeline is not None:
         return line.peak_bytes
     signature = state.decided.program.signature
@@ -132,13 +133,14 @@ def _held(line: Timeline, state: JointState) -> int:
 
 
 def _budget(request: Request) -> float:
-    """Bytes of a rank."""
+    """Return the bytes that a rank may hold."""
     assert isinstance(request.mode, SearchOptions), "what is compared was searched"
     return request.mode.budget
 
 
 def _trial_of(state: JointState, decision: Decision, request: Request) -> JointState:
-    """A state to go on with, apart from the one it is of."""
+    """Return a copy of a state with another decision and request, to run further steps
+    on."""
     trial = copy(state)
     trial.decision, trial.request, trial.rivals = decision, request, ()
     trial.seconds = dict(state.seconds)
@@ -146,7 +148,7 @@ def _trial_of(state: JointState, decision: Decision, request: Request) -> JointS
 
 
 def _timeline_unscheduled(state: JointState) -> Timeline:
-    """A step before its schedule is chosen."""
+    """Predict a step without a schedule; ``state`` keeps its graph."""
     copied = _trial_of(state, state.decided, state.request)
     copied.graph = copy_of(state.graph)
     run_steps(pipeline.rows_after("schedule", _LOWERED), copied)
@@ -154,7 +156,7 @@ def _timeline_unscheduled(state: JointState) -> Timeline:
 
 
 def _timeline(state: JointState) -> Timeline:
-    """A step of a lowered graph as it would run."""
+    """Predict a step of a lowered graph."""
     request, options = state.request, state.request.mode
     assert isinstance(options, SearchOptions), "what is compared was searched"
     return predict_step(

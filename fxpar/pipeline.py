@@ -184,7 +184,7 @@ PHASE = (
     _may("compute_first_rows", lowering_steps.compute_first_rows),
 )
 
-# Whose seconds are shown by themselves; before them the program is normalized, behind
+# Whose seconds are shown by themselves; before them the program is normalized, after
 # them it is partitioned.
 COUNTED = {
     **dict.fromkeys(
@@ -269,15 +269,16 @@ def show(state: PipelineState, stage: str) -> None:
 
 
 def rows_after(name: str, last: str | None = None) -> tuple[PipelineStep, ...]:
-    """The steps of ``JOINT`` behind one of them, up to the ``last``."""
+    """Return the steps of ``JOINT`` after the step ``name``, up to the step ``last``,
+    else to the end."""
     names = [step.name for step in JOINT]
     end = len(names) if last is None else names.index(last) + 1
     return JOINT[names.index(name) + 1 : end]
 
 
 def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
-    """The state of a traced graph (changed in place by normalizing) once its plan is
-    decided.
+    """Run the steps of ``JOINT`` on a traced graph (changed in place by normalizing)
+    until its plan is decided.
 
     Raises HintError, RuleError, PlanError, and UnknownOpError under ``strict``.
     """
@@ -295,7 +296,7 @@ def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
 
 
 def finished(state: JointState, rows: Sequence[PipelineStep]) -> Result:
-    """What planning gives, after the last steps of ``JOINT``.
+    """Run ``rows``, the last steps of ``JOINT``, and return the result.
 
     Raises PlanError and ScheduleError.
     """
@@ -315,7 +316,7 @@ def finished(state: JointState, rows: Sequence[PipelineStep]) -> Result:
 def with_schedule(
     result: Result, schedule: str, fake_mode: Any, request: Request
 ) -> Result:
-    """What was planned, with another schedule and all else that was chosen;
+    """Return the result with another schedule and all else as it was chosen;
     ``request`` had ``tune``.
 
     Raises ScheduleError.

@@ -76,13 +76,13 @@ class Predicted:
     compute: float
     # Seconds that communication keeps kernels waiting.
     exposed: float
-    # Seconds of it that run beside them.
+    # Seconds of it that overlap with them.
     hidden: float
     # Bytes by axes ("dp", "dp+tp").
     sent: tuple[tuple[str, int], ...]
     # Of memory; the optimizer's state is not in a step's graph, and not in this.
     peak_bytes: int
-    # Of memory, with the optimizer's state, as in ``Plan.memory``.
+    # Bytes at the peak with the optimizer's state, the sum of ``Plan.memory``.
     held_bytes: int
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class TracedPlan(Plan):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """One step of the slowest rank, as ``predict_step`` has it.
+        """One step of the slowest rank, as ``predict_step`` gives it.
 
         Raises as ``hardware`` does.
         """
@@ -147,15 +147,15 @@ class TracedPlan(Plan):
         )
 
     def predicted_texts(self) -> list[str]:
-        """What ``predicted`` says, if the hardware is known."""
+        """Return ``predicted`` as text, nothing if the hardware is unknown."""
         try:
             return [str(self.predicted)] if self.result is not None else []
-        except (DeviceError, PlanError):  # of the user's own collectives
+        except (DeviceError, PlanError):  # PlanError: the user's own collectives
             return []
 
     def layers(self) -> str:
-        """Memory and time by layer of the model, as a table whose sums are what the
-        plan predicts; empty for a plan in stages or on unlike ranks.
+        """Return memory and time by layer of the model as a table, whose sums are the
+        plan's predictions; empty for a pipeline and for unequal ranks.
 
         Raises as ``hardware`` does, and PlanError for a loaded plan.
         """
@@ -186,8 +186,8 @@ class TracedPlan(Plan):
 
     def why(self, name: str) -> str:
         """As ``Plan.why``; of a searched plan also what the value costs, what else the
-        op that makes it could do, or where else it could rest if it is an input, and
-        what the whole plan would then cost, solved again."""
+        op that makes it could do, or other layouts of it if it is an input, and what
+        the whole plan would then cost, solved again."""
         text = super().why(name)
         search = self.result.decision.search if self.result else None
         value = self.result.decision.program.named(name) if self.result else None
@@ -353,9 +353,9 @@ def plan_call(
     grad: bool = False,
     shard: bool = True,
 ) -> TracedPlan:
-    """``plan`` with ``overrides`` of options, by name; else those of the
-    environment hold. ``shard``: parameters rest as the plan splits them, as after
-    ``fxpar.shard``; otherwise whole on every rank.
+    """Plan a call as ``plan`` does, with ``overrides`` of the environment's options by
+    name. ``shard``: whether parameters are sharded at rest as the plan splits them, as
+    after ``fxpar.shard``; otherwise every rank holds them whole.
 
     Raises as ``plan``.
     """
@@ -423,7 +423,7 @@ def plan_call(
 
 
 def _gradients_as_parameters(signature: Signature) -> Signature:
-    """Gradients of parameters rest as these do."""
+    """Return the signature with the layout of each parameter given to its gradient."""
     outputs = (
         replace(out, rest=signature.inputs[out.of].rest)
         if out.kind == "gradient" and out.of is not None

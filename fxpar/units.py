@@ -1,4 +1,4 @@
-"""Seconds, bytes and lines as text that a person reads."""
+"""Seconds, bytes and source lines as text that a person reads."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 def short_seconds(seconds: float) -> str:
-    """``1.23 ms``."""
+    """Format seconds as ``1.23 ms``."""
     scale, unit = _unit(seconds, _SECONDS)
     return f"{round(seconds / scale, 3):.3g} {unit}"
 
 
 def short_bytes(nbytes: float) -> str:
-    """``116.3 GB``; a GB has 1e9 bytes."""
+    """Format bytes as ``116.3 GB``; a GB has 1e9 bytes."""
     scale, unit = _unit(nbytes, _BYTES)
     return f"{nbytes / scale:.4g} {unit}"
 
 
 def percent_more(seconds: float, than: float) -> str:
-    """``+3.2%``."""
+    """Format how much longer ``seconds`` are, as ``+3.2%``."""
     return f"{(seconds / than - 1) * 100:+.3g}%"
 
 
 def difference(after: float, before: float, text_of: Callable[[float], str]) -> str:
-    """``1.23 ms less``."""
+    """Format a change as ``1.23 ms less``."""
     return f"{text_of(abs(after - before))} {'less' if after < before else 'more'}"
 
 
 def sizes_as_text(*sizes: float) -> list[str]:
-    """Bytes as text, each in a unit that shows it; all as bytes where different ones
-    would read alike."""
+    """Format sizes in short units, or all as whole bytes if two different sizes would
+    have the same text."""
     texts = list(map(short_bytes, sizes))
-    alike = len(set(texts)) < len(set(sizes))
-    return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
+    is_ambiguous = len(set(texts)) < len(set(sizes))
+    return [f"{size:,.0f} bytes" for size in sizes] if is_ambiguous else texts
 
 
 def short_place(line: str) -> str:
-    """A user's line, of a package's file without the folder of packages."""
+    """Cut the folder of installed packages off a source line."""
     return line.rpartition("site-packages/")[2]
 
 
 def _unit(number: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest that a number has one of; the smallest where it has none."""
+    """Return the largest unit that a number reaches, else the smallest."""
     return next((unit for unit in units if number >= unit[0]), units[-1])

@@ -1,4 +1,10 @@
-"""Checkpointed regions of code that is traced without Dynamo."""
+"""Regions of activation checkpointing in code that is traced without Dynamo.
+
+In: calls of ``torch.utils.checkpoint``, of either kind, while a graph is traced. Out:
+nodes with the tags that Dynamo gives them, from which the partitioner decides what the
+backward computes again. Outside the context nothing is patched, and a region is never
+run a second time.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,13 @@ from typing import Any
 
 @contextlib.contextmanager
 def checkpoints_tagged() -> Iterator[None]:
-    """Context in which what ``torch.utils.checkpoint`` runs is traced once, its nodes
-    tagged as under ``torch.compile``: ``meta["recompute"]``, as the user chooses or to
-    be computed again, and ``meta["ac_graph_id"]``, the number of the region.
+    """Trace each region of ``torch.utils.checkpoint`` once, and tag its nodes as
+    ``torch.compile`` does: ``meta["recompute"]`` is the user's policy, or else to
+    recompute, and ``meta["ac_graph_id"]`` is the number of the region.
 
-    Reentrant ones are traced as the others are, as Dynamo does; but no gradient passes
-    one that is given no tensor that requires grad. What is random is drawn once: the
-    tags say what the backward computes again, with the same seeds."""
+    A reentrant region is traced as the others are, as Dynamo does; but no gradient
+    passes it if none of its inputs requires grad. Random numbers are drawn once, since
+    the backward computes again with the same seeds."""
     from unittest import mock
 
     import torch

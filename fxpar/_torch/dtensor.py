@@ -248,22 +248,23 @@ def change_form(
 
 
 def lay_out(x: DTensor, local: torch.Tensor, placements: Sequence[Any]) -> None:
-    """Let ``x`` have other placements on its mesh, and hold ``local`` for them."""
+    """Give ``x`` other placements on its mesh, and ``local`` as its local tensor."""
     spec = DTensorSpec(x.device_mesh, tuple(placements), x._spec.tensor_meta)
     x._local_tensor, x._spec = local, spec
 
 
-# What is a tensor and nothing more.
+# Types of tensors without behaviour of their own.
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def holds_plain(x: DTensor) -> bool:
-    """Whether a DTensor is a plain tensor on each rank, and not a quantized one."""
+    """Return whether the local tensor of a DTensor is plain, not quantized, say."""
     return isinstance(x, CopiedView) or type(x._local_tensor) in _PLAIN
 
 
 def are_laid_out_alike(x: Any, y: DTensor) -> bool:
-    """Whether ``x`` is a DTensor that holds as much as ``y``, of the same part."""
+    """Return whether ``x`` is a DTensor with the layout of ``y``: the same shape, mesh,
+    placements, and local shape, strides and offset."""
     if not isinstance(x, DTensor) or isinstance(x, CopiedView) or x.shape != y.shape:
         return False
     if not holds_plain(x):
@@ -487,7 +488,7 @@ def replace_newton_schulz(iterate: Callable[..., Any]) -> None:
 
 
 def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor that lies as ``like``, of another local tensor."""
+    """Return a DTensor with the layout of ``like`` and another local tensor."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
@@ -497,8 +498,8 @@ def local_of(x: DTensor) -> torch.Tensor:
 
 
 def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
-    """The tensors there are whose memory is one of these (``objects.memory_of``); of
-    DTensors that of their local tensors."""
+    """Return all live tensors whose memory is one of ``memories``, numbers as
+    ``objects.memory_of`` gives them; a DTensor counts by its local tensor."""
     users = []
     for x in every_object():
         kind = type(x)

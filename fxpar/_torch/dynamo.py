@@ -1,4 +1,4 @@
-"""Dynamo: what it traces, breaks and skips, and how it is told."""
+"""Dynamo: what it traces, breaks and skips, and how a caller says so."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def current_trace() -> Any:
 
 
 def outside_of_trace() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no trace is going on: what is traced has values of its own."""
+    """Suspend the current trace, so that another one has values of its own."""
     from torch._guards import tracing
 
     return tracing(None)
@@ -281,7 +281,7 @@ def seconds_by_phase() -> dict[str, float]:
 
 
 def captures(outputs: str) -> bool:
-    """Whether Dynamo was told to keep ``outputs`` ("scalar_outputs") in a graph, which
+    """Whether Dynamo was set to keep ``outputs`` ("scalar_outputs") in a graph, which
     it does by itself where there is to be one graph."""
     from torch._dynamo import config
 

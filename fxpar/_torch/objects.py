@@ -133,7 +133,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def every_object() -> list[Any]:
-    """All objects that Python looks through for garbage, those that are frozen too."""
+    """Return all objects that the garbage collector tracks, frozen ones included."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     every = gc.get_objects()

@@ -1,9 +1,9 @@
 """Memory and time of a predicted step by layer of the model.
 
-In: a local graph as it runs, its plan, and the hardware. Out: a ``LayerRow`` for all
-layers of one name but for their number, and for each other module; their sums are the
-plan's own. The plan has no stages, and all ranks are alike. Never plans, and changes no
-graph.
+In: a local graph in the order it runs, its plan, and the hardware; the plan has no
+stages, and all ranks have equal shards and speeds. Out: a ``LayerRow`` for all layers
+whose names differ in their number only, and for each other module; their sums are the
+plan's totals. Never plans, and changes no graph.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Signature
 from fxpar.units import short_bytes, short_seconds
 
-# What is no layer's, such as arguments and the loss.
+# The row of all that belongs to no module, such as arguments and the loss.
 _OTHER = "other"
-# The path of a layer, which ends in its number, before that of a module in it.
+# The path of a layer up to its number; the path of a module inside it may follow.
 _LAYER = re.compile(r"(?:[^.]+\.)*?(\d+)(?=\.|$)")
 
 
 @dataclass
 class LayerRow:
-    """What all layers of a name take."""
+    """Memory and time on one rank of all layers that share a name."""
 
-    # Their path, ``*`` for the number.
+    # Path of the layers, with ``*`` for the number.
     name: str
-    # Their numbers.
+    # Numbers of the layers.
     numbers: set[str] = field(default_factory=set)
-    # Bytes of a rank at the peak: parameters, their gradients, the optimizer's state.
+    # Bytes at the peak of parameters, their gradients and the optimizer's state.
     at_rest: float = 0
-    # Bytes of all else.
+    # All other bytes at the peak.
     activations: float = 0
     # Seconds of kernels.
     forward: float = 0
-    # Seconds of kernels, of what is computed again as well.
+    # Seconds of kernels, recomputation included.
     backward: float = 0
-    # Seconds of collectives, whether or not they run beside kernels.
+    # Seconds of collectives, hidden or not.
     communication: float = 0
 
     @property
@@ -55,10 +55,10 @@ class LayerRow:
 
 
 class _Rows(dict[str, LayerRow]):
-    """By name, in the order they are asked for."""
+    """Rows by name, in the order in which they were first asked for."""
 
     def of(self, path: str) -> LayerRow:
-        """The row of a module."""
+        """Return the row of a module, made on the first call."""
         layer = _LAYER.match(path)
         name = path or _OTHER
         if layer:
@@ -77,8 +77,9 @@ def layer_rows(
     *,
     fused: bool,
 ) -> list[LayerRow]:
-    """The rows, in order of the program. ``graph``: as it runs; ``signature``: of the
-    program; ``fused``: as of ``simulate``, whose errors are raised."""
+    """Return the rows in order of the program. ``graph``: in the order it runs;
+    ``signature``: the program's; ``fused``: as for ``simulate``, which says what is
+    raised."""
     mesh, rows = plan.mesh, _Rows()
     launches = launches_of(graph, fused=fused)
     machine = hardware.at_speed(mesh.slowest)
@@ -104,7 +105,7 @@ def layer_rows(
 
 
 def _paths(plan: Plan, signature: Signature, graph: fx.Graph) -> dict[str, str]:
-    """Module by the name of an op of the program, or of an input of the graph."""
+    """Map the name of each op of the program and input of the graph to its module."""
     paths = {node.name: (node.module or "").partition("/")[2] for node in plan.nodes}
     for node, x in zip(
         graph.find_nodes(op="placeholder"), signature.inputs, strict=True
@@ -115,15 +116,15 @@ def _paths(plan: Plan, signature: Signature, graph: fx.Graph) -> dict[str, str]:
 
 
 def _path(node: fx.Node, paths: Mapping[str, str]) -> str:
-    """The module that a node of a local graph belongs to."""
+    """Return the module that a node of a local graph belongs to; "": none."""
     return paths.get(node.name) or paths.get(source_of(node).partition(" (")[0], "")
 
 
 def _held(
     signature: Signature, graph: fx.Graph, launches: Launches, paths: Mapping[str, str]
 ) -> Iterator[tuple[str, int, bool]]:
-    """(module, bytes, whether a rank has them between steps) of what there is at the
-    peak. Gradients count as what there is between."""
+    """Yield (module, bytes, whether they are held between steps) for each buffer that
+    is live at the peak; gradients count as held between steps."""
     inputs = graph.find_nodes(op="placeholder")
     parameters = {
         node
@@ -144,7 +145,7 @@ def _held(
         yield _path(node, paths), nbytes, True
 
 
-# Columns of the table: what a row adds up, its heading, and its text.
+# Columns of the table: field of a row, heading, and format.
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("at_rest", "at rest", short_bytes),
     ("activations", "else at the peak", short_bytes),
@@ -155,7 +156,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def layers_text(rows: Sequence[LayerRow]) -> str:
-    """The rows as a table, with their sums, a line each."""
+    """Format the rows as a table, with a last line of their sums."""
     total = LayerRow("all")
     for row in rows:
         for name, *_ in _COLUMNS:

@@ -3,8 +3,8 @@
 The first run is plain PyTorch, with torch.compile switched off, so that fxpar is
 compared with something it has no part in. The second is the same script under torchrun
 on gloo. Whatever a child prints is shown while it runs; if one fails, so does the demo,
-with the tail of what the failing rank wrote. What the plan's step is predicted to take
-is shown beside the time from one printed loss to the next.
+with the tail of what the failing rank wrote. The predicted seconds of a step are shown
+next to the measured ones, from one printed loss to the next.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _environment(
     return out
 
 
-# A line that was printed, and when.
+# (line that was printed, the time at which it was).
 _Lines = Sequence[tuple[str, float]]
 
 
@@ -148,8 +148,8 @@ def _losses(lines: _Lines) -> dict[int, float]:
 
 
 def _times(alone: _Lines, together: _Lines, mesh: str) -> str:
-    """What a step takes, from one loss to the next, the first step aside, and what the
-    first plan says of its own."""
+    """Describe the seconds of a step, the median from one loss to the next after the
+    first step, and those that the first plan predicted."""
     parts = []
     ranks, cores = Mesh.parse(mesh).size, os.cpu_count() or 1
     shared = f" ({ranks} ranks on {cores} cores)" if ranks > cores else ""
@@ -172,7 +172,8 @@ def _run(
     timeout: float,
     logs: Path | None = None,
 ) -> list[tuple[str, float]]:
-    """Lines a command printed, shown as they come, and when. Raises ChildFailed."""
+    """Run a command, show its lines as they come, and return each with its time.
+    Raises ChildFailed."""
     begun, lines = time.monotonic(), []
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
