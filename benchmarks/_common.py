@@ -81,7 +81,8 @@ def llama(layers: int, *, scale: str = "small") -> Any:
 
 
 def cpu_seconds(workers: Mapping[int, subprocess.Popen]) -> float:
-    """Of this process and of those it started. ``workers``: that are at work."""
+    """Return CPU seconds of this process and of those it started. ``workers``: the
+    processes that still run."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = time.process_time() + ended.ru_utime + ended.ru_stime
     for worker in workers.values():
@@ -92,7 +93,7 @@ def cpu_seconds(workers: Mapping[int, subprocess.Popen]) -> float:
 
 
 def cpu_name() -> str:
-    """As the operating system calls it."""
+    """Return the operating system's name of the CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -103,7 +104,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with a mark if files have changed since."""
+    """Return the checkout's commit, marked if files have changed since."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -113,7 +114,7 @@ def commit() -> str | None:
 
 
 def conditions() -> dict[str, Any]:
-    """Under what a figure was measured; stored beside every figure."""
+    """Return the conditions of a measurement, which are stored with every figure."""
     import torch
 
     def shown(word: str) -> str:
@@ -134,7 +135,7 @@ def conditions() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median with quartiles and extremes."""
+    """Return the median with quartiles and extremes."""
     q1, _, q3 = statistics.quantiles(values, n=4, method="inclusive")
     return {
         "median": statistics.median(values),
@@ -153,8 +154,8 @@ def on_ranks(
     timeout: float = 3600.0,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """What the ranks of a benchmark write: it is run by torchrun as ``script --worker
-    FILE words``, and the file is read as JSON. ``timeout``: seconds."""
+    """Run ``script --worker FILE words`` by torchrun, and return what the ranks write
+    to FILE as JSON. ``timeout``: seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,10 +1,11 @@
-"""What a user would write today, and fxpar's side: training steps of one Llama.
+"""Training steps of one Llama as peers and fxpar run them.
 
-Every function makes a ``Step`` in this process, one of ``case.ranks``. Peers: DDP,
+In: a ``Case``. Out: a ``Step`` in this process, one of ``case.ranks``. Peers: DDP,
 FSDP2, and DTensor tensor parallelism without and with sequence parallelism, each with
 torch.compile, the optimizer's step compiled too if asked. fxpar's sides are on the mesh
 of the peer they are measured by, and do what its README says: ``fxpar.shard`` without
-hints or a sample; or, if asked, their parameters rest as the peer's do.
+hints or a sample; or, if asked, parameters at rest have the peer's layout. Never
+compares sides of different weights or batches.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 from _common import LLAMAS, llama
 
 AXIS = {"ddp": "dp", "fsdp2": "dp", "tp": "tp", "sp": "tp"}
-LOCAL = {"ddp", "fsdp2"}  # each rank reads its part of the batch
+LOCAL = {"ddp", "fsdp2"}  # peers whose ranks each read a part of the batch
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 ROWS = ("o_proj", "down_proj")
 MEGATRON = {
     **{f"*{name}.weight": ("tp", None) for name in COLUMNS},
     **{f"*{name}.weight": (None, "tp") for name in ROWS},
 }
-# Of peers, how their parameters rest. FSDP2's do as the default would have it.
+# Hints for the layouts of peers at rest. FSDP2 has the default's.
 LAYOUTS = {
     "ddp": {},
     "tp": MEGATRON,
@@ -36,9 +37,9 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What all sides train, on how many ranks. ``scale``: of ``_common.LLAMAS``;
-    ``device``: of this rank; ``codegen``: "inductor", or "eager", which compiles no
-    kernels on any side."""
+    """The model, batch and number of ranks of all sides. ``scale``: a key of
+    ``_common.LLAMAS``; ``device``: this rank's; ``codegen``: "inductor", or "eager",
+    which compiles no kernels on any side."""
 
     ranks: int
     layers: int = 2
@@ -51,23 +52,23 @@ class Case:
 
     @property
     def backend(self) -> str:
-        """What peers are compiled by."""
+        """The backend that peers are compiled with."""
         return "inductor" if self.codegen == "inductor" else "aot_eager"
 
     @property
     def kind(self) -> str:
-        """Of the device."""
+        """The type of the device."""
         return self.device.partition(":")[0]
 
     def model(self) -> Any:
-        """With the same random weights on all ranks and in all sides."""
+        """Build the model, with equal random weights on all ranks and sides."""
         import torch
 
         with torch.device(self.device):
             return llama(self.layers, scale=self.scale).to(getattr(torch, self.dtype))
 
     def ids(self, step: int) -> Any:
-        """The whole batch of a step."""
+        """Return the whole batch of a step."""
         import torch
 
         generator = torch.Generator().manual_seed(step)
@@ -75,7 +76,7 @@ class Case:
         return torch.randint(words, size, generator=generator).to(self.device)
 
     def now(self) -> float:
-        """Seconds, when the device has done what it was given."""
+        """Wait for the device, and return the time in seconds."""
         if self.kind == "cuda":
             import torch
 
@@ -85,13 +86,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that times itself: of a step's index it gives the seconds of
-    forward and backward, if known, those of the whole step, and the loss."""
+    """A training step that times itself: called with the index of a step, it returns
+    the seconds of forward and backward (nan: unknown), of the whole step, and the
+    loss."""
 
     run: Callable[[int], tuple[float, float, Any]]
     model: Any
     optimizer: Any
-    # Forward and backward of a step alone; None where they are one program with the
+    # Forward and backward of a step alone; None if they are one program with the
     # update.
     passes: Callable[[int], Any] | None = None
 
@@ -100,7 +102,7 @@ class Step:
 
 
 def own_part(ids: Any) -> Any:
-    """This rank's share of a batch, as a DistributedSampler would deal it."""
+    """Return this rank's share of a batch, as a DistributedSampler would deal it."""
     import torch.distributed as dist
 
     return ids.chunk(dist.get_world_size())[dist.get_rank()]
@@ -113,7 +115,7 @@ def loss_of(model: Any, ids: Any) -> Any:
 def trainer(
     case: Case, peer: str, model: Any, groups: Iterable[Any], update: bool = False
 ) -> Step:
-    """A step whose model is called and updated apart. ``groups``: the optimizer's
+    """Make a step that calls the model, then the optimizer. ``groups``: the optimizer's
     parameters; ``update``: whether its step is compiled, too."""
     import torch
 
@@ -129,7 +131,7 @@ def trainer(
 
     def step(ids: Any) -> tuple[float, Any]:
         loss = passes(ids)
-        # To wait for the device here would cost this side, and not one program.
+        # A wait for the device would cost this side, but not ``fxpar.train_step``.
         middle = time.perf_counter() if case.kind == "cpu" else math.nan
         advance()
         optimizer.zero_grad()
@@ -145,15 +147,15 @@ def trainer(
 
 
 def _part(peer: str) -> Callable[[Any], Any]:
-    """What of a batch a rank is given."""
+    """Return the function from a batch to the part that a rank is given."""
     return own_part if peer in LOCAL else lambda ids: ids
 
 
 def _timed(
     case: Case, peer: str, step: Callable[[Any], tuple[float, Any]]
 ) -> Callable[[int], tuple[float, float, Any]]:
-    """A step with its seconds, of one that says when its backward ended; the mean of
-    the loss over ranks is outside the timed part."""
+    """Time a step that returns when its backward ended, and its loss; the loss is
+    averaged over ranks outside the timed part."""
     import torch.distributed as dist
 
     part = _part(peer)
@@ -175,7 +177,8 @@ def _timed(
 def fxpar_side(
     peer: str, case: Case, options: dict[str, Any], *, as_peer: bool = False
 ) -> Step:
-    """``options``: more of them; ``as_peer``: whether parameters rest as the peer's."""
+    """Make a step of fxpar. ``options``: added to the usual ones; ``as_peer``: whether
+    parameters at rest have the peer's layout."""
     import torch
 
     model, options = _laid_out(peer, case, options, as_peer)
@@ -184,7 +187,7 @@ def fxpar_side(
 
 
 def one_program(peer: str, case: Case, options: dict[str, Any]) -> Step:
-    """The same by ``fxpar.train_step``."""
+    """Make a step of ``fxpar.train_step``."""
     import torch
 
     import fxpar
@@ -202,7 +205,7 @@ def one_program(peer: str, case: Case, options: dict[str, Any]) -> Step:
 def _laid_out(
     peer: str, case: Case, options: dict[str, Any], as_peer: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, and all options."""
+    """Return the model, its parameters laid out, and all options."""
     import fxpar
 
     model, mesh = case.model(), f"{AXIS[peer]}={case.ranks}"
@@ -216,7 +219,7 @@ def _laid_out(
 
 
 def state_bytes(step: Step) -> tuple[int, int]:
-    """Bytes of parameters and of the optimizer's state on this rank."""
+    """Return bytes of parameters and of the optimizer's state on this rank."""
     import torch
 
     def size(x: Any) -> int:
@@ -232,15 +235,15 @@ def state_bytes(step: Step) -> tuple[int, int]:
 
 
 def disagreement(sides: Mapping[str, Step], indices: Iterable[int]) -> dict[str, float]:
-    """Of each side the largest relative difference of its losses from the first side's
-    in some steps; infinite of one that is no number."""
+    """Return for each side the largest relative difference of its losses from the first
+    side's in some steps; infinite if a loss is nan."""
     worst = dict.fromkeys(sides, 0.0)
     for index in indices:
         losses = {name: float(step(index)[2]) for name, step in sides.items()}
         first, *_ = losses.values()
         for name, loss in losses.items():
-            apart = abs(1 - loss / first)
-            worst[name] = max(worst[name], math.inf if math.isnan(apart) else apart)
+            gap = abs(1 - loss / first)
+            worst[name] = max(worst[name], math.inf if math.isnan(gap) else gap)
     return worst
 
 
@@ -250,9 +253,9 @@ def in_turn(
     first: int,
     alone: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """Seconds [round, side, (forward and backward, step)] of the slowest rank, the
-    sides' order swapping from round to round. ``first``: the index of a step; inside
-    ``alone`` nothing else is to run."""
+    """Return seconds [round, side, (forward and backward, step)] of the slowest rank,
+    where the order of sides swaps from round to round. ``first``: the index of the
+    first step; ``alone``: a context in which nothing else runs."""
     import torch
     import torch.distributed as dist
 
@@ -268,7 +271,8 @@ def in_turn(
 
 
 def fsdp2_side(case: Case, compiled: str, update: bool) -> Step:
-    """``compiled``: every layer ("layers") or the whole model ("whole")."""
+    """Make a step of FSDP2. ``compiled``: every layer ("layers") or the whole model
+    ("whole")."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -300,8 +304,9 @@ def ddp_side(case: Case, _: str, update: bool) -> Step:
 
 
 def tp_side(case: Case, _: str, update: bool) -> Step:
-    """The layout of Hugging Face's own plan for Llama, inputs of a block prepared once:
-    one all-reduce per block in the backward, not one per projection."""
+    """Make a step in the layout of Hugging Face's own plan for Llama, the inputs of a
+    block prepared once: one all-reduce per block in the backward, not one per
+    projection."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -327,8 +332,8 @@ def tp_side(case: Case, _: str, update: bool) -> Step:
 
 
 def sp_side(case: Case, _: str, update: bool) -> Step:
-    """Megatron's sequence parallelism, as torchtitan lays it out: between the blocks
-    values lie split along the sequence."""
+    """Make a step of Megatron's sequence parallelism, as torchtitan lays it out:
+    between the blocks values are split along the sequence."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -379,7 +384,7 @@ def _dtensor(
         parallelize_module(each, mesh, layer)
     parallelize_module(model, mesh, root)
     compiled = torch.compile(model, backend=case.backend, dynamic=False)
-    # Apart, since the foreach kernels do not mix tensors and DTensors.
+    # Two groups, since the foreach kernels do not mix tensors and DTensors.
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [{"params": ps} for ps in (sharded, plain) if ps]
@@ -400,8 +405,8 @@ def _peer(name: str) -> Callable[[Case], Step]:
 
 
 # name -> its step, not compiled yet: peers; fxpar as its README says, on a mesh dp,
-# where a rank reads its part of the batch, or tp; fxpar with parameters at rest as a
-# peer's; ``fxpar.train_step``.
+# where a rank reads its part of the batch, or tp; fxpar with the layout of a peer;
+# ``fxpar.train_step``.
 SIDES: dict[str, Callable[[Case], Step]] = {
     **{name: _peer(name) for name in PEERS},
     "fxpar": lambda case: fxpar_side("ddp", case, {}),

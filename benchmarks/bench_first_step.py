@@ -8,8 +8,8 @@ A Llama of hidden size 256, forward, backward and AdamW. Each run is a job of it
 cold one left. ``ddp``, ``fsdp2``, ``tp`` and ``sp`` are the peers of ``bench_step``.
 ``fxpar`` does what the README says (``fxpar.shard`` with neither hints nor a sample, a
 search, the schedule it chooses) on a mesh dp, where it reads the same part of a batch
-as DDP (inputs=local), ``fxpar_tp`` on a mesh tp; of ``as_ddp`` and ``as_tp`` parameters
-rest as those of the peer; ``program``, ``program_tp``: ``fxpar.train_step``. Sides
+as DDP (inputs=local), ``fxpar_tp`` on a mesh tp; in ``as_ddp`` and ``as_tp`` parameters
+at rest have the peer's layout; ``program``, ``program_tp``: ``fxpar.train_step``. Sides
 alternate, run by run.
 
 ``first``: seconds from before the model is made to the end of the first step, of the

@@ -1,4 +1,4 @@
-"""What one rank holds and needs in a training step, fxpar beside its peers.
+"""Memory of one rank in a training step, fxpar compared with its peers.
 
     python benchmarks/bench_memory.py [--layers 4] [--ranks 2] [--peer NAME ...]
         [--json FILE]

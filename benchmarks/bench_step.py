@@ -16,14 +16,14 @@ All sides live in the same processes and see the same model, data, optimizer and
 of threads: the peer, as most write it and with the optimizer's step compiled too
 (``update``); ``fxpar``, which does what the README says: ``fxpar.shard`` with neither
 hints nor a sample, a search, the schedule it chooses; ``plain``: that without a
-schedule; ``as_peer``: with parameters at rest as the peer's, whole beside DDP, by hints
-beside tensor parallelism (beside FSDP2 it would be ``fxpar`` again); ``program``:
+schedule; ``as_peer``: with the peer's layout at rest, which is whole for DDP and comes
+from hints for tensor parallelism (for FSDP2 it would be ``fxpar`` again); ``program``:
 ``fxpar.train_step``, forward, backward and update as one. Steps alternate, the order
-swapping from round to round, so that drift of the machine hits all alike; what counts
+swapping from round to round, so that drift of the machine hits all sides; what counts
 is the ratio within a round. A step's time is that of the slowest rank. Losses must
-agree, or there is no figure. What a step sends, in how many calls, and the most memory
-it takes beyond parameters and optimizer state are counted by the profiler, alike for
-all sides.
+agree, or there is no figure. The profiler counts bytes and calls that a step sends, and
+the most memory it takes beyond parameters and optimizer state, in the same way for all
+sides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Parts of ``one_gpu.py`` and ``gpu_peers.py`` as processes: started early, told to go,
-watched, ended.
+"""Parts of ``one_gpu.py`` and ``gpu_peers.py`` as processes, which are started early,
+let go, watched and ended.
 
-In: which part, how many ranks, how long. Out: how it ended, the rows it told until
+In: which part, how many ranks, how long. Out: how it ended, the rows it reported until
 then, the end of what it printed. Every process is the first of a session of its own and
 is ended with all it started: when its time is over, and when another rank of its part
 has failed. Who starts them touches no GPU, nor imports torch; ``work`` does, in a
@@ -141,7 +141,7 @@ def end(running: Running) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``start`` tells a process, for the script's command line."""
+    """Add the arguments that ``start`` gives to a process of a part."""
     for name, kind in {"rank": int, "ranks": int, "port": int}.items():
         parser.add_argument(f"--{name}", type=kind, default=0, help=argparse.SUPPRESS)
     for name in ("part", "mode", "out"):
@@ -149,8 +149,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def work(args: argparse.Namespace, find: Callable[[], Callable[[Any], None]]) -> None:
-    """What a part's process does, with a ``Here``: import, wait to be told, run, and
-    leave without tearing anything down: what hangs then would be waited for."""
+    """Run the function that ``find`` returns in a process of a part: import, wait for
+    the signal to go, call it with a ``Here``, and exit without any teardown, since a
+    teardown that hangs would be waited for."""
     code = 1
     try:
         import torch
@@ -180,7 +181,7 @@ def work(args: argparse.Namespace, find: Callable[[], Callable[[Any], None]]) ->
 
 
 def lacking(error: BaseException | None) -> str:
-    """The package without which an error came, that is not ours; "" of other errors."""
+    """Return the foreign package whose absence caused an error; "" for other errors."""
     ours = {"fxpar", *(path.stem for path in Path(__file__).parent.glob("*.py"))}
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
@@ -204,7 +205,7 @@ def write_text(place: Path, text: str) -> None:
 
 
 def _finite(x: Any) -> Any:
-    """With text for what JSON has no numbers for."""
+    """Replace numbers that JSON does not have by their text."""
     if isinstance(x, Mapping):
         return {k: _finite(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Steps of fxpar beside DDP, FSDP2 and tensor parallelism on GPUs, all compiled.
+"""Steps of fxpar compared with DDP, FSDP2 and tensor parallelism on GPUs, all compiled.
 
     python benchmarks/gpu_peers.py [--ranks 2] [--devices 1] [--limit SECONDS]
         [--sides NAME ...] [--json FILE] [--try]
@@ -8,22 +8,22 @@ over sockets (``tests/helpers/shared_gpu.py``): links are slow then, and kernels
 turns, so ratios say more than seconds; with as many devices as ranks each has its own.
 Sides are those of ``bench_first_step``: on a mesh dp ``ddp``, ``fsdp2``, ``fxpar`` (as
 the README says), ``as_ddp`` (parameters whole), ``program`` (``fxpar.train_step``); on
-a mesh tp ``tp``, ``fxpar_tp``, ``as_tp`` (parameters at rest as the peer's),
+a mesh tp ``tp``, ``fxpar_tp``, ``as_tp`` (parameters in the peer's layout),
 ``program_tp``.
 
-Cells, in order; each is a process for each rank, ended when its time is over, and is
-skipped where no time is left for it:
+Cells run in order, each as one process for each rank, which ends when its time is over;
+a cell is skipped if no time is left for it:
 
 - ``dp`` and ``tp``: all sides of a mesh in the same processes. First steps, each with
-  empty caches of its own (``cold``: seconds from before the model is made); what a rank
-  holds at its peak in forward and backward (in a whole step of ``train_step``) beside
-  the plan's; then, if losses agree, steps in turn: medians with quartiles, and ratios
+  empty caches of its own (``cold``: seconds from before the model is made); the peak
+  memory of a rank in forward and backward (in a whole step of ``train_step``) and that
+  of the plan; then, if losses agree, steps in turn: medians with quartiles, and ratios
   to the mesh's peers.
 - each side by itself: ``warm``, a first step with the caches that the cold one left.
 
 A side that fails is left out, with its error. The table is written after every cell, as
-JSON and, beside it, as markdown. ``--try`` runs all of it on the CPU with gloo, a tiny
-model and no generated kernels.
+JSON and as markdown. ``--try`` runs all of it on the CPU with gloo, a tiny model and no
+generated kernels.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ MESHES = {
 PEER_SIDES = {"dp": ("ddp", "fsdp2"), "tp": ("tp",)}
 LIMIT, TRY_LIMIT = 480.0, 2400.0
 SPARE = 5.0  # seconds kept for the end
-# (most, least) seconds of a cell: of a mesh, for each of its sides, and of one side
+# (most, least) seconds of a cell: for each side of a mesh, and for a side by itself.
 OF_MESH, OF_SIDE = (55.0, 12.0), (50.0, 12.0)
-SLOWER = 4.0  # a try-out's limits are so many times those of a GPU
+SLOWER = 4.0  # factor of a try-out's limits over those of a GPU
 WARMUP, ROUNDS, MOST = 3, 5, 15
-STEADY = 40.0  # seconds of a mesh's rounds, if that is more than ``ROUNDS``
-# Relative difference of losses: bfloat16 in another order.
+STEADY = 40.0  # seconds of a mesh's rounds, of which there are ROUNDS to MOST
+# Largest relative difference of losses: bfloat16 sums in another order.
 NEAR = 2e-2
 PATIENCE = datetime.timedelta(seconds=300)
-# A user's settings: ``gpu_parts`` has others for parts that measure kernels.
+# A user's settings; ``gpu_parts`` has others, for parts that measure kernels.
 AS_USERS = {"FXPAR_PLAN": "search", "FXPAR_SCHEDULE": "auto"}
 
 
@@ -75,7 +75,8 @@ AS_USERS = {"FXPAR_PLAN": "search", "FXPAR_SCHEDULE": "auto"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """All cells, one after the other; the exit status: 1 if a side failed."""
+    """Run all cells, one after the other, and return the exit status: 1 if a side
+    failed."""
     begun = time.monotonic()
     limit = args.limit or (TRY_LIMIT if args.try_out else LIMIT)
     slower = SLOWER if args.try_out else 1.0
@@ -112,20 +113,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cells_of(sides: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Cells and the (most, least) seconds of each: meshes, then sides."""
+    """Return the cells, meshes before sides, with the (most, least) seconds of each."""
     cells: dict[str, tuple[float, float]] = {}
     for mesh, names in MESHES.items():
         count = len(set(names) & {*sides})
         if count:
             cells[mesh] = count * OF_MESH[0], count * OF_MESH[1]
     order = [name for names in MESHES.values() for name in names]
-    # Of each mesh first what counts most, so that no time is left for what does not.
+    # What counts most goes first, so that a lack of time hits what counts least.
     order.sort(key=lambda name: (not name.startswith("fxpar"), name.startswith("as_")))
     return cells | {f"warm-{name}": OF_SIDE for name in order if name in sides}
 
 
 def environment_of(args: argparse.Namespace) -> dict[str, str]:
-    """Of each rank's process; "{rank}" is put in."""
+    """Return the environment of a rank's process, with "{rank}" for its number."""
     cores = max(1, (os.cpu_count() or 1) // args.ranks)
     out = AS_USERS | {"TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
     out |= {"GPU_PEERS_SIDES": " ".join(args.sides)}
@@ -139,7 +140,7 @@ def environment_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def said(outcome: Outcome) -> str:
-    """How a cell ended, in a line."""
+    """Describe in a line how a cell ended."""
     if outcome.status == "skipped":
         return "skipped, no time was left"
     lines = [line.strip() for line in outcome.tail.splitlines() if line.strip()]
@@ -148,7 +149,7 @@ def said(outcome: Outcome) -> str:
 
 
 def write(args: argparse.Namespace, done: Mapping[str, Outcome], wall: float) -> None:
-    """What there is so far."""
+    """Write the results so far, as JSON and markdown."""
     rows = rows_of(done)
     place = Path(args.json)
     data = {
@@ -165,7 +166,7 @@ def write(args: argparse.Namespace, done: Mapping[str, Outcome], wall: float) ->
 
 
 def rows_of(done: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
-    """What was told of each side, put together."""
+    """Merge the rows that cells reported into one for each side."""
     rows: dict[str, dict[str, Any]] = {}
     for outcome in done.values():
         for row in outcome.rows:
@@ -182,7 +183,7 @@ HEAD = (
 
 
 def markdown(rows: Mapping[str, Mapping[str, Any]], done: Mapping[str, Outcome]) -> str:
-    """The table, what was skipped or failed, and where it ran."""
+    """Format the table, what was skipped or failed, and the machine it ran on."""
     lines = [HEAD, "|" + "---|" * HEAD.count(" |")]
     for mesh, names in MESHES.items():
         for name in names:
@@ -203,7 +204,7 @@ def markdown(rows: Mapping[str, Mapping[str, Any]], done: Mapping[str, Outcome])
 
 
 def _texts(mesh: str, name: str, row: Mapping[str, Any]) -> list[str]:
-    """Cells of a row of the table."""
+    """Return the texts of a row of the table."""
 
     def number(key: str, form: str, scale: float = 1.0) -> str:
         return format(row[key] / scale, form) if row.get(key) is not None else "-"
@@ -230,7 +231,7 @@ def _texts(mesh: str, name: str, row: Mapping[str, Any]) -> list[str]:
 
 
 def cell(name: str) -> Callable[[Here], None]:
-    """What a cell's processes call."""
+    """Return the function that a cell's processes call."""
     import transformers  # noqa: F401  (imports are no part of a first step)
 
     import fxpar.backend  # noqa: F401
@@ -241,7 +242,7 @@ def cell(name: str) -> Callable[[Here], None]:
 
 
 def case_of(here: Here) -> Case:
-    """What is trained."""
+    """Return what is trained: on a GPU, or tiny in a try-out."""
     from _peers import Case
 
     rows = 2 * here.ranks
@@ -255,15 +256,15 @@ def case_of(here: Here) -> Case:
 
 
 def begin(here: Here) -> None:
-    """Join the group of all ranks; the first collective and kernel are no part of what
-    is measured."""
+    """Join the group of all ranks, and run the first collective and kernel, which are
+    not to be measured."""
     import torch
     import torch.distributed as dist
 
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE"):
         from fxpar.runtime.ranks import groups
 
-        # Ranks on one device are an error elsewhere: here they are the point.
+        # Ranks that share a device are an error elsewhere.
         groups.check_sharing = lambda hosts, devices: None
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -276,7 +277,7 @@ def begin(here: Here) -> None:
 
 @contextlib.contextmanager
 def caches_of(side: str) -> Iterator[None]:
-    """Inside, compilers keep what they make in a side's own folder, for all ranks."""
+    """Let compilers use caches in a folder of a side, shared by all ranks."""
     from torch._inductor.utils import clear_caches
 
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -291,8 +292,8 @@ def caches_of(side: str) -> Iterator[None]:
 
 
 def first_step(here: Here, side: str, case: Case) -> tuple[Step | None, str, float]:
-    """A side after its first step, or why it has none; the seconds of the slowest
-    rank. A side that fails on one rank counts for none."""
+    """Run the first step of a side, and return (step, "", seconds of the slowest rank),
+    or (None, why it failed, seconds) if it fails on some rank."""
     import torch
     import torch.distributed as dist
     from _peers import SIDES
@@ -314,7 +315,7 @@ def first_step(here: Here, side: str, case: Case) -> tuple[Step | None, str, flo
 
 
 def warm(here: Here, side: str) -> None:
-    """A first step with the caches that an earlier one left."""
+    """Time a first step with the caches that an earlier one left."""
     begin(here)
     with caches_of(side):
         _, why, seconds = first_step(here, side, case_of(here))
@@ -322,7 +323,7 @@ def warm(here: Here, side: str) -> None:
 
 
 def compare(here: Here, mesh: str) -> None:
-    """All sides of a mesh: first steps, memory, agreement, steps in turn."""
+    """Measure all sides of a mesh: first steps, memory, losses, steps in turn."""
     from _peers import disagreement
 
     begin(here)
@@ -344,25 +345,26 @@ def compare(here: Here, mesh: str) -> None:
     if not sides:
         return
     begun = time.perf_counter()
-    for name, apart in disagreement(sides, range(2, 2 + WARMUP)).items():
-        here.tell(side=name, apart=apart)
-        if apart > NEAR:
+    for name, difference in disagreement(sides, range(2, 2 + WARMUP)).items():
+        here.tell(side=name, disagreement=difference)
+        if difference > NEAR:
             here.tell(
-                side=name, failed=f"its losses are {apart:.1e} from the first side's"
+                side=name,
+                failed=f"its losses differ by {difference:.1e} from the first side's",
             )
             del sides[name]
     steady(here, mesh, sides, (time.perf_counter() - begun) / WARMUP)
 
 
 def plans() -> list[Any]:
-    """Those that were made in this process."""
+    """Return the plans made in this process."""
     import fxpar
 
     return fxpar.plans()
 
 
 def tell_facts(here: Here) -> None:
-    """Where this is measured."""
+    """Report the machine and versions of a measurement."""
     import torch
 
     facts = {k: v for k, v in conditions().items() if k != "command"}
@@ -375,8 +377,8 @@ def tell_facts(here: Here) -> None:
 
 
 def peak_of(here: Here, step: Step) -> int:
-    """Bytes that this rank holds at its peak in forward and backward: parameters, the
-    optimizer's state, and what is allocated besides."""
+    """Measure bytes of this rank at its peak in forward and backward: parameters, the
+    optimizer's state, and all that is allocated meanwhile."""
     import torch
     from _peers import state_bytes
 
@@ -399,7 +401,7 @@ def peak_of(here: Here, step: Step) -> int:
 
 
 def steady(here: Here, mesh: str, sides: Mapping[str, Step], round_: float) -> None:
-    """Steps in turn. ``round_``: seconds of one of each side, about."""
+    """Time steps in turn. ``round_``: about the seconds of a step of every side."""
     import torch
     import torch.distributed as dist
     from _peers import in_turn

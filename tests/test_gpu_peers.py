@@ -3,11 +3,9 @@ of cells that fail or that no time is left for."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,15 +15,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_parts import Outcome  # noqa: E402
 from gpu_peers import MESHES, cells_of, markdown, rows_of  # noqa: E402
 
+from tests.helpers.try_outs import try_out  # noqa: E402
 
-def run(path: Path, *words: str, timeout: float) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, what was printed, and the JSON."""
-    script = str(ROOT / "benchmarks" / "gpu_peers.py")
-    command = [sys.executable, script, "--try", "--json", str(path), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=path.parent
-    )
-    return done.returncode, done.stdout, json.loads(path.read_text())
+run = partial(try_out, "gpu_peers.py")
 
 
 def test_cells() -> None:
@@ -37,13 +29,13 @@ def test_cells() -> None:
 
 def test_the_table_says_what_is_not_in_it() -> None:
     step = {"q1": 0.1, "median": 0.2, "q3": 0.3}
-    told = (
+    rows = (
         {"side": "fxpar", "cold": 12.0, "peak": 3 << 20, "plan_peak": 2 << 20},
         {"side": "fxpar", "step": step, "over": {"ddp": step}},
         {"side": "ddp", "failed": "RuntimeError: on purpose"},
     )
     done = {
-        "dp": Outcome("failed", 3.0, told, "--- rank 1\nValueError: why"),
+        "dp": Outcome("failed", 3.0, rows, "--- rank 1\nValueError: why"),
         "tp": Outcome("late", 9.0),
         "warm-fxpar": Outcome("skipped", 0.0),
     }

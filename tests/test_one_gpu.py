@@ -3,11 +3,10 @@ with parts that fail or never end."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,9 @@ from gpu_parts import Outcome, lacking  # noqa: E402
 from gpu_table import Target, rows_of, verdict_of  # noqa: E402
 from one_gpu import AHEAD, PARTS, TARGETS  # noqa: E402
 
+from tests.helpers.try_outs import try_out  # noqa: E402
 
-def run(path: Path, *words: str, timeout: float) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, what was printed, and the JSON."""
-    script = str(ROOT / "benchmarks" / "one_gpu.py")
-    command = [sys.executable, script, "--try", "--json", str(path), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=path.parent
-    )
-    return done.returncode, done.stdout, json.loads(path.read_text())
+run = partial(try_out, "one_gpu.py")
 
 
 def verdicts(table: list[dict[str, Any]]) -> dict[str, list[str]]:
