@@ -43,8 +43,8 @@ _CLOSE = 1e-4
 _NODE, _ENTRY = 1.1e-4, 1e-6
 # What a plan says whose search did not end by itself.
 STOPPED = (
-    "search: ended by wall-clock time, long before its seconds of work, so that another "
-    "run may choose another plan: give search_seconds less, or the machine less to do"
+    "search: ended by wall-clock time, long before its seconds of work, so another run "
+    "may choose another plan: give search_seconds less, or the machine less to do"
 )
 # Gap of a glance.
 _ROUGH = 0.01
