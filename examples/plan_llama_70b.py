@@ -2,7 +2,7 @@
 
     python -m fxpar plan examples/plan_llama_70b.py:example --mesh auto:8x8 ...
 
-The model is on the meta device in bfloat16, each layer is a region of activation
+The model is on the meta device in bfloat16, and each layer is a region of activation
 checkpointing. Nothing is downloaded.
 """
 
@@ -13,7 +13,7 @@ LAYERS, BATCH, LENGTH = 80, 64, 4096
 
 
 def build(layers: int = LAYERS) -> LlamaForCausalLM:
-    """The model, of no memory."""
+    """Build the model on the meta device, where it takes no memory."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=8192,
@@ -34,6 +34,6 @@ def build(layers: int = LAYERS) -> LlamaForCausalLM:
 
 
 def example() -> tuple:
-    """What to plan: a model, and the arguments of a call."""
+    """Return a model and the arguments of a call, to be planned."""
     ids = torch.empty(BATCH, LENGTH, dtype=torch.int64, device="meta")
     return build(), (), {"input_ids": ids, "labels": ids}
