@@ -123,14 +123,14 @@ def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float
 
 
 def _nbytes(text: str) -> int:
-    """Read a number of bytes from the command line: 80GB, 64GiB, 1e9."""
+    """Reads bytes from the command line: 80GB, 64GiB, 1e9."""
     number = text.rstrip("bBiI").rstrip("kKMGT")
     letters = text[len(number) :].upper().removesuffix("B")
     power = "KMGT".find(letters[:1]) + 1 if letters else 0
     return int(float(number) * (1024 if letters.endswith("I") else 1000) ** power)
 
 
-_nbytes.__name__ = "size"  # argparse names the type so in an error
+_nbytes.__name__ = "size"  # as argparse says it
 
 # The exit status if a plan needs more memory than a rank has.
 TOO_LARGE = 3

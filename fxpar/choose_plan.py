@@ -246,7 +246,7 @@ def _on_hardware(request: Request) -> Request:
 
 def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:
     """What ``fastest_plan`` gives on rank 0; where that fails for a program with open
-    sizes, which are then fixed, the others are told."""
+    sizes, which are then fixed, the others receive."""
     try:
         return fastest_plan(graph, fake_mode, request)
     except Exception as error:

@@ -43,7 +43,7 @@ class CompileJob:
     named_inputs: Sequence[NamedInput]
     # Specs that results must have, by position.
     rests: Mapping[int, Spec] = field(default_factory=dict)
-    # Inputs are written, and lie as before.
+    # Inputs are written, and keep their layout.
     writes: bool = False
     # The graph takes its open sizes as symbols.
     open: OpenProgram | None = None

@@ -154,8 +154,8 @@ class TracedPlan(Plan):
             return []
 
     def layers(self) -> str:
-        """Return memory and time by layer of the model as a table, whose sums are the
-        plan's predictions; empty for a pipeline and for unequal ranks.
+        """Memory and time by layer of the model, as a table whose sums are what the
+        plan predicts; empty for a plan in stages or on unlike ranks.
 
         Raises as ``hardware`` does, and PlanError for a loaded plan.
         """

@@ -20,9 +20,9 @@ def checkpoints_tagged() -> Iterator[None]:
     ``torch.compile`` does: ``meta["recompute"]`` is the user's policy, or else to
     recompute, and ``meta["ac_graph_id"]`` is the number of the region.
 
-    A reentrant region is traced as the others are, as Dynamo does; but no gradient
-    passes it if none of its inputs requires grad. Random numbers are drawn once, since
-    the backward computes again with the same seeds."""
+    Reentrant ones are traced as the others are, as Dynamo does; but no gradient passes
+    one that is given no tensor that requires grad. What is random is drawn once: the
+    tags say what the backward computes again, with the same seeds."""
     from unittest import mock
 
     import torch

@@ -124,7 +124,7 @@ def keep_nan_in_extremes() -> None:
 def combine_with_plain_numbers() -> None:
     """Let a number that is a plain tensor with a gradient be added to a DTensor, or
     scale one, as a loss and a penalty on weights: its gradient is plain again. DTensor
-    (2.13) gives a DTensor as gradient of both, which ops behind the number refuse."""
+    (2.13) gives a DTensor as gradient of both, which ops after the number refuse."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def plain(gradient: Any) -> torch.Tensor:

@@ -246,9 +246,8 @@ def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
 def _overlapped(
     state: Attempts, cases: Sequence[Schedule], split: Collection[str]
 ) -> None:
-    """Products in chunks that overlap with their collectives, and rings, on top of
-    each case; the
-    one that is predicted to be best is simulated first."""
+    """Products in chunks that overlap with their collectives, and rings, on top of each
+    case; the one that is predicted to be best is simulated first."""
     predictions = []
     for case in cases:
         groups = _groups(state, case, split)

@@ -155,10 +155,9 @@ def fastest(
     Half of the seconds go to a glance at each mesh, in the order given, which ends as
     soon as it is proved to be no faster than the best so far. Pricing takes time too:
     a mesh for which, if it takes as long as the longest so far, three quarters of all
-    seconds would not do is not tried. The rest goes to the best, unless its plan is
-    proved to be. ``shared``: filled, as
-    ``whole_entries`` does. Raises MeshError if nothing
-    searches, PlanError if ranks that share everything lack memory, and what
+    seconds would not do is not tried. All other seconds go to the best, unless its plan
+    is proved to be. ``shared``: filled, as ``whole_entries`` does. Raises MeshError if
+    nothing searches, PlanError if ranks that share everything lack memory, and what
     ``decide_on`` does if no mesh has a plan.
     """
     meshes = open_meshes(program, request)

@@ -42,7 +42,7 @@ def cut_in_time(program: Program) -> BatchCut | None:
     ]
     dims = list(map(_split, timed.edges.specs))
     inputs = set(program.inputs)
-    for reshard in timed.edges.reshards:  # inputs lie whole, and are read in parts
+    for reshard in timed.edges.reshards:  # inputs are whole, and read in parts
         if reshard.value in inputs:
             dims[reshard.value] = _split(reshard.target)
     for op, cut in zip(program.ops, factors, strict=True):

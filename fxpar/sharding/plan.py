@@ -192,7 +192,7 @@ class Plan:
         return [] if seconds is None else [f"{short_seconds(seconds)} a step"]
 
     def layers(self) -> str:
-        """Return memory and time by layer as a table, empty without a program."""
+        """Memory and time by layer, where the plan knows its program."""
         return ""
 
     def of_one_stage(self) -> Plan:

@@ -264,7 +264,7 @@ class _ActionRun:
     name: tuple[str, str]
     # When its first launch begins, in seconds of the step.
     start: float
-    # When its last launch ends, alike.
+    # When its last launch ends, likewise.
     end: float = 0.0
     # How many launches it has.
     launches: int = 0

@@ -47,7 +47,7 @@ from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
-_UNLIKE = "the batch is not cut, since shards of some dim are not alike"
+_UNLIKE = "the batch is not cut, since shards of some dim are unequal"
 
 # Sums of these are accumulated in float32.
 _NARROW = (torch.bfloat16, torch.float16)
@@ -407,7 +407,7 @@ _JOINS: dict[Any, Callable[..., Any]] = {
 
 def _ordered(unrolled: _Unroller) -> fx.Graph:
     """The unrolled graph with one part after the other: first the inputs, then what
-    parts wait for and what that needs, then part by part, then the rest."""
+    parts wait for and what that needs, then part by part, then all others."""
     nodes = list(unrolled.graph.nodes)
     order: dict[fx.Node, None] = dict.fromkeys(
         node for node in nodes if node.op == "placeholder"

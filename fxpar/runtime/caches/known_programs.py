@@ -146,7 +146,7 @@ def describe(
     divisors: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """What is known of a program that was planned now, as data. ``local``: its graph;
-    the rest as in KnownProgram."""
+    all else as in KnownProgram."""
     return {
         "number": program.number,
         "plan": plan.to_record(),

@@ -245,7 +245,7 @@ def launches(probe: Probe) -> tuple[float | None, float | None]:
 
         def chain(x: torch.Tensor, count: int = count) -> torch.Tensor:
             for _ in range(count):
-                # A product and a fused region, which Inductor keeps apart.
+                # A product and a fused region, which Inductor does not merge.
                 x = torch.relu(torch.mm(x, x) - 1)
             return x
 
@@ -294,7 +294,7 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
         elapsed = seconds(partial(_chain, op))
         if base is None or elapsed is None:
             return
-        # Of a chain every link but the first class' has two steps beside its op.
+        # Of a chain every link but the first class' has two steps and its op.
         one = max((elapsed - base) / _CHAIN - steps, 1e-10)
         if kind == "step":
             steps, one = one, one / 2

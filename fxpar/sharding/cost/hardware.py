@@ -47,7 +47,7 @@ class Peak:
     """How fast contractions of one dtype run: ``rate`` of their size.
 
     It saturates in ``flops`` and in each dim, as in Hockney's
-    r = r_inf n / (n + n_half). So beside its arithmetic a product takes a time to
+    r = r_inf n / (n + n_half). So besides its arithmetic a product takes a time to
     start, one for each element of its operands, m k and k n of them (``half_dim``), and
     one for each of its result, m n (``half_contracted``): a contraction that grows in
     any dim never takes less time.

@@ -3,8 +3,7 @@
 In: a name (``lookup("h100")``), a file that ``python -m fxpar calibrate`` wrote, or the
 device that is here (``detect``). Out: a ``Hardware`` (``rates``): rates for a roofline,
 and ``links(mesh)``, what serves each axis. All figures are per device, in seconds,
-bytes and floating point operations, and every one in ``BUILT_IN`` has its source beside
-it.
+bytes and floating point operations, and each in ``BUILT_IN`` comes with its source.
 Never measures anything (``runtime.calibrate`` does) and never chooses a plan.
 """
 

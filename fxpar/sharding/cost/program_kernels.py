@@ -317,7 +317,7 @@ class _Run:
         self.value_of: dict[Buffer, int] = {}
         self.launches: list[Launch] = []
         self.reader = KernelReader()
-        # The op that runs at each place in the order; behind all where constants that
+        # The op that runs at each place in the order; after all where constants that
         # are returned are made.
         self.times: list[int] = []
         # Of the forward.

@@ -353,7 +353,7 @@ def _is_residual(
 
 
 def _is_cut(program: Program, op: Op, factor: str) -> bool:
-    """Whether the dim that ``factor`` makes of an op's result is taken apart."""
+    """Whether the dim that ``factor`` makes of an op's result is split."""
     return any(
         len(reader.operands) == 1 and _ends_at(reader, major)
         for reader, major, _ in _readers(program, op, factor, set())

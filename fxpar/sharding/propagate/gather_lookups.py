@@ -43,16 +43,16 @@ def gather_lookups(
     products had better gather. Equal ops, and all cuts of one tensor, are decided
     together. ``hardware``: prices the compute that ranks then repeat."""
     settled = settle(strategies)
-    alike: dict[tuple[object, ...], list[Op]] = {}
+    groups: dict[tuple[object, ...], list[Op]] = {}
     products = _products(program, strategies, state, mesh, hardware)
     of_products = [program.ops[i] for i in products]
     for op in (*_lookups(program, strategies, mesh), *of_products):
         key = (op.target, op.rule, strategies[op.index])
-        alike.setdefault(key, []).append(op)
-    alike |= _cuts(program, strategies)
-    least = _seconds(program, settled, mesh) if alike else 0.0
+        groups.setdefault(key, []).append(op)
+    groups |= _cuts(program, strategies)
+    least = _seconds(program, settled, mesh) if groups else 0.0
     chosen = list(strategies)
-    for ops in alike.values():
+    for ops in groups.values():
         trial = list(chosen)
         for op in ops:
             trial[op.index] = _whole(op, trial[op.index])
