@@ -1,4 +1,4 @@
-"""Time to the end of the first step: fxpar beside peers with torch.compile.
+"""Time to the end of the first step: fxpar and peers with torch.compile.
 
     python benchmarks/bench_first_step.py [--short] [--layers N] [--ranks N]
         [--repeat N] [--side SIDE ...] [--json FILE]

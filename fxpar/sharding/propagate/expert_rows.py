@@ -37,8 +37,8 @@ def seed_rows(engine: Propagation, axes: Axes, mesh: Mesh, hardware: Hardware) -
         whole, part = (
             seconds(op, work, each, mesh, hardware) for each in (Strategy(), split)
         )
-        lies = operand_spec(op.rule, split, 0), operand_spec(op.rule, Strategy(), 0)
-        gather = price(*lies, mesh, value.shape, value.dtype.itemsize)
+        ends = operand_spec(op.rule, split, 0), operand_spec(op.rule, Strategy(), 0)
+        gather = price(*ends, mesh, value.shape, value.dtype.itemsize)
         if whole - part > gather:
             dims: tuple[Axes, ...] = (axes, *[()] * (len(value.shape) - 1))
             shut = (False,) * len(dims)

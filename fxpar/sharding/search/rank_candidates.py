@@ -163,7 +163,7 @@ class Overlap:
             total *= self._share_of_value(edge_value.value)
             if 0 < total < FORBIDDEN:
                 copies, steps = self._steps(edge_value.value, source, target, total)
-                # What a collective takes from kernels while it runs, they wait.
+                # Kernels wait for the share of the time that a collective takes.
                 held = self.formulation.hardware.beside
                 copies += held * sum(seconds for seconds, _ in steps)
                 steps = tuple((x * (1 - held), bits) for x, bits in steps)

@@ -89,7 +89,7 @@ def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> s
 def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[str]:
     """Yield what to do, the largest gain first."""
     sizes = Sizes(float)
-    whole, inputs = 0.0, _rests_whole(program)
+    whole, inputs = 0.0, _whole_parameters(program)
     for entry, nbytes in held:
         sizes[_CALLED[entry.kind]] += nbytes
         is_static = entry.kind in ("parameter", "optimizer", "gradient")
@@ -110,12 +110,12 @@ def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[st
         yield f"{fix}: {bound} {short_bytes(gain)} less".replace(":  ", ": ")
 
 
-def _rests_whole(program: Program) -> set[int]:
+def _whole_parameters(program: Program) -> set[int]:
     """Return the parameters that every rank holds whole, and their gradients."""
     signature, out = program.signature, set[int]()
     for declared, v in zip(signature.inputs, program.inputs, strict=True):
-        rests_whole = declared.rest is not None and declared.rest.is_whole
-        if v is not None and declared.kind == "parameter" and rests_whole:
+        is_whole = declared.rest is not None and declared.rest.is_whole
+        if v is not None and declared.kind == "parameter" and is_whole:
             out.add(v)
     for result, v in zip(signature.outputs, program.outputs, strict=True):
         of = program.inputs[result.of] if result.of is not None else None
