@@ -347,7 +347,7 @@ def test_shards_that_are_not_alike_stay_in_one_part(
 ) -> None:
     model = double(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
     plan = planned(monkeypatch, model, rows(), "tp=2", 4)
-    assert any("are not alike" in note for note in plan.notes)
+    assert any("are unequal" in note for note in plan.notes)
     assert error_of(plan, rows()) < 1e-12
 
 
