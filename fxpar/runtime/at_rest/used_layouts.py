@@ -189,9 +189,9 @@ def _kind(x: Movable) -> tuple[Any, ...]:
 def _agreed(
     ours: Mapping[str, Movable], told: Mapping[str, str]
 ) -> dict[str, Spec] | None:
-    """Return the new specs of parameters that change, as rank 0 planned them, without
-    those that cannot be resharded on some rank; None if ranks read different
-    parameters. Removes tensors from ``ours`` that only some ranks have."""
+    """Where parameters are to rest that are moved, as rank 0 told: not what is looked
+    into on some rank; None if ranks do not read the same. Takes from ``ours`` what goes
+    with a parameter on some ranks only."""
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
     digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
     texts = consensus.gather(tag, json.dumps({"digest": digest, "rests": told}))
