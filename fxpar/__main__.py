@@ -181,9 +181,9 @@ def _planned(args: argparse.Namespace) -> Plan:
 
     if args.target.endswith(".json"):
         plain = vars(parser().parse_args(["plan", args.target]))
-        asked = [x for x in _HOW if vars(args)[x] != plain[x]]
-        if asked:
-            what = f"a saved plan is shown as it is, without --{', --'.join(asked)}"
+        options = [x for x in _HOW if vars(args)[x] != plain[x]]
+        if options:
+            what = f"a saved plan is shown as it is, without --{', --'.join(options)}"
             fix = f"name the program, and --mode {args.target} to plan as it does"
             raise OptionError(what, fix=fix)
         return Plan.load(args.target)

@@ -65,7 +65,7 @@ def checkpoints_tagged() -> Iterator[None]:
 
     is_grad_enabled = torch.is_grad_enabled
 
-    def asked() -> bool:
+    def is_enabled() -> bool:
         package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         if is_grad_enabled() and package not in ("torch", "functorch", "fxpar"):
             raise GradModeRead
@@ -75,7 +75,7 @@ def checkpoints_tagged() -> Iterator[None]:
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
             with torch.no_grad():
                 return function(*args)
-        with mock.patch.object(torch, "is_grad_enabled", asked):
+        with mock.patch.object(torch, "is_grad_enabled", is_enabled):
             result = checkpoint.checkpoint(function, *args, use_reentrant=False)
         if isinstance(result, tuple):
             return tuple(x if isinstance(x, torch.Tensor) else cut(x) for x in result)
