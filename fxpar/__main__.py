@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -122,15 +123,23 @@ def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float
     return number
 
 
+_SIZE = re.compile(r"([\d.]+(?:e\d+)?) *(?:([kmgt])(i?))?b?", re.IGNORECASE)
+
+
 def _nbytes(text: str) -> int:
-    """Reads bytes from the command line: 80GB, 64GiB, 1e9."""
-    number = text.rstrip("bBiI").rstrip("kKMGT")
-    letters = text[len(number) :].upper().removesuffix("B")
-    power = "KMGT".find(letters[:1]) + 1 if letters else 0
-    return int(float(number) * (1024 if letters.endswith("I") else 1000) ** power)
+    """Reads bytes from the command line: 80GB, 64 GiB, 1e9."""
+    size = _SIZE.fullmatch(text.strip())
+    try:
+        number, letter, binary = size.groups("") if size else ("", "", "")
+        power = "kmgt".index(letter.lower()) + 1 if letter else 0
+        return int(float(number) * (1024 if binary else 1000) ** power)
+    except (ValueError, OverflowError):
+        what = f"{text!r} is no size of memory: give one such as 80GB or 64GiB"
+        raise argparse.ArgumentTypeError(what) from None
 
 
-_nbytes.__name__ = "size"  # as argparse says it
+# What is said of planning a program.
+_HOW = ("args", "mesh", "mode", "hints", "hardware", "memory", "shard", "grad")
 
 # The exit status if a plan needs more memory than a rank has.
 TOO_LARGE = 3
@@ -171,6 +180,12 @@ def _planned(args: argparse.Namespace) -> Plan:
     from fxpar.sharding.plan import Plan
 
     if args.target.endswith(".json"):
+        plain = vars(parser().parse_args(["plan", args.target]))
+        options = [x for x in _HOW if vars(args)[x] != plain[x]]
+        if options:
+            what = f"a saved plan is shown as it is, without --{', --'.join(options)}"
+            fix = f"name the program, and --mode {args.target} to plan as it does"
+            raise OptionError(what, fix=fix)
         return Plan.load(args.target)
     if not args.mesh:
         raise OptionError("there is no mesh to plan for", fix="add --mesh dp=2,tp=4")

@@ -155,13 +155,15 @@ class TracedPlan(Plan):
 
     def layers(self) -> str:
         """Memory and time by layer of the model, as a table whose sums are what the
-        plan predicts; empty for a plan in stages or on unlike ranks.
+        plan predicts; why there is none for a plan in stages or on unlike ranks.
 
         Raises as ``hardware`` does, and PlanError for a loaded plan.
         """
         result, _ = self._traced()
-        if pipeline_axis(self.mesh) is not None or not self.mesh.is_shared_equally:
-            return ""
+        if pipeline_axis(self.mesh) is not None:
+            return "no table by layer: stages have unlike ones, which are listed above"
+        if not self.mesh.is_shared_equally:
+            return "no table by layer: ranks have unlike shares of each"
         graph = as_run(
             result.local,
             disable=self.options.disable,

@@ -154,7 +154,29 @@ def test_layers_add_up_to_the_plan(folder: Path, capsys) -> None:
     seconds = [float(x) for x, unit in numbers[2:4] if unit == "us"]
     assert sum(seconds) == pytest.approx(float(computed.split()[0]), rel=1e-2)
     assert main(["plan", *target, "--json", "plan.json"]) == 0
-    assert main(["plan", "plan.json", "--layers"]) == 0, "a saved plan has none"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "why"),
+    [("pp=2", "stages"), ("dp=2{1.0,0.5}", "unlike shares"), ("", "has no program")],
+)
+def test_why_there_is_no_table_by_layer(
+    mesh: str, why: str, folder: Path, capsys
+) -> None:
+    target = ["factories.py:full", "--mesh", mesh or "dp=2", "--mode", "propagate"]
+    if not mesh:
+        plan_of(*target)
+        target = ["plan.json"]
+    assert main(["plan", *target, "--layers"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no table by layer: ") and why in last
+
+
+def test_a_saved_plan_is_not_planned_for_something_else(folder: Path, capsys) -> None:
+    plan_of("factories.py:full", "--mesh", "dp=2")
+    assert main(["plan", "plan.json", "--memory", "1kB", "--mesh", "dp=4"]) == 1
+    said = capsys.readouterr().err
+    assert "without --mesh, --memory" in said and "--mode plan.json" in said
 
 
 def test_where_parameters_rest_is_a_flag(folder: Path) -> None:
@@ -169,11 +191,20 @@ def test_where_parameters_rest_is_a_flag(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "nbytes"),
-    [("80GB", 80e9), ("2GiB", 2 << 30), ("1e9", 1e9), ("5", 5), ("3k", 3000)],
+    [("80GB", 80e9), ("2GiB", 2 << 30), ("1e9", 1e9), ("5", 5), ("3k", 3000)]
+    + [("80 GB", 80e9), ("80gib", 80 << 30), (".5GB", 5e8)],
 )
 def test_sizes_are_read_as_people_write_them(size: str, nbytes: float) -> None:
     asked = ["plan", "x.py:f", "--mesh", "dp=2", "--memory", size]
     assert parser().parse_args(asked).memory == nbytes
+
+
+@pytest.mark.parametrize("size", ["abc", "", "GB", "-5", "inf", "1e400", "8GBB", "8iB"])
+def test_what_is_no_size_is_refused(size: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["plan", "x.py:f", f"--memory={size}"])
+    said = capsys.readouterr().err
+    assert f"{size!r} is no size of memory: give one such as 80GB" in said
 
 
 def test_a_page_is_written(folder: Path, capsys) -> None:

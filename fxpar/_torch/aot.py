@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.cpp_kernels import (
     BEHIND_ALL,
     kernels_in_libraries,
@@ -78,10 +79,6 @@ def export_joint(
     return joint.graph_module
 
 
-# How the error of a checkpoint begins that calls ``backward`` in a backward.
-_REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with"
-
-
 class GradientsAccumulated(RuntimeError):
     """Raised where a program that is traced accumulates gradients in ``.grad``."""
 
@@ -108,8 +105,9 @@ def refusing_accumulation() -> Iterator[None]:
 def untraceable(error: BaseException) -> str | None:
     """Why a program cannot be one graph of fixed shapes: it reads a "value", a "shape"
     depends on data, it writes to a "constant" or, by an op that is not functional, to
-    a "list" of tensors, it accumulates a "gradient", or it makes a "sparse" tensor of
-    rows or blocks. None if ``error`` says none of these."""
+    a "list" of tensors, it accumulates a "gradient", a reentrant checkpoint reads the
+    "grad mode", or it makes a "sparse" tensor of rows or blocks. None if ``error`` says
+    none of these."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -117,8 +115,10 @@ def untraceable(error: BaseException) -> str | None:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     text = str(error)
-    if isinstance(error, GradientsAccumulated) or text.startswith(_REENTRANT):
+    if isinstance(error, GradientsAccumulated):
         return "gradient"
+    if isinstance(error, GradModeRead):
+        return "grad mode"
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
         return "value"
     if isinstance(error, DynamicOutputShapeException):

@@ -70,7 +70,12 @@ _REFUSED = {
     "gradient": (
         "accumulates gradients in .grad (it calls backward())",
         "compute them with torch.autograd.grad and return them, an autograd.Function "
-        "for parameters it takes as arguments; checkpoint with use_reentrant=False",
+        "for parameters it takes as arguments",
+    ),
+    "grad mode": (
+        "asks in a reentrant checkpoint whether gradients are taken, which is no at "
+        "first and yes when it is computed again",
+        "checkpoint with use_reentrant=False",
     ),
     "sparse": (
         "has a sparse tensor in rows or blocks, which cannot be traced",

@@ -192,8 +192,9 @@ class Plan:
         return [] if seconds is None else [f"{short_seconds(seconds)} a step"]
 
     def layers(self) -> str:
-        """Memory and time by layer, where the plan knows its program."""
-        return ""
+        """Memory and time by layer, or why there is none: a loaded plan has no
+        program."""
+        return "no table by layer: a loaded plan has no program; plan with mode=FILE"
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""

@@ -3,6 +3,7 @@ empty tensors are simulated; what depends on data is an error with the user's li
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
@@ -205,6 +206,19 @@ def cut_off(f: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return f(x) + checkpoint(f, x.detach(), use_reentrant=True)
 
 
+def in_a_list(f: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A reentrant checkpoint gives no gradient to what it returns in a list."""
+    y, (z,) = checkpoint(lambda x: (f(x), [x.sin()]), x, use_reentrant=True)
+    return y * z
+
+
+def without_contexts(f: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def contexts() -> Any:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    return checkpoint(f, x, use_reentrant=False, context_fn=contexts)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -213,8 +227,20 @@ def cut_off(f: nn.Module, x: torch.Tensor) -> torch.Tensor:
         lambda: Layers(lambda f, x: checkpoint(f, x, use_reentrant=False)),
         lambda: Layers(lambda f, x: checkpoint(f, x, use_reentrant=True)),
         lambda: Layers(cut_off),
+        lambda: Layers(in_a_list),
+        lambda: Layers(without_contexts),
+        lambda: Layers(lambda f, x: CheckpointFunction.apply(f, True, x)),
     ],
-    ids=["written", "recomputed", "checkpointed", "reentrant", "cut off"],
+    ids=[
+        "written",
+        "recomputed",
+        "checkpointed",
+        "reentrant",
+        "cut off",
+        "in a list",
+        "without contexts",
+        "imported",
+    ],
 )
 def test_gradients_are_those_of_eager(make: Callable[[], nn.Module]) -> None:
     """``plan.reference`` runs the traced graph, which would share a wrong gradient."""
@@ -226,6 +252,41 @@ def test_gradients_are_those_of_eager(make: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(result, want.detach())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def by_grad_mode(reentrant: bool, detach: bool) -> Callable[..., torch.Tensor]:
+    """Layers whose checkpointed code asks whether gradients are taken."""
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if torch.is_grad_enabled() else 3)
+
+    def call(f: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach() if detach else x
+        return x + checkpoint(lambda x: asks(f(x)), x, use_reentrant=reentrant)
+
+    return call
+
+
+def test_a_reentrant_region_that_asks_for_the_grad_mode_is_refused() -> None:
+    """On one device the loss is of one answer, the gradients of the other."""
+    with pytest.raises(PlanError, match="whether gradients are taken") as error:
+        fxpar.plan(Layers(by_grad_mode(True, False)), X, mesh="dp=2", grad=True)
+    assert error.value.fix == "checkpoint with use_reentrant=False"
+    assert "if torch.is_grad_enabled() else" in (error.value.where or "")
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "detach", "grad"),
+    [(True, True, True), (True, False, False), (False, False, True)],
+)
+def test_the_grad_mode_of_one_answer_is_read(
+    reentrant: bool, detach: bool, grad: bool
+) -> None:
+    model = Layers(by_grad_mode(reentrant, detach)).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    got = fxpar.plan(model, x, mesh="dp=2", grad=grad).outcome(x).result
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(got, model(x).detach())
 
 
 WEIGHT = torch.randn(4, 4, requires_grad=True)
