@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpar
 from fxpar.runtime.train_step.forward import spec_of
+from tests.helpers.processes import RankError
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import place_of, whole
 
@@ -391,6 +392,17 @@ def of_unlike_graphs(mesh: str | None) -> list[Any]:
 
 def test_ranks_whose_first_graphs_read_others_move_nothing() -> None:
     check(of_unlike_graphs, "dp=2,tp=2")
+
+
+def in_another_order(mesh: str) -> None:
+    models = [built(mesh), built(mesh)]
+    model = models[torch.distributed.get_rank()]
+    run_of(model, mesh)(batches()[0])
+
+
+def test_ranks_that_call_different_models_are_stopped() -> None:
+    with pytest.raises(RankError, match="ranks call different models"):
+        shared_pool(4).run(in_another_order, "tp=2", ranks=2)
 
 
 def whole_steps(mesh: str | None) -> list[Any]:
