@@ -111,7 +111,7 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
     if _torch.dtensor.are_laid_out_alike(parameter.grad, parameter):
         tensors["gradient"] = parameter.grad
     for optimizer in optimizers:
-        for key, x in _kept_for(parameter, optimizer).items():
+        for key, x in _state_of(parameter, optimizer).items():
             what = f"{type(optimizer).__name__} {key}"
             if any(x is y for y in tensors.values()):  # an optimizer that wraps one
                 continue
@@ -124,22 +124,22 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
     return tensors
 
 
-def _kept_for(parameter: Any, optimizer: Any) -> dict[str, Any]:
+def _state_of(parameter: Any, optimizer: Any) -> dict[str, Any]:
     """Tensors of an optimizer's state for a parameter, and, of its other attributes,
     those by the parameter's id and those that may be of any part."""
     state = getattr(optimizer, "state", {}).get(parameter)
-    kept = dict(state) if isinstance(state, dict) else {"": state}
+    by_key = dict(state) if isinstance(state, dict) else {"": state}
     if id(parameter) in {*map(id, _torch.objects.parameters_of(optimizer))}:
         for name, x in vars(optimizer).items():
             if name in _torch.objects.OPTIMIZER_ATTRIBUTES:
                 continue
-            kept[f"{name}, bare"] = [*filter(_is_bare, _torch.fake.tree_leaves(x))]
+            by_key[f"{name}, bare"] = [*filter(_is_bare, _torch.fake.tree_leaves(x))]
             for key in x if isinstance(x, dict) else ():
                 if (key if isinstance(key, int) else id(key)) == id(parameter):
-                    kept[name] = x[key]
+                    by_key[name] = x[key]
     return {
         f"{key} {i}": leaf
-        for key, x in kept.items()
+        for key, x in by_key.items()
         for i, leaf in enumerate(_torch.fake.tree_leaves(x))
     }
 
