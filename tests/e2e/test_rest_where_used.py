@@ -118,6 +118,8 @@ def with_state(mesh: str | None) -> list[Any]:
     for p in model.parameters():
         p.grad = p.detach() * 0.3 + 0.1
     optimizer.step()
+    for p in model.parameters():
+        optimizer.state[p]["master"] = p.detach()  # shares its memory
     state, shadow = model.state_dict(), copy.deepcopy(model)
     average = torch.optim.swa_utils.AveragedModel(model)
     by_hand = {name: p.detach().clone() for name, p in model.named_parameters()}

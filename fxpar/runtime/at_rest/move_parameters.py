@@ -113,9 +113,9 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
     for optimizer in optimizers:
         for key, x in _state_of(parameter, optimizer).items():
             what = f"{type(optimizer).__name__} {key}"
-            if any(x is y for y in tensors.values()):  # an optimizer that wraps one
-                continue
             if _torch.dtensor.are_laid_out_alike(x, parameter):
+                if _memory(x) in map(_memory, tensors.values()):
+                    continue  # of an optimizer that wraps one, or a twin
                 if what in tensors:
                     return {}
                 tensors[what] = x
@@ -144,6 +144,10 @@ def _state_of(parameter: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
+def _memory(x: DTensor) -> int:
+    return _torch.objects.memory_of(_torch.dtensor.local_of(x))
+
+
 def _is_bare(x: Any) -> bool:
     """Whether something is numbers that do not say which part of a value they are."""
     if isinstance(x, DTensor):
@@ -158,8 +162,7 @@ def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
     owners: dict[int, tuple[dict[str, Any], str, Any]] = {}
     for movable in parameters:
         for what, x in movable.tensors.items():
-            memory = _torch.objects.memory_of(_torch.dtensor.local_of(x))
-            owners[memory] = movable.tensors, what, x
+            owners[_memory(x)] = movable.tensors, what, x
     twins: dict[int, list[Any]] = {}
     parts, bare = set[int](), []
     for x in _torch.dtensor.live_users_of(owners):
