@@ -14,10 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpar
 from fxpar.runtime.train_step.forward import spec_of
+from tests.helpers.processes import RankError
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import place_of, whole
 
@@ -116,6 +118,8 @@ def with_state(mesh: str | None) -> list[Any]:
     for p in model.parameters():
         p.grad = p.detach() * 0.3 + 0.1
     optimizer.step()
+    for p in model.parameters():
+        optimizer.state[p]["master"] = p.detach()  # shares its memory
     state, shadow = model.state_dict(), copy.deepcopy(model)
     average = torch.optim.swa_utils.AveragedModel(model)
     by_hand = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -219,6 +223,47 @@ def looked_into(mesh: str | None) -> list[Any]:
 
 def test_what_a_user_looks_into_stays() -> None:
     check(looked_into)
+
+
+class OwnState(torch.optim.Optimizer):
+    """Whose momenta are in its own dict, by ids, or of parts, flat, by position."""
+
+    def __init__(self, parameters: Any, *, of_parts: bool) -> None:
+        super().__init__(parameters, {})
+        self.of_parts, self.momenta = of_parts, dict[int, torch.Tensor]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            key, x, gradient = id(p), p, p.grad
+            if self.of_parts:
+                key, x, gradient = i, local(p).view(-1), local(gradient).view(-1)
+            momentum = self.momenta.setdefault(key, torch.zeros_like(x))
+            x.sub_(momentum.mul_(0.9).add_(gradient), alpha=0.1)
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def own_state(mesh: str | None, of_parts: bool) -> list[Any]:
+    model = built(mesh)
+    optimizer = OwnState(model.parameters(), of_parts=of_parts)
+    model(batches()[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    out = steps(run_of(model, mesh), model, optimizer)
+    if mesh is not None:
+        assert has_moved(model) != of_parts
+    if mesh is not None and not of_parts:
+        lies = [(p, optimizer.momenta[id(p)]) for p in model.parameters()]
+        assert all(p.placements == x.placements for p, x in lies)
+    return out
+
+
+@pytest.mark.parametrize("of_parts", [False, True])
+def test_optimizers_that_keep_state_themselves(of_parts: bool) -> None:
+    check(own_state, "tp=2", of_parts)
 
 
 def again(mesh: str | None, folder: str) -> list[Any]:
@@ -349,6 +394,17 @@ def of_unlike_graphs(mesh: str | None) -> list[Any]:
 
 def test_ranks_whose_first_graphs_read_others_move_nothing() -> None:
     check(of_unlike_graphs, "dp=2,tp=2")
+
+
+def in_another_order(mesh: str) -> None:
+    models = [built(mesh), built(mesh)]
+    model = models[torch.distributed.get_rank()]
+    run_of(model, mesh)(batches()[0])
+
+
+def test_ranks_that_call_different_models_are_stopped() -> None:
+    with pytest.raises(RankError, match="ranks call different models"):
+        shared_pool(4).run(in_another_order, "tp=2", ranks=2)
 
 
 def whole_steps(mesh: str | None) -> list[Any]:

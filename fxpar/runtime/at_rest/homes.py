@@ -60,6 +60,8 @@ class Home:
     )
     # The Homes of the model and of its copies, in order of creation.
     copies: list[weakref.ref[Home]] = field(default_factory=list)
+    # The round of ranks in which its model was sharded, the same on all of them.
+    round: int = 0
     # By which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 
@@ -77,6 +79,7 @@ class Home:
             movable=set(self.movable),
             alike=self.alike,
             copies=self.copies,
+            round=self.round,
         )
 
 

@@ -113,18 +113,41 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
     if _torch.dtensor.are_laid_out_alike(parameter.grad, parameter):
         tensors["gradient"] = parameter.grad
     for optimizer in optimizers:
-        state = getattr(optimizer, "state", {}).get(parameter)
-        for key, x in state.items() if isinstance(state, dict) else ():
+        for key, x in _state_of(parameter, optimizer).items():
             what = f"{type(optimizer).__name__} {key}"
-            if any(x is y for y in tensors.values()):  # an optimizer that wraps one
-                continue
             if _torch.dtensor.are_laid_out_alike(x, parameter):
+                if _memory(x) in map(_memory, tensors.values()):
+                    continue  # of an optimizer that wraps one, or a twin
                 if what in tensors:
                     return {}
                 tensors[what] = x
-            elif any(map(_is_bare, _torch.fake.tree_leaves(x))):
+            elif _is_bare(x):
                 return {}
     return tensors
+
+
+def _state_of(parameter: Any, optimizer: Any) -> dict[str, Any]:
+    """Tensors of an optimizer's state for a parameter, and, of its other attributes,
+    those by the parameter's id and those that may be of any part."""
+    state = getattr(optimizer, "state", {}).get(parameter)
+    by_key = dict(state) if isinstance(state, dict) else {"": state}
+    if id(parameter) in {*map(id, _torch.objects.parameters_of(optimizer))}:
+        for name, x in vars(optimizer).items():
+            if name in _torch.objects.OPTIMIZER_ATTRIBUTES:
+                continue
+            by_key[f"{name}, bare"] = [*filter(_is_bare, _torch.fake.tree_leaves(x))]
+            for key in x if isinstance(x, dict) else ():
+                if (key if isinstance(key, int) else id(key)) == id(parameter):
+                    by_key[name] = x[key]
+    return {
+        f"{key} {i}": leaf
+        for key, x in by_key.items()
+        for i, leaf in enumerate(_torch.fake.tree_leaves(x))
+    }
+
+
+def _memory(x: DTensor) -> int:
+    return _torch.objects.memory_of(_torch.dtensor.local_of(x))
 
 
 def _is_bare(x: Any) -> bool:
@@ -141,8 +164,7 @@ def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
     owners: dict[int, tuple[dict[str, Any], str, Any]] = {}
     for movable in parameters:
         for what, x in movable.tensors.items():
-            memory = _torch.objects.memory_of(_torch.dtensor.local_of(x))
-            owners[memory] = movable.tensors, what, x
+            owners[_memory(x)] = movable.tensors, what, x
     twins: dict[int, list[Any]] = {}
     parts, bare = set[int](), []
     for x in _torch.dtensor.live_users_of(owners):

@@ -29,6 +29,7 @@ from fxpar.runtime.at_rest.global_values import write_to_parts
 from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
 from fxpar.runtime.at_rest.sharded_modules import adopt
+from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.compare_replicas import note_steps_of
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
 from fxpar.runtime.ranks.presence import user_line
@@ -49,7 +50,7 @@ def swap_parameters(
     """
     note_steps_of(_has_home)
     names = {id(p): name for name, p in model.named_parameters()}
-    home = Home(str(ranks.mesh), _batch(ranks.mesh))
+    home = Home(str(ranks.mesh), _batch(ranks.mesh), round=consensus.round_number())
     home.movable = {*names.values()} if movable else set()
     forms = {id(p): tuple(p.shape) for p in model.parameters()}
     home.alike = all(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch, cache_files
 from fxpar.choose_plan import planned, searched
 from fxpar.config import Options
+from fxpar.errors import RankMismatchError
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.at_rest.homes import HOME, Home
 from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
@@ -191,11 +192,21 @@ def _agreed(
 ) -> dict[str, Spec] | None:
     """Where parameters are to rest that are moved, as rank 0 told: not what is looked
     into on some rank; None if ranks do not read the same. Takes from ``ours`` what goes
-    with a parameter on some ranks only."""
+    with a parameter on some ranks only. Raises RankMismatchError if ranks read other
+    models."""
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
     digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
-    texts = consensus.gather(tag, json.dumps({"digest": digest, "rests": told}))
+    models = sorted({x.home.round for x in ours.values()})
+    message = {"digest": digest, "rests": told, "models": models}
+    texts = consensus.gather(tag, json.dumps(message))
     messages = [json.loads(text) for text in texts]
+    if not set.intersection(*({*message["models"]} for message in messages)):
+        raise consensus.as_told(
+            RankMismatchError(
+                "ranks call different models of fxpar.shard",
+                fix="call models in one order on every rank",
+            )
+        )
     if any(message["digest"] != digest for message in messages):
         every = [{*json.loads(x)} for x in consensus.gather(tag, json.dumps(lines))]
         common = set.intersection(*every)

@@ -102,6 +102,12 @@ def leads() -> bool:
     return channel is None or channel.rank == 0
 
 
+def round_number() -> int:
+    """How many rounds there were, the same on every rank that takes part."""
+    channel = current()
+    return 0 if channel is None else channel.rounds
+
+
 def abort(error: BaseException) -> None:
     """Tell ranks that wait for this one, now or at their next round, that it failed.
 
