@@ -16,8 +16,9 @@ from typing import Any
 
 
 class GradModeRead(RuntimeError):
-    """Raised where a reentrant region asks whether gradients are taken: it hears no
-    when it is run first, and yes when it is run again."""
+    """Raised where a reentrant region asks whether gradients are taken, or whether what
+    it computes requires one: the answer is no in its first run, and yes when it is run
+    again."""
 
 
 @contextlib.contextmanager
@@ -31,12 +32,13 @@ def checkpoints_tagged() -> Iterator[None]:
     list or a dict. What is random is drawn once: the tags say what the backward
     computes again, with the same seeds.
 
-    Raises GradModeRead, not where torch's own code asks."""
+    Raises GradModeRead, but not if the code of torch asks."""
     from unittest import mock
 
     import torch
     from torch._higher_order_ops import wrap
     from torch.fx.traceback import preserve_node_meta
+    from torch.overrides import TorchFunctionMode
     from torch.utils import checkpoint
     from torch.utils._pytree import tree_map_only
 
@@ -70,18 +72,28 @@ def checkpoints_tagged() -> Iterator[None]:
             yield from plain(fn, False, contexts, check, False, False, *args, **kwargs)
 
     is_grad_enabled = torch.is_grad_enabled
+    tensor: Any = torch.Tensor
+    getters = {tensor.requires_grad.__get__, tensor.grad_fn.__get__}
+    getters.add(tensor.is_leaf.__get__)
 
     def is_enabled() -> bool:
-        package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        if is_grad_enabled() and package not in ("torch", "functorch", "fxpar"):
+        if is_grad_enabled() and _is_asked_by_user():
             raise GradModeRead
         return is_grad_enabled()
+
+    class RefusesReads(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func in getters and args[0].grad_fn is not None and _is_asked_by_user():
+                raise GradModeRead
+            return func(*args, **(kwargs or {}))
 
     def reentrant(function: Any, _preserve: Any, *args: Any) -> Any:
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
             with torch.no_grad():
                 return function(*args)
-        with mock.patch.object(torch, "is_grad_enabled", is_enabled):
+        with mock.patch.object(torch, "is_grad_enabled", is_enabled), RefusesReads():
             result = checkpoint.checkpoint(function, *args, use_reentrant=False)
         if isinstance(result, tuple):
             return tuple(x if isinstance(x, torch.Tensor) else cut(x) for x in result)
@@ -95,3 +107,9 @@ def checkpoints_tagged() -> Iterator[None]:
         mock.patch.object(module.CheckpointFunction, "apply", reentrant),
     ):
         yield
+
+
+def _is_asked_by_user() -> bool:
+    """Return whether code outside torch called the caller of this function."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return name.partition(".")[0] not in ("torch", "functorch", "fxpar")

@@ -254,11 +254,19 @@ def test_gradients_are_those_of_eager(make: Callable[[], nn.Module]) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-def by_grad_mode(reentrant: bool, detach: bool) -> Callable[..., torch.Tensor]:
+READS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "the grad mode": lambda x: torch.is_grad_enabled(),
+    "requires_grad": lambda x: x.requires_grad,
+    "grad_fn": lambda x: x.grad_fn is not None,
+    "is_leaf": lambda x: not x.is_leaf,
+}
+
+
+def by_grad_mode(what: str, reentrant: bool, detach: bool) -> Callable[..., Any]:
     """Layers whose checkpointed code asks whether gradients are taken."""
 
     def asks(x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if torch.is_grad_enabled() else 3)
+        return x * (2 if READS[what](x) else 3)
 
     def call(f: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = x.detach() if detach else x
@@ -267,22 +275,24 @@ def by_grad_mode(reentrant: bool, detach: bool) -> Callable[..., torch.Tensor]:
     return call
 
 
-def test_a_reentrant_region_that_asks_for_the_grad_mode_is_refused() -> None:
+@pytest.mark.parametrize("what", READS)
+def test_a_reentrant_region_that_asks_for_the_grad_mode_is_refused(what: str) -> None:
     """On one device the loss is of one answer, the gradients of the other."""
     with pytest.raises(PlanError, match="whether gradients are taken") as error:
-        fxpar.plan(Layers(by_grad_mode(True, False)), X, mesh="dp=2", grad=True)
+        fxpar.plan(Layers(by_grad_mode(what, True, False)), X, mesh="dp=2", grad=True)
     assert error.value.fix == "checkpoint with use_reentrant=False"
-    assert "if torch.is_grad_enabled() else" in (error.value.where or "")
+    assert "test_planned_programs.py" in (error.value.where or "")
 
 
+@pytest.mark.parametrize("what", READS)
 @pytest.mark.parametrize(
     ("reentrant", "detach", "grad"),
     [(True, True, True), (True, False, False), (False, False, True)],
 )
 def test_the_grad_mode_of_one_answer_is_read(
-    reentrant: bool, detach: bool, grad: bool
+    what: str, reentrant: bool, detach: bool, grad: bool
 ) -> None:
-    model = Layers(by_grad_mode(reentrant, detach)).double()
+    model = Layers(by_grad_mode(what, reentrant, detach)).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     got = fxpar.plan(model, x, mesh="dp=2", grad=grad).outcome(x).result
     with torch.set_grad_enabled(grad):
