@@ -125,6 +125,21 @@ def test_converted_parameters_are_still_parts() -> None:
         assert "SGD(0.1) on rank 0, SGD(0.2) on rank 1" in str(error)
 
 
+def of_another_model() -> None:
+    """One rank alone takes a step of a model that no graph reads any more."""
+    gone = fxpar.shard(made(None), mesh="dp=2")
+    optimizer = torch.optim.SGD(gone.parameters(), 0.1)
+    if dist.get_rank() == 0:
+        optimizer.step()
+    model = fxpar.shard(made(None), mesh="dp=2")
+    ids = torch.arange(8)
+    F.cross_entropy(compiled(model, "dp=2")(ids), ids).backward()
+
+
+def test_steps_of_another_model_are_not_compared() -> None:
+    shared_pool(2).run(of_another_model)
+
+
 def extremes(mesh: str | None) -> list[float]:
     """Of gradients of which the last row, another rank's than the first, is NaN."""
     model, out = made(mesh), []

@@ -30,7 +30,7 @@ from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
 from fxpar.runtime.at_rest.sharded_modules import adopt
 from fxpar.runtime.ranks import consensus
-from fxpar.runtime.ranks.compare_replicas import note_steps_of
+from fxpar.runtime.ranks.compare_replicas import note_steps
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
 from fxpar.runtime.ranks.presence import user_line
 from fxpar.sharding.mesh import Mesh
@@ -48,7 +48,7 @@ def swap_parameters(
     """Replace parameters by their shards, and classes by those that gather them.
     ``movable``: whether the first graph to read a parameter lays it out as it uses it.
     """
-    note_steps_of(_has_home)
+    note_steps(_home)
     names = {id(p): name for name, p in model.named_parameters()}
     home = Home(str(ranks.mesh), _batch(ranks.mesh), round=consensus.round_number())
     home.movable = {*names.values()} if movable else set()
@@ -86,8 +86,8 @@ def _batch(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
 
 
-def _has_home(p: torch.Tensor) -> bool:
-    return hasattr(p, HOME)
+def _home(p: torch.Tensor) -> Home | None:
+    return getattr(p, HOME, None)
 
 
 def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:

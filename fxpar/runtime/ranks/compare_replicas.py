@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +110,9 @@ class Replicas:
         word = f"{writes} {self._next_sum(tensors) if tensors else ' '}"
         if not self.parts:
             return word
-        return f"{word} {hash(self._part_writes(args)):x} {_steps_word()}"
+        parts = [args[i] for i in self.parts]
+        written = hash(_torch.objects.versions_of(parts))
+        return f"{word} {written:x} {_steps_word(parts)}"
 
     def _part_writes(self, args: Sequence[Any]) -> tuple[int, ...]:
         """How often each part was written to, since its parameter was split."""
@@ -306,29 +310,42 @@ def _told(fact: str, fix: str) -> InputMismatchError:
     return error
 
 
-_STEPS: list[str] = []  # of optimizers of parts, since this rank's last call
+# The last steps of optimizers since a graph read the parts that they update, by the
+# owner of the parts.
+_STEPS: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
+_OwnerOf = Callable[[torch.Tensor], Any]
+_OWNERS: list[_OwnerOf] = []
 
 
 @functools.cache
-def note_steps_of(is_part: Callable[[torch.Tensor], bool]) -> None:
-    """From now on, the next call compares steps of optimizers of such parameters."""
+def note_steps(owner_of: _OwnerOf) -> None:
+    """From now on, a call compares the steps of the optimizers of its parts since the
+    call before. ``owner_of``: the model that a part belongs to, None for others."""
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if any(map(is_part, _torch.objects.parameters_of(optimizer))):
-            rates = (
-                "?" if isinstance(rate := group.get("lr"), torch.Tensor) else f"{rate}"
-                for group in optimizer.param_groups
-            )
-            _STEPS.append(f"{type(optimizer).__name__}({','.join(rates)})")
+        owners = {*map(owner_of, _torch.objects.parameters_of(optimizer))} - {None}
+        if not owners:
+            return
+        rates = (
+            "?" if isinstance(rate := group.get("lr"), torch.Tensor) else f"{rate}"
+            for group in optimizer.param_groups
+        )
+        step = f"{type(optimizer).__name__}({','.join(rates)})"
+        for owner in owners:
+            _STEPS.setdefault(owner, deque(maxlen=64)).append(step)
 
+    _OWNERS.append(owner_of)
     register_optimizer_step_pre_hook(note)
 
 
-def _steps_word() -> str:
-    """The steps that this rank took since its last call, said once."""
-    text = "+".join(_STEPS).replace(" ", "")
-    _STEPS.clear()
-    return text
+def _steps_word(parts: Sequence[torch.Tensor]) -> str:
+    """Return the steps since the last call that read parts of these models."""
+    if not _STEPS:
+        return ""
+    owners = dict.fromkeys(owner_of(part) for owner_of in _OWNERS for part in parts)
+    owners.pop(None, None)
+    steps = (step for owner in owners for step in _STEPS.pop(owner, ()))
+    return "+".join(steps).replace(" ", "")
 
 
 def forget_steps() -> None:
