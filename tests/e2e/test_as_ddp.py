@@ -21,8 +21,39 @@ CELLS = [
     for sharded in (False, True)
     for plan in ("propagate", "search")
 ]
-# What is quick on other cells than the first: uneven rows, buffers, breaks, branches.
+# What is quick: on one cell a loop of each mechanism, on the others uneven rows,
+# buffers, breaks, branches.
 QUICK = {
+    PLAIN: [
+        "mean_loss",
+        "losses_in_a_dict",
+        "cross_correlation",
+        "contrastive",
+        "halves_by_chunk",
+        "pairs_by_steps",
+        "uneven_rows",
+        "rows_behind_a_break",
+        "counts_across_a_break",
+        "lengths_that_change",
+        "bags_with_offsets",
+        "only_the_loss_compiled_in_ddp",
+        "parameters_as_arguments",
+        "blocks_compiled_one_by_one",
+        "gradients_without_backward",
+        "hooks_on_parameters",
+        "two_forwards_one_backward",
+        "parameter_in_two_graphs",
+        "checkpoint_around_a_graph",
+        "validation_between_steps",
+        "other_parameters_on_each_rank",
+        "a_branch_by_data",
+        "one_rank_breaks_its_graph",
+        "batch_norm",
+        "queue_of_features",
+        "accumulated_without_sync",
+        "gradients_per_row",
+        "llama",
+    ],
     Cell("dp=2", "inductor"): ["uneven_rows"],
     Cell("dp=2", sharded=True): ["uneven_rows", "batch_norm", "rows_behind_a_break"],
     Cell("dp=2,tp=2"): ["halves_by_chunk", "other_parameters_on_each_rank"],
@@ -41,7 +72,7 @@ def case(name: str, cell: Cell, quick: bool) -> Any:
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
-        case(name, cell, cell == PLAIN or name in QUICK.get(cell, ()))
+        case(name, cell, name in QUICK.get(cell, ()))
         for cell in CELLS
         for name, loop in LOOPS.items()
         if not (cell.sharded and loop.whole)
@@ -70,11 +101,18 @@ def test_a_random_loop(name: str, cell: Cell) -> None:
 
 
 # The comparison itself: what is equal, and what is not, without fxpar.
+QUICK[Cell(side=INDUCED)] = QUICK[Cell(side=UNREDUCED)] = QUICK[PLAIN][::5]
 
 
-@pytest.mark.parametrize("name", [n for n, loop in LOOPS.items() if not loop.eager])
-def test_a_compiled_model_in_ddp_is_equal(name: str) -> None:
-    check("loops", name, Cell(side=INDUCED))
+def cases(cell: Cell, reason: str) -> list[Any]:
+    """The loops that have no such reason to be left out."""
+    names = [name for name, loop in LOOPS.items() if not getattr(loop, reason)]
+    return [case(name, cell, name in QUICK[cell]) for name in names]
+
+
+@pytest.mark.parametrize(("name", "cell"), cases(Cell(side=INDUCED), "eager"))
+def test_a_compiled_model_in_ddp_is_equal(name: str, cell: Cell) -> None:
+    check("loops", name, cell)
 
 
 @pytest.mark.parametrize("name", QUICK_SEEDS)
@@ -82,6 +120,6 @@ def test_a_compiled_random_loop_in_ddp_is_equal(name: str) -> None:
     check("random_loops", name, Cell(side=INDUCED))
 
 
-@pytest.mark.parametrize("name", [n for n, loop in LOOPS.items() if not loop.alone])
-def test_gradients_that_are_not_averaged_are_seen(name: str) -> None:
-    assert by_rank("loops", name, Cell(side=UNREDUCED))
+@pytest.mark.parametrize(("name", "cell"), cases(Cell(side=UNREDUCED), "alone"))
+def test_gradients_that_are_not_averaged_are_seen(name: str, cell: Cell) -> None:
+    assert by_rank("loops", name, cell)

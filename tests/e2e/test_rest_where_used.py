@@ -165,7 +165,7 @@ def tied(mesh: str | None, late: bool) -> list[Any]:
     return out + [model(batches()[0]).item()]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tied_weights(late: bool) -> None:
     check(tied, "tp=2", late)
 
@@ -221,6 +221,7 @@ def looked_into(mesh: str | None) -> list[Any]:
     return out
 
 
+@pytest.mark.slow
 def test_what_a_user_looks_into_stays() -> None:
     check(looked_into)
 
@@ -261,7 +262,9 @@ def own_state(mesh: str | None, of_parts: bool) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("of_parts", [False, True])
+@pytest.mark.parametrize(
+    "of_parts", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_optimizers_that_keep_state_themselves(of_parts: bool) -> None:
     check(own_state, "tp=2", of_parts)
 
@@ -282,6 +285,7 @@ def again(mesh: str | None, folder: str) -> list[Any]:
     return out
 
 
+@pytest.mark.slow
 def test_another_start(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     check(again, "tp=2", str(tmp_path / "plan"), env=env)
@@ -485,6 +489,7 @@ def sent(sample: bool) -> list[Any]:
     return [collectives, [splits(p) for p in model.parameters()]]
 
 
+@pytest.mark.slow
 def test_as_much_is_sent_as_with_a_sample() -> None:
     """Nothing of weights: two sums a layer and direction, as an expert has it."""
     pool = shared_pool(4)
