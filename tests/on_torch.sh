@@ -1,21 +1,25 @@
 #!/bin/sh
-# What runs on torch 2.11, the oldest that fxpar supports, with the Triton that belongs to
-# it. Makes an environment in FOLDER, of several GB, or uses the one that is there.
+# Runs the tests on another torch, with the Triton that belongs to it, in an environment
+# of several GB that is made once.
 #
-#   tests/on_torch_2_11.sh FOLDER            PYTHON=python3.12: the Python of a new one
-#   TORCH=2.15.0 tests/on_torch_2_11.sh FOLDER2     another torch, in a folder of its own
+#   tests/on_torch.sh VERSION [TEST...]      default: all that `make test` runs
+#   FOLDER=...        where the environment is (.cache/torch-VERSION)
+#   PYTHON=python3.12 the Python of a new one
+#   STEPS="import demo tests one_gpu"        some of the steps
 #
-# Says of each step whether it went well; exits with 1 if one did not. STEPS="import demo"
-# runs some of them.
+# Says of each step whether it went well; exits with 1 if one did not.
 set -u
-folder=${1:?usage: tests/on_torch_2_11.sh FOLDER}
-torch=${TORCH:-2.11.0}
+torch=${1:?usage: tests/on_torch.sh VERSION [TEST...]}
+shift
 cd "$(dirname "$0")/.." || exit 1
+folder=${FOLDER:-.cache/torch-$torch}
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
 
 python=$folder/bin/python
 if [ ! -x "$python" ]; then
   "${PYTHON:-python3}" -m venv "$folder" || exit 1
-  # NumPy 2.4 is newer than what this torch and the packages of its time know.
+  # NumPy 2.4 is newer than what torch 2.11 and the packages of its time know.
   case $torch in 2.11.*) numpy='numpy<2.4' ;; *) numpy='numpy' ;; esac
   "$python" -m pip install --quiet "torch==$torch" "$numpy" || exit 1
   "$python" -m pip install --quiet "torch==$torch" "$numpy" --editable '.[test]' || exit 1
@@ -34,18 +38,10 @@ step() { # a name, and a command
   echo "$name: $said; $(tail -n 1 "$folder/$name.log")"
 }
 
-tests() { # a name, and tests
-  name=$1
-  shift
-  step "$name" "$python" -m pytest -q -p no:cacheprovider -m 'not slow' "$@"
-}
-
 step import "$python" -c 'import torch, triton, numpy, fxpar.backend
 print("torch", torch.__version__, "triton", triton.__version__, "numpy", numpy.__version__)'
 step demo "$python" -m fxpar demo
-tests ops tests/test_torch_2_11.py tests/test_imports.py
-tests planning tests/test_planning.py tests/test_backend.py
-tests passes tests/passes
-tests fusion tests/fusion
+step tests "$python" -m pytest -q -p no:cacheprovider -n "${JOBS:-2}" --dist loadfile \
+  --no-loadscope-reorder -m 'not slow' "$@"
 step one_gpu "$python" benchmarks/one_gpu.py --try --json "$folder/one_gpu.json"
 exit ${failed:-0}
