@@ -34,7 +34,6 @@ from fxpar._torch.known_values import values_known
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.min_cut import quick_min_cut
 from fxpar._torch.node_texts import says_all
-from fxpar._torch.quick_trees import quick_trees
 from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
 from fxpar._torch.version import own_version
@@ -349,7 +348,6 @@ def _shortcuts(with_kernels: bool) -> Iterator[None]:
         probes_remembered(),
         unread_texts(),
         quick_constants(),
-        quick_trees(),
         types_looked_at_once(),
         values_known(),
         _backwards_repeatable(),

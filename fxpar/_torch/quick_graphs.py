@@ -14,11 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import fx
 from torch.utils import _pytree
 
 from fxpar._torch.node_copies import add_node
-from fxpar._torch.quick_trees import LEAVES, SEQUENCES
+
+# Arguments that are no symbols.
+LEAVES = frozenset(
+    (
+        *(fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device),
+        *(torch.layout, torch.memory_format),
+    )
+)
+# Of several such arguments.
+SEQUENCES = frozenset((list, tuple, fx.immutable_collections.immutable_list))
 
 
 @dataclass
