@@ -231,30 +231,6 @@ def is_function(target: Any) -> bool:
     return not is_mutable(target)
 
 
-def facts_of(x: torch.Tensor, mode: Any) -> tuple[Any, ...] | None:
-    """What ops see of a value of a mode: all, but for its memory; None if it is of no
-    form that is kept."""
-    parts: list[Any] = []
-    try:
-        _add(x, mode, parts, [])
-    except _NotKnown:
-        return None
-    return (*parts, x.storage_offset())
-
-
-def form_of(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The form of what an op gives that read ``tensors``; None if it has none."""
-    try:
-        return _form(value, mode, tensors)
-    except _NotKnown:
-        return None
-
-
-def made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """A new value of a form, of an op that reads ``tensors``."""
-    return _made(form, mode, tensors)
-
-
 def _key(
     mode: Any,
     target: Any,
