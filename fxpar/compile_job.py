@@ -30,7 +30,7 @@ from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.stages import sums_of_parts
 from fxpar.python_frames import in_one_block
-from fxpar.runtime.caches import installation_keys, known_programs
+from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
@@ -115,8 +115,6 @@ def compile_graph(
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number, with_room = next_graph(), _with_room(job, gm, examples)
-    if job.options.codegen == "inductor" and job.ranks.rank == 0:
-        installation_keys.load()  # and leave them to the others, who come behind
     for anew in (False, True):
         entry = _look_up(job, gm, examples, number, anew=anew)
         compiled = _compile_by(entry, job, gm, examples, number, broken_at, with_room)
@@ -310,7 +308,6 @@ def _load_inductor() -> None:
     the one that compiles for it."""
     with stage(TRACE), _torch.leader_code.NO_STAND_INS:
         _torch.inductor.load()
-        installation_keys.load()
         random.register_lowering()
         own_shard.register_lowering()
         sums_of_parts.register_lowering()

@@ -20,13 +20,16 @@ from fxpar._torch.version import own_version
 
 
 def load() -> None:
-    """Import what a graph is compiled with, which takes a second."""
+    """Import what a graph is compiled with, and read the installed files that keys of
+    torch's caches are made of, which takes a second and a half."""
     with late_templates():
         import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
+    from torch._inductor import codecache
     from torch._inductor.codegen.common import init_backend_registration
 
     init_backend_registration()
+    codecache.CacheBase.get_system()
 
 
 def modes() -> dict[str, dict[str, Any]]:
