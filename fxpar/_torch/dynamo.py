@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.dynamo_shortcuts import shortcuts
 from fxpar._torch.quick_graphs import quick_graphs
 from fxpar.python_frames import in_one_block
 
@@ -249,7 +248,7 @@ class _InsideContext(_Conversion):
 
     @in_one_block
     def __call__(self, *args: Any, skip: int = 0, **how: Any) -> Any:
-        with shortcuts(), quick_graphs(), self._tracing():
+        with quick_graphs(), self._tracing():
             # Frames of this one, and of ``in_one_block``.
             return self._convert(*args, skip=skip + 2, **how)
 
