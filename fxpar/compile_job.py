@@ -161,9 +161,7 @@ def _compile_by(
     is_led = entry is not None and known_programs.is_led(entry, examples)
     leads = is_led and job.ranks.rank == 0
     follows = is_led and not leads
-    # What rank 0 compiles, if sizes are fixed.
-    loads = follows and job.open is None and _torch.leader_code.can_load()
-    if inductor and not loads:
+    if inductor:
         _load_inductor()
     if entry is not None and follows:
         entry = _await_leader(job, entry, number)
@@ -184,8 +182,7 @@ def _compile_by(
     ):
         try:
             with step.leading():
-                compiled = _loaded(gm, examples, entry) if loads else None
-                compiled = compiled or _compiled(job, gm, examples, entry, step)
+                compiled = _compiled(job, gm, examples, entry, step)
             step.report_known_plan()
             if job.open is not None:
                 step.sizes = size_range(job.open, step.written())
@@ -214,18 +211,6 @@ def _compile_by(
         step.written(),
         with_room,
     )
-
-
-def _loaded(
-    gm: fx.GraphModule, examples: Sequence[Any], entry: KnownProgram | None
-) -> Callable[..., Any] | None:
-    """What rank 0 compiled for all; None if there is nothing, and Inductor is to find
-    out."""
-    code = entry.code if entry is not None else ""
-    compiled = _torch.leader_code.load(gm, examples, code) if code else None
-    if compiled is None:
-        _load_inductor()
-    return compiled
 
 
 def _compiled(
@@ -306,7 +291,7 @@ def _look_up(
 def _load_inductor() -> None:
     """Import Inductor, with lowerings of our own: a rank does so before it waits for
     the one that compiles for it."""
-    with stage(TRACE), _torch.leader_code.NO_STAND_INS:
+    with stage(TRACE):
         _torch.inductor.load()
         random.register_lowering()
         own_shard.register_lowering()

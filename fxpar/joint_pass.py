@@ -97,8 +97,6 @@ class JointPass:
         self.is_taken = False  # from AOTAutograd's cache: there is no result
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
         self.is_agreed = False  # ranks know that they launch the same
-        # Keys of what was compiled, in AOTAutograd's cache.
-        self.keys: list[str] = []
 
     @property
     def plan(self) -> Any:
@@ -227,10 +225,7 @@ class JointPass:
             yield
             return
         name = self.request.name
-        with (
-            presence.works(f"compiles {name} for all ranks"),
-            _torch.leader_code.keys_noted() as self.keys,
-        ):
+        with presence.works(f"compiles {name} for all ranks"):
             try:
                 yield
             except Exception as error:
@@ -238,10 +233,7 @@ class JointPass:
                 raise
         if self.has_told:
             known_programs.tell_compiled(
-                name,
-                shared=self.is_shared,
-                launches=self.launches,
-                code=self.keys[0] if len(self.keys) == 1 else "",
+                name, shared=self.is_shared, launches=self.launches
             )
         else:
             known_programs.tell_plan(name, None)
