@@ -7,11 +7,9 @@ numbers and code from them, in less time. Never changes what they decide.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,8 +18,6 @@ from torch import fx
 from torch.utils import _pytree
 
 from fxpar._torch import known_values
-from fxpar._torch.objects import memory_of
-from fxpar._torch.traced_values import is_plain
 
 aten = torch.ops.aten
 
@@ -32,10 +28,8 @@ def shortcuts() -> Iterator[None]:
     with (
         _plain_indices_stay(),
         _values_of_known_forms(),
-        _updates_of_known_values(),
         known_values.values_known(),
         types_looked_at_once(),
-        _numbers_compared(),
         unread_texts(),
     ):
         yield
@@ -170,143 +164,8 @@ def _values_of_known_forms() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(prop, "call_function", call_function)
 
 
-@contextlib.contextmanager
-def _numbers_compared() -> Iterator[None]:
-    """Context in which numbers are compared as such: Inductor does so by relations of
-    sympy, which ask what is assumed of each side."""
-    from sympy.core import relational
-    from torch.utils._sympy import functions
-
-    greater = {
-        relational.GreaterThan: operator.ge,
-        relational.StrictGreaterThan: operator.gt,
-        relational.LessThan: operator.le,
-        relational.StrictLessThan: operator.lt,
-    }
-    largest = {functions.Max: max, functions.Min: min}
-    with (
-        _of_numbers(relational.Equality, {relational.Equality: operator.eq}),
-        _of_numbers(relational._Inequality, greater),
-        _of_numbers(functions.MinMaxBase, largest),
-    ):
-        yield
-
-
-def _of_numbers(
-    kind: Any, functions: Mapping[Any, Callable[[int, int], Any]]
-) -> contextlib.AbstractContextManager[Any]:
-    """Context in which what a class of sympy's makes of two integers is that of a
-    one of ``functions``, by its subclass."""
-    from sympy import Integer, sympify
-
-    plain = kind.__new__
-
-    def new(cls: Any, *args: Any, **how: Any) -> Any:
-        if len(args) == 2 and not how and cls in functions:
-            x, y = args
-            if type(x) is not int:
-                x = x.p if isinstance(x, Integer) else None
-            if type(y) is not int:
-                y = y.p if isinstance(y, Integer) else None
-            if x is not None and y is not None:
-                return sympify(functions[cls](x, y))
-        return plain(cls, *args, **how)
-
-    return mock.patch.object(kind, "__new__", staticmethod(new))
-
-
-class _ValuesOfArguments:
-    """``torch.utils._pytree``, by which updates of fake values look for graphs."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_pytree, name)
-
-    def tree_any_only(self, kind: Any, holds: Any, tree: Any, *how: Any) -> Any:
-        if kind is fx.GraphModule and not how and _holds_values(tree):
-            return False
-        return _pytree.tree_any_only(kind, holds, tree, *how)
-
-
-def _holds_values(x: Any) -> bool:
-    """Whether a tree holds tensors and numbers alone, if that is quickly seen."""
-    kind = type(x)
-    if kind in _PLAIN or kind is known_values.fake_tensor():
-        return True
-    if kind in _MAPPINGS:
-        x = tuple(x.values())
-    elif kind not in _TUPLES:
-        return False
-    inside = {*map(type, x)} - _PLAIN - {known_values.fake_tensor()}
-    return not inside or all(map(_holds_values, x))
-
-
-@contextlib.contextmanager
-def _updates_of_known_values() -> Iterator[None]:
-    """Passes of Inductor look which fake values have changed: arguments are read
-    quicker, and a view that is a reshape now (2.13 makes all of them that) has not
-    changed if the reshape gives the same. Torch takes what shows the same memory to be
-    another, and makes it, and all that is computed of it, again."""
-    from torch._inductor import fx_utils
-
-    fakes_of: Any = fx_utils.get_fake_args_kwargs
-    hash_of: Any = fx_utils.FakeTensorUpdater.hash_node
-    if not hasattr(fx_utils, "_FxNodeHash"):  # torch 2.11
-        yield
-        return
-
-    def get_fake_args_kwargs(node: fx.Node, module: Any = None) -> Any:
-        def fake(x: fx.Node) -> Any:
-            return fx_utils.get_fake(x, module)
-
-        args = fx.node.map_arg(node.args, fake)
-        kwargs = fx.node.map_arg(node.kwargs, fake)
-        if _holds_values(args) and _holds_values(kwargs):
-            return True, args, kwargs
-        return fakes_of(node, module)
-
-    def hash_node(self: Any, node: fx.Node) -> Any:
-        key = hash_of(self, node)
-        if node.target is not aten.reshape.default or key in self.processed_hashes:
-            return key
-        as_view = dataclasses.replace(key, target=aten.view.default)
-        if as_view in self.processed_hashes and _is_as_reshaped(node):
-            return as_view
-        return key
-
-    with (
-        mock.patch.object(fx_utils, "pytree", _ValuesOfArguments()),
-        mock.patch.object(fx_utils, "get_fake_args_kwargs", get_fake_args_kwargs),
-        mock.patch.object(fx_utils.FakeTensorUpdater, "hash_node", hash_node),
-    ):
-        yield
-
-
-def _is_as_reshaped(node: fx.Node) -> bool:
-    """Whether the fake value of a reshape is what the reshape gives, its memory too."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._inductor import fx_utils
-    from torch._inductor.virtualized import V
-
-    is_valid, args, kwargs = fx_utils.get_fake_args_kwargs(node)
-    old = node.meta.get("val")
-    if not is_valid or not isinstance(old, torch.Tensor) or not is_plain(old):
-        return False
-    with enable_python_dispatcher():
-        new = known_values.result(V.fake_mode, node.target, args, kwargs)
-    return is_plain(new) and _facts(new) == _facts(old)
-
-
-def _facts(x: torch.Tensor) -> tuple[Any, ...]:
-    """All that passes read of a fake value."""
-    place = memory_of(x), x.storage_offset()
-    return type(x), x.dtype, x.device, tuple(x.shape), x.stride(), place
-
-
 # Of values that hold no tensor.
 _PLAIN = frozenset((int, float, bool, str, complex, type(None)))
-
-# Of keywords.
-_MAPPINGS = (dict, fx.immutable_collections.immutable_dict)
 
 # Of values that hold others, and always the same.
 _TUPLES = (tuple, fx.immutable_collections.immutable_list)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
 import logging
 import operator
 import subprocess
@@ -16,23 +14,18 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from sympy.core import relational
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.repro import after_aot
-from torch._inductor import constant_folding, fx_utils
+from torch._inductor import constant_folding
 from torch._inductor.codegen import cpp
 from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree
 from torch.utils._sympy.functions import (
     FloorDiv,
-    Max,
-    Min,
-    MinMaxBase,
     ModularIndexing,
 )
 
@@ -185,34 +178,6 @@ def test_values_by_python_are_known_apart() -> None:
             assert {key[6] for key in keys} == {False, True}
 
 
-NUMBERS = [
-    *(0, 1, 5, -3, True, 2.5, sympy.S.Zero, sympy.S.One, sympy.Integer(-3), sympy.oo),
-    *(sympy.Symbol("s"), sympy.Symbol("t", integer=True, positive=True)),
-]
-
-
-def test_numbers_are_compared_as_by_sympy() -> None:
-    kinds = (sympy.Eq, sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt, Max, Min)
-
-    def compared() -> list[Any]:
-        results: list[Any] = []
-        for kind, x, y in itertools.product(kinds, NUMBERS, NUMBERS):
-            try:
-                result = kind(x, y)
-            except Exception as error:
-                result = error
-            results.append((type(result), str(result)))
-        return results
-
-    plain = [vars(kind)["__new__"] for kind in (relational.Equality, MinMaxBase)]
-    want = compared()
-    with inductor_shortcuts.shortcuts():
-        assert compared() == want
-        with mock.patch.object(relational, "is_eq", side_effect=AssertionError):
-            assert sympy.Eq(sympy.Integer(3), 3) is sympy.true
-    assert plain == [vars(k)["__new__"] for k in (relational.Equality, MinMaxBase)]
-
-
 def reading(values: list[Any], op: Any = torch.ops.aten.relu.default) -> list[fx.Node]:
     """Nodes that read one of several values of a tuple each, and of these what ``op``
     gives."""
@@ -268,50 +233,6 @@ def test_types_without_code_are_torchs_to_refuse(kind: str) -> None:
             ask = lowering.fallback_node_due_to_unsupported_type
             assert [ask(node) for node in nodes] == want
         assert any(want)
-
-
-@pytest.mark.skipif(
-    not hasattr(fx_utils, "_FxNodeHash"), reason="torch 2.11 looks otherwise"
-)
-@pytest.mark.parametrize("changed", ["nothing", "shape", "operand"])
-def test_reshapes_that_give_the_same_have_not_changed(changed: str) -> None:
-    """A view that becomes a reshape of another shape, or of something else, has; and
-    so has what is computed of it."""
-    gm, fakes = traced()
-    mode: Any = fakes[0].fake_mode
-    aten = torch.ops.aten
-
-    def updated(way: Any) -> tuple[int, Any, Any]:
-        module = copy.deepcopy(gm)
-        with mode, enable_python_dispatcher():
-            FakeTensorProp(module, mode=mode).propagate_dont_convert_inputs(*fakes)
-        views = module.graph.find_nodes(op="call_function", target=aten.view.default)
-        last = views[-1]
-        with way, V.set_fake_mode(mode):
-            updater = fx_utils.FakeTensorUpdater(module)
-            for node in views:
-                node.target = aten.reshape.default
-            if changed == "shape":
-                last.args = (last.args[0], [8, 12])
-                for node in list(last.users):
-                    if node.target is not aten.sum.dim_IntList:
-                        node.replace_all_uses_with(last)
-            if changed == "operand":
-                with module.graph.inserting_before(last):
-                    args = last.args[0], [0], True
-                    mean = module.graph.call_function(aten.mean.dim, args)
-                last.args = (mean, [-1, 6])
-            count = updater.incremental_update()
-        every = [n.meta.get("val") for n in module.graph.nodes]
-        tensors = [x for x in every if isinstance(x, torch.Tensor)]
-        homes = list(map(memory_of, tensors))
-        forms = [(x.dtype, tuple(x.shape), x.stride()) for x in tensors]
-        return count, forms, list(map(homes.index, homes))
-
-    count, *want = updated(contextlib.nullcontext())
-    ours, *got = updated(inductor_shortcuts.shortcuts())
-    assert got == want
-    assert ours < count and (ours > 0) == (changed != "nothing")
 
 
 def test_values_of_bodies_are_known_in_one_graph() -> None:

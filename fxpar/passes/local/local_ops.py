@@ -198,6 +198,7 @@ _OWN = (
     torch.ops.fxpar.return_slots.default,
 )
 
+
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
     """Fake tensor of the largest shard, dims laid out in memory as in ``value``."""
     if spec.is_whole:
