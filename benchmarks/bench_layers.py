@@ -69,7 +69,7 @@ def worker(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import fxpar.joint_pass
-    from fxpar._torch import cpp_kernels
+    from fxpar._fast import cpp_kernels
     from fxpar.runtime import stage_times
     from fxpar.runtime.calls.call_variants import Calls
     from fxpar.runtime.calls.compiled_graph import Compiled as Program

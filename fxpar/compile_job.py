@@ -19,6 +19,9 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch, pipeline
+from fxpar._fast.old_objects import old_objects_kept
+from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.config import Options
 from fxpar.explain import status_line
 from fxpar.job_request import CompileJob
@@ -26,10 +29,8 @@ from fxpar.joint_pass import JointPass
 from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
-from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.stages import sums_of_parts
-from fxpar.python_frames import in_one_block
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -100,7 +101,7 @@ def compile_step(
 
 @in_one_block
 @old_objects_kept()
-@_torch.quick_graphs.quick_graphs()
+@quick_graphs()
 def compile_graph(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
 ) -> compiled_graph.Compiled:

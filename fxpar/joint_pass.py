@@ -18,6 +18,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
+from fxpar._fast.old_objects import old_objects_kept
+from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.errors import FxparWarning, HintError, PlanError, RuleError, ScheduleError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
@@ -25,7 +27,6 @@ from fxpar.job_request import CompileJob, planned_request, request_of
 from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.graph_bodies import hold
-from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
@@ -337,7 +338,7 @@ class JointPass:
         return bool(self.plan and self.plan.collectives)
 
     def _lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
-        with old_objects_kept(), _torch.quick_graphs.quick_graphs():
+        with old_objects_kept(), quick_graphs():
             self._schedule(graph, which)
             if self.job.options.codegen == "inductor":
                 return self._compile_once(graph, which, generate)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fxpar.python_frames import in_one_block
+from fxpar._fast.python_frames import in_one_block
 
 DEPTH = 400
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._torch.cpp_kernels import kernels_in_libraries
+from fxpar._fast.cpp_kernels import kernels_in_libraries
+from fxpar._fast.inductor_shortcuts import late_templates, unread_texts
+from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
-from fxpar._torch.fake import values_kept
-from fxpar._torch.inductor_shortcuts import late_templates, shortcuts
 from fxpar._torch.node_texts import is_users_op
 from fxpar._torch.parts_apart import parts_apart
 from fxpar._torch.version import own_version
@@ -137,8 +137,8 @@ def _in_order(
         parts_apart(graphs),
         _keyed_by(text),
         kernels_in_libraries(),
-        values_kept(),
-        shortcuts(),
+        values_known(),
+        unread_texts(),
     ):
         return compile_fx_inner(gm, fakes, **how)
 

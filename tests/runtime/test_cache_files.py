@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import fxpar
-from fxpar import _torch, cache_files
+from fxpar import cache_files
+from fxpar._fast import cpp_kernels
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.fusion.kernels import autotune, region_op, run_kernels
 from fxpar.runtime.caches import known_programs, plan_store
@@ -174,8 +175,8 @@ def test_libraries_of_others_lie_in_the_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: dict[str, Any] = {}
-    monkeypatch.setattr(_torch.cpp_kernels, "_LIBRARIES", taken)
-    told = _torch.cpp_kernels.compiled_here()
+    monkeypatch.setattr(cpp_kernels, "_LIBRARIES", taken)
+    told = cpp_kernels.compiled_here()
     key, own, foreign = "cabcdefg", str(folder.parent / "a.so"), str(tmp_path / "b.so")
     link = folder.parent / "link.so"
     folder.mkdir(parents=True)

@@ -17,8 +17,8 @@ from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import fresh_cache
 
-from fxpar._torch import cpp_kernels
-from fxpar._torch.cpp_kernels import kernels_in_libraries, probes_remembered
+from fxpar._fast import cpp_kernels
+from fxpar._fast.cpp_kernels import kernels_in_libraries, probes_remembered
 
 TYPES = ["const float*", "float*", "const int64_t"]
 

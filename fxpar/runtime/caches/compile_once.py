@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
+from fxpar._fast import cpp_kernels
 from fxpar.errors import RankMismatchError
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
@@ -130,7 +131,7 @@ def _compile_for_others(
         "folder": folders[channel.rank],
         "parts": parts,
         "key": entry and entry[0],
-        "kernels": _torch.cpp_kernels.compiled_here(),
+        "kernels": cpp_kernels.compiled_here(),
     }
     channel.store.set(f"{key}/done", json.dumps(outcome))
     return compiled

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
+from fxpar._fast import cpp_kernels
 from fxpar.config import Options
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import all_nodes
@@ -209,7 +210,7 @@ def tell_compiled(
     why sizes cannot be left open."""
     message: dict[str, Any] = {"shared": shared, "launches": list(launches)}
     message["refused"] = refused
-    message["kernels"] = _torch.cpp_kernels.compiled_here()
+    message["kernels"] = cpp_kernels.compiled_here()
     consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
 
 
