@@ -3,9 +3,11 @@
     python benchmarks/bench_first_step.py [--short] [--layers N] [--ranks N]
         [--repeat N] [--side SIDE ...] [--scale NAME] [--json FILE]
 
-A Llama of hidden size 256 (``--scale``: a key of ``_common.LLAMAS``), forward, backward and AdamW. Each run is a job of its own:
-``cold`` with empty caches, then ``warm``, the same job again with the caches that the
-cold one left. ``ddp``, ``fsdp2``, ``tp`` and ``sp`` are the peers of ``bench_step``.
+A Llama of hidden size 256 (``--scale``: a key of ``_common.LLAMAS``), forward, backward
+and AdamW. Each run is a job of its own: ``cold`` with empty caches, then ``warm``, the
+same job again with the caches that the cold one left. ``ddp``, ``fsdp2``, ``tp`` and
+``sp`` are the peers of ``bench_step``.
+
 ``fxpar`` does what the README says (``fxpar.shard`` with neither hints nor a sample, a
 search, the schedule it chooses) on a mesh dp, where it reads the same part of a batch
 as DDP (inputs=local), ``fxpar_tp`` on a mesh tp; in ``as_ddp`` and ``as_tp`` parameters
