@@ -36,7 +36,7 @@ def _is_ours(backend: Any) -> bool:
 def is_served(backend: Any) -> bool:
     """Whether one of the layers that repeat is traced for all, for a backend: it is one
     of fxpar's, and there are several ranks."""
-    return takes("layer_regions") and _is_ours(backend) and not is_only_rank()
+    return _is_ours(backend) and not is_only_rank() and takes("layer_regions")
 
 
 def example_of(node: fx.Node) -> Any:
