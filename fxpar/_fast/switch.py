@@ -59,7 +59,7 @@ class _Opened:
 
 def shortcut(
     patches: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[], AbstractContextManager[None]]:
+) -> Callable[[], contextlib._GeneratorContextManager[None]]:
     """Return a context in which ``patches()`` hold: they are made when the first one
     opens and undone when the last one closes, in whatever threads these are."""
     opened = _Opened()
