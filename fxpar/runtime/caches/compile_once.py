@@ -35,9 +35,6 @@ from fxpar.runtime.stage_times import INDUCTOR, stage
 # Of one message through the store, which takes 8 MB at most.
 CHUNK = 4 << 20
 
-# Seconds that rank 0, which imports anyway what others need not, is left to come first.
-LEAD = 1.0
-
 # Compiles; given a text that stands for the graph in the keys of Inductor's cache.
 CompileGraph = Callable[[str | None], Any]
 
