@@ -4,12 +4,12 @@
         [--json FILE]
 
 A Llama of hidden size 64 and ``fxpar.shard`` on dp=2, with one patch left out, with
-none, and with all (``FXPAR_FAST=0``): CPU seconds, the least of ``--repeat`` runs, which
-other jobs on the machine change little. ``--way``: ``cold`` and ``warm`` are the jobs of
-``bench_first_step``, 2 ranks on gloo, all they started included; ``alone`` is one fake
-rank of ``bench_layers`` with empty caches, from Dynamo to C++ text, without a compiler.
-Prints a table as Markdown; ``of``: in multiples of what it is with every patch. One that
-saves less than 3 % of a cold first step of 32 layers is to go.
+none, and with all (``FXPAR_FAST=0``): CPU seconds, the least of ``--repeat`` runs,
+which other jobs on the machine change little. ``--way``: ``cold`` and ``warm`` are the
+jobs of ``bench_first_step``, 2 ranks on gloo, with all that they start; ``alone`` is
+one fake rank of ``bench_layers`` with empty caches, from Dynamo to C++ text, without a
+compiler. Prints a table as Markdown; ``of``: in multiples of what it is with every
+patch. One that saves less than 3 % of a cold first step of 32 layers is to go.
 """
 
 from __future__ import annotations
