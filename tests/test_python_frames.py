@@ -8,6 +8,9 @@ import sys
 import pytest
 
 from fxpar._fast.python_frames import in_one_block
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 DEPTH = 400
 

@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar._torch import dynamo, flat_regions, layer_regions
 from tests.helpers import models
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 pytest.importorskip("torch._dynamo.variables.invoke_subgraph")
 

@@ -116,6 +116,9 @@ inductor.load()
 assert not compiled, "templates were made"
 from torch._inductor.kernel.mm import mm_template
 from torch._inductor.codegen.common import KernelTemplate
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 late = mm_template.template
 plain = KernelTemplate._template_from_string(late._source)
 assert type(plain) is jinja2.Template

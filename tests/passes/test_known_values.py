@@ -15,6 +15,9 @@ from fxpar._fast import known_values
 from fxpar._fast.known_values import result
 from fxpar._torch.objects import memory_of
 from fxpar.passes import custom_ops  # noqa: F401  (registers ops)
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -15,6 +15,9 @@ from torch._functorch.aot_autograd import aot_function
 
 from fxpar._fast import min_cut
 from fxpar._fast.min_cut import minimum_cut, quick_min_cut
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 S, T = "source", "sink"
 

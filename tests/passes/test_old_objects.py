@@ -14,6 +14,9 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 import fxpar
 from fxpar._fast.old_objects import OF_PYTHON, OLDER, RARER, old_objects_kept
 from fxpar._torch import dynamo
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 
 class Ring:

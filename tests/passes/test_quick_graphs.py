@@ -16,6 +16,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree
 
 from fxpar._fast.quick_graphs import quick_graphs
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 aten = torch.ops.aten
 

@@ -19,6 +19,9 @@ from torch._inductor.utils import fresh_cache
 
 from fxpar._fast import cpp_kernels
 from fxpar._fast.cpp_kernels import kernels_in_libraries, probes_remembered
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 TYPES = ["const float*", "float*", "const int64_t"]
 
