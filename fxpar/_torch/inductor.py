@@ -29,6 +29,7 @@ def load() -> None:
     from torch._inductor.codegen.common import init_backend_registration
 
     init_backend_registration()
+    codecache.torch_key()
     codecache.CacheBase.get_system()
 
 
