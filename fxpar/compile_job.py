@@ -158,10 +158,16 @@ def _compile_by(
 ) -> compiled_graph.Compiled | None:
     """What ``compile_graph`` gives; None on all ranks if what is known of the program
     does not fit it on one of them."""
-    if job.options.codegen == "inductor":
+    inductor = job.options.codegen == "inductor"
+    is_led = entry is not None and known_programs.is_led(entry, examples)
+    leads = is_led and job.ranks.rank == 0
+    follows = is_led and not leads
+    if inductor:
         _load_inductor()
+    if entry is not None and follows:
+        entry = _await_leader(job, entry, number)
     _refuse_as_known(entry)
-    step = JointPass(job, number, broken_at, entry)
+    step = JointPass(job, number, broken_at, entry, leads=leads)
     showing = status_line.status_of(
         f"graph{number}",
         pipeline.STEP_NAMES,
@@ -176,7 +182,7 @@ def _compile_by(
         open_way,
     ):
         try:
-            with step.refusal_kept():
+            with step.leading():
                 compiled = _compiled(job, gm, examples, entry, step)
             step.report_known_plan()
             if job.open is not None:
@@ -285,12 +291,28 @@ def _look_up(
 
 def _load_inductor() -> None:
     """Import Inductor, with lowerings of our own: a rank does so before it waits for
-    the one that searches or compiles for it."""
+    the one that compiles for it."""
     with stage(TRACE):
         _torch.inductor.load()
         random.register_lowering()
         own_shard.register_lowering()
         sums_of_parts.register_lowering()
+
+
+def _await_leader(
+    job: CompileJob, entry: KnownProgram, number: int
+) -> KnownProgram | None:
+    """The program once rank 0 has compiled it; None if it could not be planned, which
+    this rank then finds out for itself."""
+    graph = f"graph{number}"
+    with _told_to_others():
+        planned = known_programs.await_plan(graph, entry)
+        if planned is None:
+            return None
+        if planned.refused or planned.divisors:
+            return planned
+        _make_groups(job, planned)
+        return known_programs.await_compiled(graph, planned)
 
 
 def _refuse_as_known(entry: KnownProgram | None) -> None:

@@ -40,10 +40,11 @@ from fxpar.runtime.calls.open_sizes import (
     refusal_of,
 )
 from fxpar.runtime.calls.outside_graphs import warnings_of_plans
-from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import settle
 from fxpar.runtime.ranks.program_numbers import agree_on_numbers
 from fxpar.runtime.stage_times import table as stage_table
+from fxpar.runtime.steps.binding import is_of_all
 from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import restore_meta
@@ -75,9 +76,15 @@ class JointPass:
         number: int,
         broken_at: str | None,
         entry: KnownProgram | None = None,
+        *,
+        leads: bool = False,
     ) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
         self.entry = entry
+        # The other ranks wait for what this one plans and compiles, and take it over.
+        self.leads = leads
+        self.has_told = False  # the others its plan
+        self.is_shared = False  # what is compiled serves all ranks
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
@@ -166,7 +173,8 @@ class JointPass:
         ):
             raise PlanStands(request.name)
         with said_by_rank_0(ranks.rank):
-            self.result = choose_plan.planned(gm.graph, fake_mode, request)
+            plan = choose_plan.searched if self.leads else choose_plan.planned
+            self.result = plan(gm.graph, fake_mode, request)
         planned_before = self.entry is not None and self.entry.plan is not None
         if self.job.open is not None and (divisors := self.job.open.divisors_asked()):
             self._keep_asked(divisors)
@@ -179,7 +187,10 @@ class JointPass:
             self.result = pipeline.tuned(
                 self.result, request, fake_mode, ranks.whole, gm, inductor=inductor
             )
-        if not planned_before:
+        if self.leads:
+            known_programs.tell_plan(name, self._record())
+            self.has_told = True
+        elif not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
             agree_on_numbers(f"numbers of {name}", self.result.local, gm)
         self._report(self.plan)
@@ -193,6 +204,7 @@ class JointPass:
             writes=writes,
             copied=[of for of in ends if of is not None],
         )
+        self.is_shared = self.leads and is_of_all(bound)
         hold(gm, bound)
         return bound
 
@@ -207,17 +219,46 @@ class JointPass:
                 )
 
     @contextlib.contextmanager
-    def refusal_kept(self) -> Iterator[None]:
-        """Leave on disk, for the next start, why sizes cannot be left open."""
-        try:
+    def leading(self) -> Iterator[None]:
+        """Inside, a rank that leads plans and compiles; the others hear of its plan,
+        or that there is none, and of its end."""
+        if not self.leads:
             yield
-        except _REFUSALS as error:
-            is_first = self.job.open is not None and self.ranks.rank == 0
-            if self.entry is not None and is_first:
-                refused = refusal_of(error)
-                record = known_programs.describe_refusal(self.entry, refused)
-                known_programs.keep(self.entry, record)
-            raise
+            return
+        name = self.request.name
+        with presence.works(f"compiles {name} for all ranks"):
+            try:
+                yield
+            except Exception as error:
+                self._tell_failure(error)
+                raise
+        if self.has_told:
+            known_programs.tell_compiled(
+                name, shared=self.is_shared, launches=self.launches
+            )
+        else:
+            known_programs.tell_plan(name, None)
+
+    def _tell_failure(self, error: Exception) -> None:
+        """Tell the ranks that wait for this one that it failed. With open sizes they
+        then do as it does: fix them, or trace with the divisors that the plan asks."""
+        name, entry = self.request.name, self.entry
+        assert entry is not None
+        if isinstance(error, DivisorsAsked):
+            known_programs.tell_plan(name, self._asked(error.divisors))
+        elif self.job.open is None:
+            if not self.has_told:
+                known_programs.tell_plan(name, None)
+        elif self.has_told:
+            refused = refusal_of(error)
+            known_programs.tell_compiled(
+                name, shared=False, launches=(), refused=refused
+            )
+        else:
+            record = known_programs.describe_refusal(entry, refusal_of(error))
+            known_programs.tell_plan(name, record)
+            if isinstance(error, _REFUSALS):
+                known_programs.keep(entry, record)
 
     def _asked(self, divisors: Mapping[str, int]) -> dict[str, Any]:
         """What is known of a program whose plan asks its open sizes to divide."""
@@ -262,6 +303,7 @@ class JointPass:
             self.results(),
             self.launches,
             self.result.local,
+            shared=self.is_shared,
             written=self.written(),
         )
 

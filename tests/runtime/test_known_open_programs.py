@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ from torch import nn
 
 import fxpar
 from fxpar import pipeline
+from fxpar.runtime.caches import known_programs
 from fxpar.sharding import read_program
 from tests.helpers.spawn import shared_pool
 
@@ -107,7 +110,7 @@ def test_a_range_is_known_at_the_next_start(tmp_path: Path) -> None:
     cold, warm = two_starts(tmp_path, [8, 12], **options)
     text = "holds for 2 <= x.shape[0]/2 and 2 <= x.shape[1]/2"
     assert [each["ranges"] for each in warm] == [[text]] * 2
-    assert [[each["planned"], each["hits"]] for each in cold] == [[2, 0], [2, 0]]
+    assert [[each["planned"], each["hits"]] for each in cold] == [[2, 0], [0, 1]]
     assert [each["hits"] for each in warm] == [1, 1]
 
 
@@ -121,3 +124,15 @@ def test_what_cannot_stay_open_is_known_too(tmp_path: Path) -> None:
         assert all(note.startswith("sizes are fixed: ") for note in each["ranges"])
         assert len(each["ranges"]) == 2
     assert [each["hits"] for each in warm] == [2, 2]
+
+
+def test_a_refusal_that_is_known_is_led_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 would go on, and others wait for its plan."""
+    ranks = SimpleNamespace(folders=lambda: ["one", "one"])
+    monkeypatch.setattr(known_programs, "current", lambda: ranks)
+    program = known_programs.KnownProgram("key", "number")
+    assert known_programs.is_led(program, [])
+    refused = replace(program, refused="branches and loops")
+    assert not known_programs.is_led(refused, [])

@@ -24,13 +24,16 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
+from fxpar._fast import cpp_kernels
 from fxpar.config import Options
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
+from fxpar.runtime.caches.told_files import take_kernels
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.ranks.meeting import current
 from fxpar.sharding.hints import load
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import known_machine
@@ -39,7 +42,7 @@ from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
 
-FORMAT = "fxpar program 5"
+FORMAT = "fxpar program 4"
 
 
 class PlanMisfit(Exception):
@@ -52,7 +55,7 @@ class KnownProgram:
 
     # Digest of its text.
     key: str
-    # That torch's caches know it by on a rank (``name_of``).
+    # That torch's caches know it by, the same on all ranks (``name_of``).
     number: str
     # None: nothing but key and number is known, and the fields below are empty.
     plan: Plan | None = None
@@ -62,6 +65,8 @@ class KnownProgram:
     launches: tuple[str, ...] = ()
     # Axes of the process groups that it uses, in the order they are made.
     groups: tuple[tuple[str, ...], ...] = ()
+    # Rank 0 compiled it for all: its bound graph is the same on all ranks.
+    shared: bool = False
     # Positions of the inputs that it writes to.
     written: tuple[int, ...] = ()
     # Of open sizes, by name: what they must be multiples of for the plan, which is
@@ -72,7 +77,8 @@ class KnownProgram:
 
     def name_of(self, rank: int) -> str:
         """What torch's caches know it by on a rank."""
-        return f"{self.number}|{rank}" if rank else self.number
+        per_rank = rank and not self.shared
+        return f"{self.number}|{rank}" if per_rank else self.number
 
 
 def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram | None:
@@ -118,6 +124,7 @@ def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
             {int(i): Spec.parse(text) for i, text in data["results"].items()},
             tuple(data["launches"]),
             tuple(map(plan.mesh.ordered, data["groups"])),
+            bool(data["shared"]),
             tuple(data["written"]),
             {str(name): int(n) for name, n in data["divisors"].items()},
         )
@@ -133,6 +140,7 @@ def describe(
     launches: Sequence[str],
     local: fx.Graph,
     *,
+    shared: bool = False,
     written: Collection[int] = (),
     divisors: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
@@ -144,6 +152,7 @@ def describe(
         "results": {str(i): str(spec) for i, spec in results.items()},
         "launches": list(launches),
         "groups": [list(axes) for axes in _groups_of(local)],
+        "shared": shared,
         "written": sorted(written),
         "divisors": dict(divisors or {}),
     }
@@ -157,6 +166,68 @@ def describe_refusal(program: KnownProgram, refused: str) -> dict[str, Any]:
 def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
     """Leave a program on disk that was compiled now: what ``describe`` says of it."""
     cache_files.write_record(_path(program.key), FORMAT, program.key, dict(record))
+
+
+def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
+    """Whether rank 0 plans and compiles a program before all other ranks do: nobody
+    did or failed to before, and they see its files. On CPUs alone: on others a schedule
+    may fuse regions, whose kernels all ranks make together. ``examples``: the
+    inputs."""
+    channel = current()
+    if program.plan is not None or program.refused or channel is None:
+        return False
+    tensors = (x for x in examples if isinstance(x, torch.Tensor))
+    if any(x.device.type != "cpu" for x in tensors):
+        return False
+    alone = _torch.inductor.caches_disabled() or not _torch.aot.can_compile_backward()
+    return not alone and len(set(channel.folders())) == 1
+
+
+def tell_plan(graph: str, record: Mapping[str, Any] | None) -> None:
+    """Tell the other ranks what rank 0 planned; None: that it failed to, so that each
+    of them finds out by itself what is wrong."""
+    consensus.gather(f"the plan of {graph}", json.dumps(record))
+
+
+def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
+    """What rank 0 planned, None if it failed.
+
+    Raises RankMismatchError if rank 0 does not come.
+    """
+    text, *_ = consensus.gather(f"the plan of {graph}", "")
+    record = json.loads(text)
+    return record and _read(program.key, record)
+
+
+def tell_compiled(
+    graph: str,
+    *,
+    shared: bool,
+    launches: Sequence[str],
+    refused: str = "",
+) -> None:
+    """Tell the other ranks that rank 0 has compiled a program, and what it found, or
+    why sizes cannot be left open."""
+    message: dict[str, Any] = {"shared": shared, "launches": list(launches)}
+    message["refused"] = refused
+    message["kernels"] = cpp_kernels.compiled_here()
+    consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
+
+
+def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
+    """A planned program once rank 0 has compiled it.
+
+    Raises RankMismatchError if rank 0 fails, or does not come.
+    """
+    text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
+    message = json.loads(text)
+    take_kernels(message["kernels"], is_folder_shared=True)  # else nobody leads
+    return replace(
+        program,
+        shared=bool(message["shared"]),
+        launches=tuple(message["launches"]),
+        refused=str(message["refused"]),
+    )
 
 
 def text_of(

@@ -22,7 +22,7 @@ from fxpar import _torch
 from fxpar._torch.node_copies import add_node
 from fxpar.passes import custom_ops, number_keys, size_nodes
 from fxpar.passes.builder import Builder, value_of
-from fxpar.passes.graph_bodies import body_of, bound_body
+from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
 from fxpar.passes.local import own_shard
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.op_by_op import op_by_op
@@ -34,6 +34,9 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
 
 GroupOf = Callable[[tuple[str, ...]], str]
+
+# Key in a bound node's meta: whether it holds a number that other ranks have not.
+OF_RANK = "fxpar_of_rank"
 
 # From the seeds of one place along manual axes to those of the next: odd, so that no
 # two of 2**64 places have the same.
@@ -77,15 +80,19 @@ def bind(
     build = Builder(rank_graph, fake_mode, mesh)
     bound: dict[fx.Node, Any] = {}
     uneven = is_uneven(graph)
+    rank_dependent = set[fx.Node]()  # numbers that are not the same on all ranks
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
         args = _with_group(args, group_of)
         if node.target in rank_ints.PLACES:
             at = rank_ints.place(node.target, value_of(node.args), rank)
             bound[node] = size_nodes.as_nodes(rank_graph, at)
+            rank_dependent.add(node)
             continue
+        depends_on_rank = not rank_dependent.isdisjoint(node.all_input_nodes)
         if is_size(node) and all(isinstance(x, int) for x in args):
             bound[node] = node.target(*args)
+            rank_dependent.update([node] if depends_on_rank else [])
             continue
         wire_dtype = _sent_as(node, inductor)
         if wire_dtype is not None and node.target is _C10D.wait_tensor.default:
@@ -95,6 +102,7 @@ def bind(
         if node.target is _MOVE_ROWS:
             with build.at(node):
                 bound[node] = _move_rows(build, mesh, rank, wire_dtype, *args)
+            bound[node].meta[OF_RANK] = True
             continue
         if wire_dtype is not None:
             with build.at(node):
@@ -108,6 +116,7 @@ def bind(
                     if wire_dtype
                     else permuted
                 )
+            permuted.meta[OF_RANK] = True
             continue
         if wire_dtype is not None:
             with build.at(node):
@@ -129,12 +138,15 @@ def bind(
             continue
         copy = add_node(rank_graph, node.op, target, args, kwargs, node.name)
         copy.meta.update(node.meta)
+        copy.meta[OF_RANK] = depends_on_rank or uneven
         if uneven:
             _note_largest(copy, node)
             restate(copy, node, bound, mesh, rank, fake_mode)
         body = body_of(node)
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
+            places = (n.target in rank_ints.PLACES for n in all_nodes(body.graph))
+            copy.meta[OF_RANK] = any(places)
         bound[node] = copy
         if _draws(node):
             with build.at(node):
@@ -144,6 +156,7 @@ def bind(
                     offset = (place * PLACE_STEP + (1 << 63)) % (1 << 64) - (1 << 63)
                     moved = torch.ops.fxpar.moved_seeds.default
                     bound[node] = build.call(moved, bound[node], offset)
+                    bound[node].meta[OF_RANK] = True
     if inductor:
         unroll_scans(rank_graph, mesh, fake_mode)
         uncount_steps(rank_graph, fake_mode)
@@ -156,6 +169,11 @@ def _note_largest(copy: fx.Node, node: fx.Node) -> None:
     if node.target in _SENDS:
         custom = (node.meta.get("custom") or {}) | {LARGEST: whole_bytes(node)}
         copy.meta["custom"] = custom
+
+
+def is_of_all(bound: fx.Graph) -> bool:
+    """Whether a bound graph is that of every rank, as it stands."""
+    return not any(node.meta.get(OF_RANK) for node in bound.nodes)
 
 
 def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
