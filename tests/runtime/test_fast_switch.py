@@ -1,4 +1,4 @@
-"""Patches that only save time: one switch, none for one rank alone, the same numbers."""
+"""Patches that only save time: one switch, none on one rank alone, equal numbers."""
 
 from __future__ import annotations
 
