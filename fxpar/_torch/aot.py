@@ -255,7 +255,8 @@ def compile_fx(
         of_autograd: dict[str, Any] = (
             {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
         )
-        with functorch_config.patch(of_autograd):
+        # Torch (2.13) draws other numbers in a backward that computes a body again.
+        with functorch_config.patch(of_autograd), calls_rewritten():
             chosen = {**(inductor_settings or {})}
             plain: Any = inductor(gm, examples, config_patches=chosen)
         return cast(Callable[..., Any], plain)

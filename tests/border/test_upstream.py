@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._decomp import decomposition_table
+from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
@@ -170,3 +171,28 @@ def test_torch_takes_padding_for_class_0() -> None:
         for table in (decompositions.TABLE, decomposition_table)
     )
     assert ours == pytest.approx(want) and theirs > want + 0.1
+
+
+def dropped_in_a_body(backend: str) -> bool:
+    """Whether gradients of a body that draws have the numbers of its forward."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: F.dropout(x * 2.0), torch.sin, (x,))
+
+    x = torch.ones(8, 8, requires_grad=True)
+    with fresh_cache():
+        y = torch.compile(branches, backend=backend, fullgraph=True)(x)
+        y.sum().backward()
+    return torch.equal(y != 0, x.grad != 0)
+
+
+def test_one_rank_drops_in_a_backward_what_its_forward_dropped() -> None:
+    assert dropped_in_a_body("fxpar")
+
+
+@pytest.mark.slow
+def test_torch_drops_otherwise_in_the_backward_of_a_body() -> None:
+    """If this fails, torch is mended: one rank needs no ``calls_rewritten``."""
+    assert not dropped_in_a_body("inductor")
