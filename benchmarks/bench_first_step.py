@@ -1,11 +1,13 @@
 """Time to the end of the first step: fxpar and peers with torch.compile.
 
     python benchmarks/bench_first_step.py [--short] [--layers N] [--ranks N]
-        [--repeat N] [--side SIDE ...] [--json FILE]
+        [--repeat N] [--side SIDE ...] [--scale NAME] [--json FILE]
 
-A Llama of hidden size 256, forward, backward and AdamW. Each run is a job of its own:
-``cold`` with empty caches, then ``warm``, the same job again with the caches that the
-cold one left. ``ddp``, ``fsdp2``, ``tp`` and ``sp`` are the peers of ``bench_step``.
+A Llama of hidden size 256 (``--scale``: a key of ``_common.LLAMAS``), forward, backward
+and AdamW. Each run is a job of its own: ``cold`` with empty caches, then ``warm``, the
+same job again with the caches that the cold one left. ``ddp``, ``fsdp2``, ``tp`` and
+``sp`` are the peers of ``bench_step``.
+
 ``fxpar`` does what the README says (``fxpar.shard`` with neither hints nor a sample, a
 search, the schedule it chooses) on a mesh dp, where it reads the same part of a batch
 as DDP (inputs=local), ``fxpar_tp`` on a mesh tp; in ``as_ddp`` and ``as_tp`` parameters
@@ -34,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,15 +69,18 @@ def worker(args: argparse.Namespace) -> None:
     import transformers  # noqa: F401  (imports are no part of a first step)
 
     import fxpar.joint_pass
+    from fxpar._fast import switch
     from fxpar.runtime import stage_times
 
+    switch.LEFT_OUT.update(args.leave_out or ())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dist.barrier()
     begun, cpu = time.perf_counter(), cpu_seconds()
     one_table = mock.patch.object(fxpar.joint_pass, "stage_table", str)
     with one_table:  # of forward and backward
-        case = _peers.Case(dist.get_world_size(), layers=args.layers[0])
+        ranks, layers = dist.get_world_size(), args.layers[0]
+        case = _peers.Case(ranks, layers=layers, scale=args.scale)
         step = _peers.SIDES[args.side[0]](case)
         made = cpu_seconds() - cpu
         *_, loss = step(0)
@@ -103,8 +109,16 @@ def worker(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def run(side: str, layers: int, ranks: int, cache: str) -> dict[str, Any]:
-    """One job; its figures."""
+def run(
+    side: str,
+    layers: int,
+    ranks: int,
+    cache: str,
+    scale: str = "small",
+    leave_out: Sequence[str] = (),
+) -> dict[str, Any]:
+    """One job; its figures. ``leave_out``: names of ``fxpar._fast.switch.shortcut``
+    that are not taken."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -121,6 +135,8 @@ def run(side: str, layers: int, ranks: int, cache: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--master-port", str(port), "--nproc-per-node", str(ranks)]
         command += [__file__, "--worker", out, "--side", side, "--layers", str(layers)]
+        command += ["--scale", scale]
+        command += [word for name in leave_out for word in ("--leave-out", name)]
         before = cpu_of_children()
         subprocess.run(command, env=environment, check=True, timeout=LIMIT)
         data = json.loads(Path(out).read_text())
@@ -140,14 +156,17 @@ def cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(sides: list[str], layers: int, ranks: int, repeat: int) -> dict[str, Any]:
+def measure(
+    sides: list[str], layers: int, ranks: int, repeat: int, scale: str
+) -> dict[str, Any]:
     """Cold and warm runs of all sides in turns."""
     runs: dict[str, Any] = {side: {state: [] for state in STATES} for side in sides}
     for _ in range(repeat):
         for side in sides:
             with tempfile.TemporaryDirectory() as cache:
                 for state in STATES:
-                    runs[side][state].append(run(side, layers, ranks, cache))
+                    figures = run(side, layers, ranks, cache, scale)
+                    runs[side][state].append(figures)
     return {"layers": layers, "ranks": ranks, "runs": runs}
 
 
@@ -175,7 +194,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, action="append")
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--side", choices=_peers.SIDES, action="append")
+    parser.add_argument("--scale", choices=_peers.LLAMAS, default="small")
     parser.add_argument("--json")
+    parser.add_argument("--leave-out", action="append", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -186,9 +207,14 @@ def main() -> None:
     for layers in args.layers or ([2] if args.short else [2, 8]):
         for ranks in args.ranks or ([2] if args.short else [1, 2, 4]):
             repeat = args.repeat or (1 if args.short else 3)
-            cases.append(measure(args.side or ["ddp", "fxpar"], layers, ranks, repeat))
+            sides = args.side or ["ddp", "fxpar"]
+            cases.append(measure(sides, layers, ranks, repeat, args.scale))
             show(cases[-1])
-    data = {"conditions": before, "model": asdict(_peers.Case(0)), "cases": cases}
+    data = {
+        "conditions": before,
+        "model": asdict(_peers.Case(0, scale=args.scale)),
+        "cases": cases,
+    }
     write(args.json, "bench_first_step", data)
 
 

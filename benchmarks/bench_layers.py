@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,7 +62,9 @@ def called(model: Any, ids: Any, side: str, options: dict[str, Any]) -> Any:
     return lambda: program(input_ids=ids, labels=ids)
 
 
-def worker(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
+def worker(
+    layers: int, scale: str, mesh: str, side: str, leave_out: Sequence[str] = ()
+) -> dict[str, Any]:
     """Compile the model once; what it took."""
     import torch
     import torch.distributed as dist
@@ -69,14 +72,14 @@ def worker(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import fxpar.joint_pass
-    from fxpar._torch import cpp_kernels
+    from fxpar._fast import cpp_kernels, switch
     from fxpar.runtime import stage_times
     from fxpar.runtime.calls.call_variants import Calls
     from fxpar.runtime.calls.compiled_graph import Compiled as Program
-    from fxpar.runtime.ranks.check_inputs import Checks
     from fxpar.runtime.ranks.compare_replicas import Replicas
     from fxpar.sharding.mesh import Mesh
 
+    switch.LEFT_OUT.update(leave_out)
     torch.set_num_threads(1)
     size = Mesh.parse(mesh).size
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -99,7 +102,7 @@ def worker(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
         mock.patch.object(fxpar.joint_pass, "stage_table", str),  # one table, at last
         mock.patch.object(Calls, "_drift", lambda *_: None),
         mock.patch.object(Replicas, "word", lambda *_: ""),
-        mock.patch.object(Checks, "run", lambda *_: None),
+        mock.patch.object(Calls, "_compare", lambda *_, **__: None),
         mock.patch.object(Program, "__call__", side_effect=Compiled),
         contextlib.suppress(Compiled),
     ):
@@ -117,8 +120,11 @@ def worker(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
     }
 
 
-def run(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
-    """``worker`` in a process of its own."""
+def run(
+    layers: int, scale: str, mesh: str, side: str, leave_out: Sequence[str] = ()
+) -> dict[str, Any]:
+    """``worker`` in a process of its own. ``leave_out``: names of
+    ``fxpar._fast.switch.shortcut`` that are not taken."""
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
@@ -128,6 +134,7 @@ def run(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
         out = os.path.join(cache, "figures.json")
         command = [sys.executable, __file__, "--worker", out, "--layers", str(layers)]
         command += ["--scale", scale, "--mesh", mesh, "--side", side]
+        command += [word for name in leave_out for word in ("--leave-out", name)]
         subprocess.run(command, env=environment, check=True)
         return json.loads(Path(out).read_text())
 
@@ -149,14 +156,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="2 and 8 layers")
     parser.add_argument("--layers", type=int, action="append")
-    parser.add_argument("--scale", choices=("small", "8b"), default="small")
+    parser.add_argument("--scale", choices=("tiny", "small", "8b"), default="small")
     parser.add_argument("--mesh", default=MESH)
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--json")
+    parser.add_argument("--leave-out", action="append", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        figures = worker(args.layers[0], args.scale, args.mesh, args.side)
+        asked = args.layers[0], args.scale, args.mesh, args.side
+        figures = worker(*asked, args.leave_out or ())
         Path(args.worker).write_text(json.dumps(figures))
         return
     before = conditions()

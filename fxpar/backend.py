@@ -24,7 +24,6 @@ from fxpar.errors import (
 )
 from fxpar.job_request import CompileJob
 from fxpar.joint_pass import said_by_rank_0
-from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
@@ -82,7 +81,7 @@ def fxpar(
 
 
 fxpar.reset = forget  # type: ignore[attr-defined]
-_torch.dynamo.on_compile(fxpar, outside_graphs.watch, old_objects_kept)
+_torch.dynamo.on_compile(fxpar, outside_graphs.watch)
 _torch.layer_regions.serve(fxpar)
 
 

@@ -19,6 +19,9 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch, pipeline
+from fxpar._fast.old_objects import old_objects_kept
+from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.config import Options
 from fxpar.explain import status_line
 from fxpar.job_request import CompileJob
@@ -26,11 +29,9 @@ from fxpar.joint_pass import JointPass
 from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
-from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.stages import sums_of_parts
-from fxpar.python_frames import in_one_block
-from fxpar.runtime.caches import installation_keys, known_programs
+from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
@@ -100,7 +101,7 @@ def compile_step(
 
 @in_one_block
 @old_objects_kept()
-@_torch.quick_graphs.quick_graphs()
+@quick_graphs()
 def compile_graph(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
 ) -> compiled_graph.Compiled:
@@ -115,8 +116,6 @@ def compile_graph(
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number, with_room = next_graph(), _with_room(job, gm, examples)
-    if job.options.codegen == "inductor" and job.ranks.rank == 0:
-        installation_keys.load()  # and leave them to the others, who come behind
     for anew in (False, True):
         entry = _look_up(job, gm, examples, number, anew=anew)
         compiled = _compile_by(entry, job, gm, examples, number, broken_at, with_room)
@@ -163,9 +162,7 @@ def _compile_by(
     is_led = entry is not None and known_programs.is_led(entry, examples)
     leads = is_led and job.ranks.rank == 0
     follows = is_led and not leads
-    # What rank 0 compiles, if sizes are fixed.
-    loads = follows and job.open is None and _torch.leader_code.can_load()
-    if inductor and not loads:
+    if inductor:
         _load_inductor()
     if entry is not None and follows:
         entry = _await_leader(job, entry, number)
@@ -186,8 +183,7 @@ def _compile_by(
     ):
         try:
             with step.leading():
-                compiled = _loaded(gm, examples, entry) if loads else None
-                compiled = compiled or _compiled(job, gm, examples, entry, step)
+                compiled = _compiled(job, gm, examples, entry, step)
             step.report_known_plan()
             if job.open is not None:
                 step.sizes = size_range(job.open, step.written())
@@ -216,18 +212,6 @@ def _compile_by(
         step.written(),
         with_room,
     )
-
-
-def _loaded(
-    gm: fx.GraphModule, examples: Sequence[Any], entry: KnownProgram | None
-) -> Callable[..., Any] | None:
-    """What rank 0 compiled for all; None if there is nothing, and Inductor is to find
-    out."""
-    code = entry.code if entry is not None else ""
-    compiled = _torch.leader_code.load(gm, examples, code) if code else None
-    if compiled is None:
-        _load_inductor()
-    return compiled
 
 
 def _compiled(
@@ -308,9 +292,8 @@ def _look_up(
 def _load_inductor() -> None:
     """Import Inductor, with lowerings of our own: a rank does so before it waits for
     the one that compiles for it."""
-    with stage(TRACE), _torch.leader_code.NO_STAND_INS:
+    with stage(TRACE):
         _torch.inductor.load()
-        installation_keys.load()
         random.register_lowering()
         own_shard.register_lowering()
         sums_of_parts.register_lowering()

@@ -65,6 +65,13 @@ PASSES = (
 )
 
 
+# Variables that no ``options=`` has, since what they say holds for all of a process.
+SWITCHES = {
+    "FXPAR_FAST": "0: torch is not patched to compile in less time; read once "
+    "(default 1)",
+}
+
+
 def _option(
     read: values.Reader,
     default: Any,
@@ -378,7 +385,7 @@ def _variable(row: Any) -> str | None:
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    variables = [_variable(row) for row in fields(Options)]
+    variables = [*map(_variable, fields(Options)), *SWITCHES]
     for name in environ:
         if name.startswith(PREFIX) and name not in variables:
             hint = (
@@ -419,4 +426,5 @@ def table() -> str:
             about,
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"| `{name}` |  | 0, 1 | {about} |" for name, about in SWITCHES.items()]
     return "\n".join(lines)

@@ -18,6 +18,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
+from fxpar._fast.old_objects import old_objects_kept
+from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.errors import FxparWarning, HintError, PlanError, RuleError, ScheduleError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
@@ -25,7 +27,6 @@ from fxpar.job_request import CompileJob, planned_request, request_of
 from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.graph_bodies import hold
-from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
@@ -97,8 +98,6 @@ class JointPass:
         self.is_taken = False  # from AOTAutograd's cache: there is no result
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
         self.is_agreed = False  # ranks know that they launch the same
-        # Keys of what was compiled, in AOTAutograd's cache.
-        self.keys: list[str] = []
 
     @property
     def plan(self) -> Any:
@@ -227,10 +226,7 @@ class JointPass:
             yield
             return
         name = self.request.name
-        with (
-            presence.works(f"compiles {name} for all ranks"),
-            _torch.leader_code.keys_noted() as self.keys,
-        ):
+        with presence.works(f"compiles {name} for all ranks"):
             try:
                 yield
             except Exception as error:
@@ -238,10 +234,7 @@ class JointPass:
                 raise
         if self.has_told:
             known_programs.tell_compiled(
-                name,
-                shared=self.is_shared,
-                launches=self.launches,
-                code=self.keys[0] if len(self.keys) == 1 else "",
+                name, shared=self.is_shared, launches=self.launches
             )
         else:
             known_programs.tell_plan(name, None)
@@ -345,7 +338,7 @@ class JointPass:
         return bool(self.plan and self.plan.collectives)
 
     def _lower(self, graph: fx.Graph, which: str, generate: CompileGraph) -> Any:
-        with old_objects_kept(), _torch.quick_graphs.quick_graphs():
+        with old_objects_kept(), quick_graphs():
             self._schedule(graph, which)
             if self.job.options.codegen == "inductor":
                 return self._compile_once(graph, which, generate)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._fast.python_frames import in_one_block
 from fxpar._torch.distributed import default_group, own_rank
 from fxpar.cache_files import write_asked
 from fxpar.choose_plan import fastest_plan
@@ -38,7 +39,6 @@ from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.pipeline import STEP_NAMES, Result
-from fxpar.python_frames import in_one_block
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware

@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-from fxpar.python_frames import in_one_block
+from fxpar._fast.python_frames import in_one_block
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 DEPTH = 400
 

@@ -11,13 +11,17 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._torch.checkpoints import GradModeRead
-from fxpar._torch.cpp_kernels import (
+from fxpar._fast.cpp_kernels import (
     BEHIND_ALL,
     kernels_in_libraries,
     probe_beside,
     probes_remembered,
 )
+from fxpar._fast.inductor_shortcuts import unread_texts
+from fxpar._fast.known_values import values_known
+from fxpar._fast.min_cut import quick_min_cut
+from fxpar._fast.switch import takes
+from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
@@ -25,16 +29,8 @@ from fxpar._torch.inductor import (
     _take_strides,
     decompositions,
 )
-from fxpar._torch.inductor_shortcuts import (
-    quick_constants,
-    types_looked_at_once,
-    unread_texts,
-)
-from fxpar._torch.known_values import values_known
 from fxpar._torch.loops import calls_rewritten
-from fxpar._torch.min_cut import quick_min_cut
 from fxpar._torch.node_texts import says_all
-from fxpar._torch.quick_trees import quick_trees
 from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
 from fxpar._torch.version import own_version
@@ -70,7 +66,7 @@ def export_joint(
     with (
         torch.set_grad_enabled(grad),
         calls_rewritten(),
-        traced_once(repeated),
+        traced_once(repeated if takes("traced_once") else None),
         failures_unlogged(),
     ):
         joint = aot_export_joint_with_descriptors(
@@ -259,16 +255,10 @@ def compile_fx(
         of_autograd: dict[str, Any] = (
             {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
         )
-        with (
-            functorch_config.patch(of_autograd),
-            _shortcuts(not any(map(_on_accelerator, examples))),
-        ):
-            plain: Any = inductor(
-                gm,
-                examples,
-                inner_compile=_compile_inner,
-                config_patches={**(inductor_settings or {})},
-            )
+        # Torch (2.13) draws other numbers in a backward that computes a body again.
+        with functorch_config.patch(of_autograd), calls_rewritten():
+            chosen = {**(inductor_settings or {})}
+            plain: Any = inductor(gm, examples, config_patches=chosen)
         return cast(Callable[..., Any], plain)
     parallelize = joint_pass
 
@@ -312,8 +302,10 @@ def compile_fx(
         functorch_config.patch(settings),
         _views_recomputed(),
         _objects_behind_generators(),
-        traced_once(repeated),
+        traced_once(repeated if takes("traced_once") else None),
         failures_unlogged(),
+        calls_rewritten(),
+        _backwards_repeatable(),
         _shortcuts(inner is None and not any(map(_on_accelerator, examples))),
     ):
         compiled = inductor(
@@ -330,29 +322,16 @@ def compile_fx(
     return cast(Callable[..., Any], compiled)
 
 
-def _compile_inner(*args: Any, **kwargs: Any) -> Any:
-    """Inductor's own, which a backward comes to when it is first called."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    with _shortcuts(False):
-        return compile_fx_inner(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def _shortcuts(with_kernels: bool) -> Iterator[None]:
     """Context in which Inductor does in less time what it does. ``with_kernels``: C++
     ones will be compiled."""
     with (
         quick_min_cut(),
-        calls_rewritten(),
         kernels_in_libraries(BEHIND_ALL),
         probes_remembered(),
         unread_texts(),
-        quick_constants(),
-        quick_trees(),
-        types_looked_at_once(),
         values_known(),
-        _backwards_repeatable(),
     ):
         if with_kernels:
             probe_beside()

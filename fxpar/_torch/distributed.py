@@ -55,6 +55,14 @@ def default_group() -> Any:
     return dist.group.WORLD if dist.is_available() else None
 
 
+def is_only_rank() -> bool:
+    """Whether there is one rank, now or once there is a process group."""
+    group = default_group()
+    if group is None:
+        return int(os.environ.get("WORLD_SIZE") or 1) == 1
+    return int(group.size()) == 1
+
+
 def own_rank() -> int:
     """The rank of this process; 0 without a process group."""
     group = default_group()

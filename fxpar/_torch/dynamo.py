@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.dynamo_shortcuts import shortcuts
-from fxpar._torch.quick_graphs import quick_graphs
-from fxpar.python_frames import in_one_block
+from fxpar._fast.old_objects import old_objects_kept
+from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.quick_graphs import quick_graphs
+from fxpar._fast.switch import takes
+from fxpar._torch.distributed import is_only_rank
 
 # Raises in what is compiled, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
@@ -27,9 +29,14 @@ IS_ALL_TRUE = (torch._is_all_true, torch.Tensor._is_all_true)
 SERVED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
-def is_served(backend: Any) -> bool:
-    """Whether a backend is one of fxpar's."""
+def _is_ours(backend: Any) -> bool:
     return any(backend is each for each in SERVED)
+
+
+def is_served(backend: Any) -> bool:
+    """Whether one of the layers that repeat is traced for all, for a backend: it is one
+    of fxpar's, and there are several ranks."""
+    return _is_ours(backend) and not is_only_rank() and takes("layer_regions")
 
 
 def example_of(node: fx.Node) -> Any:
@@ -166,10 +173,9 @@ def calling_module(callee: Any) -> torch.nn.Module | None:
 def on_compile(
     backend: Callable[..., Any],
     watch: Callable[[Any, Any], tuple[Callable[..., Any], ...]],
-    tracing: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> None:
     """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for,
-    and Dynamo trace inside ``tracing()`` for all backends that are ``SERVED``.
+    and Dynamo trace in less time for all backends that are ``SERVED``.
 
     ``watch`` returns two callables. The first is called before each call of the
     compiled ``fn``, and what it returns after it. The second is called with each frame
@@ -195,10 +201,10 @@ def on_compile(
     def call(self: Any, fn: Any) -> Any:
         innermost: Any = innermost_backend(self.callback)
         compiler = getattr(innermost, "compiler_fn", innermost)
-        if is_served(compiler) and self not in seen:
+        if _is_ours(compiler) and self not in seen:
             seen.add(self)
             frames = self.callback._torchdynamo_orig_backend
-            self.callback._torchdynamo_orig_backend = _InsideContext(frames, tracing)
+            self.callback._torchdynamo_orig_backend = _InsideContext(frames)
             if compiler is backend:
                 look_after(self, fn, frames)
         return plain(self, fn)
@@ -239,17 +245,17 @@ class _Conversion:
 class _InsideContext(_Conversion):
     """What is done for all backends of fxpar."""
 
-    def __init__(
-        self, convert: Any, tracing: Callable[[], contextlib.AbstractContextManager]
-    ) -> None:
+    def __init__(self, convert: Any) -> None:
         super().__init__(convert)
-        self._tracing = tracing
         # Dynamo's C++ reads it where it would trace what Python runs for that.
         self._torchdynamo_orig_backend = convert
 
     @in_one_block
     def __call__(self, *args: Any, skip: int = 0, **how: Any) -> Any:
-        with shortcuts(), quick_graphs(), self._tracing():
+        with contextlib.ExitStack() as stack:
+            if not is_only_rank():
+                stack.enter_context(old_objects_kept())
+                stack.enter_context(quick_graphs())
             # Frames of this one, and of ``in_one_block``.
             return self._convert(*args, skip=skip + 2, **how)
 

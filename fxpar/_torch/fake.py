@@ -75,25 +75,6 @@ def shapes_alone() -> Iterator[None]:
         yield
 
 
-def values_kept() -> contextlib.AbstractContextManager[Any]:
-    """Context in which Inductor's passes take a fake value to be the same as itself.
-    They (2.13) take what a body gives to be another each time, though it is not, and
-    make the values of every call of it, and of all behind, again: twice a graph."""
-    from unittest import mock
-
-    from torch._inductor import fx_utils
-
-    name = "_is_fake_tensor_same"
-    is_same_by_torch: Any = getattr(fx_utils, name, None)
-    if is_same_by_torch is None:  # torch 2.11 makes values of bodies once
-        return contextlib.nullcontext()
-
-    def is_same(new: Any, old: Any, *args: Any, **how: Any) -> bool:
-        return new is old or is_same_by_torch(new, old, *args, **how)
-
-    return mock.patch.object(fx_utils, name, is_same)
-
-
 def new_fake_mode(*, symbols: bool = False, scalars: bool = False) -> Any:
     """A FakeTensorMode for tracing with static shapes. ``symbols``: it can make some,
     which ``while_loop`` (2.13) asks for; ``scalars``: also of what a tensor holds, as

@@ -10,23 +10,27 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._torch.cpp_kernels import kernels_in_libraries
+from fxpar._fast.cpp_kernels import kernels_in_libraries
+from fxpar._fast.inductor_shortcuts import late_templates, unread_texts
+from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
-from fxpar._torch.fake import values_kept
-from fxpar._torch.inductor_shortcuts import late_templates, shortcuts
 from fxpar._torch.node_texts import is_users_op
 from fxpar._torch.parts_apart import parts_apart
 from fxpar._torch.version import own_version
 
 
 def load() -> None:
-    """Import what a graph is compiled with, which takes a second."""
+    """Import what a graph is compiled with, and read the installed files that keys of
+    torch's caches are made of, which takes a second and a half."""
     with late_templates():
         import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
+    from torch._inductor import codecache
     from torch._inductor.codegen.common import init_backend_registration
 
     init_backend_registration()
+    codecache.torch_key()
+    codecache.CacheBase.get_system()
 
 
 def modes() -> dict[str, dict[str, Any]]:
@@ -134,8 +138,8 @@ def _in_order(
         parts_apart(graphs),
         _keyed_by(text),
         kernels_in_libraries(),
-        values_kept(),
-        shortcuts(),
+        values_known(),
+        unread_texts(),
     ):
         return compile_fx_inner(gm, fakes, **how)
 

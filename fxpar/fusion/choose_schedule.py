@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
+from fxpar._fast.old_objects import old_objects_kept
 from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
@@ -46,7 +47,6 @@ from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes import collective_nodes
-from fxpar.passes.old_objects import old_objects_kept
 from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of

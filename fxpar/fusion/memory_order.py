@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch import known_values
+from fxpar._fast import known_values
 from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.passes import collective_nodes

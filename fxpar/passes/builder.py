@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar._torch import known_values, parts_apart
+from fxpar._fast import known_values
+from fxpar._torch import parts_apart
 from fxpar._torch.node_copies import add_node, copy_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes import size_nodes

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxpar._torch import known_values
+from fxpar._fast import known_values
 from fxpar.passes.builder import Builder
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import along

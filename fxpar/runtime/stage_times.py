@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fxpar import _torch
+from fxpar._fast import cpp_kernels
 
 # Stages, in the order they are shown in.
 DYNAMO, TRACE = "Dynamo", "AOTAutograd"
@@ -31,9 +32,9 @@ ORDER = (
 # By the names that torch times them under: the stage they are counted in, the one they
 # are of, and the phase inside that is not counted with them.
 INSIDE = {
-    _torch.cpp_kernels.LOADING: (INDUCTOR, COMPILER, ""),
-    _torch.cpp_kernels.BEHIND_ALL: (TRACE, COMPILER, ""),
-    "PyCodeCache.load_by_key_path": (INDUCTOR, LOAD, _torch.cpp_kernels.LOADING),
+    cpp_kernels.LOADING: (INDUCTOR, COMPILER, ""),
+    cpp_kernels.BEHIND_ALL: (TRACE, COMPILER, ""),
+    "PyCodeCache.load_by_key_path": (INDUCTOR, LOAD, cpp_kernels.LOADING),
 }
 
 _TOTAL = "together"

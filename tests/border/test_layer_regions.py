@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar._torch import flat_regions, layer_regions
+from fxpar._torch import dynamo, flat_regions, layer_regions
 from tests.helpers import models
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 pytest.importorskip("torch._dynamo.variables.invoke_subgraph")
 
@@ -35,6 +38,12 @@ class Traced:
     regions: list[list[int]] = field(default_factory=list)
     guards: list[Counter[Any]] = field(default_factory=list)
     result: Any = None
+
+
+@pytest.fixture(autouse=True)
+def _several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One alone traces as Dynamo does."""
+    monkeypatch.setattr(dynamo, "is_only_rank", lambda: False)
 
 
 def region_calls(gm: fx.GraphModule) -> list[int]:

@@ -11,10 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._decomp import decomposition_table
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar._torch import aot
+from fxpar._torch import aot, decompositions
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole
 
@@ -138,3 +142,57 @@ def test_torch_puts_random_states_behind_the_mesh() -> None:
     """If this fails, torch is mended: ``_objects_behind_generators`` can go."""
     for error in shared_pool(2).run(unordered):
         assert "expected all tensors_saved_with_vc_check" in error
+
+
+def summand() -> float:
+    """``item()`` of a sum whose summands are 1 on each of two ranks, by torch alone."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(torch.ones(()), mesh, [Partial()])
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    with mock.patch.dict(handlers):
+        handlers.pop(torch.ops.aten._local_scalar_dense.default, None)
+        return x.item()
+
+
+@pytest.mark.multiprocess
+def test_torch_gives_a_summand_as_the_item() -> None:
+    """If this fails, torch is mended (its issue 166638): ``reduce_before_item`` can
+    go."""
+    assert shared_pool(2).run(summand) == [1.0, 1.0]
+
+
+def test_torch_takes_padding_for_class_0() -> None:
+    """If this fails, torch is mended: ours of ``multilabel_margin_loss`` can go."""
+    op = torch.ops.aten.multilabel_margin_loss_forward.default
+    x, target = torch.tensor([0.1, 0.9, 0.3, 0.4]), torch.tensor([3, -1, 0, 0])
+    want = sum((1 - 0.4 + value) / 4 for value in (0.1, 0.9, 0.3))
+    ours, theirs = (
+        float(table[op](x, target, 1)[0])
+        for table in (decompositions.TABLE, decomposition_table)
+    )
+    assert ours == pytest.approx(want) and theirs > want + 0.1
+
+
+def dropped_in_a_body(backend: str) -> bool:
+    """Whether gradients of a body that draws have the numbers of its forward."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: F.dropout(x * 2.0), torch.sin, (x,))
+
+    x = torch.ones(8, 8, requires_grad=True)
+    with fresh_cache():
+        y = torch.compile(branches, backend=backend, fullgraph=True)(x)
+        y.sum().backward()
+    return torch.equal(y != 0, x.grad != 0)
+
+
+def test_one_rank_drops_in_a_backward_what_its_forward_dropped() -> None:
+    assert dropped_in_a_body("fxpar")
+
+
+@pytest.mark.slow
+def test_torch_drops_otherwise_in_the_backward_of_a_body() -> None:
+    """If this fails, torch is mended: one rank needs no ``calls_rewritten``."""
+    assert not dropped_in_a_body("inductor")

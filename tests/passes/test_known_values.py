@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fxpar._torch import known_values
-from fxpar._torch.known_values import result
+from fxpar._fast import known_values
+from fxpar._fast.known_values import result
 from fxpar._torch.objects import memory_of
 from fxpar.passes import custom_ops  # noqa: F401  (registers ops)
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -315,30 +318,3 @@ def test_what_a_mode_knows_has_no_gradient_outside_of_it() -> None:
         assert aten.mul.Tensor(x, x).requires_grad
         assert result(mode, aten.mul.Tensor, (x, x), {}).requires_grad
         assert aten.mul.Tensor(x, x).requires_grad
-
-
-def test_bodies_are_known_while_they_stay() -> None:
-    mode = FakeTensorMode()
-    new = maker(mode)
-    known: dict[Any, Any] = {}
-    asked: list[int] = []
-
-    def ask(body: str, *operands: Any) -> Any:
-        def run(_: Any) -> Any:
-            asked.append(len(operands))
-            with mode:
-                return operands[0] * 2, operands[0].t(), None
-
-        return known_values.of_body(mode, body, operands, run, known)
-
-    x, y = new(4, 6), new(4, 6)
-    ask("a", x)
-    twice, view, nothing = ask("a", y)
-    assert len(asked) == 1
-    assert twice.shape == (4, 6) and view.shape == (6, 4) and nothing is None
-    assert memory_of(view) == memory_of(y)
-    assert memory_of(twice) not in map(memory_of, (x, y))
-    for body, *operands in [("b", x), ("a", new(4, 5)), ("a", x, y), ("a", x, x)]:
-        before = len(asked)
-        ask(body, *operands)
-        assert len(asked) == before + 1

@@ -13,8 +13,11 @@ import torch
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
 
-from fxpar._torch import min_cut
-from fxpar._torch.min_cut import minimum_cut, quick_min_cut
+from fxpar._fast import min_cut
+from fxpar._fast.min_cut import minimum_cut, quick_min_cut
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 S, T = "source", "sink"
 

@@ -12,7 +12,11 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 import fxpar
-from fxpar.passes.old_objects import OF_PYTHON, OLDER, RARER, old_objects_kept
+from fxpar._fast.old_objects import OF_PYTHON, OLDER, RARER, old_objects_kept
+from fxpar._torch import dynamo
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 
 class Ring:
@@ -45,18 +49,6 @@ def test_only_new_objects_are_collected() -> None:
         assert new() is None
     gc.collect()
     assert old() is None
-
-
-def test_inside_another_all_are_kept_to_its_end() -> None:
-    with old_objects_kept():
-        between = dropped()
-        with old_objects_kept():
-            gc.collect()
-            assert between() is not None
-        gc.collect()
-        assert between() is not None and gc.get_freeze_count()
-    gc.collect()
-    assert between() is None
 
 
 def test_new_objects_are_looked_through_more_rarely() -> None:
@@ -111,17 +103,25 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return frozen
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_dynamo_traces_inside(frozen: list[bool], whole: bool) -> None:
+def test_dynamo_traces_inside_for_several_ranks(
+    frozen: list[bool], whole: bool, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamo, "is_only_rank", lambda: is_alone)
     model = torch.nn.Linear(2, 2)
     compiled = torch.compile(
         model, backend="fxpar", options=OPTIONS, dynamic=False, fullgraph=whole
     )
     torch.testing.assert_close(compiled(torch.ones(2, 2)), model(torch.ones(2, 2)))
-    assert frozen == [True]
+    assert frozen == [not is_alone]
 
 
-def test_dynamo_traces_a_step_inside(frozen: list[bool]) -> None:
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_dynamo_traces_a_step_inside(
+    frozen: list[bool], is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamo, "is_only_rank", lambda: is_alone)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
 
@@ -129,9 +129,12 @@ def test_dynamo_traces_a_step_inside(frozen: list[bool]) -> None:
         return model(x).sum()
 
     fxpar.train_step(model, loss, optimizer, options=OPTIONS)(torch.ones(2, 2))
-    assert frozen == [True]
+    assert frozen == [not is_alone]
 
 
-def test_other_backends_trace_outside(frozen: list[bool]) -> None:
+def test_other_backends_trace_outside(
+    frozen: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamo, "is_only_rank", lambda: False)
     torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(2, 2))
     assert frozen == [False]

@@ -133,22 +133,6 @@ def test_views_are_made_inside_if_all_calls_are_given_alike_ones() -> None:
     assert outside(unlike, aten.permute.default) == 5
 
 
-def test_values_of_calls_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.fx_utils import FakeTensorUpdater
-
-    counts: list[int] = []
-    update = FakeTensorUpdater.incremental_update
-
-    def counted(self: Any) -> Any:
-        counts.append(update(self))
-        return counts[-1]
-
-    monkeypatch.setattr(FakeTensorUpdater, "incremental_update", counted)
-    module = outlined(of_layers(5), *feeds(5))
-    code_of(module.graph, monkeypatch, module)
-    assert len(counts) > 2 and not any(counts)
-
-
 def test_values_that_a_pass_changed_are_made_again() -> None:
     """In a body, and so in its calls."""
     from torch._inductor.fx_utils import FakeTensorUpdater
@@ -158,7 +142,7 @@ def test_values_that_a_pass_changed_are_made_again() -> None:
     nodes = [n for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     mode = _torch.fake.fake_mode_of([n.meta["val"] for n in nodes])
     body = module.layer0.graph
-    with _torch.fake.values_kept(), V.set_fake_mode(mode):
+    with V.set_fake_mode(mode):
         updater = FakeTensorUpdater(module)
         *_, output = body.nodes
         (result,) = output.args[0]

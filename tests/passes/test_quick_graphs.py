@@ -15,7 +15,10 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree
 
-from fxpar._torch.quick_graphs import quick_graphs
+from fxpar._fast.quick_graphs import quick_graphs
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 aten = torch.ops.aten
 

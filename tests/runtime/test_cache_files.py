@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import fxpar
-from fxpar import _torch, cache_files
+from fxpar import cache_files
+from fxpar._fast import cpp_kernels
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.fusion.kernels import autotune, region_op, run_kernels
-from fxpar.runtime.caches import installation_keys, known_programs, plan_store
+from fxpar.runtime.caches import known_programs, plan_store
 from fxpar.runtime.caches.told_files import checked_key, take_kernels
 from fxpar.sharding.spec import Spec
 
@@ -92,14 +93,7 @@ def _plan(plan: Any) -> tuple[Path, Loader]:
     return path, lambda: plan_store.load(KEY, 1.0)
 
 
-def _installation(_: Any) -> tuple[Path, Loader]:
-    form, decoded = installation_keys.FORMAT, installation_keys._decoded
-    path = cache_files.folder() / "one.installation.json"
-    cache_files.write_record(path, form, KEY, {"torch": "00", "triton": "text"})
-    return path, lambda: cache_files.read_record(path, form, KEY, decoded)
-
-
-RECORDS = (_program, _plan, _installation)
+RECORDS = (_program, _plan)
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
@@ -181,8 +175,8 @@ def test_libraries_of_others_lie_in_the_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: dict[str, Any] = {}
-    monkeypatch.setattr(_torch.cpp_kernels, "_LIBRARIES", taken)
-    told = _torch.cpp_kernels.compiled_here()
+    monkeypatch.setattr(cpp_kernels, "_LIBRARIES", taken)
+    told = cpp_kernels.compiled_here()
     key, own, foreign = "cabcdefg", str(folder.parent / "a.so"), str(tmp_path / "b.so")
     link = folder.parent / "link.so"
     folder.mkdir(parents=True)

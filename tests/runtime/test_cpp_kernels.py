@@ -15,10 +15,12 @@ from torch._inductor import async_compile, codecache, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.exc import CppCompileError
-from torch._inductor.utils import fresh_cache
 
-from fxpar._torch import cpp_kernels
-from fxpar._torch.cpp_kernels import kernels_in_libraries, probes_remembered
+from fxpar._fast import cpp_kernels
+from fxpar._fast.cpp_kernels import kernels_in_libraries, probes_remembered
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 TYPES = ["const float*", "float*", "const int64_t"]
 
@@ -282,26 +284,3 @@ def test_what_another_rank_compiled_needs_no_compiler(
         cpp_kernels.take_compiled(gone)
         with pytest.raises(AssertionError, match="looks for"), kernels_in_libraries():
             loaded(*texts)
-
-
-@pytest.mark.parametrize("backends", [("fxpar", "inductor"), ("inductor", "fxpar")])
-def test_one_device_has_its_kernels_in_libraries(
-    backends: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of both backends the second finds in torch's cache what the first compiled.
-    monkeypatch.setattr(cpp_kernels, "_LIBRARIES", {})
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x.softmax(-1)).cumsum(0).exp().sum(-1)
-
-    x = torch.randn(16, 32, dtype=torch.float64, requires_grad=True)
-    (want,) = torch.autograd.grad(fn(x).sum(), x)
-    begun = {}
-    with fresh_cache():
-        for backend in backends:
-            torch.compiler.reset()
-            cpp_kernels._LIBRARIES.clear()
-            (got,) = torch.autograd.grad(torch.compile(fn, backend=backend)(x).sum(), x)
-            assert torch.allclose(got, want)
-            begun[backend] = len(cpp_kernels._LIBRARIES)
-    assert begun == {"fxpar": 2, "inductor": 0}  # forward's and backward's

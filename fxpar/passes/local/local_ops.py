@@ -18,14 +18,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.known_values import is_function
 from fxpar._torch.node_copies import add_node
 from fxpar.errors import PlanError
 from fxpar.passes import size_nodes
@@ -54,7 +52,7 @@ from fxpar.passes.local.local_call import LocalCall, Localizer, aten
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
-from fxpar.sharding.factors import Axes, Rule
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.read_program import inside_of
@@ -163,22 +161,6 @@ def _localizer(target: Any) -> Localizer | None:
     return local
 
 
-@lru_cache(maxsize=1 << 14)
-def is_by_values(target: Any, rule: Rule, strategy: Strategy) -> bool:
-    """Whether the local form of such a call looks at the values that it is given alone:
-    not at their readers, nor at the call in the graph before. A call on whole values is
-    itself."""
-    specs = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
-    specs += [result_spec(rule, strategy, i) for i in range(len(rule.results))]
-    if target not in _OWN and all(spec.is_whole for spec in specs):
-        return False
-    is_sent = any(axes for f, axes in strategy.factors if f in rule.exchanged)
-    if is_sent or not is_function(target):
-        return False
-    local = _localizer(target)
-    return local is None or local in _BY_VALUES
-
-
 def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     target = call.node.target
     local = _localizer(target)
@@ -215,14 +197,6 @@ _OWN = (
     torch.ops.fxpar.exchange_slots.default,
     torch.ops.fxpar.return_slots.default,
 )
-
-# Local forms that look at values alone.
-_BY_VALUES = {
-    LOCAL["fxpar::dot"],
-    LOCAL[aten.view.default],
-    LOCAL[aten.squeeze.dim],
-    LOCAL[aten.slice.Tensor],
-}
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:

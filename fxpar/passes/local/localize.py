@@ -16,8 +16,7 @@ from torch import fx
 from fxpar._torch.node_copies import copy_node
 from fxpar.passes.builder import UNEVEN, VARIES, Builder, shape_of
 from fxpar.passes.collective_nodes import all_reduce, emit
-from fxpar.passes.local.known_forms import KnownForms
-from fxpar.passes.local.local_ops import CUTS, cut, local_like
+from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.program import Op
@@ -45,7 +44,6 @@ class _Localizer:
         self.graph = fx.Graph()
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
-        self.known_forms = KnownForms(self.build, self.program)
         self.map: dict[fx.Node, Any] = {}
         self.of_parameters = gathered_again(self.program)
 
@@ -116,7 +114,8 @@ class _Localizer:
 
     def _op(self, node: fx.Node, op: Op) -> Any:
         strategy = self.decision.strategies[op.index]
-        return self.known_forms.local_op(node, op, strategy, self.map.__getitem__)
+        local = self.map.__getitem__
+        return local_op(self.build, node, op, self.program, strategy, local)
 
 
 def _reduce_before_views(graph: fx.Graph) -> None:

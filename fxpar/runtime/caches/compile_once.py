@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
+from fxpar._fast import cpp_kernels
 from fxpar.errors import RankMismatchError
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
@@ -33,9 +34,6 @@ from fxpar.runtime.stage_times import INDUCTOR, stage
 
 # Of one message through the store, which takes 8 MB at most.
 CHUNK = 4 << 20
-
-# Seconds that rank 0, which imports anyway what others need not, is left to come first.
-LEAD = 1.0
 
 # Compiles; given a text that stands for the graph in the keys of Inductor's cache.
 CompileGraph = Callable[[str | None], Any]
@@ -130,7 +128,7 @@ def _compile_for_others(
         "folder": folders[channel.rank],
         "parts": parts,
         "key": entry and entry[0],
-        "kernels": _torch.cpp_kernels.compiled_here(),
+        "kernels": cpp_kernels.compiled_here(),
     }
     channel.store.set(f"{key}/done", json.dumps(outcome))
     return compiled

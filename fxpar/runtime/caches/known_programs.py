@@ -24,12 +24,13 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
+from fxpar._fast import cpp_kernels
 from fxpar.config import Options
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
-from fxpar.runtime.caches.told_files import checked_key, take_kernels
+from fxpar.runtime.caches.told_files import take_kernels
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import current
@@ -73,8 +74,6 @@ class KnownProgram:
     divisors: Mapping[str, int] = field(default_factory=dict)
     # Why its sizes cannot be left open; "" if they can.
     refused: str = ""
-    # Its key in AOTAutograd's cache, if rank 0 compiled it for all now.
-    code: str = ""
 
     def name_of(self, rank: int) -> str:
         """What torch's caches know it by on a rank."""
@@ -206,13 +205,12 @@ def tell_compiled(
     shared: bool,
     launches: Sequence[str],
     refused: str = "",
-    code: str = "",
 ) -> None:
     """Tell the other ranks that rank 0 has compiled a program, and what it found, or
-    why sizes cannot be left open. ``code``: its key in AOTAutograd's cache."""
+    why sizes cannot be left open."""
     message: dict[str, Any] = {"shared": shared, "launches": list(launches)}
-    message |= {"refused": refused, "code": code if shared else ""}
-    message["kernels"] = _torch.cpp_kernels.compiled_here()
+    message["refused"] = refused
+    message["kernels"] = cpp_kernels.compiled_here()
     consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
 
 
@@ -229,7 +227,6 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
         shared=bool(message["shared"]),
         launches=tuple(message["launches"]),
         refused=str(message["refused"]),
-        code=checked_key(message["code"]) if message["code"] else "",
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar import _torch
+from fxpar._fast import cpp_kernels
 from fxpar.errors import RankMismatchError
 
 # A kind, and digits of base 32.
@@ -35,7 +36,7 @@ def take_kernels(told: Mapping[str, Any], *, is_folder_shared: bool) -> None:
         checked_key(key)
         if not Path(path).resolve().is_relative_to(folder):
             raise _refusal(f"the library {path!r}, which is not below {folder}")
-    _torch.cpp_kernels.take_compiled({**told, "libraries": libraries})
+    cpp_kernels.take_compiled({**told, "libraries": libraries})
 
 
 def _refusal(what: str) -> RankMismatchError:

@@ -16,20 +16,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from unittest import mock
 
+from fxpar._fast.switch import shortcut
+
 # By node and neighbour, what is left of the capacity of the edge.
 _Left = list[dict[int, float]]
 
 _SOURCE, _SINK = 0, 1
 
 
+@shortcut
 def quick_min_cut() -> contextlib.AbstractContextManager[Any]:
-    """Context in which AOTAutograd parts graphs by this one. What a torch asks networkx
-    in another way (2.11 and 2.13 do so in this), networkx answers."""
+    """Context in which AOTAutograd parts graphs by this one; what a torch asks networkx
+    in another way than 2.13, networkx answers."""
     from torch._functorch import partitioners
 
-    by_torch = getattr(partitioners, "solve_min_cut", None)
-    if by_torch is None:
-        return contextlib.nullcontext()
+    by_torch = partitioners.solve_min_cut
 
     def solve_min_cut(*args: Any, **kwargs: Any) -> Any:
         with _in_the_place_of_networkx():

@@ -20,8 +20,9 @@ from unittest import mock
 
 import torch
 
+from fxpar._fast.switch import is_on, shortcut
 from fxpar._torch.objects import is_mutable, memory_of
-from fxpar._torch.traced_values import new_fake, quick_fakes
+from fxpar._torch.traced_values import new_fake
 
 aten = torch.ops.aten
 
@@ -97,9 +98,12 @@ def result(
     def ask(args: Sequence[Any]) -> Any:
         return _asked(mode, target, args, kwargs)
 
+    if not is_on():
+        return ask(args)
     return _known(mode, target, args, kwargs, ask, is_inside=False)
 
 
+@shortcut
 @contextlib.contextmanager
 def values_known() -> Iterator[None]:
     """Context in which fake tensors of every mode are made so, whoever asks for them.
@@ -108,8 +112,7 @@ def values_known() -> Iterator[None]:
 
     kind = fakes.FakeTensorMode
     dispatch: Any = kind.dispatch
-    is_open = hasattr(dispatch, "fxpar")  # such a context already
-    if is_open or fakes.log.isEnabledFor(logging.DEBUG):
+    if fakes.log.isEnabledFor(logging.DEBUG):
         yield
         return
 
@@ -123,8 +126,7 @@ def values_known() -> Iterator[None]:
 
         return _known(self, target, args, kwargs, ask, is_inside=True)
 
-    known.fxpar = True  # type: ignore[attr-defined]
-    with mock.patch.object(kind, "dispatch", known), quick_fakes():
+    with mock.patch.object(kind, "dispatch", known):
         yield
 
 
@@ -157,36 +159,6 @@ def _known(
     if skipped:
         form = replace(form, offset=form.offset + skipped)
     return _made(form, mode, tensors)
-
-
-def of_body(
-    mode: Any,
-    body: Any,
-    operands: Sequence[Any],
-    ask: Callable[[Sequence[Any]], Any],
-    forms: dict[Any, Any],
-) -> Any:
-    """What a body gives for operands, which ``ask(operands)`` says. ``forms``: what
-    came of bodies, each by what stands for it, as long as they stay as they are."""
-    tensors: list[torch.Tensor] = []
-    parts = [body, *_settings()]
-    try:
-        for operand in operands:
-            _add(operand, mode, parts, tensors)
-    except _NotKnown:
-        return ask(operands)
-    places = list(map(memory_of, tensors))
-    parts += [x.storage_offset() for x in tensors]
-    key = tuple(parts), tuple(map(places.index, places))
-    if key not in forms:
-        value = ask(operands)
-        try:
-            forms[key] = _form(value, mode, tensors)
-        except _NotKnown:
-            forms[key] = None
-        return value
-    form = forms[key]
-    return ask(operands) if form is None else _made(form, mode, tensors)
 
 
 def _at_front(args: Sequence[Any]) -> tuple[Sequence[Any], int]:
@@ -229,30 +201,6 @@ def is_function(target: Any) -> bool:
     if target.namespace not in _NAMESPACES or target.name() in _OTHERS:
         return False
     return not is_mutable(target)
-
-
-def facts_of(x: torch.Tensor, mode: Any) -> tuple[Any, ...] | None:
-    """What ops see of a value of a mode: all, but for its memory; None if it is of no
-    form that is kept."""
-    parts: list[Any] = []
-    try:
-        _add(x, mode, parts, [])
-    except _NotKnown:
-        return None
-    return (*parts, x.storage_offset())
-
-
-def form_of(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The form of what an op gives that read ``tensors``; None if it has none."""
-    try:
-        return _form(value, mode, tensors)
-    except _NotKnown:
-        return None
-
-
-def made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """A new value of a form, of an op that reads ``tensors``."""
-    return _made(form, mode, tensors)
 
 
 def _key(

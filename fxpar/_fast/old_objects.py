@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from fxpar._fast.switch import shortcut
 
 # Inside, so many times as many new objects are made before any are looked through.
 RARER = 100
@@ -25,36 +25,19 @@ OLDER = 1000
 OF_PYTHON = 5_000
 
 
-@dataclass
-class _Contexts:
-    """Those that are open, of all threads."""
-
-    # How many.
-    count: int = 0
-    # When Python looks for garbage outside them, as ``gc.get_threshold``.
-    thresholds: tuple[int, int, int] = (0, 0, 0)
-
-
-_OPEN, _LOCK = _Contexts(), threading.Lock()
-
-
+@shortcut
 @contextlib.contextmanager
 def old_objects_kept() -> Iterator[None]:
     """Collect no object that was there before, and others more rarely; when the last
     such context ends, all is as it was. Does nothing where the user froze objects."""
-    with _LOCK:
-        is_ours = _OPEN.count > 0 or gc.get_freeze_count() <= OF_PYTHON
-        if is_ours:
-            gc.freeze()
-            if not _OPEN.count:
-                young, *_ = _OPEN.thresholds = gc.get_threshold()
-                gc.set_threshold(RARER * young, OLDER, OLDER)
-            _OPEN.count += 1
+    if gc.get_freeze_count() > OF_PYTHON:
+        yield
+        return
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(RARER * thresholds[0], OLDER, OLDER)
     try:
         yield
     finally:
-        with _LOCK:
-            _OPEN.count -= is_ours
-            if is_ours and not _OPEN.count:
-                gc.set_threshold(*_OPEN.thresholds)
-                gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

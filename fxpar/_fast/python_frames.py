@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from fxpar._fast.switch import is_on
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -27,6 +29,6 @@ def in_one_block(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         return fn(*args, **kwargs)
 
-    code = call.__code__.replace(co_stacksize=WORDS)
+    code = call.__code__.replace(co_stacksize=WORDS) if is_on() else call.__code__
     roomy = types.FunctionType(code, globals(), fn.__name__, None, call.__closure__)
     return functools.wraps(fn)(roomy)

@@ -28,6 +28,8 @@ from unittest import mock
 
 import torch
 
+from fxpar._fast.switch import shortcut
+
 # Characters of kernels in one library, so that several are compiled at once where there
 # are cores.
 LIBRARY = 40_000
@@ -55,31 +57,49 @@ def kernels_in_libraries(phase: str = LOADING) -> Iterator[None]:
     beside what is done next; they are there when it ends. ``phase``: under which the
     seconds are counted that they are then waited for."""
     from torch._dynamo.utils import dynamo_timed
-    from torch._inductor.async_compile import AsyncCompile
 
-    if AsyncCompile.wait.__name__ == "wait_for_all":  # inside such a context already
+    if _BEGUN.get() is not None:  # inside such a context of this thread already
         yield
         return
-    alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
     begun: list[Callable[[], None]] = []
+    token = _BEGUN.set(begun)
+    try:
+        with libraries():
+            yield
+    finally:
+        _BEGUN.reset(token)
+    with dynamo_timed(phase):
+        for put in begun:
+            put()
+
+
+# What is to be waited for when the context of this thread ends; None outside of it.
+_BEGUN: contextvars.ContextVar[list[Callable[[], None]] | None]
+_BEGUN = contextvars.ContextVar("_BEGUN", default=None)
+
+
+@shortcut
+def libraries() -> contextlib.AbstractContextManager[Any]:
+    """Context in which modules that are loaded hand over kernels by their text."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
-        if _goes_with_others(source_code):
+        if _BEGUN.get() is not None and _goes_with_others(source_code):
             return CppKernel(tuple(argtypes), source_code)
         return alone(self, argtypes, source_code)
 
     def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
         kernels = {k: x for k, x in scope.items() if isinstance(x, CppKernel)}
-        begun.append(_put_when_compiled(scope, kernels))
+        begun = _BEGUN.get()
+        if begun is not None:
+            begun.append(_put_when_compiled(scope, kernels))
         wait(self, scope)
 
-    with mock.patch.multiple(
+    return mock.patch.multiple(
         AsyncCompile, cpp_pybinding=cpp_pybinding, wait=wait_for_all
-    ):
-        yield
-    with dynamo_timed(phase):
-        for put in begun:
-            put()
+    )
 
 
 def _put_when_compiled(
@@ -104,6 +124,7 @@ def _put_when_compiled(
     return put
 
 
+@shortcut
 @contextlib.contextmanager
 def probes_remembered() -> Iterator[None]:
     """Context in which vector instructions that once worked on this machine are not
@@ -112,10 +133,7 @@ def probes_remembered() -> Iterator[None]:
     from torch._inductor import cpu_vec_isa
 
     isa, name = cpu_vec_isa.VecISA, "_probe_load"
-    probe = getattr(isa, name, None)
-    if probe is None or hasattr(probe, "remembers"):
-        yield
-        return
+    probe = getattr(isa, name)
 
     def remembered(self: Any, output_path: str) -> bool:
         worked = Path(f"{output_path}.{_machine()}.works")
@@ -127,7 +145,6 @@ def probes_remembered() -> Iterator[None]:
                 worked.touch()
         return works
 
-    remembered.remembers = True  # type: ignore[attr-defined]
     every = cpu_vec_isa.valid_vec_isa_list
 
     def best() -> list[Any]:
@@ -138,6 +155,7 @@ def probes_remembered() -> Iterator[None]:
 
     with (
         mock.patch.object(isa, name, remembered),
+        mock.patch.object(isa, "_remembers", True, create=True),
         mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", best),
     ):
         yield
@@ -225,11 +243,10 @@ def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
 def probe_beside() -> None:
     """Begin to try vector instructions beside what the caller does, so that Inductor,
     which asks for them late, need not wait. Does nothing where some are known to work,
-    and where ``probes_remembered`` remembers nothing: the two would try the same."""
+    and outside of ``probes_remembered``: the two would try the same."""
     from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
-    remembers = hasattr(getattr(VecISA, "_probe_load", None), "remembers")
-    if instructions() or not remembers:
+    if instructions() or not hasattr(VecISA, "_remembers"):
         return
     settings = contextvars.copy_context()
     threading.Thread(target=settings.run, args=(pick_vec_isa,), daemon=True).start()

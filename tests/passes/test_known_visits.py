@@ -1,19 +1,16 @@
-"""Local forms of ops that are copies of those of others, and those made alone."""
+"""Visits of ops of one kind that are known, and those made by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 import fxpar
-from fxpar.passes.local import known_forms
-from fxpar.passes.local.known_forms import KnownForms
-from fxpar.passes.local.local_ops import local_op
 from fxpar.sharding.propagate.propagation import Propagation
 
 MESH = "dp=2,tp=2"
@@ -57,54 +54,6 @@ def planned(layer: Callable[[Tensor, Tensor], Tensor], count: int) -> Any:
     weights = [torch.randn(16, 16, requires_grad=True) for _ in range(count)]
     x = torch.randn(8, 6, 16)
     return fxpar.plan(program, x, *weights, mesh=MESH, mode="propagate", grad=True)
-
-
-def lines(graph: fx.Graph) -> Iterator[Any]:
-    """Nodes as they are, what they note and give; of memory who has it first."""
-    first: dict[int, str] = {}
-    numbers: dict[Any, int] = {}  # autograd counts on from program to program
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        facts: Any = value
-        if isinstance(value, torch.Tensor):
-            place = value.untyped_storage()._cdata
-            offset = value.storage_offset()
-            facts = value.dtype, value.shape, value.stride(), offset, value.device
-            facts = *facts, first.setdefault(place, node.name)
-        plain = ("val", "tensor_meta", "from_node", "nn_module_stack")
-        notes = {key: str(x) for key, x in node.meta.items() if key not in plain}
-        numbers.setdefault(node.meta.get("seq_nr"), len(numbers))
-        notes["seq_nr"] = str(numbers[node.meta.get("seq_nr")])
-        call = node.op, node.name, str(node.target), str(node.args), str(node.kwargs)
-        yield *call, facts, notes
-
-
-def by_itself(self: KnownForms, node: Any, op: Any, strategy: Any, local: Any) -> Any:
-    return local_op(self.build, node, op, self.program, strategy, local)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_copies_are_what_ops_are_made_by_themselves(name: str) -> None:
-    graphs = []
-    for made in (KnownForms.local_op, by_itself):
-        with mock.patch.object(KnownForms, "local_op", made):
-            local = planned(LAYERS[name], 3).result.local
-        graphs.append(list(lines(local)))
-    assert graphs[0] == graphs[1]
-
-
-@pytest.mark.parametrize("name", ["attention", "twice"])
-def test_more_layers_are_not_made_local_again(name: str) -> None:
-    """Ops whose local form is not by values are few here, and in each layer."""
-
-    def asked(count: int) -> int:
-        with mock.patch.object(known_forms, "local_op", side_effect=local_op) as made:
-            planned(LAYERS[name], count)
-        calls = [call.args for call in made.mock_calls]
-        kinds = [(op.target, op.rule, strategy) for _, _, op, _, strategy, _ in calls]
-        return sum(known_forms.is_by_values(*kind) for kind in kinds)
-
-    assert asked(6) == asked(4)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -8,51 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import fx
 from torch.utils import _pytree
 
+from fxpar._fast.switch import shortcut
 from fxpar._torch.node_copies import add_node
-from fxpar._torch.quick_trees import LEAVES, SEQUENCES
+
+# Arguments that are no symbols.
+LEAVES = frozenset(
+    (
+        *(fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device),
+        *(torch.layout, torch.memory_format),
+    )
+)
+# Of several such arguments.
+SEQUENCES = frozenset((list, tuple, fx.immutable_collections.immutable_list))
 
 
-@dataclass
-class _OpenCount:
-    """Contexts that are open, of all threads."""
-
-    # How many.
-    count: int = 0
-    # What the last one undoes.
-    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-
-_OPEN, _LOCK = _OpenCount(), threading.Lock()
-
-
+@shortcut
 @contextlib.contextmanager
 def quick_graphs() -> Iterator[None]:
-    """Context in which graphs are built so, by all threads."""
-    with _LOCK:
-        _OPEN.count += 1
-        if _OPEN.count == 1:
-            _OPEN.stack.enter_context(_plain_arguments_unread())
-            _OPEN.stack.enter_context(_names_parted_once())
-            _OPEN.stack.enter_context(_plain_nodes_copied())
-            _OPEN.stack.enter_context(_graphs_looked_at_once())
-            _OPEN.stack.enter_context(_modules_lazy())
-            _OPEN.stack.enter_context(_dead_code_looked_for())
-    try:
+    """Context in which graphs are built so."""
+    with (
+        _plain_arguments_unread(),
+        _names_parted_once(),
+        _plain_nodes_copied(),
+        _graphs_looked_at_once(),
+        _modules_lazy(),
+        _dead_code_looked_for(),
+    ):
         yield
-    finally:
-        with _LOCK:
-            _OPEN.count -= 1
-            if not _OPEN.count:
-                _OPEN.stack.close()
 
 
 class _Leaves:
@@ -80,10 +70,7 @@ def _all_plain(values: Iterable[Any]) -> bool:
 
 
 def _plain_arguments_unread() -> contextlib.AbstractContextManager[Any]:
-    """Plain arguments are not gone through for symbols. Nothing to do for a torch whose
-    ``fx.graph`` does not look for them so (2.11)."""
-    if getattr(fx.graph, "pytree", None) is not _pytree:
-        return contextlib.nullcontext()
+    """Plain arguments are not gone through for symbols."""
     return mock.patch.object(fx.graph, "pytree", _Leaves())
 
 
@@ -99,13 +86,9 @@ _NAMES = 1 << 15
 
 
 def _names_parted_once() -> contextlib.AbstractContextManager[Any]:
-    """A name is parted into its word and number once, not for each copy of a graph.
-    Nothing to do for a torch that does so by another name."""
-    name = "_name_regex"
-    if not hasattr(fx.graph, name):
-        return contextlib.nullcontext()
-    regex = getattr(fx.graph, name)
-    return mock.patch.object(fx.graph, name, _Remembered(regex))
+    """A name is parted into its word and number once, not for each copy of a graph."""
+    regex: Any = vars(fx.graph)["_name_regex"]
+    return mock.patch.object(fx.graph, "_name_regex", _Remembered(regex))
 
 
 def _plain_nodes_copied() -> contextlib.AbstractContextManager[Any]:

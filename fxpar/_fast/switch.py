@@ -1,0 +1,85 @@
+"""Whether torch is patched to take less time, and how all such patches are made.
+
+In: the variable ``FXPAR_FAST`` and torch's version. Out: contexts in which patches
+hold, for all threads, or which do nothing. Never changes what torch gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+log = logging.getLogger("fxpar")
+
+# Versions of torch on which what is patched was proved to give what it gave before.
+PROVED = ("2.13",)
+
+# Shortcuts that are left out, by name; a benchmark measures them one by one.
+LEFT_OUT: set[str] = set()
+
+_LOCK = threading.RLock()
+
+
+@functools.cache
+def is_on() -> bool:
+    """Whether this process takes shortcuts: the user did not say ``FXPAR_FAST=0``, and
+    they were proved on this torch, else one line is logged."""
+    if os.environ.get("FXPAR_FAST", "").lower() in ("0", "false", "no", "off"):
+        return False
+    version = torch.__version__
+    is_proved = ".".join(version.split(".")[:2]) in PROVED
+    if not is_proved:
+        log.info("torch %s: compiled without the shortcuts of %s", version, PROVED)
+    return is_proved
+
+
+def takes(name: str) -> bool:
+    """Whether the shortcut of this name is taken."""
+    return is_on() and name not in LEFT_OUT
+
+
+@dataclass
+class _Opened:
+    """The contexts of a shortcut that are open, of all threads."""
+
+    # How many.
+    count: int = 0
+    # What the last one undoes.
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+def shortcut(
+    patches: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], contextlib._GeneratorContextManager[None]]:
+    """Return a context in which ``patches()`` hold: they are made when the first one
+    opens and undone when the last one closes, in whatever threads these are."""
+    opened = _Opened()
+
+    @contextlib.contextmanager
+    @functools.wraps(patches)
+    def context() -> Iterator[None]:
+        if not takes(patches.__name__):
+            yield
+            return
+        with _LOCK:
+            if not opened.count:
+                opened.stack.enter_context(patches())
+            opened.count += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                opened.count -= 1
+                if not opened.count:
+                    opened.stack.close()
+
+    return context
