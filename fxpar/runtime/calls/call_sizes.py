@@ -105,7 +105,7 @@ class Fed:
     def _mismatch(
         self, i: int, shapes: Sequence[tuple[int, ...]]
     ) -> InputMismatchError:
-        other = next(r for r, shape in enumerate(shapes) if shape != shapes[0])
+        other = consensus.first_other(shapes) or 0
         fact = (
             f"input {self.inputs[i].name} has other sizes on other ranks: "
             f"{list(shapes[0])} on rank 0, {list(shapes[other])} on rank {other}"

@@ -32,16 +32,12 @@ from fxpar.runtime.calls.compile_variants import (
     Variants,
 )
 from fxpar.runtime.calls.open_sizes import open_sizes
-from fxpar.runtime.ranks import (
-    compare_replicas,
-    compare_tangents,
-    consensus,
-    presence,
-)
-from fxpar.runtime.ranks.check_inputs import Drift, check_arguments
+from fxpar.runtime.ranks import consensus, drift, presence
+from fxpar.runtime.ranks.check_inputs import check_arguments
 from fxpar.runtime.ranks.compare_options import check_options, options_text
+from fxpar.runtime.ranks.drift import Drift
 from fxpar.runtime.ranks.groups import Ranks
-from fxpar.runtime.ranks.meeting import ALONE, current, meet
+from fxpar.runtime.ranks.meeting import ALONE, CALL, current, meet
 from fxpar.runtime.ranks.patience import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.program import user_line
@@ -62,8 +58,7 @@ def forget() -> None:
     """Share nothing of what was compiled so far with graphs to come: what
     ``torch.compiler.reset()`` calls of a backend."""
     _VARIANTS.clear()
-    compare_tangents.forget()
-    compare_replicas.forget_steps()
+    drift.forget()
 
 
 class Calls:
@@ -111,8 +106,7 @@ class Calls:
             compile=compile_graph,
             variants=self.variants,
         )
-        self.drift = self._drift(examples)
-        self.replicas = self._replicas(examples)
+        self.drift = Drift(inputs, examples, self.fed.tensors, ranks.mesh)
         self.fresh = True  # what it is fed was not compared in full
         self.heads: dict[Sizes, str] = {}
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
@@ -126,62 +120,16 @@ class Calls:
         """The variant to run, once all ranks are known to call this graph."""
         sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
-        sums = self.drift.word(args) if self.drift is not None else ""
-        state = self.replicas.word(args)
-        tangents = compare_tangents.word()
-        word = f"{head}\t{sums}\t{state}\t{tangents}"
-        words = meet(word, self.what)
-        heads, all_sums, states, all_tangents = zip(
-            *(word.split("\t") for word in words), strict=True
-        )
-        beside = (all_sums, states, all_tangents)
+        word = f"{head}\t{self.drift.word(args)}"
+        words = [each.split("\t", 1) for each in meet(CALL, word, self.what)]
+        heads, sums = zip(*words, strict=True)
         run = self.ready.get(heads)
         if run is None:
             with stage(CHECKS), in_call():
-                run = self._variant_for(heads, beside, args)
+                run = self._variant_for(heads, sums, args)
         else:
-            self._compare(beside, args, held=True)
+            self.drift.compare(sums, args, held=True)
         return run
-
-    def _drift(self, examples: Sequence[Any]) -> Drift | None:
-        if self.ranks.mesh.size == 1:
-            return None
-        from torch.distributed.tensor import DTensor
-
-        fed = {
-            i: (entry.name, examples[i].dim())
-            for i, entry in enumerate(self.inputs)
-            if i in self.fed.tensors
-            and entry.kind == "input"
-            and not isinstance(examples[i], DTensor)
-        }
-        return Drift(fed)
-
-    def _replicas(self, examples: Sequence[Any]) -> compare_replicas.Replicas:
-        held = {
-            i: (entry.name, entry.kind)
-            for i, entry in enumerate(self.inputs)
-            if entry.kind in ("parameter", "buffer")
-            and isinstance(examples[i], torch.Tensor)
-        }
-        return compare_replicas.Replicas(held, examples, self.ranks.mesh)
-
-    def _compare(
-        self, beside: tuple[Sequence[str], ...], args: Sequence[Any], *, held: bool
-    ) -> None:
-        """Compare what ranks feed, what they hold if that is asked for, and gradients
-        since the last call. Raises InputMismatchError or GradientError on all."""
-        sums, states, tangents = beside
-        if self.drift is not None:
-            self.drift.compare(sums)
-        self.replicas.compare_parts(states, args)
-        if held:
-            self.replicas.compare(states, args)
-        error = compare_tangents.compare(tangents)
-        if error is not None:
-            if held:
-                self.replicas.look(args)  # whether it comes of these
-            raise error
 
     def _head(self, sizes: Sizes) -> str:
         """The word of a call on these sizes, without sums: which program, the variant
@@ -197,11 +145,11 @@ class Calls:
     def _variant_for(
         self,
         heads: tuple[str, ...],
-        beside: tuple[Sequence[str], ...],
+        sums: Sequence[str],
         args: Sequence[Any],
     ) -> Callable[..., Any]:
         """The variant to run, the same on every rank, for what all have written: heads,
-        and beside these sums of what they feed, hold and were given back."""
+        and sums of what they feed, hold and were given back (``drift``)."""
         # Most often ranks have written the same: it is read once.
         read = {head: json.loads(head) for head in set(heads)}
         entries = [read[head] for head in heads]
@@ -214,7 +162,7 @@ class Calls:
         key = tuple(sizes[head] for head in heads)
         self.fed.require_same(key)
         any_fresh = any(entry[2] for entry in read.values())
-        self._compare(beside, args, held=not any_fresh)
+        self.drift.compare(sums, args, held=not any_fresh)
         number, *further = {entry[1] for entry in read.values()}
         if not further and number in self.variants.ranges:
             self.variants.keys.setdefault(key, number)
@@ -222,11 +170,11 @@ class Calls:
             self.ready[heads] = self.variants.run[number]
             return self.ready[heads]
         mine = self.variants.keys.get(key, 0)
-        every = set(map(int, meet(str(mine), self.what)))
+        every = set(map(int, meet("the choice of a variant", str(mine), self.what)))
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
             check_arguments(self.inputs, args)
-            self.replicas.settle(args)
+            self.drift.settle(args)
         number = agreed or self._new(key, args)
         own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
         self.variants.last[own_sizes] = number
@@ -277,7 +225,7 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
     options, some of them in local mode, where all ranks meet at that call alone."""
     text = options_text(options, ranks)
     head = _as_text(["", 0, True, (), (), digest(text)])
-    heads = [word.split("\t")[0] for word in meet(f"{head}\t\t\t", what)]
+    heads = [word.split("\t")[0] for word in meet(CALL, f"{head}\t", what)]
     if len({json.loads(head)[5] for head in heads}) > 1:
         check_options(text, what)
 
@@ -291,4 +239,4 @@ _variant_numbers = itertools.count(1)  # variants of a process by itself
 def _number() -> int:
     """Of what all ranks compile now: that of the call, which they count alike."""
     channel = current()
-    return next(_variant_numbers) if channel is None else channel.calls
+    return next(_variant_numbers) if channel is None else channel.meetings
