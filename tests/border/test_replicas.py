@@ -319,6 +319,6 @@ def test_ranks_that_hold_one_shard_are_compared() -> None:
         (0, 0, 2, 2),
         (0, 1, 0, 1),
         (0, 0, 0, 0),
-        None,
+        (0, 1, 2, 3),
         (0, 0, 0, 0),
     )

@@ -120,15 +120,15 @@ class Drift:
             for i, (entry, x) in enumerate(zip(inputs, examples, strict=True))
             if entry.kind in ("parameter", "buffer") and isinstance(x, torch.Tensor)
         ]
+        of_rank = {i: _models(examples[i], mesh) for i, _ in state}
+        own = tuple(range(mesh.size))
         self.held = [
             _Held(i, entry.name, entry.kind, models)
             for i, entry in state
-            if (models := _models(examples[i], mesh)) is not None
+            if (models := of_rank[i]) and models != own
         ]
-        # Names of those of which every rank holds a part, by position.
-        self.parts = {
-            i: entry.name for i, entry in state if _is_in_parts(examples[i], mesh)
-        }
+        # Names of those of which every rank holds a part of its own, by position.
+        self.parts = {i: entry.name for i, entry in state if of_rank[i] == own}
         # Position of one that ``fxpar.shard`` took, if several ranks may.
         self.at_rest = next(
             (i for i, _ in state if several and isinstance(examples[i], DTensor)), None
@@ -323,33 +323,19 @@ def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]
 
 
 def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
-    """For each rank the first that has the same part of a tensor; None if no two
-    ranks have."""
+    """For each rank the first that has the same part of a tensor; None if some hold
+    nothing of it, or there are no others."""
     if mesh.size == 1 or x.device.type == "meta":
         return None
     if not isinstance(x, DTensor):
         return (0,) * mesh.size
-    grid = x.device_mesh.mesh
+    grid = first = x.device_mesh.mesh
     same = [dim for dim, placed in enumerate(x.placements) if placed.is_replicate()]
-    if not same or not _holds_on_all(x, mesh):
-        return None
-    first = grid.amin(same, keepdim=True).expand_as(grid).flatten().tolist()
-    part_of = dict(zip(grid.flatten().tolist(), first, strict=True))
-    parts = [part_of[worlds.global_rank(rank)] for rank in range(mesh.size)]
-    return None if len(set(parts)) == mesh.size else tuple(map(parts.index, parts))
-
-
-def _holds_on_all(x: DTensor, mesh: Mesh) -> bool:
-    """Whether every rank of the world holds a part of a tensor."""
-    ranks = map(worlds.global_rank, range(mesh.size))
-    return set(x.device_mesh.mesh.flatten().tolist()).issuperset(ranks)
-
-
-def _is_in_parts(x: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether every rank holds a part of a tensor, and no two the same."""
-    if not isinstance(x, DTensor) or mesh.size == 1 or x.device.type == "meta":
-        return False
-    return _holds_on_all(x, mesh) and _models(x, mesh) is None
+    if same:
+        first = grid.amin(same, keepdim=True).expand_as(grid)
+    part_of = dict(zip(grid.flatten().tolist(), first.flatten().tolist(), strict=True))
+    parts = [part_of.get(worlds.global_rank(rank)) for rank in range(mesh.size)]
+    return None if None in parts else tuple(map(parts.index, parts))
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:

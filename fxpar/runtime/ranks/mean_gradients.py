@@ -631,9 +631,7 @@ def _agree_on(
         )
         if x is not None and not isinstance(x, DTensor)
     ]
-    if not fed:
-        return
-    wrong = check_inputs.differing(fed)
+    wrong = check_inputs.differing(fed) if fed else ()
     if wrong:
         check_inputs.take_from_rank_0([fed[i] for i in wrong], fix=_SEED_FIX)
 
