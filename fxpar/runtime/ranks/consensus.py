@@ -11,17 +11,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.ranks import meeting, worlds
-from fxpar.runtime.ranks.patience import Patience
 
-# Who polls asks at least so often, in seconds; who waits long, after every so much of
-# its wait: asking costs 0.2 ms, and the rank that answers as much.
-SLOWEST_POLL, OF_WAIT, LONGEST_PAUSE = 0.05, 0.01, 0.2
 DIFF_LINES = 60
 
 SAME = "run the same code, versions and options on every rank, on the same shapes"
@@ -145,17 +140,3 @@ def listed(ranks: Sequence[int]) -> str:
     """Numbers of ranks, in words."""
     numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
-
-
-def poll(
-    done: Callable[[], bool], patience: Patience, missing: Callable[[], Sequence[int]]
-) -> bool:
-    """Whether ``done`` holds before patience is over; asks ever more seldom."""
-    pause, begin = 0.0005, time.monotonic()
-    while not done():
-        if patience.is_over(missing):
-            return done()
-        time.sleep(pause)
-        slowest = max(SLOWEST_POLL, OF_WAIT * (time.monotonic() - begin))
-        pause = min(pause * 1.5, slowest, LONGEST_PAUSE)
-    return True
