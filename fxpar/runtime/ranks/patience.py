@@ -1,4 +1,9 @@
-"""How long ranks wait for others, and when there is nothing left to wait for."""
+"""How long ranks wait for others, and when there is nothing left to wait for.
+
+In: what ranks say of themselves (``presence``), and who is missing. Out: whether a wait
+is over, why, and where the missing ranks are. Never: an end of a wait for a rank that
+works, or a wait without end for one that does not.
+"""
 
 from __future__ import annotations
 
