@@ -3,9 +3,9 @@
 In: options. Out: ``Ranks``, which names the groups along mesh axes. An existing process
 group is used as it is; without one, torchrun's environment starts one. Groups are made
 when first asked for, by their members alone, who must ask in the same order, as they do
-while they bind the same graph. Where each rank feeds its own part of the batch, the axes
-of the batch are *manual*: what is planned is the program of one place along them, on a
-mesh where they have one rank. Never: a group of which a member does not come.
+while they bind the same graph. Where each rank feeds its own part of the batch, the
+axes of the batch are *manual*: what is planned is the program of one place along them,
+on a mesh where they have one rank. Never: a group of which a member does not come.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Gradients become their mean over the ranks when a backward accumulates them.
 
-In local mode every rank runs its own program on its own part of the batch. In: backwards
-of watched parameters. Out: what DistributedDataParallel lets cross: after each backward,
-``.grad`` of each watched parameter that any rank added to is the mean of what all ranks
-have there. Never: gradients paired with others, where ranks run other backwards.
+In local mode every rank runs its own program on its own part of the batch. In:
+backwards of watched parameters. Out: what DistributedDataParallel lets cross: after
+each backward, ``.grad`` of each watched parameter that any rank added to is the mean of
+what all ranks have there. Never: gradients paired with others, where ranks run other
+backwards.
 
 Gradients are reduced in buckets, whose order follows from agreements: they are made of
 the parameters that a backward touched first, in the order in which rank 0 touched them.

@@ -1,12 +1,12 @@
 """Every rank says where it is to ranks that wait for it; and ``fxpar.alone``.
 
-In: what the program does (``works``, ``waits``), the line it is at, seconds of CPU. Out:
-through the store of the process group, to ranks that ask, whether this rank works (it
-compiles, or computes), waits for others, is idle, or has ended, and by which exception.
-So a rank that waits can distinguish another that is slow from one that will not come,
-and from one that waits for it at another place. A thread answers, one small message a
-beat while nobody asks; ``store_watch`` ends a rank whose store does not answer. Inside
-``fxpar.alone`` a rank runs without the others. Never: a collective.
+In: what the program does (``works``, ``waits``), the line it is at, seconds of CPU.
+Out: through the store of the process group, to ranks that ask, whether this rank works
+(it compiles, or computes), waits for others, is idle, or has ended, and by which
+exception. So a rank that waits can distinguish another that is slow from one that will
+not come, and from one that waits for it at another place. A thread answers, one small
+message a beat while nobody asks; ``store_watch`` ends a rank whose store does not
+answer. Inside ``fxpar.alone`` a rank runs without the others. Never: a collective.
 """
 
 from __future__ import annotations
