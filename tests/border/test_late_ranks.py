@@ -50,7 +50,7 @@ def test_a_rank_that_is_late_is_waited_for_and_named() -> None:
     first, second = run_script(BEGIN + LATE, ranks=2, env=env, fork=True)
     assert first.code == second.code == 0, (first, second)
     assert "went on" in first.output and "went on" in second.output
-    says = r"fxpar: rank 0 waits for others in a call, \d+ s so far; rank 1 is idle at "
+    says = r"fxpar: rank 0 waits for others at a call, \d+ s so far; rank 1 is idle at "
     says += r"<string>:13 \(its last call: call \d+, a call\)\n"
     assert len(re.findall(says, first.output)) == 1, first.output
     assert "so far" not in second.output
