@@ -158,8 +158,8 @@ class Calls:
     ) -> Callable[..., Any]:
         """The variant to run, the same on every rank, for what all have written: heads,
         and sums of what they feed, hold and were given back (``drift``)."""
-        asked, last, fresh = zip(*(head.split(" ") for head in heads), strict=True)
-        if len(set(asked)) > 1:
+        digests, last, fresh = zip(*(head.split(" ") for head in heads), strict=True)
+        if len(set(digests)) > 1:
             self._refuse(sizes)
         any_fresh = "True" in fresh
         self.drift.compare(sums, args, held=not any_fresh)
@@ -186,7 +186,7 @@ class Calls:
         """Raise an error that says in what the calls of ranks differ, on all of them:
         their options, programs or sizes."""
         own = self._asked(sizes)
-        programs, options, *given = _gathered(own)
+        programs, options, *fed = _gathered(own)
         if len(set(options)) > 1:
             torch.compiler.reset()  # the next call reads options again
             check_options(self.options_text, self.what)
@@ -194,7 +194,7 @@ class Calls:
             self._refuse_others(sizes)
         every = [
             Sizes(tuple(map(tuple, shapes)), tuple(numbers))
-            for shapes, numbers in zip(*given, strict=True)
+            for shapes, numbers in zip(*fed, strict=True)
         ]
         self.fed.require_same(every)
         consensus.agree("a call", digest(own), own, what="the call")
@@ -236,10 +236,10 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
     """Raise RankMismatchError on all ranks if they come to a first call with other
     options, some of them in local mode, where all ranks meet at that call alone."""
     text = options_text(options, ranks)
-    asked = _as_text(["", digest(text), (), ()])
-    words = meet(CALL, f"{_head(asked, 0, fresh=True)}\t", what)
+    call_text = _as_text(["", digest(text), (), ()])
+    words = meet(CALL, f"{_head(call_text, 0, fresh=True)}\t", what)
     if len({word.split(" ")[0] for word in words}) > 1:
-        _, every, *_ = _gathered(asked)
+        _, every, *_ = _gathered(call_text)
         if len(set(every)) > 1:
             check_options(text, what)
 
@@ -248,15 +248,15 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
 _as_text = json.JSONEncoder(default=str).encode
 
 
-def _head(asked: str, last: int, *, fresh: bool) -> str:
-    """As ``Calls._head``, of what is asked."""
-    return f"{digest(asked)} {last} {fresh}"
+def _head(call_text: str, last: int, *, fresh: bool) -> str:
+    """As ``Calls._head``, of what ``Calls._asked`` gives."""
+    return f"{digest(call_text)} {last} {fresh}"
 
 
-def _gathered(asked: str) -> list[tuple[Any, ...]]:
+def _gathered(call_text: str) -> list[tuple[Any, ...]]:
     """What each rank asks of a call, in full, by kind and by rank: its program, its
     options, and shapes and numbers that it is fed."""
-    every = consensus.gather("a call in full", asked)
+    every = consensus.gather("a call in full", call_text)
     return list(zip(*map(json.loads, every), strict=True))
 
 

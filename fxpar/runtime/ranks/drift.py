@@ -204,9 +204,9 @@ class Drift:
         if turn is None:
             return writes
         turn, n = divmod(turn, len(tensors))
-        before = read = n, _on_its_way(sketch(sample(_values(tensors[n]), turn)))
-        if not on_cpu:
-            before, self._read = self._read, read
+        read = n, _on_its_way(sketch(sample(_values(tensors[n]), turn)))
+        before = read if on_cpu else self._read
+        self._read = read
         return f"{writes} {before[0]} {_text_of(before[1]())}" if before else writes
 
     def _is_suspicious(self, words: Sequence[str]) -> bool:

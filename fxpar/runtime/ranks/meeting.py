@@ -211,7 +211,7 @@ def meet(
         channel.presence.last_call = channel.meetings, what
     with answering(channel):
         words = _words(channel, keys, f"{place}\t{word}", what, seconds)
-    places, words = zip(*(text.split("\t", 1) for text in words), strict=True)
+    places, texts = zip(*(text.split("\t", 1) for text in words), strict=True)
     for rank, other in enumerate(places):
         if other != places[0]:
             names = (f"rank {channel.ranks[r]}" for r in (rank, 0))
@@ -220,7 +220,7 @@ def meet(
                 ALONE,
                 presence.user_line(),
             )
-    return list(words)
+    return list(texts)
 
 
 def fail(message: str) -> None:
