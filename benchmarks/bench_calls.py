@@ -130,11 +130,11 @@ def _own(inputs: str, lengths: Sequence[int], rounds: int) -> dict[str, list[flo
     channel = meeting.current()
     assert channel is not None
 
-    def meet(word: str, what: str) -> list[str]:
-        channel.calls += 1
+    def meet(place: str, word: str, what: str) -> list[str]:
+        channel.meetings += 1
         return [word] * RANKS
 
-    channel.calls += 100  # the first calls compare more
+    channel.meetings += 100  # the first calls compare more
     with mock.patch.object(call_variants, "meet", meet):
         laps = [median_us(lambda: calls(*args)) for _ in range(rounds)]
         if not is_open:
@@ -184,12 +184,12 @@ def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
     ids = ids if inputs == "global" else ids.chunk(RANKS)[rank].clone()
     meet, last = call_variants.meet, [[""]]
 
-    def met(word: str, what: str) -> list[str]:
-        last[0] = meet(word, what)
+    def met(place: str, word: str, what: str) -> list[str]:
+        last[0] = meet(place, word, what)
         return last[0]
 
     def step(meets: bool) -> float:
-        call_variants.meet = met if meets else lambda word, what: last[0]
+        call_variants.meet = met if meets else lambda *_: last[0]
         dist.barrier()
         begin = time.perf_counter()
         run(input_ids=ids, labels=ids).loss.backward()
@@ -225,7 +225,7 @@ def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
         "step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
         "ratio": quartiles([a / b for a, b in pairs]),
         "alone": {
-            "meeting_us": both_ways(lambda: meet("x" * 200, "nothing")),
+            "meeting_us": both_ways(lambda: meet("nothing", "x" * 200)),
             "ours_us": both_ways(lambda: calls(*args)),
             "sum_of_ids_us": median_us(lambda: quick_sum(ids)),
             "sum_of_19_MB_us": median_us(lambda: quick_sum(image), 20),

@@ -74,9 +74,8 @@ def worker(
     import fxpar.joint_pass
     from fxpar._fast import cpp_kernels, switch
     from fxpar.runtime import stage_times
-    from fxpar.runtime.calls.call_variants import Calls
     from fxpar.runtime.calls.compiled_graph import Compiled as Program
-    from fxpar.runtime.ranks.compare_replicas import Replicas
+    from fxpar.runtime.ranks.drift import Drift
     from fxpar.sharding.mesh import Mesh
 
     switch.LEFT_OUT.update(leave_out)
@@ -100,9 +99,7 @@ def worker(
     with (
         mock.patch.object(cpp_kernels, "_begun", generated),
         mock.patch.object(fxpar.joint_pass, "stage_table", str),  # one table, at last
-        mock.patch.object(Calls, "_drift", lambda *_: None),
-        mock.patch.object(Replicas, "word", lambda *_: ""),
-        mock.patch.object(Calls, "_compare", lambda *_, **__: None),
+        mock.patch.object(Drift, "word", lambda *_: "\t\t\t"),
         mock.patch.object(Program, "__call__", side_effect=Compiled),
         contextlib.suppress(Compiled),
     ):

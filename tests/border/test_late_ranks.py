@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fxpar.errors import RankMismatchError
 from fxpar.runtime.ranks import consensus, meeting, patience
 from tests.helpers import processes
-from tests.helpers.patience import given_up_in_round
+from tests.helpers.patience import given_up
 from tests.helpers.scripts import run_script
 from tests.helpers.spawn import shared_pool
 
@@ -50,7 +50,7 @@ def test_a_rank_that_is_late_is_waited_for_and_named() -> None:
     first, second = run_script(BEGIN + LATE, ranks=2, env=env, fork=True)
     assert first.code == second.code == 0, (first, second)
     assert "went on" in first.output and "went on" in second.output
-    says = r"fxpar: rank 0 waits for others in a call, \d+ s so far; rank 1 is idle at "
+    says = r"fxpar: rank 0 waits for others at a call, \d+ s so far; rank 1 is idle at "
     says += r"<string>:13 \(its last call: call \d+, a call\)\n"
     assert len(re.findall(says, first.output)) == 1, first.output
     assert "so far" not in second.output
@@ -63,7 +63,7 @@ def one_is_idle_inside_a_call() -> str:
     try:
         with patience.in_call():
             if dist.get_rank() == 1:
-                while not given_up_in_round():
+                while not given_up():
                     time.sleep(0.1)
             consensus.agree("graph", "digest", "plan")
     except RankMismatchError as error:
@@ -76,17 +76,17 @@ def one_is_idle_inside_a_call() -> str:
 def test_ranks_inside_a_call_wait_less() -> None:
     pool = shared_pool(2)
     for said in pool.run(one_is_idle_inside_a_call, timeout=60.0):
-        assert "rank 1 did not come to 'graph' in" in said and "(FXPAR_TIMEOUT)" in said
+        assert "rank 1 did not come to 'graph', where rank 0 waited" in said
+        assert "(FXPAR_TIMEOUT)" in said
     pool.renew()
 
 
 def at_different_places(first: int) -> str:
-    """One rank comes to a call, the other to a round. The one that ends first goes on,
-    so that the other hears of it, and not that it has ended."""
+    """One rank comes to a call, the other to an agreement."""
     consensus.agree("start", "", "")
     try:
         if dist.get_rank() == first:
-            meeting.meet("word", "the call")
+            meeting.meet("the call", "word")
         else:
             consensus.agree("graph", "digest", "plan")
     except RankMismatchError as error:
@@ -95,15 +95,11 @@ def at_different_places(first: int) -> str:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_wait_for_one_another_end_at_once(first: int) -> None:
-    pool = shared_pool(2)
-    pool.renew()
-    texts = pool.run(at_different_places, first, timeout=100.0)
-    pool.renew()
-    assert f"rank {1 - first} did not come to the call" in texts[first]
-    for text in texts:
-        assert "ranks wait for one another at different places" in text
-    assert "waits for others" in "".join(texts)  # of the rank that ended last
+def test_ranks_at_different_places_end_at_once(first: int) -> None:
+    places = ["'graph'", "'graph'"]
+    places[first] = "the call"
+    for text in shared_pool(2).run(at_different_places, first, timeout=100.0):
+        assert f"rank 1 is at {places[1]}, rank 0 at {places[0]}" in text
 
 
 STOPS_EARLY = """
@@ -205,7 +201,7 @@ def child_of_python(rank: int, port: int, caught: bool) -> None:
     """A rank that multiprocessing starts; ``caught``: as torch does in ``spawn``."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    meeting.meet("word", "the call")
+    meeting.meet("the call", "word")
     try:
         if rank == 1:
             raise ValueError("no more")
@@ -213,7 +209,7 @@ def child_of_python(rank: int, port: int, caught: bool) -> None:
         if not caught:
             raise
         sys.exit(1)
-    meeting.meet("word", "the call")
+    meeting.meet("the call", "word")
 
 
 @pytest.mark.parametrize("caught", [False, True])

@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpar import pipeline
 from fxpar.errors import PlanError, RankMismatchError
-from tests.helpers.patience import given_up_at_call, given_up_in_round
+from tests.helpers.patience import given_up
 from tests.helpers.scripts import run_script
 from tests.helpers.spawn import shared_pool
 
@@ -102,7 +102,7 @@ def breaks_early(who: int, idle: str) -> tuple[str, str, float]:
         if idle == "barrier":
             outcome = said(dist.barrier)
         elif idle == "sleeps":
-            while not given_up_at_call():
+            while not given_up():
                 time.sleep(0.5)
         outcome = said(run, torch.ones(4, 4))  # late: it is told so
     return outcome
@@ -330,7 +330,7 @@ def breaks_a_backward(how: str) -> list[tuple[str, str, float]]:
         loss = compiled(model_of())(torch.ones(4, 4)).sum()
         assert rank() == 0 or how == "left out" or backwards == [False]  # not yet
         if rank() == 1 and how == "left out":
-            while not given_up_in_round():
+            while not given_up():
                 time.sleep(0.1)
             outcome = ("", "", 0.0)
         else:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.ranks import compare_replicas, element_samples
+from fxpar.runtime.ranks import drift
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import ranks_of, shared_pool
 
@@ -112,7 +112,7 @@ def train(
     then_sent: bool,
 ) -> float:
     """Steps on every rank; before the fourth some ranks write."""
-    element_samples._FIRST = 10**9  # as ranks do at a program's first calls
+    drift._FIRST = 10**9  # as ranks do at a program's first calls
     torch._dynamo.reset()
     model = made()
     if mode == "shard":
@@ -242,13 +242,13 @@ def looked() -> int:
     )
     options = {"codegen": "eager", "mesh": "dp=2"}
     run = torch.compile(model, backend="fxpar", options=options)
-    look = compare_replicas.Replicas.look
+    look = drift.Drift.look
 
     def counted(*args) -> None:
         seen.append(1)
         look(*args)
 
-    compare_replicas.Replicas.look = counted
+    drift.Drift.look = counted
     try:
         for _ in range(40):
             run(torch.ones(4, 8).double()).square().mean().backward()
@@ -258,7 +258,7 @@ def looked() -> int:
                 if dist.get_rank():
                     p.data.copy_(p), p.detach().mul_(1.0)
     finally:
-        compare_replicas.Replicas.look = look
+        drift.Drift.look = look
     return len(seen)
 
 
@@ -269,17 +269,17 @@ def test_where_ranks_always_write_unlike_the_looks_become_rare() -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("graphs", [1, 2, 3, 4, 7, 8])
-def test_sums_come_to_every_tensor_of_graphs_called_in_turn(
+def test_samples_come_to_every_tensor_of_graphs_called_in_turn(
     graphs: int, on_cpu: bool
 ) -> None:
-    assert element_samples._FIRST == 32
+    assert drift._FIRST == 32
     for graph in range(graphs):
         calls = range(graph, 3000, graphs)
-        turns = [element_samples.sample_turn(number, on_cpu=on_cpu) for number in calls]
+        turns = [drift.sample_turn(number, on_cpu=on_cpu) for number in calls]
         summed = [turn for turn in turns if turn is not None]
         assert {turn % 12 for turn in summed} == set(range(12))
         assert len(turns) // 8 < len(summed) <= len(turns) // 5 + 32
-    first = [element_samples.sample_turn(number, on_cpu=on_cpu) for number in range(32)]
+    first = [drift.sample_turn(number, on_cpu=on_cpu) for number in range(32)]
     assert (None in first) != on_cpu
 
 
@@ -288,16 +288,19 @@ DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [0, 1, 900, 5000, 100_003])
-def test_sums_of_some_come_to_every_element(size: int, dtype: torch.dtype) -> None:
+def test_samples_come_to_every_element(size: int, dtype: torch.dtype) -> None:
     x = torch.arange(size).remainder(5).to(dtype)
-    turns = range(size // 512 + 2)
-    before = [int(compare_replicas._sample_sum(x, turn)) for turn in turns]
+
+    def read(x: torch.Tensor) -> list[list[float]]:
+        turns = range(size // 512 + 2)
+        return [drift.sketch(drift.sample(x, turn)).tolist() for turn in turns]
+
+    before = read(x)
     for at in {0, size // 2, size - 1} if size else ():
         other = x.clone()
         other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
-        after = [int(compare_replicas._sample_sum(other, turn)) for turn in turns]
-        assert after != before
-    assert int(compare_replicas._sample_sum(x.clone() * 1, 0)) == before[0]
+        assert read(other) != before
+    assert read(x.clone() * 1) == before
 
 
 def models_at_rest() -> tuple[object, ...]:
@@ -308,7 +311,7 @@ def models_at_rest() -> tuple[object, ...]:
     names = "0.weight", "3.weight", "3.bias"
     parameters = [model.get_parameter(name) for name in names]
     parameters += [split.get_parameter("0.weight"), torch.ones(3)]
-    return tuple(compare_replicas._models(p, mesh) for p in parameters)
+    return tuple(drift._models(p, mesh) for p in parameters)
 
 
 def test_ranks_that_hold_one_shard_are_compared() -> None:
@@ -316,6 +319,6 @@ def test_ranks_that_hold_one_shard_are_compared() -> None:
         (0, 0, 2, 2),
         (0, 1, 0, 1),
         (0, 0, 0, 0),
-        None,
+        (0, 1, 2, 3),
         (0, 0, 0, 0),
     )

@@ -140,6 +140,23 @@ def test_steps_of_another_model_are_not_compared() -> None:
     shared_pool(2).run(of_another_model)
 
 
+def in_another_order() -> None:
+    """Rank 1 calls the second of two models of one form where rank 0 calls the
+    first."""
+    torch._dynamo.reset()
+    models = [fxpar.shard(Words().double(), mesh="dp=2") for _ in range(2)]
+    runs, ids = [compiled(model, "dp=2") for model in models], torch.arange(8)
+    for run in runs:  # after these nothing moves
+        run(ids)
+    runs[dist.get_rank()](ids)
+
+
+def test_models_that_ranks_call_in_another_order_are_not_mixed() -> None:
+    for error in shared_pool(2).errors(in_another_order):
+        assert isinstance(error, InputMismatchError), repr(error)
+        assert "rank 1 calls another model of fxpar.shard than rank 0" in str(error)
+
+
 def extremes(mesh: str | None) -> list[float]:
     """Of gradients of which the last row, another rank's than the first, is NaN."""
     model, out = made(mesh), []

@@ -20,7 +20,8 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import GradientError, RankMismatchError
 from fxpar.passes.order.hand_over import hand_over
-from fxpar.runtime.ranks import equal_buffers, gradient_buckets, mean_gradients
+from fxpar.runtime.calls import outside_graphs
+from fxpar.runtime.ranks import gradient_buckets, mean_gradients, meeting
 from fxpar.runtime.ranks.gradient_buckets import MeanOver
 from fxpar.runtime.ranks.groups import join
 from tests.helpers.spawn import shared_pool
@@ -342,7 +343,7 @@ def skip_a_backward(then):
     elif then == "watches":
         mean_gradients.watch("other", {"": other}, over_all)
     elif then == "calls":
-        equal_buffers.take("other", [torch.ones(3)])
+        outside_graphs._take_buffers("other", [torch.ones(3)])
 
 
 @pytest.mark.parametrize("then", ["sleeps", "watches", "calls"])
@@ -390,20 +391,17 @@ def launched_early(way):
     """How many buckets a rank launched before the end of each backward."""
     torch.manual_seed(7)
     model = Parts().double()
-    net, launched, plain = watched(model, way), [], mean_gradients.meet_at
+    net, launched, plain = watched(model, way), [], meeting.meet
 
-    def meet_at(place, word):
-        launched.append(json.loads(word)[0])
-        return plain(place, word)
+    def meet(place, word, *args, **kwargs):
+        if place == mean_gradients.END:
+            launched.append(json.loads(word)[0])
+        return plain(place, word, *args, **kwargs)
 
-    mean_gradients.meet_at = meet_at
-    try:
-        with small_buckets():
-            for _ in range(3):
-                model.zero_grad()
-                net(torch.randn(2, 6, dtype=torch.float64), "abcd").sum().backward()
-    finally:
-        mean_gradients.meet_at = plain
+    with mock.patch.object(meeting, "meet", meet), small_buckets():
+        for _ in range(3):
+            model.zero_grad()
+            net(torch.randn(2, 6, dtype=torch.float64), "abcd").sum().backward()
     pairs = [(p.grad, p.grad.untyped_storage()) for p in model.c.parameters()]
     return launched, [memory.nbytes() > x.nbytes for x, memory in pairs]
 
@@ -501,7 +499,7 @@ def unequal_values():
         mean_gradients.watch("model", {"": model}, over_all)
     model.running_mean += 1 + dist.get_rank()
     model.num_batches_tracked += dist.get_rank()
-    equal_buffers.take("model", list(model.buffers()))
+    outside_graphs._take_buffers("model", list(model.buffers()))
     state = {k: x.tolist() for k, x in model.state_dict().items()}
     return state, [str(each.message) for each in caught]
 

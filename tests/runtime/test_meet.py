@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fxpar.errors import RankMismatchError
 from fxpar.runtime.ranks import mailboxes, meeting, own_process, patience, presence
 from fxpar.runtime.ranks.mailboxes import Mailboxes
-from tests.helpers.patience import given_up_at_call
+from tests.helpers.patience import given_up
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -32,7 +32,7 @@ def words(direct: int, same: bool) -> list[list[str]]:
     """What this rank heard in three calls."""
     meeting.DIRECT = direct
     rank = dist.get_rank()
-    return [meeting.meet(f"{n}" if same else f"{n} of {rank}", "it") for n in range(3)]
+    return [meeting.meet("it", f"{n}" if same else f"{n} of {rank}") for n in range(3)]
 
 
 @pytest.mark.parametrize("direct", [1, 8])
@@ -60,15 +60,15 @@ def near_words() -> tuple[list[str], list[bool], list[str], list[str]]:
         return words
 
     for _ in range(10):  # opens the file
-        meeting.meet("", "it")
+        meeting.meet("it", "")
     with mock.patch.object(channel.boxes, "read", noted):
         with mock.patch.object(mailboxes, "_MOMENT", 30.0):
             for n in range(5):
-                heard += meeting.meet(f"{n} of {rank}", "it")
+                heard += meeting.meet("it", f"{n} of {rank}")
         with mock.patch.object(mailboxes, "_MOMENT", 0.0):
             time.sleep(0.2 if rank == 1 else 0.0)
-            late = meeting.meet(f"late {rank}", "it")
-        long = meeting.meet(f"{rank}" * (1 << 14), "it")
+            late = meeting.meet("it", f"late {rank}")
+        long = meeting.meet("it", f"{rank}" * (1 << 14))
     return heard, near, late, long
 
 
@@ -140,16 +140,16 @@ def test_memory_of_another_is_not_opened(tmp_path: Path) -> None:
 def one_fails(direct: int, which: int) -> tuple[str, list[str]]:
     """What the others are told, and the words of the call after it."""
     meeting.DIRECT = direct
-    meeting.meet("before", "it")
+    meeting.meet("it", "before")
     told = "failed itself"
     if dist.get_rank() == which:
         meeting.fail("no memory")
     else:
         try:
-            meeting.meet("now", "it")
+            meeting.meet("it", "now")
         except RankMismatchError as error:
             told = str(error)
-    return told, meeting.meet("after", "it")
+    return told, meeting.meet("it", "after")
 
 
 @pytest.mark.parametrize("which", [0, 2])
@@ -166,12 +166,12 @@ def one_is_away(direct: int, which: int) -> str:
     """What each rank is told, where one comes only after the others gave it up."""
     meeting.DIRECT = direct
     patience.set_timeouts(1.0, 1.0)
-    meeting.meet("before", "it")
+    meeting.meet("it", "before")
     if dist.get_rank() == which:
-        while not given_up_at_call():
+        while not given_up():
             time.sleep(0.3)
     try:
-        meeting.meet("now", "the call")
+        meeting.meet("the call", "now")
     except RankMismatchError as error:
         return str(error)
     finally:

@@ -30,7 +30,7 @@ from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
 from fxpar.runtime.at_rest.sharded_modules import adopt
 from fxpar.runtime.ranks import consensus
-from fxpar.runtime.ranks.compare_replicas import note_steps
+from fxpar.runtime.ranks.drift import note_steps
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of
 from fxpar.runtime.ranks.presence import user_line
 from fxpar.sharding.mesh import Mesh

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -27,13 +28,16 @@ from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.caches.told_files import checked_key, take_kernels
 from fxpar.runtime.ranks import presence
-from fxpar.runtime.ranks.consensus import poll
 from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
-from fxpar.runtime.ranks.patience import timeout
+from fxpar.runtime.ranks.patience import Patience, timeout
 from fxpar.runtime.stage_times import INDUCTOR, stage
 
 # Of one message through the store, which takes 8 MB at most.
 CHUNK = 4 << 20
+
+# Who waits asks at least so often, in seconds; who waits long, after every so much of
+# its wait: asking costs 0.2 ms, and the rank that answers as much.
+SLOWEST_POLL, OF_WAIT, LONGEST_PAUSE = 0.05, 0.01, 0.2
 
 # Compiles; given a text that stands for the graph in the keys of Inductor's cache.
 CompileGraph = Callable[[str | None], Any]
@@ -139,7 +143,7 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
     done_key = f"{key}/done"
     patience = channel.patience(timeout())
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
-        if not poll(lambda: channel.has(done_key), patience, lambda: [leader]):
+        if not _poll(lambda: channel.has(done_key), patience, lambda: [leader]):
             raise RankMismatchError(
                 f"rank {leader} did not end compiling {what}, for which this rank "
                 f"waited {patience.waited()}"
@@ -173,3 +177,17 @@ def _send(channel: Channel, key: str, content: bytes) -> int:
 def _received(channel: Channel, key: str, parts: int) -> bytes:
     every = [channel.store.get(f"{key}/part/{i}") for i in range(parts)]
     return zlib.decompress(b"".join(every))
+
+
+def _poll(
+    done: Callable[[], bool], patience: Patience, missing: Callable[[], Sequence[int]]
+) -> bool:
+    """Whether ``done`` holds before patience is over; asks ever more seldom."""
+    pause, begin = 0.0005, time.monotonic()
+    while not done():
+        if patience.is_over(missing):
+            return done()
+        time.sleep(pause)
+        slowest = max(SLOWEST_POLL, OF_WAIT * (time.monotonic() - begin))
+        pause = min(pause * 1.5, slowest, LONGEST_PAUSE)
+    return True

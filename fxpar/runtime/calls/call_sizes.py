@@ -81,10 +81,8 @@ class Fed:
             tuple(args[i] for i in self.numbers),
         )
 
-    def require_same(self, key: tuple[Sizes, ...]) -> None:
+    def require_same(self, key: Sequence[Sizes]) -> None:
         """Raise InputMismatchError, on all ranks, if ranks call with other sizes."""
-        if len(set(key)) == 1:
-            return
         for n, i in enumerate(self.numbers):
             values = [sizes.numbers[n] for sizes in key]
             if i not in self.sources and len(set(values)) > 1:
@@ -105,7 +103,7 @@ class Fed:
     def _mismatch(
         self, i: int, shapes: Sequence[tuple[int, ...]]
     ) -> InputMismatchError:
-        other = next(r for r, shape in enumerate(shapes) if shape != shapes[0])
+        other = consensus.first_other(shapes) or 0
         fact = (
             f"input {self.inputs[i].name} has other sizes on other ranks: "
             f"{list(shapes[0])} on rank 0, {list(shapes[other])} on rank {other}"
@@ -113,10 +111,6 @@ class Fed:
         fix = "give every rank tensors of one shape; where each rank feeds its own "
         fix += "part of the batch, set FXPAR_INPUTS=local"
         return _on_all_ranks(fact, fix, self.where)
-
-
-def sizes_of(entry: Sequence[Any]) -> Sizes:
-    return Sizes(tuple(map(tuple, entry[3])), tuple(entry[4]))
 
 
 def _on_all_ranks(fact: str, fix: str, where: str | None) -> InputMismatchError:

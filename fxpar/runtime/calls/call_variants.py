@@ -1,8 +1,10 @@
 """A Dynamo graph as it is called: ranks meet, and run one variant for their sizes.
 
-Every rank writes which program it calls, on which sizes, and sums of what it feeds
-(``meet``). So all ranks know of all, and make the same choice, before anything is
-launched: run a variant that all have, compile one (``compile_variants``), or raise.
+In: the arguments of a call. Every rank writes one digest of program, options and sizes,
+and sums of what it feeds (``drift``), and reads those of all (``meet``). Out: what the
+variant gives that all ranks chose, the same one, before anything is launched: one that
+all have, or a new one (``compile_variants``); or one error on all of them, which says
+in what they differ. Never: a launch that another rank does not make.
 """
 
 from __future__ import annotations
@@ -25,23 +27,19 @@ from fxpar.runtime.caches.program_identity import (
     digest,
     program_text,
 )
-from fxpar.runtime.calls.call_sizes import Fed, Sizes, sizes_of
+from fxpar.runtime.calls.call_sizes import Fed, Sizes
 from fxpar.runtime.calls.compile_variants import (
     CompileGraph,
     VariantCompiler,
     Variants,
 )
 from fxpar.runtime.calls.open_sizes import open_sizes
-from fxpar.runtime.ranks import (
-    compare_replicas,
-    compare_tangents,
-    consensus,
-    presence,
-)
-from fxpar.runtime.ranks.check_inputs import Drift, check_arguments
+from fxpar.runtime.ranks import consensus, drift, presence
+from fxpar.runtime.ranks.check_inputs import check_arguments
 from fxpar.runtime.ranks.compare_options import check_options, options_text
+from fxpar.runtime.ranks.drift import Drift
 from fxpar.runtime.ranks.groups import Ranks
-from fxpar.runtime.ranks.meeting import ALONE, current, meet
+from fxpar.runtime.ranks.meeting import ALONE, CALL, current, meet
 from fxpar.runtime.ranks.patience import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.program import user_line
@@ -62,8 +60,7 @@ def forget() -> None:
     """Share nothing of what was compiled so far with graphs to come: what
     ``torch.compiler.reset()`` calls of a backend."""
     _VARIANTS.clear()
-    compare_tangents.forget()
-    compare_replicas.forget_steps()
+    drift.forget()
 
 
 class Calls:
@@ -111,8 +108,7 @@ class Calls:
             compile=compile_graph,
             variants=self.variants,
         )
-        self.drift = self._drift(examples)
-        self.replicas = self._replicas(examples)
+        self.drift = Drift(inputs, examples, self.fed.tensors, ranks.mesh)
         self.fresh = True  # what it is fed was not compared in full
         self.heads: dict[Sizes, str] = {}
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
@@ -126,122 +122,89 @@ class Calls:
         """The variant to run, once all ranks are known to call this graph."""
         sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
-        sums = self.drift.word(args) if self.drift is not None else ""
-        state = self.replicas.word(args)
-        tangents = compare_tangents.word()
-        word = f"{head}\t{sums}\t{state}\t{tangents}"
-        words = meet(word, self.what)
-        heads, all_sums, states, all_tangents = zip(
-            *(word.split("\t") for word in words), strict=True
-        )
-        beside = (all_sums, states, all_tangents)
+        word = f"{head}\t{self.drift.word(args)}"
+        words = [each.split("\t", 1) for each in meet(CALL, word, self.what)]
+        heads, sums = zip(*words, strict=True)
         run = self.ready.get(heads)
         if run is None:
             with stage(CHECKS), in_call():
-                run = self._variant_for(heads, beside, args)
+                run = self._variant_for(heads, sums, sizes, args)
         else:
-            self._compare(beside, args, held=True)
+            self.drift.compare(sums, args, held=True)
         return run
 
-    def _drift(self, examples: Sequence[Any]) -> Drift | None:
-        if self.ranks.mesh.size == 1:
-            return None
-        from torch.distributed.tensor import DTensor
-
-        fed = {
-            i: (entry.name, examples[i].dim())
-            for i, entry in enumerate(self.inputs)
-            if i in self.fed.tensors
-            and entry.kind == "input"
-            and not isinstance(examples[i], DTensor)
-        }
-        return Drift(fed)
-
-    def _replicas(self, examples: Sequence[Any]) -> compare_replicas.Replicas:
-        held = {
-            i: (entry.name, entry.kind)
-            for i, entry in enumerate(self.inputs)
-            if entry.kind in ("parameter", "buffer")
-            and isinstance(examples[i], torch.Tensor)
-        }
-        return compare_replicas.Replicas(held, examples, self.ranks.mesh)
-
-    def _compare(
-        self, beside: tuple[Sequence[str], ...], args: Sequence[Any], *, held: bool
-    ) -> None:
-        """Compare what ranks feed, what they hold if that is asked for, and gradients
-        since the last call. Raises InputMismatchError or GradientError on all."""
-        sums, states, tangents = beside
-        if self.drift is not None:
-            self.drift.compare(sums)
-        self.replicas.compare_parts(states, args)
-        if held:
-            self.replicas.compare(states, args)
-        error = compare_tangents.compare(tangents)
-        if error is not None:
-            if held:
-                self.replicas.look(args)  # whether it comes of these
-            raise error
-
     def _head(self, sizes: Sizes) -> str:
-        """The word of a call on these sizes, without sums: which program, the variant
-        to run if others have the sizes they had last, whether all must be compared."""
+        """The word of a call on these sizes, without sums: a digest of all that ranks
+        must have the same, the variant to run if others have the sizes they had last,
+        and whether all must be compared."""
         far = self.options.replan is None
         last = self.variants.last.get(sizes, 0)
         last = last or self.variants.in_range(sizes, far=far)
-        entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
-        entries.append(self.options_digest)
-        self.heads[sizes] = _as_text(entries)
+        self.heads[sizes] = _head(self._asked(sizes), last, fresh=self.fresh)
         return self.heads[sizes]
+
+    def _asked(self, sizes: Sizes) -> str:
+        """What all ranks must call: which program, by which options, on which sizes."""
+        return _as_text(
+            [self.identity, self.options_digest, sizes.shapes, sizes.numbers]
+        )
 
     def _variant_for(
         self,
         heads: tuple[str, ...],
-        beside: tuple[Sequence[str], ...],
+        sums: Sequence[str],
+        sizes: Sizes,
         args: Sequence[Any],
     ) -> Callable[..., Any]:
         """The variant to run, the same on every rank, for what all have written: heads,
-        and beside these sums of what they feed, hold and were given back."""
-        # Most often ranks have written the same: it is read once.
-        read = {head: json.loads(head) for head in set(heads)}
-        entries = [read[head] for head in heads]
-        if len({entry[5] for entry in read.values()}) > 1:
-            torch.compiler.reset()  # the next call reads options again
-            check_options(self.options_text, self.what)
-        if len({entry[0] for entry in read.values()}) > 1:
-            self._refuse_others(entries)
-        sizes = {head: sizes_of(entry) for head, entry in read.items()}
-        key = tuple(sizes[head] for head in heads)
-        self.fed.require_same(key)
-        any_fresh = any(entry[2] for entry in read.values())
-        self._compare(beside, args, held=not any_fresh)
-        number, *further = {entry[1] for entry in read.values()}
+        and sums of what they feed, hold and were given back (``drift``)."""
+        digests, last, fresh = zip(*(head.split(" ") for head in heads), strict=True)
+        if len(set(digests)) > 1:
+            self._refuse(sizes)
+        any_fresh = "True" in fresh
+        self.drift.compare(sums, args, held=not any_fresh)
+        number, *further = set(map(int, last))
         if not further and number in self.variants.ranges:
-            self.variants.keys.setdefault(key, number)
-        if not any_fresh and not further and self.variants.keys.get(key) == number:
+            self.variants.keys.setdefault(sizes, number)
+        if not any_fresh and not further and self.variants.keys.get(sizes) == number:
             self.ready[heads] = self.variants.run[number]
             return self.ready[heads]
-        mine = self.variants.keys.get(key, 0)
-        every = set(map(int, meet(str(mine), self.what)))
+        mine = self.variants.keys.get(sizes, 0)
+        every = set(map(int, meet("the choice of a variant", str(mine), self.what)))
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
             check_arguments(self.inputs, args)
-            self.replicas.settle(args)
-        number = agreed or self._new(key, args)
-        own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
-        self.variants.last[own_sizes] = number
+            self.drift.settle(args)
+        number = agreed or self._new(sizes, args)
+        self.variants.last[sizes] = number
         self.fresh = False
         self.heads.clear()
         self.ready.clear()
         return self.variants.run[number]
 
-    def _refuse_others(self, entries: Sequence[Any]) -> None:
+    def _refuse(self, sizes: Sizes) -> None:
+        """Raise an error that says in what the calls of ranks differ, on all of them:
+        their options, programs or sizes."""
+        own = self._asked(sizes)
+        programs, options, *fed = _gathered(own)
+        if len(set(options)) > 1:
+            torch.compiler.reset()  # the next call reads options again
+            check_options(self.options_text, self.what)
+        if len(set(programs)) > 1:
+            self._refuse_others(sizes)
+        every = [
+            Sizes(tuple(map(tuple, shapes)), tuple(numbers))
+            for shapes, numbers in zip(*fed, strict=True)
+        ]
+        self.fed.require_same(every)
+        consensus.agree("a call", digest(own), own, what="the call")
+
+    def _refuse_others(self, sizes: Sizes) -> None:
         """Raise RankMismatchError, on all ranks: they call other programs."""
-        mine = entries[self.ranks.rank]
-        shapes = dict(zip(self._names(), mine[3], strict=True))
-        sizes = [f"{name}: {list(shape)}" for name, shape in shapes.items()]
-        text = "\n".join([*sizes, self.text])
-        what = "the program they call"
+        names = [self.inputs[i].name for i in self.fed.tensors]
+        shapes = zip(names, map(list, sizes.shapes), strict=True)
+        lines = [f"{name}: {shape}" for name, shape in shapes]
+        text, what = "\n".join([*lines, self.text]), "the program they call"
         try:
             consensus.agree("a call", self.identity, text, what=what, fix=ALONE)
         except RankMismatchError as error:
@@ -250,10 +213,7 @@ class Calls:
                 raise consensus.as_told(clearer) from None
             raise
 
-    def _names(self) -> list[str]:
-        return [self.inputs[i].name for i in self.fed.tensors]
-
-    def _new(self, key: tuple[Sizes, ...], args: Sequence[Any]) -> int:
+    def _new(self, sizes: Sizes, args: Sequence[Any]) -> int:
         """Compile for sizes; the number of what was made. All ranks come here alike,
         and if one fails all do: Dynamo forgets the graph then, so that the next call
         reads options again."""
@@ -263,12 +223,12 @@ class Calls:
         except FxparError:
             torch.compiler.reset()
             raise
-        self.variants.run.pop(self.variants.keys.get(key, 0), None)
-        number = self.variants.keys[key] = _number()
+        self.variants.run.pop(self.variants.keys.get(sizes, 0), None)
+        number = self.variants.keys[sizes] = _number()
         self.variants.run[number] = run
         if range_ is not None:
             self.variants.ranges[number] = range_
-            self.variants.planned_for[key[0]] = number
+            self.variants.planned_for[sizes] = number
         return number
 
 
@@ -276,14 +236,29 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
     """Raise RankMismatchError on all ranks if they come to a first call with other
     options, some of them in local mode, where all ranks meet at that call alone."""
     text = options_text(options, ranks)
-    head = _as_text(["", 0, True, (), (), digest(text)])
-    heads = [word.split("\t")[0] for word in meet(f"{head}\t\t\t", what)]
-    if len({json.loads(head)[5] for head in heads}) > 1:
-        check_options(text, what)
+    call_text = _as_text(["", digest(text), (), ()])
+    words = meet(CALL, f"{_head(call_text, 0, fresh=True)}\t", what)
+    if len({word.split(" ")[0] for word in words}) > 1:
+        _, every, *_ = _gathered(call_text)
+        if len(set(every)) > 1:
+            check_options(text, what)
 
 
-# What a rank writes of a call, as JSON. ``json.dumps`` makes an encoder at each call.
+# What a rank asks of a call, as JSON. ``json.dumps`` makes an encoder at each call.
 _as_text = json.JSONEncoder(default=str).encode
+
+
+def _head(call_text: str, last: int, *, fresh: bool) -> str:
+    """As ``Calls._head``, of what ``Calls._asked`` gives."""
+    return f"{digest(call_text)} {last} {fresh}"
+
+
+def _gathered(call_text: str) -> list[tuple[Any, ...]]:
+    """What each rank asks of a call, in full, by kind and by rank: its program, its
+    options, and shapes and numbers that it is fed."""
+    every = consensus.gather("a call in full", call_text)
+    return list(zip(*map(json.loads, every), strict=True))
+
 
 _variant_numbers = itertools.count(1)  # variants of a process by itself
 
@@ -291,4 +266,4 @@ _variant_numbers = itertools.count(1)  # variants of a process by itself
 def _number() -> int:
     """Of what all ranks compile now: that of the call, which they count alike."""
     channel = current()
-    return next(_variant_numbers) if channel is None else channel.calls
+    return next(_variant_numbers) if channel is None else channel.meetings

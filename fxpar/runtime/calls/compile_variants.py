@@ -51,9 +51,9 @@ class Variants:
 
     # By number, which all ranks count alike.
     run: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    # The number for the sizes of all ranks.
-    keys: dict[tuple[Sizes, ...], int] = field(default_factory=dict)
-    # The number last run for a rank's own sizes.
+    # The number for sizes.
+    keys: dict[Sizes, int] = field(default_factory=dict)
+    # The number last run for sizes.
     last: dict[Sizes, int] = field(default_factory=dict)
     # Of variants that leave sizes open, by number, the sizes they hold for.
     ranges: dict[int, SizeRange] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from fxpar.runtime.caches.program_identity import (
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange
 from fxpar.runtime.calls.rows_to_experts import agreed_room
-from fxpar.runtime.ranks import compare_tangents, mean_gradients, meeting, presence
+from fxpar.runtime.ranks import drift, mean_gradients, meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
@@ -186,7 +186,7 @@ class Compiled:
 
     def _backward_begins(self, gradients: Sequence[Any]) -> None:
         if self.options.outputs == "global" and self.ranks.mesh.size > 1:
-            compare_tangents.note(self.made_at, gradients)
+            drift.note_gradients(self.made_at, gradients)
 
     def _begun(self, args: Sequence[Any]) -> Any:
         """Its first call."""

@@ -32,14 +32,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import FxparError, FxparWarning, OptionError, compose
+from fxpar.errors import (
+    FxparError,
+    FxparWarning,
+    OptionError,
+    RankMismatchError,
+    compose,
+)
 from fxpar.runtime.at_rest.homes import HOME
 from fxpar.runtime.calls.call_variants import meet_first
-from fxpar.runtime.ranks import equal_buffers, mean_gradients
-from fxpar.runtime.ranks.check_inputs import listed
+from fxpar.runtime.ranks import (
+    check_inputs,
+    consensus,
+    mean_gradients,
+    meeting,
+    worlds,
+)
 from fxpar.runtime.ranks.gradient_buckets import MeanOver
 from fxpar.runtime.ranks.groups import Ranks, join
-from fxpar.runtime.ranks.meeting import current
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.runtime.tracing import modules_of
 
@@ -132,7 +142,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
 
     Ranks that wait for this one can know from now on where it is."""
-    current()
+    meeting.current()
     owner = getattr(fn, "__self__", fn)
     name = getattr(fn, "__qualname__", type(fn).__name__)
     if isinstance(owner, nn.Module):
@@ -288,8 +298,8 @@ def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if own:
         text = compose(
             f"{type(optimizer).__name__} steps parameters whose gradients nobody "
-            f"averages over ranks: {listed(own)}; with FXPAR_INPUTS=local each rank "
-            "has those of its own part of the batch",
+            f"averages over ranks: {check_inputs.listed(own)}; with FXPAR_INPUTS=local "
+            "each rank has those of its own part of the batch",
             where=user_line(),
             fix="compile what they are in with backend='fxpar' as well, or wrap it in "
             "DistributedDataParallel; what one rank trains goes inside `with "
@@ -369,7 +379,35 @@ def _make_buffers_equal(watched: _CompiledCallable) -> None:
     since = mean_gradients.backwards(), _ROOTS[0]
     if since != watched.equal_since:
         watched.equal_since = since
-        equal_buffers.take(watched.name, list(buffers.values()))
+        _take_buffers(watched.name, list(buffers.values()))
+
+
+def _take_buffers(name: str, buffers: Sequence[torch.Tensor]) -> None:
+    """Fill buffers with those of rank 0. Every rank calls this. ``name``: of what uses
+    them. Raises RankMismatchError if a rank does not come, or has other buffers."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for x in buffers:
+        groups.setdefault((x.dtype, x.device), []).append(x)
+    sizes = {
+        f"{len(group)} of {dtype}": sum(x.numel() for x in group)
+        for (dtype, _), group in groups.items()
+    }
+    with torch.no_grad(), worlds.inside(None):
+        words = meeting.meet(f"a call of {name}, which has buffers", str(sizes))
+        if (other := consensus.first_other(words)) is not None:
+            raise consensus.as_told(
+                RankMismatchError(
+                    f"{name} has other buffers on rank {other} than on rank 0",
+                    fix="build the same model on every rank",
+                )
+            )
+        for group in groups.values():
+            flat = torch.cat([x.detach().reshape(-1) for x in group])
+            check_inputs.broadcast(flat)
+            parts = flat.split([x.numel() for x in group])
+            for x, part in zip(group, parts, strict=True):
+                with torch.inference_mode(x.is_inference()):
+                    x.copy_(part.view(x.shape))
 
 
 def _meet_frame(

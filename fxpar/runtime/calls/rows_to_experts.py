@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from fxpar.errors import RankMismatchError
 from fxpar.runtime.ranks import consensus, meeting, worlds
 
-_SENDS = "rows to experts: "
-
 
 def agreed_room(sent: Sequence[int], what: str) -> int | None:
     """The room of all ranks; None if all send as many rows, 0 if some of them cannot.
@@ -22,11 +20,11 @@ def agreed_room(sent: Sequence[int], what: str) -> int | None:
 
     Raises RankMismatchError, on all ranks, if some do not send rows here."""
     with worlds.inside(None):
-        words = meeting.meet(_SENDS + ",".join(map(str, sent)), what)
+        words = meeting.meet("rows to experts", ",".join(map(str, sent)), what)
     if len(set(words)) == 1:
         return None
-    rows = [word.removeprefix(_SENDS).split(",") for word in words]
-    if not all(word.startswith(_SENDS) for word in words) or len({*map(len, rows)}) > 1:
+    rows = [word.split(",") for word in words]
+    if len({*map(len, rows)}) > 1:
         error = RankMismatchError(
             f"in {what} ranks send rows to other mixtures of experts",
             fix="use the same experts on every rank, in the same order, or set "

@@ -1,9 +1,10 @@
 """Checks of what ranks feed a compiled graph, before its first collective runs.
 
-A plain tensor is a global value, so it must be identical on every rank, bit for bit.
-Parameters and buffers that differ are taken from rank 0, with a warning; inputs that
-differ raise, since nobody can know which rank is right. Tensors are compared by a
-64-bit hash made on their device; one all_gather of the hashes decides alike everywhere.
+In: named tensors of each rank. Out: nothing where they are identical, bit for bit, as a
+plain tensor, which is a global value, must be; parameters and buffers of rank 0, with a
+warning, where those differ; one error on all ranks where inputs do, since nobody can
+know which rank is right. Tensors are compared by a 64-bit hash made on their device.
+Never: another decision on some ranks, since all read the hashes of all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,57 +44,6 @@ def check_arguments(inputs: Sequence[NamedInput], args: Sequence[Any]) -> None:
     for device in {x.device for *_, x in fed if x.device.type == "cuda"}:
         check_devices(device)
     check_same(fed)
-
-
-class Drift:
-    """Sums of what a rank feeds a graph at each call, which all ranks compare, so that
-    ranks that drift apart are told. On a device sums are made beside the call and told
-    at the next one, so that nobody waits for the device.
-
-    ``fed``: of inputs, by position among the arguments, name and count of dims.
-    """
-
-    def __init__(self, fed: Mapping[int, tuple[str, int]]):
-        self.fed = fed
-        self._sums: list[Callable[[], int] | None] = [None] * len(self.fed)
-
-    def word(self, args: Sequence[Any]) -> str:
-        """The sums to compare at this call."""
-        words = []
-        for n, i in enumerate(self.fed):
-            x = args[i]
-            if x.device.type == "cpu":
-                words.append(f"{quick_sum(x):x}")
-                continue
-            before = self._sums[n]
-            words.append("" if before is None else f"{before():x}")
-            self._sums[n] = on_its_way(checksum(x))
-        return " ".join(words)
-
-    def compare(self, words: Sequence[str]) -> None:
-        """Raise InputMismatchError, on all ranks alike, if ranks that must feed the
-        same do not."""
-        if len(set(words)) == 1:
-            return
-        sums = [word.split(" ") for word in words]
-        for n, (name, dims) in enumerate(self.fed.values()):
-            for rank, own in enumerate(sums):
-                if own[n] != sums[0][n]:
-                    raise _differ([name], rank, dims)
-
-
-def on_its_way(total: torch.Tensor) -> Callable[[], int]:
-    """The value of a number on a device, copied while the program goes on."""
-    host = torch.empty((), dtype=total.dtype, device="cpu", pin_memory=True)
-    host.copy_(total, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> int:
-        copied.synchronize()
-        return int(host)
-
-    return read
 
 
 # Tensors on the CPU of up to so many bytes are summed as they are; of larger ones the
@@ -144,14 +94,36 @@ def check_same(fed: Sequence[Fed]) -> None:
         "some ranks: DataLoader(drop_last=True)",
         error=InputMismatchError,
     )
-    hashes = gather_numbers([checksum(x) for *_, x in fed])
-    wrong = (hashes != hashes[0]).any(0).nonzero().flatten().tolist()
+    wrong = differing(fed)
     inputs = [i for i in wrong if fed[i][1] == "input"]
     if inputs:
-        raise _mismatch(fed, inputs, hashes)
+        names = [fed[i][0] for i in inputs]
+        raise differ(names, wrong[inputs[0]], fed[inputs[0]][2].dim())
     if wrong:
         fix = "call torch.manual_seed before the model is made, or load one checkpoint"
         take_from_rank_0([fed[i] for i in wrong], fix=fix)
+
+
+def differing(fed: Sequence[Fed]) -> dict[int, int]:
+    """The first rank whose bytes are not those of the first rank, by the position of a
+    tensor; of those that are the same on all ranks nothing. All ranks must call
+    this, with as many tensors."""
+    sums = checksums([x for *_, x in fed])
+    every = zip(*consensus.gather_numbers("values", sums), strict=True)
+    return {
+        i: rank
+        for i, each in enumerate(every)
+        if (rank := consensus.first_other(each)) is not None
+    }
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The ``checksum`` of each."""
+    if not tensors:
+        return []
+    device = tensors[0].device
+    numbers: list[int] = torch.stack([checksum(x).to(device) for x in tensors]).tolist()
+    return numbers
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -216,23 +188,6 @@ def broadcast(x: torch.Tensor) -> None:
             x.copy_(message)
 
 
-def gather_numbers(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of numbers of one dtype: [rank, i], the same on every rank, on the CPU."""
-    first, device = numbers[0].device, torch.device("cpu")
-    return gather_rows(torch.stack([x.to(first) for x in numbers]).to(device))
-
-
-def gather_rows(mine: torch.Tensor) -> torch.Tensor:
-    """[rank, i], the same on every rank, on the CPU, of as many numbers on each."""
-    world = worlds.current()
-    if world is None or world.size == 1:
-        return mine[None].cpu()
-    mine = mine.to(transport(mine.device))
-    parts = [torch.empty_like(mine) for _ in world.ranks]
-    dist.all_gather(parts, mine, group=world.group)
-    return torch.stack(parts).cpu()
-
-
 def transport(device: torch.device) -> torch.device:
     """Where tensors of ``device`` must be for a collective of the default group."""
     served = [part.split(":")[0] for part in dist.get_backend_config().split(",")]
@@ -243,15 +198,7 @@ def transport(device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _mismatch(
-    fed: Sequence[Fed], wrong: Sequence[int], hashes: torch.Tensor
-) -> InputMismatchError:
-    values, dims = hashes[:, wrong[0]].tolist(), fed[wrong[0]][2].dim()
-    rank = next(rank for rank, value in enumerate(values) if value != values[0])
-    return _differ([fed[i][0] for i in wrong], rank, dims)
-
-
-def _differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
+def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
     """The error, which every rank raises, of inputs that differ on a rank and on the
     first. ``dims``: how many the first of them has."""
     one, other = worlds.global_rank(rank), worlds.global_rank(0)

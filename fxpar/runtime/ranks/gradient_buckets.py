@@ -1,8 +1,9 @@
 """Parameters whose gradients are reduced, and the buckets that hold their gradients.
 
-A bucket is reduced by one collective. After it ``.grad`` is a view of its memory, where
-there was none, so that nothing is copied back. Memory that no ``.grad`` is a view of
-any more is used again.
+In: parameters, in the order in which they are reduced. Out: buckets, each reduced by
+one collective; after it ``.grad`` is a view of the bucket's memory, where there was
+none, so that nothing is copied back. Never: memory used again that a ``.grad`` is a
+view of.
 """
 
 from __future__ import annotations

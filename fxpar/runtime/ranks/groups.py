@@ -1,10 +1,11 @@
 """This process among the ranks: the process group, the mesh, groups along its axes.
 
-An existing process group is used as it is; without one, torchrun's environment starts
-one. Groups along mesh axes are made when first asked for, by their members alone, who
-must ask in the same order, as they do while they bind the same graph. Where each rank
-feeds its own part of the batch, the axes of the batch are *manual*: what is planned is
-the program of one place along them, on a mesh where they have one rank.
+In: options. Out: ``Ranks``, which names the groups along mesh axes. An existing process
+group is used as it is; without one, torchrun's environment starts one. Groups are made
+when first asked for, by their members alone, who must ask in the same order, as they do
+while they bind the same graph. Where each rank feeds its own part of the batch, the
+axes of the batch are *manual*: what is planned is the program of one place along them,
+on a mesh where they have one rank. Never: a group of which a member does not come.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import DeviceError, FxparError, MeshError, RankMismatchError
-from fxpar.runtime.ranks import consensus, meeting, presence, worlds
+from fxpar.errors import DeviceError, FxparError, MeshError
+from fxpar.runtime.ranks import consensus, meeting, worlds
 from fxpar.runtime.ranks.patience import patience_limit, set_timeouts
 from fxpar.runtime.ranks.worlds import World
 from fxpar.sharding.manual_axes import ManualAxes, planned_mesh
@@ -334,27 +335,14 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
 def _meet_members(members: Sequence[int], name: str) -> str:
     """Return once all members of a process group are about to make it, with a name
     that no other group has or had. Raises RankMismatchError if one does not come."""
-    channel, own_name = meeting.all_ranks(), f"fxpar/{name}/{members[0]}"
+    channel, seconds = meeting.all_ranks(), patience_limit()
     if channel is None:
-        return own_name
-    own_name = f"{channel.prefix}/{name}/{members[0]}"
-    keys = {rank: f"{own_name}/comes/{rank}" for rank in members}
-    what, store = f"the process group {name}", channel.store
-
-    def missing() -> list[int]:
-        return [rank for rank, key in keys.items() if not store.check([key])]
-
-    with meeting.answering(channel), presence.waits(f"waits for others at {what}"):
-        store.set(keys[channel.rank], "")
-        patience = channel.patience(patience_limit(), members)
-        if not consensus.poll(lambda: not missing(), patience, missing):
-            late = missing()
-            raise RankMismatchError(
-                f"{consensus.listed(late)} did not come to {what}, where rank "
-                f"{channel.rank} waited {patience.waited()}{patience.tell(late)}",
-                fix=meeting.ALONE,
-            )
-    return own_name
+        return f"fxpar/{name}/{members[0]}"
+    life, rank = _life().group, members.index(channel.rank)
+    members_alone = World(f"{name}/{members[0]}", members, rank, life, life)
+    with worlds.inside(members_alone):
+        meeting.meet(f"the process group {name}", "", seconds=seconds)
+    return f"{channel.prefix}/{name}/{members[0]}"
 
 
 def axes_of_group(group: str) -> tuple[str, ...] | None:

@@ -2,10 +2,12 @@
 are not in it.
 
 Backends say that a connection closed, or that time is over, and not whose fault it is.
-Ranks do (``presence``): one that has ended said so, one that died does not answer, one
-that went another way says which line it is at. A rank that fails since another is lost
+In: their error, and what ranks say of themselves (``presence``): one that has ended
+said so, one that died does not answer, one that went another way says which line it is
+at. Out: an error with their numbers and places. A rank that fails since another is lost
 ends, and is lost to others in its turn; so who is first to know which rank it was tells
-it through the store of the process group, and those who fail behind it say the same.
+it through the store of the process group, and those who fail after it say the same.
+Never: another error in place of one that is no collective's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Gradients become their mean over the ranks when a backward accumulates them.
 
-In local mode every rank runs its own program on its own part of the batch. What crosses
-the ranks is what DistributedDataParallel lets cross: after each backward, ``.grad`` of
-each watched parameter that any rank added to is the mean of what all ranks have there.
+In local mode every rank runs its own program on its own part of the batch. In:
+backwards of watched parameters. Out: what DistributedDataParallel lets cross: after
+each backward, ``.grad`` of each watched parameter that any rank added to is the mean of
+what all ranks have there. Never: gradients paired with others, where ranks run other
+backwards.
 
 Gradients are reduced in buckets, whose order follows from agreements: they are made of
 the parameters that a backward touched first, in the order in which rank 0 touched them.
@@ -17,7 +19,6 @@ over where it is made (``passes.order.hand_over``), and autograd gets None.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import weakref
@@ -32,10 +33,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
-from fxpar.errors import RankMismatchError
 from fxpar.passes.custom_ops import refuse_sparse
 from fxpar.passes.order import hand_over as _hand_over  # noqa: F401  (defines the op)
-from fxpar.runtime.ranks import check_inputs, consensus, meeting, presence, worlds
+from fxpar.runtime.ranks import check_inputs, consensus, meeting, worlds
 from fxpar.runtime.ranks.gradient_buckets import (
     Bucket,
     BucketMemory,
@@ -383,7 +383,7 @@ class _Backward:
         word = json.dumps(
             [self.launched, f"{touched:x}", f"{late:x}", first, [*self.new]]
         )
-        words = [json.loads(word) for word in meet_at(END, word)]
+        words = [json.loads(word) for word in meeting.meet(END, word)]
         names = dict.fromkeys(name for each in words for name in each[4])
         launched = max(each[0] for each in words)
         touched = late = 0
@@ -481,23 +481,6 @@ class _Backward:
 
 
 END = "the end of a backward"
-
-
-def meet_at(place: str, word: str) -> list[str]:
-    """The words of all ranks. Raises RankMismatchError, on all ranks, if one is at
-    another place."""
-    with worlds.inside(None):
-        words = [x.partition("|") for x in meeting.meet(f"{place}|{word}", place)]
-    other = next((r for r, (at, *_) in enumerate(words) if at != words[0][0]), None)
-    if other is not None:
-        raise consensus.as_told(
-            RankMismatchError(
-                f"rank 0 is at {words[0][0]}, rank {other} is at {words[other][0]}",
-                where=presence.user_line(),
-                fix=meeting.ALONE,
-            )
-        )
-    return [text for *_, text in words]
 
 
 def _fail(message: str) -> None:
@@ -650,13 +633,9 @@ def _agree_on(
         )
         if x is not None and not isinstance(x, DTensor)
     ]
-    if not fed:
-        return
-    sums = check_inputs.gather_numbers([check_inputs.checksum(x) for *_, x in fed])
-    differ = (sums != sums[0]).any(0).tolist()
-    wrong = [entry for entry, is_wrong in zip(fed, differ, strict=True) if is_wrong]
+    wrong = check_inputs.differing(fed) if fed else ()
     if wrong:
-        check_inputs.take_from_rank_0(wrong, fix=_SEED_FIX)
+        check_inputs.take_from_rank_0([fed[i] for i in wrong], fix=_SEED_FIX)
 
 
 @dataclass(eq=False)
@@ -750,21 +729,11 @@ def _handing(
 def meet(what: str) -> None:
     """Return once all ranks have come to the same place of eager code, before they
     communicate there. Raises RankMismatchError if they are at different ones."""
-    if not takes_part():
-        return
-    digest = hashlib.sha256(what.encode()).digest()[:8]
-    digest_here = torch.tensor([int.from_bytes(digest, signed=True)], device="cpu")
-    digests = check_inputs.gather_numbers([digest_here]).flatten().tolist()
-    if len(set(digests)) > 1:
-        unlike = [
-            rank for rank, x in enumerate(digests) if x != digests[dist.get_rank()]
-        ]
-        raise RankMismatchError(
-            f"rank {dist.get_rank()} uses {what} of a sharded model in code that no "
-            f"graph contains, rank {unlike[0]} uses another parameter there",
-            fix="take the same branches on every rank, or leave the parameters whole "
-            "(no fxpar.shard)",
-        )
+    if takes_part():
+        with worlds.inside(None):
+            meeting.meet(
+                f"{what} of a sharded model in code that no graph contains", ""
+            )
 
 
 def mean_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,18 @@
-"""Ranks meet at every call of a compiled graph, before anything of it is launched.
+"""Ranks meet: each gives a word and gets those of all, without a collective.
 
-They speak without collectives, by keys in the store of the default process group.
-``current`` gives this rank's channel in the world that it is in (``worlds``), which
-counts what all ranks of it do alike: rounds (``agree``), calls of compiled graphs
-(``meet``).
+They do so at every call of a compiled graph, before anything of it is launched, and
+wherever they agree while they compile (``consensus``); meetings of a world (``worlds``)
+are counted alike on all its ranks.
 
-Each writes a word to the store and reads those of all: so all know what each rank is
-about to run, on what sizes, and decide alike. A rank that fails before it can run
-writes that instead; for one that does not come, whoever waits for it writes so in its
-place, by one atomic message, so that it is told when it does come. Few ranks read the
-words of all, those of one machine from memory if all come in a moment (``mailboxes``);
-of many, rank 0 does and tells the others, so that the store handles a number of
-messages that grows with the ranks and not with their square.
+In: a place in the program and a word. Out: the words of all ranks, in their order, or
+one error on all of them, where ranks are at different places, one failed (it wrote that
+instead of a word), or one does not come (who waits for it writes so in its place, by
+one atomic message, so that it is told when it does come). Never: a wait without end.
+
+Words are keys in the store of the default process group. Few ranks read those of all,
+ranks of one machine from memory if all come in a moment (``mailboxes``); of many, rank
+0 does and tells the others, so that the store handles a number of messages that grows
+with the ranks and not with their square.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from fxpar.errors import RankMismatchError
 from fxpar.runtime.ranks import presence, store_watch, worlds
 from fxpar.runtime.ranks.mailboxes import Mailboxes
 from fxpar.runtime.ranks.patience import Patience, patience_limit
-from fxpar.runtime.ranks.presence import Presence
+from fxpar.runtime.ranks.presence import FAILED, Presence, failure
 from fxpar.runtime.ranks.worlds import World
 
-# Of one message; who waits longer than it should is told so by a key (``meet``).
+# Of one message; who waits longer than it should is told so by a key (``_Watch``).
 LONGEST = timedelta(days=7)
 
 
@@ -55,20 +56,19 @@ class Channel:
     presence: Presence
     # Faster than the store; None: too many ranks.
     boxes: Mailboxes | None = None
-    # Of ``agree`` so far, alike on all ranks.
-    rounds: int = 0
-    # Of compiled graphs so far, alike on all ranks.
-    calls: int = 0
-    questions: int = 0  # questions of waiting ranks before the last call
-    wrote: list[str] = field(default_factory=list)  # this rank's keys of the last call
+    # Meetings so far, the same number on all ranks.
+    meetings: int = 0
+    questions: int = 0  # questions of waiting ranks before the last meeting
+    wrote: list[str] = field(default_factory=list)  # this rank's keys of the last one
 
     @property
     def size(self) -> int:
         """Ranks of the world."""
         return len(self.ranks)
 
-    def key(self, number: int, *parts: object) -> str:
-        return "/".join(map(str, (self.prefix, number, *parts)))
+    def key(self, number: int, rank: int) -> str:
+        """Of a rank's word at a meeting."""
+        return presence.word_key(self.prefix, number, self.ranks[rank])
 
     def has(self, *keys: str) -> bool:
         return self.store.check(list(keys))
@@ -76,21 +76,14 @@ class Channel:
     def read(self, key: str) -> str:
         return self.store.get(key).decode()
 
-    def counter(self, what: str) -> str:
-        """The name by which other ranks know its "calls" or "rounds"."""
-        return f"{self.prefix}/{what}"
-
-    def progress(self) -> dict[str, int]:
-        """How many calls and rounds this rank came to, by their names."""
-        return {
-            self.counter("calls"): self.calls,
-            self.counter("rounds"): self.rounds,
-        }
+    def progress(self) -> tuple[str, int]:
+        """The name by which other ranks know its meetings, and how many there were."""
+        return self.prefix, self.meetings
 
     def patience(self, seconds: float, ranks: Sequence[int] = ()) -> Patience:
         """For a wait of so many seconds for ranks of this world; ``ranks``: only these,
         by their numbers in the default process group."""
-        return Patience(self.presence, seconds, ranks or self.ranks, self.progress())
+        return Patience(self.presence, seconds, ranks or self.ranks, self.prefix)
 
     def folders(self) -> list[str]:
         """Which folder of files each rank sees."""
@@ -116,10 +109,10 @@ def all_ranks() -> Channel | None:
         return current()
 
 
-def call_number() -> int:
-    """Of the last call of a compiled graph, alike on all ranks."""
+def meetings() -> int:
+    """How many there were in this world, the same number on all ranks."""
     channel = current()
-    return 0 if channel is None else channel.calls
+    return 0 if channel is None else channel.meetings
 
 
 def _open(world: World) -> Channel:
@@ -187,42 +180,59 @@ def _published(store: Any, prefix: str, name: str | None) -> str | None:
     return name
 
 
-FAILED = "!"  # begins a word that says why a rank does not run
 DIRECT = 8  # ranks that each read the words of all
 
 ALONE = (
-    "take every call and every backward, with as many batches, on every rank; what one "
-    "rank runs by itself goes inside `with fxpar.alone():`, as `with fxpar.alone(): "
+    "take every call and every backward, with as many batches of the same shapes, on "
+    "every rank (TORCH_LOGS=recompiles says why one compiles by itself); what one rank "
+    "runs by itself goes inside `with fxpar.alone():`, as `with fxpar.alone(): "
     "evaluate(model)`"
 )
 
+# Of calls of compiled graphs.
+CALL = "a call"
 
-def meet(word: str, what: str) -> list[str]:
-    """What every rank wrote at this call, in order of ranks. ``what``: the call, for
-    those who wait.
 
-    Raises RankMismatchError, on all ranks, if one has failed or does not come.
+def meet(
+    place: str, word: str, what: str = "", seconds: float | None = None
+) -> list[str]:
+    """What every rank gave at this place, in order of ranks. ``what``: the place, for
+    those who wait, if they know more of it; ``seconds``: to wait for a rank that does
+    not work.
+
+    Raises RankMismatchError, on all ranks, if one has failed, is at another place, or
+    does not come.
     """
     channel = current()
     if channel is None:
         return [word]
-    keys = _next_keys(channel)
-    channel.presence.last_call = channel.calls, what
-    try:
-        return _words(channel, keys, word, what)
-    except dist.DistError as error:
-        raise channel.presence.lost_store(error) from error
+    keys, what = _next_keys(channel), what or place
+    if place == CALL:
+        channel.presence.last_call = channel.meetings, what
+    with answering(channel):
+        words = _words(channel, keys, f"{place}\t{word}", what, seconds)
+    places, texts = zip(*(text.split("\t", 1) for text in words), strict=True)
+    for rank, other in enumerate(places):
+        if other != places[0]:
+            names = (f"rank {channel.ranks[r]}" for r in (rank, 0))
+            raise _mismatch(
+                f"{next(names)} is at {other}, {next(names)} at {places[0]}",
+                ALONE,
+                presence.user_line(),
+            )
+    return list(texts)
 
 
 def fail(message: str) -> None:
-    """In place of a call: tell the ranks that come to it that this one failed."""
+    """In place of the next meeting: tell the ranks that come to it that this one
+    failed."""
     channel = current()
     if channel is None:
         return
     key = _next_keys(channel)[channel.rank]
     what = f"rank {channel.presence.rank} failed:\n{message}"
     fix = "this rank only stopped with it: look at that rank's error"
-    text = _failure(what, fix)
+    text = failure(what, fix)
     with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
         channel.store.set(key, text)
         if channel.rank == 0 and channel.size > DIRECT:
@@ -230,37 +240,40 @@ def fail(message: str) -> None:
 
 
 def _next_keys(channel: Channel) -> list[str]:
-    channel.calls += 1
-    return [channel.key(channel.calls, "call", rank) for rank in range(channel.size)]
+    channel.meetings += 1
+    return [channel.key(channel.meetings, rank) for rank in range(channel.size)]
 
 
 def _verdict_key(channel: Channel) -> str:
     """Of what rank 0 read, where it reads for all."""
-    return channel.key(channel.calls, "call", "verdict")
+    return presence.word_key(channel.prefix, channel.meetings, presence.ALL)
 
 
-def _failure(what: str, fix: str, where: str | None = None) -> str:
-    return FAILED + json.dumps([what, fix, where])
+def _mismatch(fact: str, fix: str, where: str | None) -> RankMismatchError:
+    """The error, which every rank raises."""
+    error = RankMismatchError(fact, fix=fix, where=where)
+    error.told = True
+    return error
 
 
-def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[str]:
+def _words(
+    channel: Channel, keys: Sequence[str], word: str, what: str, seconds: float | None
+) -> list[str]:
     beside = channel.presence
     words = _near(channel, keys[channel.rank], word)
     if words is None:
-        watch = _Watch(channel, keys, what)
-        beside.watch = watch.look
-        text = f"waits for others in {what}"
-        with presence.waits(text, channel.counter("calls"), channel.calls):
+        beside.watch = _Watch(channel, keys, what, seconds or patience_limit()).look
+        with presence.waits(f"waits for others at {what}", *channel.progress()):
             words = _read(channel, keys)
         beside.watch = None
-    beside.read += channel.wrote  # every rank came to the call behind it
+    beside.read += channel.wrote  # every rank came to the meeting after it
     channel.wrote = [keys[channel.rank]]
     if channel.rank == 0 and channel.size > DIRECT:
         channel.wrote.append(_verdict_key(channel))
     for text in words:
         if text.startswith(FAILED):
             fact, fix, where = json.loads(text.removeprefix(FAILED))
-            raise RankMismatchError(fact, fix=fix, where=where)
+            raise _mismatch(fact, fix, where)
     return words
 
 
@@ -276,8 +289,8 @@ def _near(channel: Channel, key: str, word: str) -> list[str] | None:
     channel.store.set(key, word)
     if channel.boxes is None or channel.size > DIRECT:
         return None
-    channel.boxes.write(channel.calls, word)
-    return channel.boxes.read(channel.calls)
+    channel.boxes.write(channel.meetings, word)
+    return channel.boxes.read(channel.meetings)
 
 
 def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
@@ -296,14 +309,16 @@ def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
 class _Watch:
     """Looked at beside a rank that waits: gives up for it when patience is over."""
 
-    def __init__(self, channel: Channel, keys: Sequence[str], what: str) -> None:
+    def __init__(
+        self, channel: Channel, keys: Sequence[str], what: str, seconds: float
+    ) -> None:
         self.key, self.what = keys[channel.rank], what
         # Those of all, by numbers in the default process group.
         self.keys = dict(zip(channel.ranks, keys, strict=True))
         self.verdict = _verdict_key(channel) if channel.size > DIRECT else None
         self.leader = channel.ranks[0]
         self.presence = channel.presence
-        self.patience = channel.patience(patience_limit())
+        self.patience = channel.patience(seconds)
 
     def look(self) -> None:
         """Called at every beat, by another thread than the one that waits."""
@@ -312,7 +327,7 @@ class _Watch:
         missing = self._missing()
         if not missing:
             return
-        text = _failure(self._late(missing), ALONE, presence.user_line())
+        text = failure(self._late(missing), ALONE, presence.user_line())
         store = self.presence.store
         for rank in missing:
             if store.compare_set(self.keys[rank], "", text).decode() != text:

@@ -1,5 +1,8 @@
-"""What is known of this process and of others of its machine: CPU seconds of threads,
-whether a process is there, and what ends this one."""
+"""What is known of this process and of others of its machine.
+
+In: threads and processes, as Linux tells of them. Out: seconds of CPU that a program
+took, whether a process is there, and what ends this one. Never: a message to others.
+"""
 
 from __future__ import annotations
 

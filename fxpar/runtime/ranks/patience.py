@@ -1,4 +1,9 @@
-"""How long ranks wait for others, and when there is nothing left to wait for."""
+"""How long ranks wait for others, and when there is nothing left to wait for.
+
+In: what ranks say of themselves (``presence``), and who is missing. Out: whether a wait
+is over, why, and where the missing ranks are. Never: an end of a wait for a rank that
+works, or a wait without end for one that does not.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,13 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fxpar.runtime.ranks import worlds
-from fxpar.runtime.ranks.presence import (
-    BEAT,
-    Answer,
-    Presence,
-    waited_for,
-    waiting,
-)
+from fxpar.runtime.ranks.presence import BEAT, Answer, Presence, waiting
 
 _MUTUAL = "ranks wait for one another at different places"
+_MUTUAL_FIX = "take the same calls and backwards in the same order on every rank"
 ENDED = 1.0  # seconds to wait for a rank that has ended
 _LIMITS = {"timeout": 30.0, "late_timeout": 600.0}
 # Whose calls this rank is inside of, all ranks of each having come.
@@ -66,12 +66,12 @@ class Patience:
         presence: Presence,
         seconds: float,
         ranks: Sequence[int],
-        counters: Collection[str],
+        channel: str,
     ) -> None:
         """``ranks``: those of the world that waits, by their numbers in the default
-        process group; ``counters``: the names of its calls and rounds."""
+        process group; ``channel``: the name of its channel."""
         self.presence, self.seconds = presence, seconds
-        self.ranks, self.counters = ranks, counters
+        self.ranks, self.channel = ranks, channel
         self.held_up = False  # a rank that is waited for, by other ranks than these
         self.looked = time.monotonic()
         self.spent = 0.0  # seconds so far
@@ -117,7 +117,7 @@ class Patience:
         if len(self.ranks) == self.presence.size:
             return False
         waits = other.state in ("waits", "collective")
-        return waits and other.waits_for not in self.counters
+        return waits and other.waits_for != self.channel
 
     def _end_of(self, late: Sequence[int]) -> str:
         """Why those who are late will not come, "" if they may."""
@@ -128,9 +128,8 @@ class Patience:
                 return "it has ended"
             # What this rank has not counted is among others.
             if other.number > mine.get(other.waits_for, math.inf):
-                self.presence.given_up = other.waits_for, other.number
-                return _MUTUAL
-            if other.misses and (other.misses, other.missed) == waited_for():
+                # It may look when this rank has left its own wait.
+                self.presence.refuse(rank, other, _MUTUAL, _MUTUAL_FIX)
                 return _MUTUAL
         if self.hang > timeout():
             return _MUTUAL

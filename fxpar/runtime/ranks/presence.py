@@ -1,11 +1,12 @@
 """Every rank says where it is to ranks that wait for it; and ``fxpar.alone``.
 
-A thread of every rank answers, through the store of the process group, ranks that ask:
-whether this one works (it compiles, or computes), waits for others, is idle, or has
-ended, and by which exception. So a rank that waits can distinguish another that is slow
-from one that will not come, and from one that waits for it at another place. While
-nobody asks, a rank sends one small message a beat; ``store_watch`` ends a rank whose
-store does not answer. Inside ``fxpar.alone`` a rank runs without the others.
+In: what the program does (``works``, ``waits``), the line it is at, seconds of CPU.
+Out: through the store of the process group, to ranks that ask, whether this rank works
+(it compiles, or computes), waits for others, is idle, or has ended, and by which
+exception. So a rank that waits can distinguish another that is slow from one that will
+not come, and from one that waits for it at another place. A thread answers, one small
+message a beat while nobody asks; ``store_watch`` ends a rank whose store does not
+answer. Inside ``fxpar.alone`` a rank runs without the others. Never: a collective.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ STORE_FIX = (
     "output"
 )
 
+# Begins a word that says why a rank does not come to a meeting.
+FAILED = "!"
+# In place of a rank, of what rank 0 read where it reads the words of all.
+ALL = "all"
+
 # What the program of this process does, innermost last.
 _DOING: list[Answer] = []
 
@@ -60,28 +66,28 @@ class Answer:
     state: str
     # What it does, in words.
     text: str
-    # What it waits for, if it does: the other ranks' calls or rounds, by the name that
-    # a channel has for them.
+    # The world whose ranks it waits for, if it does, by the name that its channel has.
     waits_for: str = ""
-    # The number of that call or round.
+    # The number of the meeting that they do not come to.
     number: int = 0
-    # As ``waits_for``, of a wait of others that it last gave up to join, since it
-    # waited elsewhere.
-    misses: str = ""
-    # The number of that call or round.
-    missed: int = 0
     # The last call that it came to, in words.
     last_call: str = ""
+
+
+def word_key(channel: str, number: int, rank: int | str) -> str:
+    """Of what a rank has to say at a meeting, by its number in the default process
+    group, in the store."""
+    return f"{channel}/{number}/{rank}"
+
+
+def failure(what: str, fix: str, where: str | None = None) -> str:
+    """What a rank says at a meeting that it does not come to."""
+    return FAILED + json.dumps([what, fix, where])
 
 
 def waiting() -> str:
     """What the program of this rank waits for, in words; "" if it does not wait."""
     return "".join(x.text for x in _DOING[-1:] if x.state == "waits")
-
-
-def waited_for() -> tuple[str, int]:
-    """The calls or rounds that this rank waits for others in, and the number."""
-    return next(((x.waits_for, x.number) for x in _DOING[-1:]), ("", 0))
 
 
 @contextlib.contextmanager
@@ -93,7 +99,7 @@ def works(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waits(text: str, waits_for: str = "", number: int = 0) -> Iterator[None]:
-    """Inside, this rank waits for others, to come to a call or a round of a number."""
+    """Inside, this rank waits for others, to come to a meeting of a number."""
     with (
         _doing(Answer("waits", text, waits_for, number)),
         stage(WAIT, nested=True),
@@ -129,12 +135,10 @@ class Presence:
     read: list[str] = field(default_factory=list)
     # Called at every beat while this rank waits for others; None: it does not.
     watch: Callable[[], None] | None = None
-    # How many calls and rounds this rank came to, by names, in each of its channels.
-    progress: list[Callable[[], dict[str, int]]] = field(default_factory=list)
+    # Each of its channels: its name, and how many meetings this rank came to there.
+    progress: list[Callable[[], tuple[str, int]]] = field(default_factory=list)
     # The number of the last call that it came to in any of them, and the call in words.
     last_call: tuple[int, str] | None = None
-    # As ``Answer.misses`` and ``missed``.
-    given_up: tuple[str, int] = ("", 0)
     # Grows while the store answers the thread.
     beats: int = 0
     # Set when the store is not needed any more.
@@ -181,8 +185,16 @@ class Presence:
         return mismatch
 
     def counts(self) -> dict[str, int]:
-        """How many calls and rounds this rank came to, by their names."""
-        return {name: n for counts in self.progress for name, n in counts().items()}
+        """How many meetings this rank came to, by the names of its channels."""
+        return dict(count() for count in self.progress)
+
+    def refuse(self, rank: int, answer: Answer, why: str, fix: str) -> None:
+        """Fail the meeting that a rank waits for this one at."""
+        what = f"rank {rank} {answer.text}, rank {self.rank} {waiting()}: {why}"
+        for name in (f"{self.rank}", ALL):
+            key = word_key(answer.waits_for, answer.number, name)
+            self.store.compare_set(key, "", failure(what, fix))
+        self.questions = -1  # this rank does not overwrite it when it comes
 
     def ask(self) -> None:
         """Let every rank say where it is, at its next beat."""
@@ -288,9 +300,8 @@ class Presence:
 
     def _publish(self, answer: Answer) -> None:
         self._answer_number += 1
-        misses, missed = self.given_up
         last = "call {}, {}".format(*self.last_call) if self.last_call else ""
-        answer = replace(answer, last_call=last, misses=misses, missed=missed)
+        answer = replace(answer, last_call=last)
         text = json.dumps([self._answer_number, asdict(answer)])
         self.store.set(f"{self.prefix}/where/{self.rank}", text)
 

@@ -1,8 +1,10 @@
 """Numbers of Python inside a program, which ranks compare before it runs.
 
 Dynamo makes constants of ints (an attribute, an argument, what a script draws), and the
-text by which ranks know a program leaves them out, since sizes are ints too. Once all
-ranks plan it on the same sizes, every number in it is the same on each of them.
+text by which ranks know a program leaves them out, since sizes are ints too. In: a
+graph that all ranks planned on the same sizes, so that every number in it must be the
+same. Out: nothing, or an error on all ranks with the lines that differ. Never: a
+changed graph.
 """
 
 from __future__ import annotations

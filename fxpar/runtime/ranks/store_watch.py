@@ -1,12 +1,12 @@
 """A rank whose store does not answer says so, and ends where it waits for others.
 
-The process that holds the store of the process group may stop, or its machine: calls
-of the store then hang in native code, whatever timeout they have, in every thread. So a
-thread that calls no store compares clocks. Where the store has not answered the thread
-of ``presence`` for ``FXPAR_TIMEOUT`` seconds, it closes all connections to the store,
-so that what hangs in them raises. A main thread that hangs in a collective all the
-same, or at the end of the process, cannot raise: some seconds later the process ends.
-Seconds in which this process itself was stopped do not count.
+The process that holds the store of the process group may stop, or its machine: calls of
+the store then hang in native code, whatever timeout they have, in every thread. In: how
+often the thread of ``presence`` has heard of the store. Out: after ``FXPAR_TIMEOUT``
+seconds of silence all connections to it are closed, so that what hangs in them raises;
+where a main thread hangs in a collective all the same, or at the end of the process,
+which cannot raise, the process ends some seconds later. Never: a call of the store, or
+an end for seconds in which this process itself was stopped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A **place** is the ranks that share their coordinates along the axes of the batch. Where
 each place runs a program of its own, it is a ``World``: it has its own messages, leader
-and numbers. ``current()`` is the world that this thread is in, by default all ranks.
+and numbers. In: what a thread enters (``inside``). Out: ``current()``, the world that
+this thread is in, by default all ranks. Never: the world of an ended process group.
 """
 
 from __future__ import annotations

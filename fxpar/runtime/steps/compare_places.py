@@ -39,7 +39,7 @@ def _(first, launches, what, mesh, manual):
 @torch.library.impl("fxpar::compare_places", "CompositeExplicitAutograd")
 def _(first, launches, what, mesh, manual):
     with worlds.inside(None):
-        words = meeting.meet(launches, what)
+        words = meeting.meet("collectives between places", launches, what)
     if len(set(words)) == 1:
         return
     mesh = Mesh.parse(mesh)

@@ -1,0 +1,569 @@
+"""What ranks feed a graph, hold, and were given back, compared at every call of it.
+
+In: the arguments of a call, and gradients that reached backwards since the last one.
+Out: a word for the meeting of the call; then nothing, or one error on all ranks. Never:
+a collective, or a wait for a device (what it computes is told at a later call).
+
+- *Inputs* that differ are an error: sums of their bytes, at every call.
+- *Parameters and buffers* that several ranks hold are compared in full at the first
+  call (``check_inputs``). Later one rank may write to them by itself. So a word says
+  how often each was written in place since all were equal, and at many calls what some
+  elements of one of them are, another each time, for writes that torch does not count
+  (to ``.data``). Where these differ, ranks compare all in full, then and there: they
+  may count other writes where they hold the same (one loads, then sends it to all), and
+  may drift apart by rounding. Neither is an error; after each such look the next one
+  waits longer.
+- *Parameters in parts*, of which no two ranks hold the same: the numbers of writes and
+  the steps of optimizers must be equal.
+- *Gradients* that reach a backward from code in no graph are those of one loss, equal
+  on all ranks up to rounding. Noise from a rank's own seed, or labels of its own, give
+  parts of a gradient that nobody has.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxpar import _torch
+from fxpar.errors import FxparError, GradientError, InputMismatchError
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.ranks import check_inputs, consensus, worlds
+from fxpar.runtime.ranks.meeting import meetings
+from fxpar.runtime.ranks.presence import is_alone
+from fxpar.sharding.mesh import Mesh
+
+# Relative difference of values that are equal but for rounding.
+ALLOWED = 1e-3
+# Meetings that pass at most between two comparisons in full that show no error.
+_LONGEST = 64
+# Elements at most that stand for a tensor, in so many runs over it.
+_ELEMENTS, _RUNS = 1024, 16
+# Meetings between two of which elements are read, which costs some tens of microseconds
+# (or several launches): no whole number, so that of graphs that are called in turn each
+# has its part. At the first ones they are always read on the CPU.
+_APART, _FIRST = (11 + 5**0.5) / 2, 32
+# Gradients that are kept at most between two calls.
+_MOST = 64
+
+_WRITE_FIX = (
+    "write to it alike on every rank (load the checkpoint on all of them), or send "
+    "what one rank wrote to all by torch.distributed.broadcast before the next call"
+)
+_PARTS_FIX = (
+    "write to it alike on every rank, each its part: load the checkpoint on all of them"
+)
+_STEP_FIX = (
+    "take every step of an optimizer on every rank, at the same learning rate: decide "
+    "by what all ranks have, as a loss that torch.distributed.all_reduce averaged"
+)
+_MODEL_FIX = "call models in the same order on every rank"
+_UPDATE_FIX = (
+    "change gradients, learning rates and parameters alike on every rank: draw noise "
+    "from one seed, decide by what all ranks have alike"
+)
+_LOSS_FIX = (
+    "compute the loss alike on every rank, with noise and dropout from one seed; or, "
+    "where each rank has its own part of the batch, set FXPAR_INPUTS=local and feed it "
+    "so"
+)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter or a buffer of which several ranks hold the same."""
+
+    # Position among the arguments.
+    place: int
+    # As the user knows it.
+    name: str
+    # "parameter" or "buffer".
+    kind: str
+    # For each rank the rank whose values it must equal.
+    models: tuple[int, ...]
+
+
+class Drift:
+    """What is compared of one graph. Each rank gives ``word`` at every call, then
+    ``compare`` the words of all; after a comparison of all inputs in full it calls
+    ``settle``."""
+
+    def __init__(
+        self,
+        inputs: Sequence[NamedInput],
+        examples: Sequence[Any],
+        fed: Iterable[int],
+        mesh: Mesh,
+    ) -> None:
+        """``fed``: positions of tensors among the arguments whose shapes may vary."""
+        several = mesh.size > 1
+        # Inputs, those on the CPU first: position -> (name, count of dims).
+        self.fed = {
+            i: (inputs[i].name, examples[i].dim())
+            for i in sorted(fed, key=lambda i: examples[i].device.type != "cpu")
+            if several
+            and inputs[i].kind == "input"
+            and not isinstance(examples[i], DTensor)
+        }
+        state = [
+            (i, entry)
+            for i, (entry, x) in enumerate(zip(inputs, examples, strict=True))
+            if entry.kind in ("parameter", "buffer") and isinstance(x, torch.Tensor)
+        ]
+        of_rank = {i: _models(examples[i], mesh) for i, _ in state}
+        own = tuple(range(mesh.size))
+        self.held = [
+            _Held(i, entry.name, entry.kind, models)
+            for i, entry in state
+            if (models := of_rank[i]) and models != own
+        ]
+        # Names of those of which every rank holds a part of its own, by position.
+        self.parts = {i: entry.name for i, entry in state if of_rank[i] == own}
+        # Position of one that ``fxpar.shard`` took, if several ranks may.
+        self.at_rest = next(
+            (i for i, _ in state if several and isinstance(examples[i], DTensor)), None
+        )
+        # Writes to each tensor so far, at this call, and when all ranks held the same.
+        self._now: tuple[int, ...] = ()
+        self._equal: tuple[int, ...] = ()
+        # Comparisons in full since then, and the meeting after which there may be one.
+        self._looks, self._pause_ends = 0, 0
+        # Of the last call on a device: sums of inputs, elements of a held tensor.
+        self._sums: Callable[[], list[Any]] = list
+        self._read: tuple[int, Callable[[], list[Any]]] | None = None
+
+    def word(self, args: Sequence[Any]) -> str:
+        """What to compare at this call."""
+        fields = self._fed_word(args), self._held_word(args), self._parts_word(args)
+        return "\t".join((*fields, _gradients_word()))
+
+    def compare(self, words: Sequence[str], args: Sequence[Any], *, held: bool) -> None:
+        """Raise InputMismatchError or GradientError, on all ranks, if ranks have what
+        they may not. ``held``: whether to compare what they hold, too."""
+        if len(set(words)) == 1:
+            self._equal = self._now if held else self._equal
+            return
+        columns = zip(*(word.split("\t") for word in words), strict=True)
+        fed, states, parts, gradients = columns
+        self._compare_fed(fed)
+        self._compare_parts(parts, args)
+        if held and self._is_suspicious(states):
+            if not self._pauses():
+                self.look(args)
+                self._equal = self._now
+        elif held:
+            self._equal = self._now
+        error = _compare_gradients(gradients)
+        if error is not None:
+            if held:
+                self.look(args)  # whether it comes of these
+            raise error
+
+    def settle(self, args: Sequence[Any]) -> None:
+        """All ranks were just made to hold the same."""
+        self._equal = _torch.objects.versions_of([args[x.place] for x in self.held])
+        self._looks, self._pause_ends = 0, 0
+
+    def _fed_word(self, args: Sequence[Any]) -> str:
+        fed = [args[i] for i in self.fed]
+        sums = [check_inputs.quick_sum(x) for x in fed if x.device.type == "cpu"]
+        if len(sums) < len(fed):
+            own = list(map(check_inputs.checksum, fed[len(sums) :]))
+            sums += self._sums()
+            self._sums = _on_its_way(torch.stack([x.to(own[0].device) for x in own]))
+        return " ".join(f"{x:x}" for x in sums)
+
+    def _compare_fed(self, words: Sequence[str]) -> None:
+        ranks = [word.split(" ") for word in words]
+        for (name, dims), *sums in zip(self.fed.values(), *ranks, strict=False):
+            if (rank := consensus.first_other(sums)) is not None:
+                raise check_inputs.differ([name], rank, dims)
+
+    def _held_word(self, args: Sequence[Any]) -> str:
+        """How often tensors were written to; the number of one of them, and what some
+        of its elements are: on a device those of an earlier call."""
+        if not self.held:
+            return ""
+        tensors = [args[x.place] for x in self.held]
+        self._now = _torch.objects.versions_of(tensors)
+        writes = ""
+        if self._now != self._equal:
+            writes = f"{hash(_written_since(self._now, self._equal)):x}"
+        on_cpu = tensors[0].device.type == "cpu"
+        turn = sample_turn(meetings(), on_cpu=on_cpu)
+        if turn is None:
+            return writes
+        turn, n = divmod(turn, len(tensors))
+        read = n, _on_its_way(sketch(sample(_values(tensors[n]), turn)))
+        before = read if on_cpu else self._read
+        self._read = read
+        return f"{writes} {before[0]} {_text_of(before[1]())}" if before else writes
+
+    def _is_suspicious(self, words: Sequence[str]) -> bool:
+        """Whether ranks count other writes, or one has other elements."""
+        fields = (f"{word}  ".split(" ")[:3] for word in words)
+        writes, places, elements = zip(*fields, strict=True)
+        if len(set(writes)) > 1 or len(set(places)) > 1:
+            return True
+        if not places[0]:
+            return False
+        held = self.held[int(places[0])]
+        return any(
+            _is_far(elements[rank], elements[model])
+            for rank, model in enumerate(held.models)
+        )
+
+    def _pauses(self) -> bool:
+        """Whether to compare nothing in full for now; if not, this counts as one."""
+        if meetings() < self._pause_ends:
+            return True
+        self._looks += 1
+        self._pause_ends = meetings() + min(2**self._looks, _LONGEST)
+        return False
+
+    def look(self, args: Sequence[Any]) -> None:
+        """Compare all that ranks hold in full. Every rank comes here at the same
+        call."""
+        if not self.held:
+            return
+        values = [_values(args[x.place]) for x in self.held]
+        sums = check_inputs.checksums(values)
+        writes = _written_since(self._now, self._equal)
+        gathered = consensus.gather_numbers("what they hold", [*sums, *writes])
+        n = len(values)
+        unlike: dict[int, int] = {}  # the first rank that differs, by tensor
+        for i, held in enumerate(self.held):
+            for rank, model in enumerate(held.models):
+                if gathered[rank][i] != gathered[model][i]:
+                    unlike.setdefault(i, rank)
+        alone = [
+            i
+            for i, rank in unlike.items()
+            if gathered[rank][n + i] != gathered[self.held[i].models[rank]][n + i]
+        ]
+        wrong = alone or (list(unlike) if self._far_apart(unlike, values) else [])
+        if wrong:
+            rank = unlike[wrong[0]]
+            raise _unlike([self.held[i] for i in wrong], rank, alone=bool(alone))
+
+    def _far_apart(
+        self, unlike: Mapping[int, int], values: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether tensors that differ do so by more than rounding, all together."""
+        floats = [i for i in unlike if values[i].is_floating_point()]
+        if len(floats) < len(unlike) or not floats:
+            return bool(unlike)
+        numbers = [part for i in floats for part in sketch(values[i]).tolist()]
+        gathered = consensus.gather_numbers("how far they are apart", numbers)
+        apart = size = 0.0
+        for n, i in enumerate(floats):
+            (norm, wave), (other_norm, other_wave) = (
+                gathered[r][2 * n : 2 * n + 2]
+                for r in (unlike[i], self.held[i].models[unlike[i]])
+            )
+            apart += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
+            size += max(norm, other_norm) ** 2
+        return not math.sqrt(apart) <= ALLOWED * math.sqrt(size)
+
+    def _parts_word(self, args: Sequence[Any]) -> str:
+        """How often parts were written to, the steps since, and whose they are."""
+        if self.at_rest is None:
+            return ""
+        parts, number = [args[i] for i in self.parts], _model_number(args[self.at_rest])
+        writes = hash(_torch.objects.versions_of(parts))
+        return f"{writes:x} {_steps_word(parts)} {number}"
+
+    def _compare_parts(self, words: Sequence[str], args: Sequence[Any]) -> None:
+        """Raise InputMismatchError if only some ranks wrote to a parameter of which
+        each holds a part, or took a step of its optimizer otherwise, or if ranks call
+        other models of one form."""
+        if len(set(words)) == 1:
+            return
+        _, every, models = zip(*(word.split(" ") for word in words), strict=True)
+        if (rank := consensus.first_other(models)) is not None:
+            raise _told(
+                f"rank {worlds.global_rank(rank)} calls another model of fxpar.shard "
+                f"than rank {worlds.global_rank(0)}, of the same form",
+                _MODEL_FIX,
+            )
+        if (rank := consensus.first_other(every)) is not None:
+            raise _told(
+                "optimizers of parameters of which each rank holds a part took other "
+                f"steps (learning rates by group): {every[0] or 'none'} on rank 0, "
+                f"{every[rank] or 'none'} on rank {rank}",
+                _STEP_FIX,
+            )
+        own = _torch.objects.versions_of([args[i] for i in self.parts])
+        columns = list(zip(*consensus.gather_numbers("writes", own), strict=True))
+        unlike = [i for i, counts in enumerate(columns) if len(set(counts)) > 1]
+        name, counts = list(self.parts.values())[unlike[0]], columns[unlike[0]]
+        rank = consensus.first_other(counts) or 0
+        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+        raise _told(
+            f"parameter {name}{more}, of which each rank holds a part, was "
+            f"written to {counts[0]} times on rank {worlds.global_rank(0)} and "
+            f"{counts[rank]} times on rank {worlds.global_rank(rank)}",
+            _PARTS_FIX,
+        )
+
+
+def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+    """Of each tensor, how often it was written since."""
+    return tuple(map(operator.sub, now, before or now))
+
+
+def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
+    """For each rank the first that has the same part of a tensor; None if some hold
+    nothing of it, or there are no others."""
+    if mesh.size == 1 or x.device.type == "meta":
+        return None
+    if not isinstance(x, DTensor):
+        return (0,) * mesh.size
+    grid = first = x.device_mesh.mesh
+    same = [dim for dim, placed in enumerate(x.placements) if placed.is_replicate()]
+    if same:
+        first = grid.amin(same, keepdim=True).expand_as(grid)
+    part_of = dict(zip(grid.flatten().tolist(), first.flatten().tolist(), strict=True))
+    parts = [part_of.get(worlds.global_rank(rank)) for rank in range(mesh.size)]
+    return None if None in parts else tuple(map(parts.index, parts))
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds."""
+    with torch.no_grad():
+        return x.to_local() if isinstance(x, DTensor) else x.detach()
+
+
+def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
+    """The error, which every rank raises. ``alone``: whether ranks count other writes
+    to the tensors."""
+    kinds = sorted({held.kind for held in wrong}, reverse=True)
+    what = " and ".join(kinds if len(wrong) == 1 else [f"{kind}s" for kind in kinds])
+    names = check_inputs.listed(held.name for held in wrong)
+    why = "one of them wrote to it by itself"
+    if not alone:
+        why = "one of them changed a gradient or an optimizer by itself, or wrote "
+        why += "through .data"
+    return _told(
+        f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer alike on all "
+        f"ranks: rank {worlds.global_rank(rank)} does not hold what rank "
+        f"{worlds.global_rank(wrong[0].models[rank])} holds; {why} since an earlier "
+        "call",
+        _WRITE_FIX if alone else _UPDATE_FIX,
+    )
+
+
+def _told(fact: str, fix: str) -> FxparError:
+    return consensus.as_told(InputMismatchError(fact, fix=fix))
+
+
+def sample_turn(number: int, *, on_cpu: bool) -> int | None:
+    """How many meetings before the one of this number had elements; None if it has
+    none."""
+    if on_cpu and number < _FIRST:
+        return number
+    turn = int(number / _APART)
+    return turn + _FIRST if turn > int((number - 1) / _APART) else None
+
+
+def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """Some elements as a view, other ones at each turn, so that turns come to all; none
+    of a tensor that is not dense in memory."""
+    for dim, stride in enumerate(x.stride()):
+        x = x if stride else x.narrow(dim, 0, min(x.shape[dim], 1))  # was expanded
+    if x.is_conj() or x.is_neg() or not _is_dense(x):
+        return x.new_empty(0)
+    count = x.numel()
+    if count <= _ELEMENTS:
+        return x
+    run, apart = _ELEMENTS // _RUNS, count // _RUNS
+    last = count - (_RUNS - 1) * apart - run
+    begin = min(turn % (-(-last // run) + 1) * run, last)
+    return x.as_strided((_RUNS, run), (apart, 1), x.storage_offset() + begin)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements, in any order, fill a piece of memory once."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def sketch(x: torch.Tensor) -> torch.Tensor:
+    """The norm of a tensor and its sum weighted by a wave, by which tensors are
+    compared up to rounding."""
+    x = x.detach().to_dense()
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).double()
+    waves = _waves(flat.device)
+    if len(flat) > len(waves):
+        waves = torch.arange(len(flat), device=flat.device).double().sin()
+    return torch.stack((flat.norm(), flat.dot(waves[: len(flat)])))
+
+
+@functools.cache
+def _waves(device: torch.device) -> torch.Tensor:
+    return torch.arange(2 * _ELEMENTS, device=device).double().sin()
+
+
+def _on_its_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+    """Numbers on a device, copied while the program goes on."""
+    if numbers.device.type == "cpu":
+        return numbers.tolist
+    host = torch.empty(
+        numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
+    )
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
+
+
+def _text_of(numbers: Iterable[float]) -> str:
+    """Of the numbers of a ``sketch``."""
+    return ",".join(map(repr, numbers))
+
+
+def _is_far(text: str, other: str) -> bool:
+    """Whether two sketches differ by more than rounding."""
+    if text == other:
+        return False
+    (norm, wave), (other_norm, other_wave) = (
+        map(float, each.split(",")) for each in (text, other)
+    )
+    apart = max(abs(norm - other_norm), 2**0.5 * abs(wave - other_wave))
+    return not apart <= ALLOWED * max(norm, other_norm)
+
+
+# The last steps of optimizers since a graph read the parts that they update, by the
+# owner of the parts.
+_STEPS: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
+_OwnerOf = Callable[[torch.Tensor], Any]
+_OWNERS: list[_OwnerOf] = []
+
+
+@functools.cache
+def note_steps(owner_of: _OwnerOf) -> None:
+    """From now on, a call compares the steps of the optimizers of its parts since the
+    call before. ``owner_of``: the model that a part belongs to, None for others."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        owners = {*map(owner_of, _torch.objects.parameters_of(optimizer))} - {None}
+        if not owners:
+            return
+        rates = (
+            "?" if isinstance(rate := group.get("lr"), torch.Tensor) else f"{rate}"
+            for group in optimizer.param_groups
+        )
+        step = f"{type(optimizer).__name__}({','.join(rates)})"
+        for owner in owners:
+            _STEPS.setdefault(owner, deque(maxlen=64)).append(step)
+
+    _OWNERS.append(owner_of)
+    register_optimizer_step_pre_hook(note)
+
+
+def _model_number(part: torch.Tensor) -> int:
+    """Of the model that a part belongs to, the same number on all ranks."""
+    owners = (owner_of(part) for owner_of in _OWNERS)
+    return next((owner.round for owner in owners if owner is not None), 0)
+
+
+def _steps_word(parts: Sequence[torch.Tensor]) -> str:
+    """Return the steps since the last call that read parts of these models."""
+    if not _STEPS:
+        return ""
+    owners = dict.fromkeys(owner_of(part) for owner_of in _OWNERS for part in parts)
+    owners.pop(None, None)
+    steps = (step for owner in owners for step in _STEPS.pop(owner, ()))
+    return "+".join(steps).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """One that reached a backward."""
+
+    # The user's line of a result of the graph.
+    made_at: str | None
+    # The ``sketch`` of some of its elements.
+    read: Callable[[], list[Any]]
+    # The number of the meeting that it is told at, so that nobody waits for a device.
+    told_at: int
+
+
+# Those to be told, in the order they came, and those that the word of this call has.
+_GRADIENTS: list[_Gradient] = []
+_IN_WORD: list[_Gradient] = []
+
+
+def forget() -> None:
+    """Keep nothing of what came so far: it belongs to programs that are gone."""
+    _STEPS.clear()
+    _GRADIENTS.clear()
+    _IN_WORD.clear()
+
+
+def note_gradients(made_at: str | None, gradients: Sequence[Any]) -> None:
+    """Let a call to come compare what reaches the backward of a graph now.
+    ``made_at``: the user's line of a result of it."""
+    if is_alone():
+        return
+    now = meetings()
+    for x in gradients:
+        if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+            continue
+        on_cpu = x.device.type == "cpu"
+        turn = sample_turn(now, on_cpu=on_cpu)
+        if turn is None or len(_GRADIENTS) == _MOST:
+            continue
+        read = _on_its_way(sketch(sample(x, turn)))
+        _GRADIENTS.append(_Gradient(made_at, read, now if on_cpu else now + 2))
+
+
+def _gradients_word() -> str:
+    """What to compare at this call."""
+    if not _GRADIENTS:
+        return ""
+    now = meetings() + 1
+    _IN_WORD[:] = [x for x in _GRADIENTS if x.told_at <= now]
+    _GRADIENTS[:] = [x for x in _GRADIENTS if x.told_at > now]
+    return " ".join(_text_of(x.read()) for x in _IN_WORD)
+
+
+def _compare_gradients(words: Sequence[str]) -> GradientError | None:
+    """What to raise, on all ranks, if what they told differs by more than rounding.
+    Ranks that told of other counts, as one that left out a backward, are for
+    others to find."""
+    ranks = [word.split(" ") for word in words]
+    if len(set(words)) == 1 or len({*map(len, ranks)}) > 1 or "" in words:
+        return None
+    for gradient, *sketches in zip(_IN_WORD, *ranks, strict=True):
+        for rank, own in enumerate(sketches):
+            if _is_far(own, sketches[0]):
+                error = GradientError(
+                    "gradients of results of a compiled graph differed between ranks: "
+                    "code that is not compiled computes another loss of them on rank "
+                    f"{worlds.global_rank(rank)} than on rank {worlds.global_rank(0)}",
+                    where=gradient.made_at,
+                    fix=_LOSS_FIX,
+                )
+                error.told = True
+                return error
+    return None
