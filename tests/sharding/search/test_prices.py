@@ -82,3 +82,36 @@ def test_a_search_pays_what_a_rank_takes(op: Any, monkeypatch: Any) -> None:
             assert paid == pytest.approx(taken, rel=1e-9), (str(one.rule), strategy)
             tried += 1
     assert tried
+
+
+X, Y = torch.randn(2, 96, 1024)
+
+
+@pytest.mark.parametrize("name", ["cpu", "h100"])
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (torch.ops.aten.mul.Tensor, (X, Y)),
+        (torch.ops.aten.div.Tensor, (X, Y)),
+        (torch.ops.aten.exp.default, (X,)),
+        (torch.ops.aten.tanh.default, (X,)),
+        (torch.ops.aten.sum.dim_IntList, (X, [1])),
+    ],
+    ids=["mul", "div", "exp", "tanh", "sum"],
+)
+def test_light_ops_cost_what_their_kernels_take(op: Any, args: Any, name: str) -> None:
+    """Caches hold what they move, and some take longer to compute than to move."""
+    machine = lookup(name)
+    mesh, one = machine.on(Mesh.parse("even=2,odd=3")), OneOp(op, args, {})
+    assert one.rule is not None
+    (call,) = one.program.ops
+    work = work_alone(call, one.program.values)
+    for strategy in strategies(one.rule, mesh, ("even", "odd")):
+        kernels = launches_of(one.localized(strategy, mesh)).launches
+        taken = sum(
+            machine.fused(x.moved, x.light) - machine.launch
+            for x in kernels
+            if x.kind == "fused"
+        )
+        paid = seconds(call, work, strategy, mesh, machine)
+        assert paid == pytest.approx(taken, rel=0.05), strategy
