@@ -76,11 +76,9 @@ def _agreed() -> tuple[Level, ...]:
         return ()
     key = json.dumps(_facts(size))
     path = cache_files.folder() / f"{consensus.digest_of(key)}.links.json"
-    network = None
+    network: tuple[Level, ...] | None = None
     if consensus.leads():
-        network = cache_files.read_record(
-            path, FORMAT, key, lambda x: _parse(x["levels"])
-        )
+        network = cache_files.read_record(path, FORMAT, key, _levels)
     text = consensus.gather("links that were kept", _text(network or ()))[0]
     if not json.loads(text):
         text = consensus.gather("links", _text(_measured(size)))[0]
@@ -125,6 +123,11 @@ def _measured(size: int) -> tuple[Level, ...]:
         probe = Probe(device, ranks, end, quick=True, long=_LONG)
         network = levels(probe, base, _KINDS)
     return () if network == base.levels else network
+
+
+def _levels(record: dict[str, Any]) -> tuple[Level, ...]:
+    """Return the levels of what is kept."""
+    return _parse(record["levels"])
 
 
 def _text(levels: Sequence[Level]) -> str:
