@@ -45,8 +45,8 @@ from fxpar.units import percent_more, short_seconds
 # is described, and the least share of a step's kernels that a schedule leaves.
 _UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
 # Of plans whose steps take so many times as long as the shortest at most, the one that
-# holds the fewest bytes is taken.
-_TIE = 1.001
+# holds the fewest bytes is taken, if these are at most such a share of the shortest's.
+_TIE, _LESS = 1.001, 0.99
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -133,9 +133,11 @@ def _finished(state: JointState) -> Result:
 
 def shortest_step(steps: Sequence[tuple[float, int]]) -> int:
     """Return which of some steps, of so many seconds and bytes, is to be taken."""
-    longest = _TIE * min(seconds for seconds, _ in steps)
-    as_short = (i for i, (seconds, _) in enumerate(steps) if seconds <= longest)
-    return min(as_short, key=lambda i: steps[i][::-1])
+    first = min(range(len(steps)), key=steps.__getitem__)
+    shortest, most = steps[first]
+    as_short = (i for i, (seconds, _) in enumerate(steps) if seconds <= _TIE * shortest)
+    least = min(as_short, key=lambda i: steps[i][::-1])
+    return least if steps[least][1] <= _LESS * most else first
 
 
 def _held(line: Timeline, state: JointState) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 import fxpar
 from fxpar import choose_plan
-from fxpar.choose_plan import _TIE, shortest_step
+from fxpar.choose_plan import _LESS, _TIE, shortest_step
 from fxpar.choose_plan import _timeline_unscheduled as timeline
 from fxpar.sharding.search import rank_candidates
 from tests.helpers.programs import batch, mlp
@@ -40,6 +40,7 @@ def test_of_steps_as_short_the_one_that_holds_less_is_taken() -> None:
     assert shortest_step([(1.0, 80), (1.0005, 40), (1.002, 10)]) == 1
     assert shortest_step([(1.0, 80), (1.0, 40), (0.998, 90)]) == 2
     assert shortest_step([(1.0005, 40), (1.0, 40)]) == 1
+    assert shortest_step([(1.0, 1000), (1.0005, 999)]) == 0  # not worth it
 
 
 # Seconds of a step, and bytes that a rank holds.
@@ -55,7 +56,7 @@ def step(make: Any, mode: str) -> Step:
 
 def is_no_slower(step: Step, than: Step) -> bool:
     """Whether a step is as short as another, or nearly so and holds less."""
-    tie = _TIE if step[1] < than[1] else 1 + 1e-9
+    tie = _TIE if step[1] <= _LESS * than[1] else 1 + 1e-9
     return step[0] <= than[0] * tie
 
 
