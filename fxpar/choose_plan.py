@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,9 @@ from fxpar.units import percent_more, short_seconds
 # The last step of the pipeline before a schedule is chosen, the last one before a plan
 # is described, and the least share of a step's kernels that a schedule leaves.
 _UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
+# Of plans whose steps take so many times as long as the shortest at most, the one that
+# holds the fewest bytes is taken, if these are at most such a share of the shortest's.
+_TIE, _LESS = 1.001, 0.99
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -58,10 +62,11 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 
 def _finished(state: JointState) -> Result:
     """Return the result for a decision, or for the rival with the shortest predicted
-    step. A rival gets no schedule if it would take longer even with all communication
-    hidden. Plans of open sizes are compared at their hints and without a schedule:
-    lowering with symbols leaves guards on them, also of plans that are not taken, on
-    the one rank that searches."""
+    step, of those that are as short the one that holds the least. A rival gets no
+    schedule if it would take longer even with all communication hidden. Plans of open
+    sizes are compared at their hints and without a schedule: lowering with symbols
+    leaves guards on them, also of plans that are not taken, on the one rank that
+    searches."""
     rivals = [x for x in state.rivals if not state.open or x[0].is_even]
     if not rivals:
         return pipeline.finished(state, pipeline.rows_after("plan"))
@@ -84,8 +89,9 @@ def _finished(state: JointState) -> Result:
     budget = _budget(state.request)
     room = budget if min(held) <= budget else held[0]
     trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
-    _, best, first_number = trials[0]
-    best_number, seconds, scheduled = first_number, math.inf, set[tuple[float, int]]()
+    first_number, seconds, scheduled = trials[0][2], math.inf, set[tuple[float, int]]()
+    finished: list[tuple[JointState, int]] = []
+    steps: list[tuple[float, int]] = []
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial, number in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
@@ -98,12 +104,15 @@ def _finished(state: JointState) -> Result:
             scheduled.add(key)
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
             line = _timeline(trial)
-            if line.seconds < seconds:
-                best, best_number, seconds = trial, number, line.seconds
+            finished.append((trial, number))
+            steps.append((line.seconds, _held(line, trial)))
+            seconds = min(seconds, line.seconds)
         times.setdefault((trial.decided.mesh, key), line.seconds)
     listed = ", ".join(f"{mesh} {short_seconds(x)}" for (mesh, _), x in times.items())
+    index = shortest_step(steps)
+    best, best_number = finished[index]
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
-    best.step_seconds = seconds
+    best.step_seconds, _ = steps[index]
     decision, _ = decisions[best_number]
     if best_number != first_number:
         check_user_rules(decision)
@@ -120,6 +129,15 @@ def _finished(state: JointState) -> Result:
     final_state = _trial_of(state, decision, request)
     final_state.notes, final_state.step_seconds = best.notes, best.step_seconds
     return pipeline.finished(final_state, pipeline.rows_after("plan"))
+
+
+def shortest_step(steps: Sequence[tuple[float, int]]) -> int:
+    """Return which of some steps, of so many seconds and bytes, is to be taken."""
+    first = min(range(len(steps)), key=steps.__getitem__)
+    shortest, most = steps[first]
+    as_short = (i for i, (seconds, _) in enumerate(steps) if seconds <= _TIE * shortest)
+    least = min(as_short, key=lambda i: steps[i][::-1])
+    return least if steps[least][1] <= _LESS * most else first
 
 
 def _held(line: Timeline, state: JointState) -> int:

@@ -119,6 +119,13 @@ class Options:
         "h100, ..., file",
         "what costs are for: a name, or a file of calibrate; unset: this device",
     )
+    measure: bool = _option(
+        values.switch,
+        True,
+        "0, 1",
+        "the first start of several CUDA ranks measures their links in two seconds, "
+        "where `hardware` is unset; 0: built-in figures",
+    )
     schedule: str = _option(
         values.text,
         "auto",

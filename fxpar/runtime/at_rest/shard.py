@@ -27,6 +27,7 @@ from fxpar.runtime.at_rest.homes import HOME, Home
 from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
 from fxpar.runtime.at_rest.swap_parameters import swap_parameters
 from fxpar.runtime.at_rest.used_layouts import decided, uses_of
+from fxpar.runtime.calibrate.at_start import measure_first
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
 from fxpar.runtime.ranks.compare_options import check_options, options_text
@@ -75,6 +76,7 @@ def shard(
     if ranks.mesh.size == 1:
         return model
     check_options(options_text(options, ranks), "fxpar.shard")
+    measure_first(options)
     all_hints = load(hints if hints is not None else options.hints)
     table = spec_hints(all_hints)
     if hints is not None and len(table) < len(all_hints):

@@ -44,7 +44,7 @@ def calibrate(
     do not fit, or an axis is partly in a node and partly between nodes.
     """
     size = groups.ensure_process_group(mesh)
-    ranks = groups.join(Options(mesh=mesh or _default_mesh(size)))
+    ranks = groups.join(Options(mesh=mesh or default_mesh(size)))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
     probe = Probe(torch.device(device), ranks, time.monotonic() + limit, quick=quick)
@@ -80,7 +80,8 @@ def calibrate(
     )
 
 
-def _default_mesh(size: int) -> Mesh:
+def default_mesh(size: int) -> Mesh:
+    """Return one axis of all ranks, or one of nodes and one of the ranks of each."""
     local = local_ranks(size)
     if local < size:
         return Mesh((("node", size // local), ("device", local)))

@@ -127,6 +127,8 @@ class Probe:
     end: float
     # With fewer sizes and repetitions.
     quick: bool
+    # Seconds of calls that are timed together.
+    long: float = _LONG
 
     @property
     def suite(self) -> Suite:
@@ -142,7 +144,7 @@ class Probe:
         if overrun > 0:
             return None
         ahead = self.device.type == "cuda" and not launches
-        calls = int(min(max(_LONG / pilot, 1), _AHEAD if ahead else 20000))
+        calls = int(min(max(self.long / pilot, 1), _AHEAD if ahead else 20000))
         repeats = range(5 if pilot > 0.05 else 11)
         times = [self._time(fn, calls, meet=True, ahead=ahead) for _ in repeats]
         return statistics.median(self._worst(*times))

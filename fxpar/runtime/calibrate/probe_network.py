@@ -30,8 +30,11 @@ def local_ranks(size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or size)
 
 
-def levels(probe: Probe, base: Hardware) -> tuple[Level, ...]:
+def levels(
+    probe: Probe, base: Hardware, kinds: Sequence[str] = collectives.KINDS
+) -> tuple[Level, ...]:
     """The network: where an axis was measured, its level, elsewhere that of ``base``.
+    ``kinds``: of collectives that are run.
 
     Groups of several sizes in a node tell the overhead of a collective from its
     latency; of one size, all counts as latency.
@@ -45,7 +48,7 @@ def levels(probe: Probe, base: Hardware) -> tuple[Level, ...]:
     points_of: dict[bool, dict[str, list[Point]]] = {False: {}, True: {}}
     for axis_set in axis_sets:
         crosses = _crosses(mesh, axis_set, local)
-        for kind in collectives.KINDS:
+        for kind in kinds:
             points = list(_collective(probe, kind, axis_set))
             points_of[crosses].setdefault(kind, []).extend(points)
     inner, *outer = base.levels

@@ -27,6 +27,7 @@ from fxpar.runtime.caches.program_identity import (
     digest,
     program_text,
 )
+from fxpar.runtime.calibrate.at_start import measure_first
 from fxpar.runtime.calls.call_sizes import Fed, Sizes
 from fxpar.runtime.calls.compile_variants import (
     CompileGraph,
@@ -218,6 +219,8 @@ class Calls:
         and if one fails all do: Dynamo forgets the graph then, so that the next call
         reads options again."""
         try:
+            if self.ranks.world is None:  # places compile apart
+                measure_first(self.options)
             with presence.works(f"compiles {self.what}"):
                 run, range_ = self.compiler.for_sizes(args)
         except FxparError:
@@ -242,6 +245,7 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
         _, every, *_ = _gathered(call_text)
         if len(set(every)) > 1:
             check_options(text, what)
+    measure_first(options)
 
 
 # What a rank asks of a call, as JSON. ``json.dumps`` makes an encoder at each call.

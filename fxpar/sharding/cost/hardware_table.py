@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "Peak",
     "ProductDims",
     "detect",
+    "keep_levels",
     "load",
     "lookup",
 ]
@@ -121,9 +122,20 @@ def lookup(text: str) -> Hardware:
     )
 
 
+# Levels of the network between the CUDA devices of this process's ranks, as measured.
+_measured: list[Level] = []
+
+
+def keep_levels(levels: Sequence[Level]) -> None:
+    """Let ``detect`` give these levels of the network, or if there are none, those
+    that are built in."""
+    _measured[:] = levels
+
+
 def detect() -> Hardware:
-    """The built-in hardware of this process's CUDA device, by its name; without one,
-    ``cpu``. Raises DeviceError on a device that is not known."""
+    """The built-in hardware of this process's CUDA device, by its name, with levels of
+    the network as they were measured; without a device, ``cpu``. Raises DeviceError on
+    a device that is not known."""
     import torch
 
     if not torch.cuda.is_available():
@@ -132,7 +144,8 @@ def detect() -> Hardware:
     for part, name in _DEVICES:
         if part.lower() in device.lower():
             if name:
-                return lookup(name)
+                hardware = lookup(name)
+                return replace(hardware, levels=tuple(_measured) or hardware.levels)
             break
     raise DeviceError(
         f"the figures of {device!r} are not known",

@@ -38,6 +38,7 @@ from fxpar.sharding.cost.op import (
     flops_of,
     hidden_flops_of,
     is_light,
+    light_operations,
     query_position,
 )
 from fxpar.sharding.cost.op import contracts as has_formula
@@ -53,6 +54,7 @@ from fxpar.sharding.program import (
     is_view,
     values_by_node,
 )
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.strategy import Strategy
 
 
@@ -79,6 +81,9 @@ class Work:
     balances: bool = False
     # Flops of what the causal mask of an attention hides.
     hidden_flops: float = 0.0
+    # Operations on elements of a light op, of its class in ``Hardware.light``; twice
+    # those if the backward computes it again.
+    light: tuple[str, float] = ("", 0.0)
 
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
@@ -92,11 +97,15 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
     nbytes = sum(size * share(position) for position, size in work.moved)
     messages = shift_messages.seconds(op, strategy, mesh)
     if not work.flops:
+        sizes = list(map(math.prod, work.shapes))
+        points = max((n * share(i) for i, n in enumerate(sizes)), default=0.0)
+        streamed, (kind, operations) = on.streaming(nbytes), work.light
+        rate = dict(on.light).get(kind)
+        if rate is not None:
+            operations *= points / max((1, *sizes))
+            return max(streamed, operations / rate) + messages
         # Registers are not free either: else what is between would be left whole.
-        sizes = enumerate(map(math.prod, work.shapes))
-        points = max((n * share(i) for i, n in sizes), default=0.0)
-        streamed = nbytes / on.bandwidth + points / on.peak("float32").flops
-        return streamed + messages
+        return streamed + points / on.peak("float32").flops + messages
     pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
     parts = math.prod(n for f, n in shards.items() if f not in pinned)
     flops, hidden_flops = work.flops / parts, on.masked * work.hidden_flops / parts
@@ -106,7 +115,7 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
     def kernel(flops: float) -> float:
         flops += hidden_flops
         arithmetic = on.arithmetic(flops, dims, work.dtype, family=work.family)
-        return max(arithmetic, nbytes / on.bandwidth)
+        return max(arithmetic, on.streaming(nbytes))
 
     duration = kernel(flops * _unevenness(op, shards))
     swaps = swap_seconds(op, strategy, mesh, on) if work.balances else None
@@ -167,7 +176,19 @@ def work_of(
     family = family_of(op.target)
     flops = flops_of_op(op)
     hidden_flops = hidden_flops_of(op.node)
-    return Work(flops, traffic, shapes, launches, dtype, family, balances, hidden_flops)
+    light = _light_of(op, max(map(math.prod, shapes)))
+    return Work(
+        flops, traffic, shapes, launches, dtype, family, balances, hidden_flops, light
+    )
+
+
+def _light_of(op: Op, points: int) -> tuple[str, float]:
+    """Return the class of what a light op over so many points does, and how often;
+    that of any other op is empty."""
+    if not is_light(op.target):
+        return "", 0.0
+    facts = op_facts_of(op.target)
+    return facts.work, float(light_operations(op.node, points, facts))
 
 
 def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
@@ -300,8 +321,13 @@ def _works(
         if work is None:
             work = work_of(op, program.values, traffic, launches, program.balances)
             if is_twice:
-                flops, hidden_flops = 2 * work.flops, 2 * work.hidden_flops
-                work = replace(work, flops=flops, hidden_flops=hidden_flops)
+                kind, operations = work.light
+                work = replace(
+                    work,
+                    flops=2 * work.flops,
+                    hidden_flops=2 * work.hidden_flops,
+                    light=(kind, 2 * operations),
+                )
             if query_position(op.target) is None:
                 work_of_key[key] = work
         yield work

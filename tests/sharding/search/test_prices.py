@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import fxpar
 from fxpar.passes import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.simulate.launches import launches_of
@@ -21,6 +23,7 @@ from fxpar.sharding.cost.op import contracts
 from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.search.rank_candidates import step_seconds
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_nn
 
@@ -82,3 +85,68 @@ def test_a_search_pays_what_a_rank_takes(op: Any, monkeypatch: Any) -> None:
             assert paid == pytest.approx(taken, rel=1e-9), (str(one.rule), strategy)
             tried += 1
     assert tried
+
+
+X, Y = torch.randn(2, 96, 1024)
+
+
+@pytest.mark.parametrize("name", ["cpu", "h100"])
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (torch.ops.aten.mul.Tensor, (X, Y)),
+        (torch.ops.aten.div.Tensor, (X, Y)),
+        (torch.ops.aten.exp.default, (X,)),
+        (torch.ops.aten.tanh.default, (X,)),
+        (torch.ops.aten.sum.dim_IntList, (X, [1])),
+    ],
+    ids=["mul", "div", "exp", "tanh", "sum"],
+)
+def test_light_ops_cost_what_their_kernels_take(op: Any, args: Any, name: str) -> None:
+    """Caches hold what they move, and some take longer to compute than to move."""
+    machine = lookup(name)
+    mesh, one = machine.on(Mesh.parse("even=2,odd=3")), OneOp(op, args, {})
+    assert one.rule is not None
+    (call,) = one.program.ops
+    work = work_alone(call, one.program.values)
+    for strategy in strategies(one.rule, mesh, ("even", "odd")):
+        kernels = launches_of(one.localized(strategy, mesh)).launches
+        taken = sum(
+            machine.fused(x.moved, x.light) - machine.launch
+            for x in kernels
+            if x.kind == "fused"
+        )
+        paid = seconds(call, work, strategy, mesh, machine)
+        assert paid == pytest.approx(taken, rel=0.05), strategy
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_costs_what_is_predicted_of_it(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a Llama on cores that ranks share, before a schedule."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu:2")
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    model, ids = LlamaForCausalLM(config), torch.randint(0, 1024, (4, 64))
+    hints = {n: (None,) * p.dim() for n, p in model.named_parameters()}
+    plan = fxpar.plan(
+        model,
+        mesh="dp=2",
+        mode="search",
+        grad=True,
+        schedule="none",
+        hints=hints if whole else None,
+        input_ids=ids,
+        labels=ids,
+    )
+    search = plan.result.decision.search
+    simulated = step_seconds(search.formulation, search.solution.choice)
+    assert simulated == pytest.approx(plan.predicted.seconds, rel=0.05)
