@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -48,6 +49,14 @@ def higher_order_name(target: Any) -> str:
     if not isinstance(target, HigherOrderOperator):
         return ""
     return f"higher_order::{target.name()}"
+
+
+def gives_gradients(joint: Any, captured: Sequence[Any]) -> tuple[bool, ...]:
+    """Of which captured values the backward of flex_attention has a gradient among its
+    results: of all on torch 2.13, then of those that have one in ``joint``."""
+    module = importlib.import_module("torch._higher_order_ops.flex_attention")
+    mask = getattr(module, "_captured_grad_buffer_mask", None)
+    return (True,) * len(captured) if mask is None else mask(joint, len(captured))
 
 
 def export_joint(

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
 
+from fxpar import _torch
 from fxpar.sharding.factors import Merge, Rule
 from fxpar.sharding.rules.attention_heads import Heads, heads_of
 from fxpar.sharding.rules.table import Word, make, row, rows, tensors_of
@@ -145,7 +147,8 @@ def _flex_backward(
     grads = [heads.out] * (grad is not None)
     grads += [heads.logsumexp] * (grad_lse is not None)
     captured_dims = _captured(score_others, mask_others)
-    results = [*heads.inputs, *_captured(score_others)]
+    given = _torch.aot.gives_gradients(joint, score_others)
+    results = [*heads.inputs, *_captured(list(compress(score_others, given)))]
     return words.rule(
         *heads.inputs, heads.out, heads.logsumexp, *grads, *words.lists, *captured_dims,
         results=results,
