@@ -3,7 +3,7 @@
     python benchmarks/patches.py [--layers N] [--repeat N] [--way WAY] [--name NAME]
         [--json FILE]
 
-A Llama of hidden size 64 and ``fxpar.shard`` on dp=2, with one patch left out, with
+A Llama of hidden size 256 and ``fxpar.shard`` on dp=2, with one patch left out, with
 none, and with all (``FXPAR_FAST=0``): CPU seconds, the least of ``--repeat`` runs,
 which other jobs on the machine change little. ``--way``: ``cold`` and ``warm`` are the
 jobs of ``bench_first_step``, 2 ranks on gloo, with all that they start; ``alone`` is
@@ -40,11 +40,11 @@ def measure(name: str, layers: int, way: str) -> dict[str, float]:
     switch = {"FXPAR_FAST": "0"} if name == ALL else {}
     with mock.patch.dict(os.environ, switch):
         if way == "alone":
-            row = bench_layers.run(layers, "tiny", "dp=2", "shard", out)
+            row = bench_layers.run(layers, "small", "dp=2", "shard", out)
             return {way: row["cpu"]}
         states = bench_first_step.STATES[: 1 + (way == "warm")]
         with tempfile.TemporaryDirectory() as cache:
-            how = "fxpar", layers, 2, cache, "tiny", out
+            how = "fxpar", layers, 2, cache, "small", out
             return {state: bench_first_step.run(*how)["cpu"] for state in states}
 
 
