@@ -19,6 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar._fast import inductor_shortcuts, known_values, switch
 from fxpar._torch import inductor
+from tests.helpers.patched import needs_patches
+
+pytestmark = needs_patches
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -116,9 +119,6 @@ inductor.load()
 assert not compiled, "templates were made"
 from torch._inductor.kernel.mm import mm_template
 from torch._inductor.codegen.common import KernelTemplate
-from tests.helpers.patched import needs_patches
-
-pytestmark = needs_patches
 late = mm_template.template
 plain = KernelTemplate._template_from_string(late._source)
 assert type(plain) is jinja2.Template

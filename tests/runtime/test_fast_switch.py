@@ -15,6 +15,7 @@ from torch import nn
 import fxpar
 from fxpar._fast import switch
 from fxpar._torch import aot, dynamo
+from tests.helpers.patched import needs_patches
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole
 
@@ -42,6 +43,7 @@ def test_the_user_turns_all_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not switch.takes("quick_graphs")
 
 
+@needs_patches
 def test_the_first_patches_and_the_last_undoes() -> None:
     log: list[str] = []
 
@@ -69,6 +71,7 @@ def test_the_first_patches_and_the_last_undoes() -> None:
     assert log == ["patched", "undone"]
 
 
+@needs_patches
 def test_what_fails_to_patch_is_not_undone() -> None:
     @switch.shortcut
     @contextlib.contextmanager
