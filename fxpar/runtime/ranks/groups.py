@@ -337,12 +337,13 @@ def _meet_members(members: Sequence[int], name: str) -> str:
     that no other group has or had. Raises RankMismatchError if one does not come."""
     channel, seconds = meeting.all_ranks(), patience_limit()
     if channel is None:
-        return f"fxpar/{name}/{members[0]}"
+        return f"fxpar/group/{name}/{members[0]}"
     life, rank = _life().group, members.index(channel.rank)
-    members_alone = World(f"{name}/{members[0]}", members, rank, life, life)
-    with worlds.inside(members_alone):
+    # Places along an axis have names such as "dp=2/dp/0", too.
+    own_name = f"group/{name}/{members[0]}"
+    with worlds.inside(World(own_name, members, rank, life, life)):
         meeting.meet(f"the process group {name}", "", seconds=seconds)
-    return f"{channel.prefix}/{name}/{members[0]}"
+    return f"{channel.prefix}/{own_name}"
 
 
 def axes_of_group(group: str) -> tuple[str, ...] | None:
