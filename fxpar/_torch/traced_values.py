@@ -61,25 +61,6 @@ def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tenso
     return fake
 
 
-def quick_fakes() -> contextlib.AbstractContextManager[Any]:
-    """Context in which torch makes fake tensors as ``new_fake`` does."""
-    from unittest import mock
-
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    make: Any = FakeTensor.__new__
-
-    def new(kind: Any, *args: Any, **how: Any) -> Any:
-        if kind is FakeTensor and len(args) == 3 and not how:
-            mode, meta, device = args
-            is_plain = isinstance(mode, FakeTensorMode) and not meta.requires_grad
-            if is_plain and meta.is_meta and _ATTRIBUTES.get(device) is not None:
-                return new_fake(mode, meta, device)
-        return make(kind, *args, **how)
-
-    return mock.patch.object(FakeTensor, "__new__", staticmethod(new))
-
-
 # Of fake tensors as they are made, by device; without their mode.
 _ATTRIBUTES: dict[torch.device, dict[str, Any]] = {}
 

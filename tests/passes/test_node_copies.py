@@ -12,10 +12,10 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar._torch import node_copies, traced_values
+from fxpar._torch import node_copies
 from fxpar._torch.dynamo import copy_graph
 from fxpar._torch.objects import memory_of
-from fxpar._torch.traced_values import alias_of, new_fake, quick_fakes
+from fxpar._torch.traced_values import alias_of, new_fake
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -95,28 +95,6 @@ def test_names_are_as_torch_makes_them(names: str) -> None:
             graph.create_node("placeholder", name, name=name)
     plain, added = ([node.name for node in graph.nodes] for graph in graphs)
     assert added == plain
-
-
-def test_torch_makes_fake_tensors_so() -> None:
-    """Plain ones; what else it is asked for it makes as ever."""
-    mode, where = FakeTensorMode(), torch.device("cpu")
-    meta = torch.empty(2, 3, device="meta")
-    plain = vars(FakeTensor)["__new__"]
-    new_fake(mode, meta, where)
-    want = FakeTensor(mode, meta, where)
-    ours = mock.Mock(side_effect=new_fake)
-    with quick_fakes(), mock.patch.object(traced_values, "new_fake", ours):
-        assert vars(FakeTensor(mode, meta, where)) == vars(want)
-        assert ours.call_count == 1
-        constant = torch.zeros(2, 3)
-        assert FakeTensor(mode, meta, where, constant).constant is constant
-        assert FakeTensor(mode, meta, where, constant=constant).constant is constant
-        leaf = meta.detach().requires_grad_()
-        assert FakeTensor(mode, leaf, where).requires_grad
-        with pytest.raises(AssertionError, match="meta"):
-            FakeTensor(mode, torch.empty(2), where)
-    assert ours.call_count == 1
-    assert vars(FakeTensor)["__new__"] is plain
 
 
 @pytest.mark.parametrize("way", ["plain", "behind", "in larger"])
