@@ -29,7 +29,7 @@ def settings_seen(how: dict[str, Any], step: bool) -> list[tuple[bool, bool, boo
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    seen, compiles = [], compile_fx.compile_fx_inner
+    seen, compiles = [], compile_fx._compile_fx_inner
 
     def compile_and_note(*args: Any, **kwargs: Any) -> Any:
         triton = config.triton
@@ -37,7 +37,7 @@ def settings_seen(how: dict[str, Any], step: bool) -> list[tuple[bool, bool, boo
         return compiles(*args, **kwargs)
 
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), torch.randn(4, 8)
-    with mock.patch.object(compile_fx, "compile_fx_inner", compile_and_note):
+    with mock.patch.object(compile_fx, "_compile_fx_inner", compile_and_note):
         if step:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             run = fxpar.train_step(model, lambda m, x: m(x).mean(), optimizer, **how)

@@ -15,6 +15,7 @@ import torch._inductor.inductor_prims  # registers them
 import fxpar
 from fxpar.passes import custom_ops  # noqa: F401  (registers ops)
 from fxpar.passes.experts import expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes.stages import sums_of_parts  # noqa: F401  (registers ops)
 from fxpar.sharding.rules import FAMILIES
 from fxpar.sharding.rules.op_facts import (
     FACTS,
@@ -31,9 +32,9 @@ ROOT = Path(fxpar.__file__).parent
 # Tables of forms of ops, which are no facts: how one call is made local, rewritten, or
 # written as an expression of a kernel.
 FORMS = {
+    "_fast/known_values.py",  # views that lie where their operand does
     "_torch/decompositions.py",  # ops by others that keep dims apart
     "_torch/dtensor.py",  # calls of DTensors that are handled otherwise
-    "_torch/known_values.py",  # views that lie where their operand does
     "passes/local/local_diagonals.py",
     "passes/local/local_index_lists.py",
     "passes/local/local_indexing.py",

@@ -147,8 +147,8 @@ def _flex_backward(
     grads = [heads.out] * (grad is not None)
     grads += [heads.logsumexp] * (grad_lse is not None)
     captured_dims = _captured(score_others, mask_others)
-    given = _torch.aot.gives_gradients(joint, score_others)
-    results = [*heads.inputs, *_captured(list(compress(score_others, given)))]
+    is_result = _torch.aot.gives_gradients(joint, score_others)
+    results = [*heads.inputs, *_captured(list(compress(score_others, is_result)))]
     return words.rule(
         *heads.inputs, heads.out, heads.logsumexp, *grads, *words.lists, *captured_dims,
         results=results,
