@@ -322,3 +322,33 @@ def test_ranks_that_hold_one_shard_are_compared() -> None:
         (0, 1, 2, 3),
         (0, 0, 0, 0),
     )
+
+
+class Queue(nn.Module):
+    """Reads where it stands in a queue of many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.tensor([5000]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.get_buffer("place")
+
+
+def one_place_further() -> None:
+    drift._FIRST = 10**9
+    torch._dynamo.reset()
+    model = Queue()
+    run = torch.compile(model, backend="fxpar", options={"mesh": "dp=2"})
+    for _ in range(3):
+        run(torch.ones(4, 2))
+    if dist.get_rank():
+        model.get_buffer("place").data.add_(1)
+    for _ in range(3):
+        run(torch.ones(4, 2))
+
+
+def test_whole_numbers_have_no_rounding() -> None:
+    for error in shared_pool(2).errors(one_place_further):
+        assert isinstance(error, InputMismatchError), error
+        assert "place" in str(error)

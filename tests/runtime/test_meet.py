@@ -35,6 +35,19 @@ def words(direct: int, same: bool) -> list[list[str]]:
     return [meeting.meet("it", f"{n}" if same else f"{n} of {rank}") for n in range(3)]
 
 
+def much() -> list[int]:
+    """How long the words are that rank 0 does not repeat."""
+    meeting.DIRECT, meeting.LARGEST = 1, 1 << 10
+    rank = dist.get_rank()
+    heard = meeting.meet("it", f"{rank}" * 1000), meeting.meet("it", f"{rank}")
+    meeting.LARGEST = 1 << 20
+    return [len(word) for words in heard for word in words]
+
+
+def test_much_is_read_by_each() -> None:
+    assert shared_pool(RANKS).run(much) == [[1000] * 4 + [1] * 4] * 4
+
+
 @pytest.mark.parametrize("direct", [1, 8])
 def test_all_hear_the_same(direct: int) -> None:
     for heard in shared_pool(RANKS).run(words, direct, True):

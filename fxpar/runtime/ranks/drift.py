@@ -91,6 +91,8 @@ class _Held:
     kind: str
     # For each rank the rank whose values it must equal.
     models: tuple[int, ...]
+    # Values that differ at all are wrong: whole numbers, which no rounding changes.
+    is_exact: bool
 
 
 class Drift:
@@ -123,7 +125,7 @@ class Drift:
         of_rank = {i: _models(examples[i], mesh) for i, _ in state}
         own = tuple(range(mesh.size))
         self.held = [
-            _Held(i, entry.name, entry.kind, models)
+            _Held(i, entry.name, entry.kind, models, _is_exact(examples[i]))
             for i, entry in state
             if (models := of_rank[i]) and models != own
         ]
@@ -218,8 +220,9 @@ class Drift:
         if not places[0]:
             return False
         held = self.held[int(places[0])]
+        differs = operator.ne if held.is_exact else _is_far
         return any(
-            _is_far(elements[rank], elements[model])
+            differs(elements[rank], elements[model])
             for rank, model in enumerate(held.models)
         )
 
@@ -336,6 +339,10 @@ def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     part_of = dict(zip(grid.flatten().tolist(), first.flatten().tolist(), strict=True))
     parts = [part_of.get(worlds.global_rank(rank)) for rank in range(mesh.size)]
     return None if None in parts else tuple(map(parts.index, parts))
+
+
+def _is_exact(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:

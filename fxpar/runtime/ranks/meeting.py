@@ -181,6 +181,7 @@ def _published(store: Any, prefix: str, name: str | None) -> str | None:
 
 
 DIRECT = 8  # ranks that each read the words of all
+LARGEST = 1 << 20  # of what rank 0 read: the store takes 8 MB, JSON may write more
 
 ALONE = (
     "take every call and every backward, with as many batches of the same shapes, on "
@@ -298,10 +299,13 @@ def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
     store, many = channel.store, channel.size > DIRECT
     if many and channel.rank:
         agreed: list[str] = json.loads(store.get(_verdict_key(channel)).decode())
-        return agreed * (channel.size if len(agreed) == 1 else 1)
+        if agreed:
+            return agreed * (channel.size if len(agreed) == 1 else 1)
     words = [raw.decode() for raw in store.multi_get(list(keys))]
-    if many:
+    if many and not channel.rank:
         agreed = words[:1] if len(set(words)) == 1 else words
+        if sum(map(len, agreed)) > LARGEST:
+            agreed = []  # each reads them all
         store.compare_set(_verdict_key(channel), "", json.dumps(agreed))
     return words
 
