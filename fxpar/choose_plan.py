@@ -263,8 +263,8 @@ def _on_hardware(request: Request) -> Request:
 
 
 def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:
-    """What ``fastest_plan`` gives on rank 0; where that fails for a program with open
-    sizes, which are then fixed, the others receive."""
+    """Return the result of ``fastest_plan`` on rank 0. If that fails for a program with
+    open sizes, which are then fixed, the other ranks learn of it."""
     try:
         return fastest_plan(graph, fake_mode, request)
     except Exception as error:
