@@ -39,6 +39,13 @@ LLAMAS: dict[str, dict[str, int]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
+    "512": {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "1024": {
         "vocab_size": 32000,
         "hidden_size": 1024,

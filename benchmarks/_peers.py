@@ -175,13 +175,19 @@ def _timed(
 
 
 def fxpar_side(
-    peer: str, case: Case, options: dict[str, Any], *, as_peer: bool = False
+    peer: str,
+    case: Case,
+    options: dict[str, Any],
+    *,
+    as_peer: bool = False,
+    sample: bool = False,
 ) -> Step:
     """Make a step of fxpar. ``options``: added to the usual ones; ``as_peer``: whether
-    parameters at rest have the peer's layout."""
+    parameters at rest have the peer's layout; ``sample``: whether ``fxpar.shard`` is
+    given a batch."""
     import torch
 
-    model, options = _laid_out(peer, case, options, as_peer)
+    model, options = _laid_out(peer, case, options, as_peer, sample)
     compiled = torch.compile(model, backend="fxpar", dynamic=False, options=options)
     return trainer(case, peer, compiled, [{"params": list(model.parameters())}])
 
@@ -192,7 +198,7 @@ def one_program(peer: str, case: Case, options: dict[str, Any]) -> Step:
 
     import fxpar
 
-    model, options = _laid_out(peer, case, options, as_peer=False)
+    model, options = _laid_out(peer, case, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     whole = fxpar.train_step(model, loss_of, optimizer, options=options)
     return Step(
@@ -203,7 +209,11 @@ def one_program(peer: str, case: Case, options: dict[str, Any]) -> Step:
 
 
 def _laid_out(
-    peer: str, case: Case, options: dict[str, Any], as_peer: bool
+    peer: str,
+    case: Case,
+    options: dict[str, Any],
+    as_peer: bool = False,
+    sample: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model, its parameters laid out, and all options."""
     import fxpar
@@ -211,7 +221,9 @@ def _laid_out(
     model, mesh = case.model(), f"{AXIS[peer]}={case.ranks}"
     hints = LAYOUTS[peer] if as_peer else None
     if hints or not as_peer:
-        model = fxpar.shard(model, mesh=mesh, hints=hints)
+        ids = case.ids(0)
+        call = ((), {"input_ids": ids, "labels": ids}) if sample else None
+        model = fxpar.shard(model, mesh=mesh, sample=call, hints=hints)
     options = {"mesh": mesh, "codegen": case.codegen, **options}
     if peer in LOCAL:
         options["inputs"] = "local"

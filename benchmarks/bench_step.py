@@ -1,7 +1,7 @@
 """Step time of fxpar against what a user would write today, measured side by side.
 
     python benchmarks/bench_step.py [--short] [--peer ddp|fsdp2|tp|sp] [--ranks 2|4]
-        [--json FILE]
+        [--plans] [--json FILE]
 
 - ``ddp``, mesh dp: DistributedDataParallel + torch.compile, each rank reading its part
   of the batch; fxpar reads the same (inputs=local).
@@ -21,7 +21,9 @@ from hints for tensor parallelism (for FSDP2 it would be ``fxpar`` again); ``pro
 ``fxpar.train_step``, forward, backward and update as one. Steps alternate, the order
 swapping from round to round, so that drift of the machine hits all sides; what counts
 is the ratio within a round. A step's time is that of the slowest rank. Losses must
-agree, or there is no figure. The profiler counts bytes and calls that a step sends, and
+agree, or there is no figure. ``--plans``: the sides are the peer and what
+``fxpar.shard`` leads to with and without a sample, searched and propagated, in a wider
+model of four layers. The profiler counts bytes and calls that a step sends, and
 the most memory it takes beyond parameters and optimizer state, in the same way for all
 sides.
 """
@@ -37,6 +39,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from _common import conditions, on_ranks, spread, write
 from _peers import (
@@ -61,7 +64,16 @@ RATIOS = (
     ("ratio_as_peer", "as_peer/peer", "as_peer", "peer"),
     ("ratio_program", "program/peer", "program", "peer"),
     ("ratio_of_update", "program/update", "program", "update"),
+    ("ratio_sample", "sample/peer", "sample", "peer"),
+    ("ratio_propagate", "propagate/peer", "propagate", "peer"),
+    ("ratio_propagate_sample", "propagate_sample/peer", "propagate_sample", "peer"),
 )
+PLANS = {  # side -> (plan, whether fxpar.shard is given a batch)
+    "fxpar": ("search", False),
+    "sample": ("search", True),
+    "propagate": ("propagate", False),
+    "propagate_sample": ("propagate", True),
+}
 WARMUP = 3
 AGREE = 1e-4  # relative difference of losses; the seeds of a mistake are far larger
 
@@ -69,6 +81,11 @@ AGREE = 1e-4  # relative difference of losses; the seeds of a mistake are far la
 def sides_of(args: argparse.Namespace, case: Case) -> dict[str, Step]:
     """Each side's step, none of them compiled yet."""
     peer = args.peer[0]
+    if args.plans:
+        out = {"peer": PEERS[peer](case, args.compile, False)}
+        for name, (plan, sample) in PLANS.items():
+            out[name] = _planned(peer, case, plan, sample)
+        return out
     out = {
         "peer": PEERS[peer](case, args.compile, False),
         "update": PEERS[peer](case, args.compile, True),
@@ -90,6 +107,18 @@ def sides_of(args: argparse.Namespace, case: Case) -> dict[str, Step]:
     return out
 
 
+def case_of(args: argparse.Namespace, ranks: int) -> Case:
+    wide: dict[str, Any] = {"layers": 4, "batch": 4, "length": 64, "scale": "512"}
+    return Case(ranks, codegen=args.codegen, **(wide if args.plans else {}))
+
+
+def _planned(peer: str, case: Case, plan: str, sample: bool) -> Step:
+    """Return fxpar's step; a sample's layout is that of the plan, which
+    ``fxpar.shard`` takes from the environment."""
+    with mock.patch.dict(os.environ, FXPAR_PLAN=plan):
+        return fxpar_side(peer, case, {"plan": plan}, sample=sample)
+
+
 def worker(args: argparse.Namespace) -> None:
     """What each rank runs: build all sides, warm up, alternate, write the figures."""
     import torch
@@ -98,7 +127,7 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    sides = sides_of(args, Case(dist.get_world_size(), codegen=args.codegen))
+    sides = sides_of(args, case_of(args, dist.get_world_size()))
     first = {}
     for name, step in sides.items():
         begun = time.perf_counter()
@@ -188,6 +217,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="and measured")
     parser.add_argument("--lock", help="a file other jobs lock while they compute")
     parser.add_argument("--hold", action="store_true", help="keep the cores meanwhile")
+    parser.add_argument("--plans", action="store_true", help="fxpar's plans by option")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -200,13 +230,13 @@ def main() -> None:
     words += ["--compile", args.compile]
     for name in ("hardware", "lock"):
         words += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
-    words += [f"--{name}" for name in ("tune", "hold") if getattr(args, name)]
+    words += [f"--{name}" for name in ("tune", "hold", "plans") if getattr(args, name)]
     cases = []
     for ranks in args.ranks or [2]:
         for peer in args.peer or sorted(PEERS):
             cases.append(measure(peer, ranks, words, args.compile))
             show(cases[-1])
-    data = {"conditions": before, "model": asdict(Case(0, codegen=args.codegen))}
+    data = {"conditions": before, "model": asdict(case_of(args, 0))}
     write(args.json, "bench_step", data | {"cases": cases})
 
 
