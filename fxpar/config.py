@@ -397,7 +397,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
         if name.startswith(PREFIX) and name not in variables:
             hint = (
                 values.nearest(name, filter(None, variables))
-                or "docs/debugging.md lists them"
+                or "docs/reference/options.md lists them"
             )
             raise OptionError(f"variable {name} is not one of fxpar's", fix=hint)
 

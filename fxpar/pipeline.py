@@ -72,7 +72,7 @@ class PipelineStep:
     name: str
     # Takes a PipelineState and changes it.
     run: Callable[[Any], None]
-    # The stage that the graph is in after it, as docs/concepts.md calls it; "" where
+    # The stage that the graph is in after it, as docs/explanation/architecture.md calls it; "" where
     # another step ends the stage.
     stage: str = ""
     # FXPAR_DISABLE may leave it out.

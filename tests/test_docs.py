@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def name(path: Path) -> str:

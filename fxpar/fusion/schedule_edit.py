@@ -140,7 +140,7 @@ class Edit:
 def refuse(verb: str, node: fx.Node, why: str, fix: str | None = None) -> ScheduleError:
     """The error of a verb that would change a number."""
     what = f"{verb}: {node.name} {why}"
-    todo = fix or f"leave out the line, or see {verb} in docs/schedules.md"
+    todo = fix or f"leave out the line, or see {verb} in docs/reference/schedule_language.md"
     return ScheduleError(what, where=user_line(node), fix=todo)
 
 

@@ -242,7 +242,7 @@ class Recorded(HuggingFaceStorageReader):
 
 
 def read(path: str, tied: bool, mesh: str) -> tuple[dict, dict, dict]:
-    """The recipe of docs/checkpointing.md."""
+    """The recipe of docs/howto/checkpoints.md."""
     model = on_meta(lambda: llama(tied), mesh)
     with torch.no_grad():
         for p in model.parameters():

@@ -580,7 +580,7 @@ def warn_around(ranks: Ranks) -> None:
             "that fxpar has reduced: this changes no number, and costs an all-reduce "
             f"of {size} bytes each step",
             fix="leave the wrapper out; where a library wraps the model, see "
-            "docs/migrating.md",
+            "docs/tutorials/from_trainers.md",
         ),
         FxparWarning,
         stacklevel=2,
