@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,12 +29,12 @@ def without_comments(text: str) -> str:
     return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
-def test_debugging_lists_every_option() -> None:
+def test_the_options_are_all_listed() -> None:
     from fxpar import config
 
-    page = (ROOT / "docs" / "debugging.md").read_text()
+    page = (ROOT / "docs" / "reference" / "options.md").read_text()
     assert config.table() in page, (
-        "docs/debugging.md differs from fxpar/config.py; put this there:\n\n"
+        "docs/reference/options.md differs from fxpar/config.py; put this there:\n\n"
         + config.table()
     )
 
@@ -69,9 +72,18 @@ def test_commands_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_resolve(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", without_comments(page.read_text()), flags=re.S)
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = link.partition("#")
         if "://" not in link:
-            assert (page.parent / link).exists(), f"{name(page)} links to {link}"
+            target = page.parent / path if path else page
+            assert target.exists(), f"{name(page)} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{name(page)}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name of a page, as GitHub makes it of headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 # Modules that pages name and that are not ours: the user's own, and vLLM's.
@@ -99,19 +111,12 @@ MARKED = re.compile(
     re.DOTALL | re.M,
 )
 RUNNABLE = [page for page in PAGES if MARKED.search(page.read_text())]
-# With several scripts of several ranks.
-SLOW = (
-    "migrating.md",
-    "parameters_at_rest.md",
-    "checkpointing.md",
-    "debugging.md",
-    "training-step.md",
-)
 
 
 def runnable() -> Iterator[Any]:
     for page in RUNNABLE:
-        marks = (pytest.mark.slow,) if page.name in SLOW else ()
+        starts_ranks = "<!-- torchrun" in page.read_text()
+        marks = (pytest.mark.slow,) if starts_ranks else ()
         yield pytest.param(page, id=name(page), marks=marks)
 
 
@@ -127,16 +132,74 @@ def comparable(text: str) -> str:
     return re.sub(r"[\w./-]+\.(?:py|md):\d+: ", "", text).strip()
 
 
-def torchrun(code: str, ranks: int, folder: Path) -> str:
+def torchrun(
+    code: str, ranks: int, folder: Path, env: Mapping[str, str] | None = None
+) -> str:
     """What rank 0 of a script prints."""
     script = folder / "script.py"
     script.write_text(PRELUDE.format(folder=str(folder)) + code)
-    env = {"FXPAR_CODEGEN": "eager"}
+    env = {"FXPAR_CODEGEN": "eager", **(env or {})}
     for rank, ended in enumerate(
         run_script(script, ranks=ranks, env=env, timeout=300.0, fork=True)
     ):
         assert ended.code == 0, f"rank {rank}\n{ended.output}"
     return (folder / "rank0").read_text()
+
+
+# Examples that import what may be missing, train a library's loop, or start twice.
+SLOW_EXAMPLES = (
+    "checkpoint_resume.py",
+    "hf_trainer.py",
+    "lightning_trainer.py",
+    "pipeline_found.py",
+)
+COMMAND = re.compile(
+    r"^    ((?:FXPAR_\w+=\S+ (?:\\\n\s*)?)*)"
+    r"(?:torchrun --nproc-per-node (\d)|python) (examples/\w+\.py)$",
+    re.M,
+)
+
+
+def examples() -> Iterator[Any]:
+    for path in sorted(ROOT.glob("examples/*.py")):
+        if "\nprints\n" in path.read_text():
+            marks = (pytest.mark.slow,) if path.name in SLOW_EXAMPLES else ()
+            yield pytest.param(path, id=path.name, marks=marks)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", list(examples()))
+def test_an_example_prints_what_its_head_says(path: Path, tmp_path: Path) -> None:
+    for library in ("transformers", "pytorch_lightning"):
+        if library in path.read_text():
+            pytest.importorskip(library)
+    head = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+    commands, _, rest = head.partition("\nprints\n\n")
+    expected = rest.split("\n\n")[0]
+    printed = ""
+    for text, ranks, script in COMMAND.findall(commands):
+        assert script == name(path)
+        env = dict(re.findall(r'(FXPAR_\w+)="?([^\s"]+)', text))
+        printed += torchrun(path.read_text(), int(ranks or 1), tmp_path, env)
+    assert printed == textwrap.dedent(expected).strip() + "\n"
+
+
+def test_examples_are_short_and_listed() -> None:
+    for path in ROOT.glob("examples/*.py"):
+        text = path.read_text()
+        assert path.name == "train_llama.py" or text.count("\n") <= 60, path.name
+        assert f"({path.name})" in (ROOT / "examples" / "README.md").read_text()
+
+
+def test_pictures_are_what_the_example_draws(tmp_path: Path) -> None:
+    """EXPECTTEST_ACCEPT=1 updates them."""
+    accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
+    folder = ROOT / "docs" if accept else tmp_path
+    script = [str(ROOT / "examples" / "draw_plan.py"), str(folder)]
+    subprocess.run([sys.executable, *script], check=True, cwd=ROOT)
+    for picture in ("plan.svg", "timeline.svg"):
+        drawn = (folder / picture).read_text()
+        assert drawn == (ROOT / "docs" / picture).read_text()
 
 
 @pytest.mark.multiprocess
@@ -189,7 +252,7 @@ def test_what_can_be_left_out_stands_in_the_options_and_the_docs() -> None:
 
     optional = dict.fromkeys(step.name for step in STEPS if step.optional)
     assert list(optional) == list(PASSES)
-    page = (ROOT / "docs" / "debugging.md").read_text()
+    page = (ROOT / "docs" / "howto" / "wrong_number.md").read_text()
     assert [name for name in PASSES if f"`{name}`" not in page] == []
 
 
@@ -197,10 +260,31 @@ def test_pages_name_the_stages_of_the_pipeline_in_order() -> None:
     from fxpar.pipeline import STAGES
 
     def named(page: str, row: str) -> list[str]:
-        return re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
+        return re.findall(row, (ROOT / "docs" / page).read_text(), re.MULTILINE)
 
-    table = named("docs/concepts.md", r"^\| (\w+) \| (?:global|local) \|")
-    figure = named("README.md", r"^   ([a-z]+)  +[a-z]+ .*$")
-    dumps = named("docs/debugging.md", r"\d_([a-z]+)\.")
-    assert table == figure == list(STAGES)
+    table = named("explanation/architecture.md", r"^\| (\w+) \| (?:global|local) \|")
+    dumps = named("howto/wrong_number.md", r"\d_([a-z]+)\.")
+    assert table == list(STAGES)
     assert list(dict.fromkeys(dumps)) == list(STAGES)
+
+
+def test_every_page_is_short_and_stands_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in ROOT.glob("docs/*/*.md"):
+        assert f"({page.relative_to(ROOT / 'docs')})" in index, name(page)
+    for page in ROOT.glob("docs/**/*.md"):
+        assert len(re.findall(r"[^\s|]+", page.read_text())) <= 1500, name(page)
+
+
+def test_the_public_names_are_all_listed() -> None:
+    import fxpar
+
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    named = set(re.findall(r"`fxpar\.(\w+)`", page.split("`help(")[0]))
+    assert named == set(fxpar.__all__)
+
+
+def test_pages_that_messages_name_exist() -> None:
+    for path in ROOT.glob("fxpar/**/*.py"):
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text()):
+            assert (ROOT / page).exists(), f"{name(path)} names {page}"

@@ -1,0 +1,44 @@
+"""Pipeline stages that the search finds, and two ranks that train in them.
+
+    FXPAR_MESH="pp=2" torchrun --nproc-per-node 2 examples/pipeline_found.py
+
+prints
+
+    on slow links the search takes stages: True
+    stage 0: 0.0.weight to 1.2.bias
+    stage 1: 2.0.weight to 3.2.bias
+    losses fall: True
+"""
+
+import os
+
+import torch
+from torch import nn
+
+import fxpar
+
+
+def build() -> nn.Sequential:
+    """Four equal blocks; nothing in them knows of stages."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        for _ in range(4)
+    ]
+    return nn.Sequential(*blocks)
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+model, x = build(), torch.randn(16, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+options = {"microbatches": 4, "pipeline": "1f1b"}
+step = fxpar.train_step(model, loss_fn, optimizer, options=options)
+losses = [step(x).item() for _ in range(3)]
+
+if os.environ.get("RANK", "0") == "0":
+    for stage in fxpar.plans()[-1].stages:
+        print(f"stage {stage.index}: {stage.parameters[0]} to {stage.parameters[-1]}")
+    print("losses fall:", losses == sorted(losses, reverse=True))
