@@ -270,8 +270,11 @@ def test_pages_name_the_stages_of_the_pipeline_in_order() -> None:
 
 def test_every_page_is_short_and_stands_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
+    site = (ROOT / "mkdocs.yml").read_text()
     for page in ROOT.glob("docs/*/*.md"):
-        assert f"({page.relative_to(ROOT / 'docs')})" in index, name(page)
+        path = str(page.relative_to(ROOT / "docs"))
+        assert f"({path})" in index, path
+        assert f" {path}\n" in site, path
     for page in ROOT.glob("docs/**/*.md"):
         assert len(re.findall(r"[^\s|]+", page.read_text())) <= 1500, name(page)
 
