@@ -72,8 +72,8 @@ class PipelineStep:
     name: str
     # Takes a PipelineState and changes it.
     run: Callable[[Any], None]
-    # The stage that the graph is in after it, as docs/explanation/architecture.md calls it; "" where
-    # another step ends the stage.
+    # The stage that the graph is in after it, by its name in the docs; "" where another
+    # step ends the stage.
     stage: str = ""
     # FXPAR_DISABLE may leave it out.
     optional: bool = False

@@ -143,7 +143,8 @@ class Edit:
 def refuse(verb: str, node: fx.Node, why: str, fix: str | None = None) -> ScheduleError:
     """The error of a verb that would change a number."""
     what = f"{verb}: {node.name} {why}"
-    todo = fix or f"leave out the line, or see {verb} in docs/reference/schedule_language.md"
+    page = "docs/reference/schedule_language.md"
+    todo = fix or f"leave out the line, or see {verb} in {page}"
     return ScheduleError(what, where=user_line(node), fix=todo)
 
 

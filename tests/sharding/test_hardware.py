@@ -29,7 +29,7 @@ from fxpar.sharding.mesh import Link, Mesh
 from tests.helpers.machines import products_alone
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "hardware.md"
+DOCS = ROOT / "docs" / "reference" / "hardware.md"
 # Measured on a GPU before contracted dims were told from others.
 H100_FILE = ROOT / "benchmarks" / "results" / "hardware_h100.json"
 
