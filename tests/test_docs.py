@@ -291,3 +291,12 @@ def test_pages_that_messages_name_exist() -> None:
     for path in ROOT.glob("fxpar/**/*.py"):
         for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text()):
             assert (ROOT / page).exists(), f"{name(path)} names {page}"
+
+
+def test_the_picture_of_the_package_is_that_of_its_floors() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from house import PICTURE, picture
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    assert PICTURE.read_text() == picture(), "run python benchmarks/house.py --write"
