@@ -1,7 +1,8 @@
 """Train with everything sharded, save, and resume on another mesh.
 
     FXPAR_MESH="fsdp=2" torchrun --nproc-per-node 2 examples/checkpoint_resume.py
-    FXPAR_MESH="tp=2" torchrun --nproc-per-node 2 examples/checkpoint_resume.py
+    FXPAR_MESH="tp=2" FXPAR_PLAN=propagate \
+        torchrun --nproc-per-node 2 examples/checkpoint_resume.py
 
 prints
 

@@ -63,6 +63,8 @@ if __name__ == "__main__":
     hints = {"up": ("tp", None), "down": (None, "tp"), "x": ("dp", None)}
     args = [torch.empty(s, device="meta") for s in [*shapes, (4096, 16384)]]
     args = [x.bfloat16().requires_grad_() for x in args]
-    plan = fxpar.plan(block, *args, mesh="dp=2,tp=4", hints=hints, grad=True)
+    plan = fxpar.plan(
+        block, *args, mesh="dp=2,tp=4", hints=hints, grad=True, mode="propagate"
+    )
     Path(sys.argv[1], "plan.svg").write_text(plan_svg(plan))
     Path(sys.argv[1], "timeline.svg").write_text(timeline_svg(plan.timeline))

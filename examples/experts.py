@@ -1,6 +1,7 @@
 """A mixture of experts, with the experts on the ranks of an axis ``ep``.
 
-    FXPAR_MESH="ep=2" torchrun --nproc-per-node 2 examples/experts.py
+    FXPAR_MESH="ep=2" FXPAR_PLAN=propagate \
+        torchrun --nproc-per-node 2 examples/experts.py
 
 prints
 
