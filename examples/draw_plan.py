@@ -22,7 +22,8 @@ def block(x, up, down):
 
 
 def box(x, y, width=0.0, fill="none", label=""):
-    shape = f'<rect x="{x:.0f}" y="{y}" width="{width:.1f}" height="18" fill="{fill}"/>'
+    place = f'x="{x:.0f}" y="{y}" width="{width:.1f}" height="18"'
+    shape = f'<rect {place} fill="{fill}" stroke="white"/>'
     return shape + f'<text x="{x + 4:.0f}" y="{y + 13}">{label}</text>'
 
 
