@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fxpar
 from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parent.parent
@@ -184,6 +187,17 @@ def test_an_example_prints_what_its_head_says(path: Path, tmp_path: Path) -> Non
     assert printed == textwrap.dedent(expected).strip() + "\n"
 
 
+@pytest.mark.slow
+def test_a_layer_of_the_large_example_is_planned() -> None:
+    pytest.importorskip("transformers")
+    names = runpy.run_path(str(ROOT / "examples" / "plan_llama_70b.py"))
+    ids = torch.empty(names["BATCH"], names["LENGTH"], dtype=torch.int64, device="meta")
+    feed = {"input_ids": ids, "labels": ids}
+    how: dict[str, Any] = {"mesh": "dp=8,tp=8", "mode": "propagate", "grad": True}
+    plan = fxpar.plan(names["build"](layers=1), **how, **feed)
+    assert plan.spec("model.layers.0.mlp.down_proj.weight") == fxpar.Spec(None, "tp")
+
+
 def test_examples_are_short_and_listed() -> None:
     for path in ROOT.glob("examples/*.py"):
         lines = [line for line in path.read_text().splitlines() if line.strip()]
@@ -280,8 +294,6 @@ def test_every_page_is_short_and_stands_in_the_index() -> None:
 
 
 def test_the_public_names_are_all_listed() -> None:
-    import fxpar
-
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     named = set(re.findall(r"`fxpar\.(\w+)`", page.split("`help(")[0]))
     assert named == set(fxpar.__all__)
