@@ -303,7 +303,8 @@ def warned(name: str, inputs: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "why", "line"),
     [
-        ("lstm", "WithLSTM.forward is in no graph: .* LSTM", "self.lstm"),
+        # Torch 2.15 traces what stands before the LSTM.
+        ("lstm", r".* is in no graph[:.]|graph0 ends in a graph break", "self.lstm"),
         ("nonzero", "NonzeroLoop.forward is in no graph: Dynamic shape", "nonzero"),
         ("item", "ItemInTry.forward is in no graph: .*item", ".item()"),
         ("all disabled", "WhollyDisabled is in no graph: .*disable", None),
