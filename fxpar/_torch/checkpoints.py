@@ -75,6 +75,7 @@ def checkpoints_tagged() -> Iterator[None]:
         how |= dict.fromkeys(("preserve_rng_state", "debug", "early_stop"), False)
         return tagged(context_fn, lambda x: plain(fn, args, kw, context_fn=x, **how))
 
+    instead: Callable[..., Iterator[None]]
     name, instead = "_checkpoint_without_reentrant_generator", by_place
     if hasattr(module, f"{name}_impl"):  # since 2.14
         name, instead = f"{name}_impl", by_name
