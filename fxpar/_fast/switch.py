@@ -21,7 +21,7 @@ import torch
 log = logging.getLogger("fxpar")
 
 # Versions of torch on which what is patched was proved to give what it gave before.
-PROVED = ("2.13",)
+PROVED = ("2.13", "2.15")
 
 # Shortcuts that are left out, by name; a benchmark measures them one by one.
 LEFT_OUT: set[str] = set()

@@ -43,21 +43,13 @@ def checkpoints_tagged() -> Iterator[None]:
     from torch.utils._pytree import tree_map_only
 
     module: Any = checkpoint
-    plain = module._checkpoint_without_reentrant_generator
     again = partial(
         module.create_selective_checkpoint_contexts,
         lambda *_args, **_kwargs: module.CheckpointPolicy.PREFER_RECOMPUTE,
     )
 
     def tagged(
-        fn: Any,
-        _preserve: Any,
-        context_fn: Callable[[], Any],
-        check: Any,
-        debug: Any,
-        _early: Any,
-        *args: Any,
-        **kwargs: Any,
+        context_fn: Callable[[], Any], run: Callable[[Any], Iterator[None]]
     ) -> Iterator[None]:
         number = next(wrap.uid)
 
@@ -69,7 +61,25 @@ def checkpoints_tagged() -> Iterator[None]:
             return forward, backward
 
         with preserve_node_meta():  # the tags of a region end with it
-            yield from plain(fn, False, contexts, check, False, False, *args, **kwargs)
+            yield from run(contexts)
+
+    def by_place(
+        fn: Any, _preserve: Any, context_fn: Any, check: Any, *rest: Any, **kw: Any
+    ) -> Iterator[None]:
+        off = (False, False, *rest[2:])
+        return tagged(context_fn, lambda x: plain(fn, False, x, check, *off, **kw))
+
+    def by_name(
+        fn: Any, args: Any, kw: Any, *, context_fn: Any, **how: Any
+    ) -> Iterator[None]:
+        how |= dict.fromkeys(("preserve_rng_state", "debug", "early_stop"), False)
+        return tagged(context_fn, lambda x: plain(fn, args, kw, context_fn=x, **how))
+
+    instead: Callable[..., Iterator[None]]
+    name, instead = "_checkpoint_without_reentrant_generator", by_place
+    if hasattr(module, f"{name}_impl"):  # since 2.14
+        name, instead = f"{name}_impl", by_name
+    plain = getattr(module, name)
 
     is_grad_enabled = torch.is_grad_enabled
     tensor: Any = torch.Tensor
@@ -103,7 +113,7 @@ def checkpoints_tagged() -> Iterator[None]:
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
     with (
-        mock.patch.object(module, "_checkpoint_without_reentrant_generator", tagged),
+        mock.patch.object(module, name, instead),
         mock.patch.object(module.CheckpointFunction, "apply", reentrant),
     ):
         yield

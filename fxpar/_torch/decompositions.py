@@ -131,7 +131,7 @@ def _multilabel_margin_loss(
     x: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the loss, which classes are targets). A row of targets ends at the first that
-    is negative: that of torch (2.13) takes those behind for class 0."""
+    is negative: that of torch (before 2.15) takes those behind for class 0."""
     rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = rows.shape[1]
     places = torch.arange(classes, device=x.device)

@@ -291,6 +291,7 @@ def _operands(args: Any, kwargs: Any) -> Any:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.invoke_subgraph import InputFingerprint, classify_vt
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+    from torch.utils._pytree import TreeSpec
 
     leaves: list[Any] = []
     nodes: dict[fx.Node, int] = {}
@@ -327,6 +328,7 @@ def _operands(args: Any, kwargs: Any) -> Any:
 
     spec: Any = [structure(each) for each in args]
     spec = spec, {name: structure(each) for name, each in kwargs.items()}
+    spec = TreeSpec(tuple, spec, [])  # torch 2.15 looks into it
     sources = [getattr(variable, "source", None) for _, variable in leaves]
     return InputFingerprint(leaves, sources, unknown, spec)
 

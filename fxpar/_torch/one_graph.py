@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,51 +34,28 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     compiled = torch.compile(own, backend=backend, fullgraph=True)
 
     names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")
-    silent = "ignore_logging_functions"
-    if not hasattr(config, silent):
-        silent = "ignore_logger_methods"  # 2.11
+    noted: Callable[[], contextlib.AbstractContextManager[Any]]
+    silent, noted = "ignore_logging_functions", contextlib.nullcontext
+    if not hasattr(config, silent):  # 2.11
+        silent, noted = "ignore_logger_methods", _settings_unwritten
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Libraries add methods to loggers when they are imported.
         methods = {getattr(logging.Logger, name, None) for name in names} - {None}
         ignored = getattr(config, silent) | methods
         settings = {"specialize_float": True, silent: ignored}
-        with config.patch(settings), _settings_unwritten():
+        with config.patch(settings), noted():
             return compiled(*args, **kwargs)
 
     return call
 
 
-@contextlib.contextmanager
-def _settings_unwritten() -> Iterator[None]:
-    """Inside, Dynamo notes no settings among its metrics if it cannot."""
+def _settings_unwritten() -> contextlib.AbstractContextManager[Any]:
+    """Context in which Dynamo notes no settings among its metrics: 2.11 sorts the
+    functions that it is to ignore, fails, and says so at length."""
     from torch._dynamo import utils
 
-    if _settings_are_written():
-        yield
-        return
-    written = getattr(utils, _SETTINGS)
-    setattr(utils, _SETTINGS, lambda: None)
-    try:
-        yield
-    finally:
-        setattr(utils, _SETTINGS, written)
-
-
-_SETTINGS = "_get_dynamo_config_for_logging"
-
-
-@functools.cache
-def _settings_are_written() -> bool:
-    """Whether Dynamo can write its settings as they are: 2.11 sorts the functions that
-    it is to ignore, fails, and says so at length."""
-    from torch._dynamo import utils
-
-    try:
-        getattr(utils, _SETTINGS, lambda: None)()
-    except TypeError:
-        return False
-    return True
+    return mock.patch.object(utils, "_get_dynamo_config_for_logging", lambda: None)
 
 
 def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:

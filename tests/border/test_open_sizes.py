@@ -321,11 +321,14 @@ def test_numbers_that_regions_read(elsewhere: str) -> None:
     region = next(m for m in gm.children() if isinstance(m, fx.GraphModule))
     names = [node.name for node in placeholders(gm)]
     if elsewhere:
-        read = region if elsewhere == "inside" else gm
-        [scale] = [x for x in placeholders(read) if x.name == "l_self_scale"]
+        bodies = [region, gm] if elsewhere == "inside" else [gm]  # 2.15 reads it in gm
+        each = ((body, x) for body in bodies for x in placeholders(body))
+        read, scale = next((body, x) for body, x in each if x.name == "l_self_scale")
         with read.graph.inserting_before(read.graph.output_node()):
             read.graph.call_function(torch.neg, (scale,))
+    before = str(gm.graph), str(region.graph)
     lean, positions, numbers = lean_graph(gm, examples)
+    assert (str(gm.graph), str(region.graph)) == before
     expected = {"l_self_modules_embed_norm_type", "l_self_modules_norm_eps"}
     expected |= set() if elsewhere else {"l_self_scale"}
     assert {names[i] for i in numbers} == expected
@@ -333,8 +336,6 @@ def test_numbers_that_regions_read(elsewhere: str) -> None:
         assert isinstance(_torch.dynamo.example_of(node), torch.SymFloat) == (
             i in numbers
         )
-    calls = region.graph.find_nodes(op="call_method", target="item")
-    assert len(calls) == 2, "the graph of Dynamo is left as it is"
 
 
 @pytest.mark.multiprocess

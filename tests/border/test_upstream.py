@@ -161,8 +161,9 @@ def test_torch_gives_a_summand_as_the_item() -> None:
     assert shared_pool(2).run(summand) == [1.0, 1.0]
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 is mended")
 def test_torch_takes_padding_for_class_0() -> None:
-    """If this fails, torch is mended: ours of ``multilabel_margin_loss`` can go."""
+    """Ours of ``multilabel_margin_loss`` can go with the last torch before 2.15."""
     op = torch.ops.aten.multilabel_margin_loss_forward.default
     x, target = torch.tensor([0.1, 0.9, 0.3, 0.4]), torch.tensor([3, -1, 0, 0])
     want = sum((1 - 0.4 + value) / 4 for value in (0.1, 0.9, 0.3))

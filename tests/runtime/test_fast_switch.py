@@ -27,11 +27,11 @@ def _read_anew() -> Iterator[None]:
     switch.is_on.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["2.13.1+cpu", "2.12.0", "2.15.0a0"])
+@pytest.mark.parametrize("version", ["2.13.1+cpu", "2.12.0", "2.14.1", "2.15.0a0"])
 def test_other_torch_is_left_as_it_is(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_proved = version.startswith("2.13")
+    is_proved = version.startswith(("2.13", "2.15"))
     monkeypatch.setattr(switch, "torch", SimpleNamespace(__version__=version))
     with caplog.at_level(logging.INFO, "fxpar"):
         assert [switch.is_on() for _ in range(2)] == [is_proved] * 2

@@ -18,6 +18,7 @@ from fxpar.joint_pass import JointPass
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.shared_memory import SharedMemory
 from fxpar.runtime.train_step import step as step_module
+from tests.helpers.patched import needs_patches
 from tests.helpers.traced_graphs import (
     LAYERS,
     WIDTH,
@@ -30,6 +31,8 @@ from tests.helpers.traced_graphs import (
 from tests.helpers.wrapper import fake_group
 
 Tensor = torch.Tensor
+
+pytestmark = needs_patches
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import copy
 import functools
 import logging
 import math
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -645,25 +644,3 @@ def test_a_rate_that_cannot_be_an_input() -> None:
             Root, schedule=lambda o: lr_scheduler.StepLR(o, 2, 0.5), steps=4
         )
     assert programs == 2
-
-
-def test_settings_that_cannot_be_written_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch (2.11) sorts the functions that are to be ignored, when it has compiled."""
-    readers: list[str] = []
-
-    def written() -> str:
-        readers.append(sys._getframe(1).f_code.co_name)
-        return str(sorted({len, sum}))  # type: ignore[type-var]
-
-    monkeypatch.setattr(torch._dynamo.utils, "_get_dynamo_config_for_logging", written)
-    known = _torch.one_graph._settings_are_written
-    known.cache_clear()
-    try:
-        model = build()
-        step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        step(*batches(1)[0])
-    finally:
-        known.cache_clear()
-    assert readers == ["_settings_are_written"]

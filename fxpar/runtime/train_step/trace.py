@@ -212,9 +212,11 @@ def as_tensor(x: Any) -> torch.Tensor:
 
 
 def _tidy(module: fx.GraphModule) -> None:
-    """Where nothing is differentiated any more, a detached value is the value."""
+    """Where nothing is differentiated any more, a detached value is the value. (That is
+    an alias for torch 2.15.)"""
+    aten = torch.ops.aten
     for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.detach.default:
+        if node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
