@@ -50,14 +50,19 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time over bytes: the least of some lines, so monotone and concave."""
+    """Time over bytes: the least of some lines, and copies before and after it."""
 
     # One for each algorithm that a library may take; in a tie the first is taken.
     lines: tuple[AlphaBeta, ...]
+    # Bytes of each copy, as a share of what a rank holds before the collective.
+    copies: tuple[float, ...] = ()
+    # Says what a copy takes.
+    link: Link = Link()
 
     def seconds(self, nbytes: Any) -> Any:
         """Seconds for ``nbytes`` on each rank: a number, or an array of them."""
-        times = [line.alpha + line.beta * nbytes for line in self.lines]
+        copied = sum(self.link.copy_seconds(x * nbytes) for x in self.copies)
+        times = [line.alpha + line.beta * nbytes + copied for line in self.lines]
         if len(times) == 1:
             return times[0]
         if isinstance(nbytes, (int, float)):
