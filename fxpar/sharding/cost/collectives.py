@@ -25,6 +25,11 @@ from typing import Any
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.mesh import Link, Mesh
 
+# Bytes of a full bucket of collectives that are joined, in the form each rank holds
+# whole. What is larger goes alone: there the bandwidth of the link counts and not its
+# latency.
+FULL = 1 << 20
+
 
 @dataclass(frozen=True)
 class Stage:
