@@ -88,7 +88,7 @@ class Sketch:
         self, *, reductions: bool = True, most: int = FULL, gathers: int = FULL
     ) -> None:
         joinable = Joinable.of(self.graph, reductions=reductions)
-        buckets = joinable.buckets(most, gathers)
+        buckets = joinable.buckets(reduction=most, gather=gathers, again=gathers)
         join_buckets(self.graph, self.rewriter, buckets)
 
     def moved(self) -> list[tuple[str, Shape, Shape]]:
