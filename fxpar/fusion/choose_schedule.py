@@ -432,7 +432,7 @@ def _by_phase(state: Attempts) -> None:
     if state.now.exposed_seconds < _TRIED * state.now.seconds:
         return
     orders = state.orders()
-    tried = {orders.of(state.schedule.settings)}
+    orders_tried = {orders.of(state.schedule.settings)}
     for change in changes:
         now = state.now
         if now.exposed_seconds < _TRIED * now.seconds:
@@ -442,9 +442,9 @@ def _by_phase(state: Attempts) -> None:
             again = min(settings.again, settings.bucket or FULL)
             settings = replace(settings, again=again)
         order = orders.of(settings)
-        if order in tried:
+        if order in orders_tried:
             continue
-        tried.add(order)
+        orders_tried.add(order)
         schedule = replace(state.schedule, settings=settings)
         then = state.timeline(schedule)
         if then.peak_bytes <= most:
