@@ -174,11 +174,11 @@ class Overlap:
 
     def _joins(self, e: int) -> bool:
         """Whether what an edge moves may be in a bucket: a parameter or a gradient."""
-        form, edge_value = self.formulation, self.layout.edge_values[e]
-        if edge_value is None or not self.layout.aside[e]:
+        program, edge_value = self.formulation.program, self.layout.edge_values[e]
+        if edge_value is None or not self.layout.aside[e] or not program.backward:
             return False
-        maker = form.program.producers.get(edge_value.value)
-        return maker is None or maker[0] in form.program.backward
+        maker = program.producers.get(edge_value.value)
+        return maker is None or maker[0] in program.backward
 
     def _steps(
         self, v: int, source: Spec, target: Spec, total: float, joins: bool
