@@ -160,8 +160,9 @@ class Hardware:
             name = _INSTEAD.get(name, "float32")
         return peaks.get(f"{name} {family}", peaks[name])
 
-    def streaming(self, nbytes: float) -> float:
-        """Seconds to move bytes through memory, or caches that hold them."""
+    def streaming(self, nbytes: Any) -> Any:
+        """Seconds to move bytes, a number or an array, through memory, or caches that
+        hold them."""
         return nbytes / (rate_at(nbytes, self._rates) if self.near else self.bandwidth)
 
     @property

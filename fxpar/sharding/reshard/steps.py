@@ -206,7 +206,18 @@ def curve(
     copies = [times for times, x in zip(copied, alone, strict=True) if times and x]
     if not copies:
         return collective
-    return replace(collective, copies=tuple(copies), link=_copying(mesh, axes))
+    link = _copying(mesh, axes)
+    if link.copy_near:
+        return replace(collective, copies=tuple(copies), link=link)
+    lines = (
+        replace(
+            line,
+            alpha=line.alpha + len(copies) * link.copy_launch,
+            beta=line.beta + sum(copies) * link.copy_byte,
+        )
+        for line in collective.lines
+    )
+    return Curve(tuple(lines))
 
 
 def _copying(mesh: Mesh, axes: Sequence[str]) -> Link:

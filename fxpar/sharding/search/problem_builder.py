@@ -248,13 +248,10 @@ class ProblemBuilder:
         would never write is written, and read again by another."""
         value, on = self.program.values[v], self.hardware
         before, after = (
-            [
-                on.streaming(value.nbytes / self.mesh.count(pool[n].sharded_axes))
-                for n in numbers
-            ]
+            [value.nbytes / self.mesh.count(pool[n].sharded_axes) for n in numbers]
             for pool, numbers in ((self.pool.specs, have), (self.pool.specs, need))
         )
-        return on.launch + np.add.outer(before, after)
+        return on.launch + on.streaming(np.add.outer(before, after))
 
     def between(
         self, v: int, have: np.ndarray, need: np.ndarray, alone: Alone = ALONE
