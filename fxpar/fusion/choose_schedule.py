@@ -50,6 +50,7 @@ from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.simulate_step import Event, Timeline
+from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
@@ -79,14 +80,12 @@ _AS_SAID = 1.005
 # simulation is off by. Settings need not: they make fewer calls, or the same earlier.
 _PAYS = 0.01
 
-# What is tried of forward and backward, each on top of what was taken before.
-_SETTINGS: tuple[dict[str, int], ...] = (
-    {"bucket": 4 << 20},
-    {"bucket": 16 << 20},
-    {"bucket": 64 << 20},
-    {"ahead": 2},
-    {"ahead": 4},
-)
+# What is tried of forward and backward, each on top of what was taken before: bytes of
+# a bucket; of what a backward gathers again, when most is held, shares of the room that
+# there is; and gathers started ahead.
+_BUCKETS = 4 << 20, 8 << 20, 16 << 20, 64 << 20
+_AGAIN = 0.5, 0.75
+_AHEAD = 2, 4
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,11 @@ class Chosen:
 
 
 def choose_or_warn(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, lines: bool = True
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, **options: bool
 ) -> Chosen | None:
     """As ``choose``; None, with a warning, if that fails: a program runs without."""
     try:
-        return choose(graph, mesh, hardware, lines=lines)
+        return choose(graph, mesh, hardware, **options)
     except Exception as error:
         failed(error)
         return None
@@ -146,15 +145,21 @@ def failed(error: Exception) -> None:
 
 
 def choose(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, lines: bool = True
+    graph: fx.Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    lines: bool = True,
+    keep_gathered: bool = False,
 ) -> Chosen:
     """The best schedule found; an empty one if none pays. ``lines``: verbs are tried,
-    not settings alone."""
+    not settings alone; ``keep_gathered``: as of ``Attempts``."""
     values = [node.meta.get("val") for node in graph.nodes]
     graph = closed(graph, mesh, _torch.fake.mode_of(values))
     with old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
-        state = Attempts(shapes, hardware.on(mesh), hardware)
+        on = hardware.on(mesh)
+        state = Attempts(shapes, on, hardware, keep_gathered=keep_gathered)
         before, run_before = state.now, state.run
         fewer = fewer_layers(shapes)
         if lines and (fewer is None or not _lines_for_layers(state, fewer)):
@@ -190,7 +195,8 @@ def _lines(state: Attempts) -> None:
 def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
     """The best lines for a graph with fewer layers, said for all; whether that can be
     done, and a step is better with them."""
-    few = Attempts(fewer.graph, state.mesh, state.hardware)
+    keep = state.keep_gathered
+    few = Attempts(fewer.graph, state.mesh, state.hardware, keep_gathered=keep)
     _lines(few)
     try:
         best = lines_of_layers(few.schedule, fewer)
@@ -413,29 +419,38 @@ def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
 
 def _by_phase(state: Attempts) -> None:
     """Sizes of buckets and gathers under way, where communication is waited for. More
-    hold more: a step may not need much more memory for it. What gives an order that was
-    tried is not tried again."""
+    hold more: a share of the peak memory is worth as much as one of the seconds. What
+    gives an order that was tried is not tried again."""
     most = with_room(state.now)
     room = most - state.now.peak_bytes
+    first, *rest = (int(share * room) for share in _AGAIN)
+    changes: list[dict[str, int]] = [
+        *({"bucket": size, "again": first} for size in _BUCKETS),
+        *({"again": size} for size in rest),
+        *({"ahead": count} for count in _AHEAD),
+    ]
     if state.now.exposed_seconds < _TRIED * state.now.seconds:
         return
     orders = state.orders()
-    before = {orders.of(state.schedule.settings)}
-    for change in _SETTINGS:
-        if state.now.exposed_seconds < _TRIED * state.now.seconds:
+    orders_tried = {orders.of(state.schedule.settings)}
+    for change in changes:
+        now = state.now
+        if now.exposed_seconds < _TRIED * now.seconds:
             return
         settings = replace(state.schedule.settings, **change)
-        if settings.bucket is not None:
-            settings = replace(settings, gathers=min(settings.bucket, room))
+        if settings.again is not None:
+            again = min(settings.again, settings.bucket or FULL)
+            settings = replace(settings, again=again)
         order = orders.of(settings)
-        if order in before:
+        if order in orders_tried:
             continue
-        before.add(order)
+        orders_tried.add(order)
         schedule = replace(state.schedule, settings=settings)
         then = state.timeline(schedule)
         if then.peak_bytes <= most:
             state.simulated[schedule] = then
-            state.take(schedule, then)
+            if then.seconds * then.peak_bytes < now.seconds * now.peak_bytes:
+                state.take(schedule, then)
 
 
 def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:

@@ -14,8 +14,9 @@ Lines ``buckets`` and ``prefetch`` name no node: they are settings of how a forw
 a backward order their collectives, once they are parted, and hold for both.
 ``buckets(bytes=4194304)``: collectives of parameters and gradients that can run
 together are joined until so many bytes are full, 0 for none; ``gathers``: bytes of a
-bucket of gathers, if other. ``prefetch(ahead=2)``: gathers of parameters are started so
-many before they are read. They keep every number whatever they say.
+bucket of gathers, ``again``: of those that a backward repeats, if other.
+``prefetch(ahead=2)``: gathers of parameters are started so many before they are read.
+They keep every number whatever they say.
 
 The verbs are those of CoCoNeT (arXiv 2105.05720, section 3), and what its schedules
 leave to the runtime.
@@ -75,8 +76,8 @@ class SettingForm:
 # Lines that say settings.
 SETTINGS = {
     "buckets": SettingForm(
-        "buckets(bytes=4194304, gathers=1048576)",
-        {"bytes": "bucket", "gathers": "gathers"},
+        "buckets(bytes=4194304, gathers=1048576, again=1048576)",
+        {"bytes": "bucket", "gathers": "gathers", "again": "again"},
         0,
         "bytes",
     ),
@@ -149,8 +150,9 @@ def _setting_lines(settings: Settings) -> Iterator[Line]:
     """The lines that say so, where it is not the default."""
     if settings.bucket is not None:
         sizes: list[tuple[str, Argument]] = [("bytes", settings.bucket)]
-        if settings.gathers is not None:
-            sizes.append(("gathers", settings.gathers))
+        for name in ("gathers", "again"):
+            if getattr(settings, name) is not None:
+                sizes.append((name, getattr(settings, name)))
         yield Line("buckets", (), tuple(sizes))
     if settings.ahead != DEFAULT.ahead:
         yield Line("prefetch", (), (("ahead", settings.ahead),))

@@ -17,7 +17,7 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.passes.order.forward_backward import parted
+from fxpar.passes.order.forward_backward import parted, regather
 from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
@@ -33,9 +33,8 @@ LEAST = 1e-3
 # A schedule with which a step takes no more than so many times as long comes near.
 _CLOSE = 1.25
 
-# By what buckets and gathers under way may raise a step's peak memory at most: a share
-# of it, or bytes that are little to any device.
-_ROOM, _LITTLE = 0.1, 8 << 20
+# By what share of it buckets and gathers under way may raise a step's peak memory.
+_ROOM = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,18 @@ class SimulatedRun:
 class Attempts:
     """The schedule so far, and how long a step takes with it. ``simulated``: of each
     that may be tried on the mesh; ``left``: others that may, by what a step of fewer
-    layers takes."""
+    layers takes. ``keep_gathered``: the backward gathers no parameters again."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        mesh: Mesh,
+        hardware: Hardware,
+        *,
+        keep_gathered: bool = False,
+    ) -> None:
         self.first, self.mesh, self.hardware = graph, mesh, hardware
+        self.keep_gathered = keep_gathered
         self.machine = Machine(mesh, hardware)
         self.near: list[str] = []
         self.left: list[Schedule] = []
@@ -115,6 +122,8 @@ class Attempts:
         last one asked for is remembered."""
         if self._last is None or self._last[0] != schedule.lines:
             lowered = apply(schedule, self.first, self.mesh, lowered=True)
+            if not self.keep_gathered:
+                regather(lowered)
             self._last = schedule.lines, Orders(parted(lowered))
             self._reader = PhaseReader()
         return self._last[1]
@@ -154,7 +163,7 @@ class Attempts:
 
 def with_room(now: Timeline) -> int:
     """Bytes that a step may take at most instead."""
-    return now.peak_bytes + max(int(_ROOM * now.peak_bytes), _LITTLE)
+    return int((1 + _ROOM) * now.peak_bytes)
 
 
 def is_better(then: Timeline, now: Timeline, least: float = LEAST) -> bool:

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar.errors import PlanError, RuleError
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import Builder
+from fxpar.graph.builder import Builder, value_of
 from fxpar.graph.graph_bodies import bodies_of
 from fxpar.passes.local.local_ops import LocalCall, local_form
 from fxpar.sharding.factors import Dims, Rule
@@ -60,8 +60,8 @@ class SlicePart:
 class SlicedResult:
     """An op on slices."""
 
-    # The new op.
-    node: fx.Node
+    # The new op; a tuple where several nodes give its results.
+    node: Any
     # For each of its results the dim that is sliced. None: the result is whole, and
     # equal on all ranks of the axes.
     dims: tuple[int | None, ...]
@@ -232,7 +232,7 @@ class Cutter:
         reads: tuple[Spec, ...],
         results: tuple[Spec, ...],
         args: Any,
-    ) -> fx.Node:
+    ) -> Any:
         values = [*tensor_nodes(node)]
         shapes = [tuple(map(int, n.meta["val"].shape)) for n in values]
         shapes += [tuple(map(int, t.shape)) for t in tensors_of(node.meta["val"])]
@@ -248,12 +248,12 @@ class Cutter:
             raise Refused(f"has no form on slices: {error}") from error
 
     def _reduced(
-        self, node: fx.Node, result: fx.Node, results: tuple[Spec, ...]
+        self, node: fx.Node, result: Any, results: tuple[Spec, ...]
     ) -> SlicedResult:
         """Check shapes; reduce a result of summands."""
         mesh = self.build.mesh
         whole = tensors_of(node.meta["val"])
-        local = tensors_of(result.meta["val"])
+        local = tensors_of(value_of(result))
         for spec, want, have in zip(results, whole, local, strict=True):
             if tuple(have.shape) != spec.local_shape(mesh, want.shape):
                 raise Refused(f"has no form on slices of {list(want.shape)}")
@@ -298,7 +298,10 @@ def results_of(
         if item.target is not operator.getitem:
             raise Refused(f"gives a tuple that {item.name} reads")
         position: Any = item.args[1]
-        copy = node.graph.call_function(operator.getitem, (sliced.node, position))
-        copy.meta = {**item.meta, "val": sliced.node.meta["val"][position]}
+        if isinstance(sliced.node, tuple):
+            copy = sliced.node[position]
+        else:
+            copy = node.graph.call_function(operator.getitem, (sliced.node, position))
+            copy.meta = {**item.meta, "val": sliced.node.meta["val"][position]}
         slices[item] = copy, dims.get(position)
     return slices

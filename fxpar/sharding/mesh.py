@@ -16,7 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 from fxpar.errors import MeshError
 from fxpar.sharding.axis_parts import axis_of, cut, part_name, split_name
@@ -56,10 +57,33 @@ class Link:
     copy_launch: float = 0.0
     # Seconds for each byte of it, read and written.
     copy_byte: float = 0.0
+    # (bytes, seconds for each byte) of copies in caches, as ``rate_at`` has them.
+    copy_near: tuple[tuple[float, float], ...] = ()
+
+    def copy_seconds(self, nbytes: Any) -> Any:
+        """Seconds of a copy of so many bytes, a number or an array."""
+        byte = rate_at(nbytes, self.copy_near) if self.copy_near else self.copy_byte
+        return self.copy_launch + byte * nbytes
 
     def __hash__(self) -> int:
         # Links are looked up often, and the rest is nested.
         return hash((self.bandwidth, self.latency))
+
+
+def rate_at(nbytes: Any, points: tuple[tuple[float, float], ...]) -> Any:
+    """The rate for so many bytes, a number or an array: between points of (bytes, rate)
+    it changes evenly in logarithms."""
+    import numpy as np
+
+    sizes, rates = _logarithms(points)
+    return np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), sizes, rates))
+
+
+@lru_cache
+def _logarithms(points: tuple[tuple[float, float], ...]) -> Any:
+    import numpy as np
+
+    return np.log(points).T
 
 
 @dataclass(frozen=True)

@@ -319,4 +319,7 @@ def _link(saved: Saved) -> Link:
         kinds=saved["kinds"].each(lambda x: x.pair(Saved.text, _link)),
         copy_launch=saved.get("copy_launch", 0.0).number(),
         copy_byte=saved.get("copy_byte", 0.0).number(),
+        copy_near=saved.get("copy_near", ()).each(
+            lambda x: x.pair(Saved.number, Saved.number)
+        ),
     )

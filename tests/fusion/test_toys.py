@@ -39,6 +39,19 @@ def test_split() -> None:
     )
 
 
+def test_an_op_with_results_of_several_nodes() -> None:
+    """Causal attention on slices of the queries counts its rows in the whole."""
+
+    def program(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(all_reduce(q), k, v, is_causal=True)
+
+    keys = "[_, _, _, _]", (1, 2, 8, 4)
+    toy = Toy(program, ("[_, _, _, _] partial(sum: tp)", (1, 2, 8, 4)), keys, keys)
+    (op,) = (n.name for n in toy.before.nodes if "attention" in n.name)
+    after = toy.check(f"split(all_reduce, dim=2) -> rs, ag\nreorder([{op}], ag)")
+    assert "causal_attention" in str(after)
+
+
 @pytest.mark.parametrize("op", ["sum", "max", "avg"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_split_is_bitwise_equal(op: str, dtype: torch.dtype) -> None:

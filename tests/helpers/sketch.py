@@ -10,10 +10,11 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from fxpar.graph.builder import Builder
-from fxpar.passes.order.bucket_collectives import FULL, join_buckets
+from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.joinable_collectives import Joinable
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.simulate.lockstep import run_lockstep
+from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -88,7 +89,7 @@ class Sketch:
         self, *, reductions: bool = True, most: int = FULL, gathers: int = FULL
     ) -> None:
         joinable = Joinable.of(self.graph, reductions=reductions)
-        buckets = joinable.buckets(most, gathers)
+        buckets = joinable.buckets(reduction=most, gather=gathers, again=gathers)
         join_buckets(self.graph, self.rewriter, buckets)
 
     def moved(self) -> list[tuple[str, Shape, Shape]]:

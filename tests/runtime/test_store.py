@@ -292,8 +292,8 @@ def test_a_schedule_is_chosen_once(
     chosen: list[Any] = []
     choose = lowering_steps.choose_or_warn
 
-    def counted(*args: Any) -> Any:
-        chosen.append(choose(*args))
+    def counted(*args: Any, **options: bool) -> Any:
+        chosen.append(choose(*args, **options))
         return chosen[-1]
 
     monkeypatch.setattr(lowering_steps, "choose_or_warn", counted)

@@ -24,10 +24,6 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-# Bytes of a full bucket, in the form each rank holds whole. What is larger goes alone:
-# there the bandwidth of the link counts and not its latency.
-FULL = 1 << 20
-
 _GATHER = c10d.all_gather_into_tensor.default
 _SCATTER = c10d.reduce_scatter_tensor.default
 _REDUCE = c10d.all_reduce.default

@@ -54,8 +54,8 @@ class JoinableCollective:
 
     # Of its node.
     name: str
-    # Not a reduction.
-    is_gather: bool
+    # "reduction", "gather", or "again": a backward's gather of what a forward gathered.
+    what: str
     # Equal for those that may be joined.
     kind: Hashable
     # As ``whole_bytes``.
@@ -94,7 +94,7 @@ class Joinable:
             tuple(
                 JoinableCollective(
                     node.name,
-                    node.target is _GATHER,
+                    _what(node, reductions),
                     _kind_of(node),
                     whole_bytes(node),
                     before.get(node, none),
@@ -104,15 +104,15 @@ class Joinable:
             )
         )
 
-    def buckets(self, most: int, gathers: int) -> tuple[tuple[str, ...], ...]:
+    def buckets(self, **most: int) -> tuple[tuple[str, ...], ...]:
         """Names of those that are joined, by bucket. ``most``: bytes of a full bucket,
-        ``gathers``: of one of gathers."""
+        by ``JoinableCollective.what``."""
         opened: dict[Hashable, _Bucket] = {}
         filled: list[_Bucket] = []
         home: dict[str, _Bucket] = {}
         before = {each.name: each.before for each in self.collectives}
         for each in self.collectives:
-            room = gathers if each.is_gather else most
+            room = most[each.what]
             if each.size >= room:
                 continue
             open_bucket = opened.get(each.kind)
@@ -128,6 +128,13 @@ class Joinable:
             open_bucket.size += each.size
             home[each.name] = open_bucket
         return tuple(tuple(b.members) for b in filled if len(b.members) > 1)
+
+
+def _what(node: fx.Node, backward: bool) -> str:
+    if node.target is not _GATHER:
+        return "reduction"
+    is_again = backward and node.meta.get("ac_graph_id") == REGATHERED
+    return "again" if is_again else "gather"
 
 
 def _kind_of(node: fx.Node) -> Hashable:

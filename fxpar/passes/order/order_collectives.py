@@ -20,7 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import register_lowering
-from fxpar.passes.order.bucket_collectives import FULL, join_buckets
+from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.joinable_collectives import (
     Joinable,
@@ -36,6 +36,7 @@ from fxpar.passes.order.small_collectives import (
 )
 from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.passes.stages.stage_kinds import is_random
+from fxpar.sharding.cost.collectives import FULL
 
 ours = torch.ops.fxpar
 
@@ -54,6 +55,8 @@ class Settings:
     gathers: int | None = None
     # So many gathers of parameters are started before they are needed.
     ahead: int = 1
+    # Bytes of a bucket of what a backward gathers again; None: as ``gathers``.
+    again: int | None = None
 
 
 DEFAULT = Settings()
@@ -109,9 +112,9 @@ def join(phase: PhaseGraph) -> None:
 def buckets_of(joinable: Joinable, settings: Settings) -> tuple[tuple[str, ...], ...]:
     """The buckets of collectives that could be joined."""
     most = FULL if settings.bucket is None else settings.bucket
-    return joinable.buckets(
-        most, most if settings.gathers is None else settings.gathers
-    )
+    gathers = most if settings.gathers is None else settings.gathers
+    again = gathers if settings.again is None else settings.again
+    return joinable.buckets(reduction=most, gather=gathers, again=again)
 
 
 def drop_unread(graph: fx.Graph) -> None:

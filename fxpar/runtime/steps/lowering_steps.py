@@ -142,7 +142,8 @@ def apply_schedule(state: JointState) -> None:
         if request.hardware is None or mesh.size == 1:
             return
         hardware = request.hardware.at_speed(mesh.slowest)
-        chosen = choose_or_warn(before, mesh, hardware)
+        keep = request.keep_gathered
+        chosen = choose_or_warn(before, mesh, hardware, keep_gathered=keep)
         if chosen is None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
@@ -176,7 +177,8 @@ def _schedule_open(state: JointState) -> None:
             return
         hinted = size_nodes.at_hints(state.graph, state.fake_mode)
         hardware = request.hardware.at_speed(mesh.slowest)
-        chosen = choose_or_warn(hinted, mesh, hardware, lines=False)
+        keep = request.keep_gathered
+        chosen = choose_or_warn(hinted, mesh, hardware, lines=False, keep_gathered=keep)
         if chosen is None:
             return
         state.schedule, state.near = chosen.schedule, chosen.near

@@ -25,6 +25,11 @@ from typing import Any
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.mesh import Link, Mesh
 
+# Bytes of a full bucket of collectives that are joined, in the form each rank holds
+# whole. What is larger goes alone: there the bandwidth of the link counts and not its
+# latency.
+FULL = 1 << 20
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -50,14 +55,19 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time over bytes: the least of some lines, so monotone and concave."""
+    """Time over bytes: the least of some lines, and copies before and after it."""
 
     # One for each algorithm that a library may take; in a tie the first is taken.
     lines: tuple[AlphaBeta, ...]
+    # Bytes of each copy, as a share of what a rank holds before the collective.
+    copies: tuple[float, ...] = ()
+    # Says what a copy takes.
+    link: Link = Link()
 
     def seconds(self, nbytes: Any) -> Any:
         """Seconds for ``nbytes`` on each rank: a number, or an array of them."""
-        times = [line.alpha + line.beta * nbytes for line in self.lines]
+        copied = sum(self.link.copy_seconds(x * nbytes) for x in self.copies)
+        times = [line.alpha + line.beta * nbytes + copied for line in self.lines]
         if len(times) == 1:
             return times[0]
         if isinstance(nbytes, (int, float)):

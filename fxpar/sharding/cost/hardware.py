@@ -16,7 +16,7 @@ from typing import Any
 
 from fxpar.cache_files import write_asked
 from fxpar.sharding.axis_parts import axis_of
-from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.mesh import Link, Mesh, rate_at
 
 FORMAT = "fxpar hardware 1"
 
@@ -160,16 +160,15 @@ class Hardware:
             name = _INSTEAD.get(name, "float32")
         return peaks.get(f"{name} {family}", peaks[name])
 
-    def streaming(self, nbytes: float) -> float:
-        """Seconds to move bytes through memory, or caches that hold them."""
-        if not self.near or nbytes >= self.near[-1][0] * _FAR:
-            return nbytes / self.bandwidth
-        import numpy as np
+    def streaming(self, nbytes: Any) -> Any:
+        """Seconds to move bytes, a number or an array, through memory, or caches that
+        hold them."""
+        return nbytes / (rate_at(nbytes, self._rates) if self.near else self.bandwidth)
 
-        points = (*self.near, (self.near[-1][0] * _FAR, self.bandwidth))
-        sizes, rates = zip(*points, strict=True)
-        at = np.interp(math.log(max(nbytes, 1.0)), np.log(sizes), np.log(rates))
-        return nbytes / math.exp(at)
+    @property
+    def _rates(self) -> tuple[tuple[float, float], ...]:
+        """(bytes, bytes/s) of kernels, to sizes that are out of reach of caches."""
+        return *self.near, (self.near[-1][0] * _FAR, self.bandwidth)
 
     def seconds(
         self,
@@ -291,6 +290,7 @@ class Hardware:
             kinds,
             self.launch,
             2 / self.bandwidth,
+            tuple((n / 2, 2 / rate) for n, rate in self._rates) if self.near else (),
         )
 
     def save(self, path: str | Path) -> None:

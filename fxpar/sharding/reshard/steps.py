@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fxpar.sharding.cost.collectives import Curve, along
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.spec import Spec
 
 
@@ -206,22 +206,24 @@ def curve(
     copies = [times for times, x in zip(copied, alone, strict=True) if times and x]
     if not copies:
         return collective
-    launch, byte = _copying(mesh, axes)
+    link = _copying(mesh, axes)
+    if link.copy_near:
+        return replace(collective, copies=tuple(copies), link=link)
     lines = (
         replace(
             line,
-            alpha=line.alpha + len(copies) * launch,
-            beta=line.beta + sum(copies) * byte,
+            alpha=line.alpha + len(copies) * link.copy_launch,
+            beta=line.beta + sum(copies) * link.copy_byte,
         )
         for line in collective.lines
     )
     return Curve(tuple(lines))
 
 
-def _copying(mesh: Mesh, axes: Sequence[str]) -> tuple[float, float]:
-    """Seconds of a copy: of its start, and of each byte."""
-    links = [mesh.link(axis) for axis in axes]
-    return max(x.copy_launch for x in links), max(x.copy_byte for x in links)
+def _copying(mesh: Mesh, axes: Sequence[str]) -> Link:
+    """The link along some axes with the slowest copies."""
+    links = (mesh.link(axis) for axis in axes)
+    return max(links, key=lambda link: (link.copy_byte, link.copy_launch))
 
 
 def written(
@@ -246,8 +248,7 @@ def _kernel(mesh: Mesh, axes: Sequence[str], nbytes: float) -> float:
     axes = [axis for axis in axes if mesh.axis_size(axis) > 1]
     if not axes:
         return 0.0
-    launch, byte = _copying(mesh, axes)
-    return launch + byte * nbytes
+    return _copying(mesh, axes).copy_seconds(nbytes)
 
 
 def cost(step: Step, mesh: Mesh, nbytes: float, first: int = 0) -> float:

@@ -251,7 +251,7 @@ class ProblemBuilder:
             [value.nbytes / self.mesh.count(pool[n].sharded_axes) for n in numbers]
             for pool, numbers in ((self.pool.specs, have), (self.pool.specs, need))
         )
-        return on.launch + np.add.outer(before, after) / on.bandwidth
+        return on.launch + on.streaming(np.add.outer(before, after))
 
     def between(
         self, v: int, have: np.ndarray, need: np.ndarray, alone: Alone = ALONE

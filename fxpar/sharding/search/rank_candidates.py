@@ -7,10 +7,10 @@ discount are tried as well. Never leaves the memory limit.
 
 ``Overlap`` is the simulated step of a choice of the solver. What ops and reshards cost
 is what they cost in the additive problem; what it adds is when they run (``tasks``,
-``streams``). A kernel an op, no buckets: ``passes.simulate.simulate_step`` of a lowered
-plan has them. A change of strategies changes durations and axes of the tasks of its
-nodes and their edges, never the order, so a step is simulated again from the first of
-them on.
+``streams``), and that collectives in a bucket start once. A kernel an op, as
+``passes.simulate.simulate_step`` of a lowered plan has them. A change of strategies
+changes durations and axes of the tasks of its nodes and their edges, never the order,
+so a step is simulated again from the first of them on.
 
 Source: the task graph and delta simulation of FlexFlow (Jia, Zaharia and Aiken, SysML
 2019, section 5), with one rank for all, since all do the same.
@@ -71,7 +71,7 @@ class Overlap:
             for node in {i, j}:
                 self.edges_of[node].append(e)
         self.layout = layout(formulation, self.axes)
-        self._cells: dict[tuple[int, int, int], _Cell] = {}
+        self._cells: dict[tuple[int, int, int, bool], _Cell] = {}
         self._overlap, tasks = overlap, self.layout.tasks
         if not overlap:
             tasks = tuple(Task(task.name) for task in tasks)
@@ -149,7 +149,8 @@ class Overlap:
     def _cell(self, e: int, a: int, b: int) -> _Cell:
         """What an edge takes under strategies of its nodes."""
         i, j, table = self.problem.edges[e]
-        key = table, a, b
+        joins = self._overlap and self._joins(e)
+        key = table, a, b, joins
         if key not in self._cells:
             edge_value, formulation = self.layout.edge_values[e], self.formulation
             total = float(self.problem.tables[table][a, b])
@@ -162,7 +163,8 @@ class Overlap:
             copies, steps = 0.0, tuple[tuple[float, int], ...]()
             total *= self._share_of_value(edge_value.value)
             if 0 < total < FORBIDDEN:
-                copies, steps = self._steps(edge_value.value, source, target, total)
+                v = edge_value.value
+                copies, steps = self._steps(v, source, target, total, joins)
                 # Kernels wait for the share of the time that a collective takes.
                 held = self.formulation.hardware.beside
                 copies += held * sum(seconds for seconds, _ in steps)
@@ -170,21 +172,34 @@ class Overlap:
             self._cells[key] = bool(source.partial), copies, steps
         return self._cells[key]
 
+    def _joins(self, e: int) -> bool:
+        """Whether what an edge moves may be in a bucket: a parameter or a gradient."""
+        program, edge_value = self.formulation.program, self.layout.edge_values[e]
+        if edge_value is None or not self.layout.aside[e] or not program.backward:
+            return False
+        maker = program.producers.get(edge_value.value)
+        return maker is None or maker[0] in program.backward
+
     def _steps(
-        self, v: int, source: Spec, target: Spec, total: float
+        self, v: int, source: Spec, target: Spec, total: float, joins: bool
     ) -> tuple[float, _Steps]:
         """Seconds of copies, and the collectives, of a reshard that takes ``total``; at
-        most one for each mesh axis."""
+        most one for each mesh axis. ``joins``: small ones are in buckets, which start
+        once for all in them."""
         value, mesh = self.formulation.program.values[v], self.formulation.mesh
         way = all_pairs.path(source, target, mesh, value.shape, value.dtype.itemsize)
         local = value.nbytes / mesh.count(source.sharded_axes)
         runs: list[tuple[float, int]] = []
+        saved = 0.0
         for step in way or ():
-            seconds = 0.0
+            seconds, growth = 0.0, step.growth(mesh)
             if not step.local:
                 curve = collectives.along(step.kind, mesh, step.axes)
                 seconds = curve.seconds(local)
-            local *= step.growth(mesh)
+                if joins:
+                    filled = local * max(1.0, growth) / collectives.FULL
+                    saved += max(0.0, 1 - filled) * curve.line(local).alpha
+            local *= growth
             bits = self.simulation.bits([a for a in step.axes if a in self.axes])
             if step.local or not bits:
                 continue
@@ -198,7 +213,9 @@ class Overlap:
         if not whole:
             return total, ()
         part = min(1.0, total / whole)
-        return total - whole * part, tuple((x * part, bits) for x, bits in runs)
+        copies = total - whole * part
+        part *= 1 - saved / whole
+        return copies, tuple((x * part, bits) for x, bits in runs)
 
 
 def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:

@@ -111,7 +111,11 @@ def test_a_step_by_hand() -> None:
     assert step.seconds < additive(found, choice) - 1e-9
 
 
-def test_gradients_are_reduced_beside_the_backward() -> None:
+def test_gradients_are_reduced_beside_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each by itself where buckets are full."""
+    monkeypatch.setattr("fxpar.sharding.cost.collectives.FULL", 1)
     plan = fxpar.plan(mlp(2), batch(), mesh="dp=2", mode="propagate", grad=True)
     decision = plan.result.decision
     found = search(decision.program, Mesh.parse("dp=2"), SearchOptions(started()), {})

@@ -120,11 +120,14 @@ def test_light_ops_cost_what_their_kernels_take(op: Any, args: Any, name: str) -
         assert paid == pytest.approx(taken, rel=0.05), strategy
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "whole"), [("dp=2", False), ("dp=2", True), ("dp=4", True)]
+)
 def test_a_step_costs_what_is_predicted_of_it(
-    whole: bool, monkeypatch: pytest.MonkeyPatch
+    mesh: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a Llama on cores that ranks share, before a schedule."""
+    """Of a Llama on cores that ranks share, before a schedule; gradients of whole
+    parameters are reduced in buckets."""
     monkeypatch.setenv("FXPAR_HARDWARE", "cpu:2")
     config = LlamaConfig(
         vocab_size=1024,
@@ -139,7 +142,7 @@ def test_a_step_costs_what_is_predicted_of_it(
     hints = {n: (None,) * p.dim() for n, p in model.named_parameters()}
     plan = fxpar.plan(
         model,
-        mesh="dp=2",
+        mesh=mesh,
         mode="search",
         grad=True,
         schedule="none",
