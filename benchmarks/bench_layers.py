@@ -146,7 +146,6 @@ def ahead(
     torch.set_num_threads(1)
     size = Mesh.parse(mesh).size
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    cuda.let_autograd()
     options = {"mesh": mesh, "schedule": "auto", "progress": False, "memory": ROOM}
     if side == "flat":
         options["disable"] = "outline_layers"
@@ -154,19 +153,19 @@ def ahead(
         # Of fakes only those on the CPU draw their first values.
         model = cuda.on_cuda(llama(layers, scale=scale), torch.bfloat16)
         ids = torch.empty(BATCH, LENGTH, dtype=torch.long, device="cuda:0")
-        with (
-            cuda.generating() as made,
-            mock.patch.object(fxpar.joint_pass, "stage_table", str),
-            mock.patch.object(Drift, "word", lambda *_: "\t\t\t"),
-            mock.patch.object(Program, "__call__", side_effect=Compiled),
-            contextlib.suppress(Compiled),
-        ):
-            if side in ("ddp", "fsdp2"):
-                call = peer(model, ids, side)
-            else:
-                call = called(model, ids, side, options)
-            begun = time.process_time()
-            call()
+    with (
+        cuda.generating() as made,
+        mock.patch.object(fxpar.joint_pass, "stage_table", str),
+        mock.patch.object(Drift, "word", lambda *_: "\t\t\t"),
+        mock.patch.object(Program, "__call__", side_effect=Compiled),
+        contextlib.suppress(Compiled),
+    ):
+        if side in ("ddp", "fsdp2"):
+            call = peer(model, ids, side)
+        else:
+            call = called(model, ids, side, options)
+        begun = time.process_time()
+        call()
     cpu = time.process_time() - begun
     kernels = {text: name for each in made for text, name in each.kernels.items()}
     walks = [each.walk() for each in made]
@@ -229,6 +228,10 @@ def run(
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TRITON_CACHE_DIR": f"{cache}/triton",
         }
+        if device == "cuda":
+            from tests.helpers.pretended_cuda import autograd_library
+
+            environment["LD_PRELOAD"] = str(autograd_library(Path(cache)))
         out = os.path.join(cache, "figures.json")
         command = [sys.executable, __file__, "--worker", out, "--layers", str(layers)]
         command += ["--scale", scale, "--mesh", mesh, "--side", side]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,10 @@ _KERNEL = re.compile(
 )
 
 
-# Autograd asks for the device and stream of every tensor with a gradient.
+# Autograd asks whether there is CUDA, and for a stream of every tensor on it.
 _GUARD = """
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 using namespace c10;
 const Device here(DeviceType::CUDA, 0);
@@ -46,7 +47,21 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
       const override {}
   void block(void*, const Stream&) const override {}
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+struct Hooks : at::CUDAHooksInterface {
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+};
+const at::CUDAHooksInterface& at::detail::getCUDAHooks() {
+  static Hooks hooks;
+  return hooks;
+}
+std::optional<DeviceType> at::accelerator::getAccelerator(bool) {
+  return DeviceType::CUDA;
+}
 """
 
 
@@ -265,18 +280,20 @@ def compile_kernel(name: str, text: str) -> int:
     return len(kernel.compile_results)
 
 
-def let_autograd() -> None:
-    """Let fake CUDA tensors have gradients, from now on in this process."""
+def autograd_library(folder: Path) -> Path:
+    """Build what a process preloads (LD_PRELOAD) so that fake CUDA tensors may have
+    gradients: torch asks at its start whether there is CUDA."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
-        source.write_text(_GUARD)
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", str(source)]
-        command += [f"-I{path}" for path in include_paths()]
-        command += [f"-L{path}" for path in library_paths()]
-        subprocess.run([*command, "-lc10", "-o", str(library)], check=True)
-        torch.ops.load_library(str(library))
+    source, library = folder / "guard.cpp", folder / "guard.so"
+    source.write_text(_GUARD)
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", str(source)]
+    command += [f"-I{path}" for path in include_paths()]
+    for path in library_paths():
+        command += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    command += ["-lc10", "-ltorch_cpu", "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
 
 
 def on_cuda(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
