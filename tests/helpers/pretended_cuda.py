@@ -222,6 +222,7 @@ def pretended() -> Iterator[None]:
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config
+    from torch.utils import _triton
 
     def always(value: Any) -> Any:
         return staticmethod(lambda *args, **kwargs: value)
@@ -266,8 +267,13 @@ def pretended() -> Iterator[None]:
         for module in (utils, estimation):
             put(module, "get_gpu_dram_gbps", always(3350.0).__func__)
             put(module, "get_device_tflops", always(989.0).__func__)
+        # To fold constants Inductor makes them on the device.
         settings = {"compile_threads": 1, "force_disable_caches": True}
+        settings["joint_graph_constant_folding"] = False
         stack.enter_context(config.patch(settings))
+        # What is remembered of this machine, and then of the one that is not.
+        _triton.has_triton.cache_clear()
+        stack.callback(_triton.has_triton.cache_clear)
         yield
 
 
