@@ -1,7 +1,7 @@
 """Time to the end of the first step: fxpar and peers with torch.compile.
 
     python benchmarks/bench_first_step.py [--short] [--layers N] [--ranks N]
-        [--repeat N] [--side SIDE ...] [--scale NAME] [--json FILE]
+        [--repeat N] [--side SIDE ...] [--scale NAME] [--device cpu|cuda] [--json FILE]
 
 A Llama of hidden size 256 (``--scale``: a key of ``_common.LLAMAS``), forward, backward
 and AdamW. Each run is a job of its own: ``cold`` with empty caches, then ``warm``, the
@@ -21,6 +21,10 @@ call of the model on; ``job_cpu``: of the whole job, imports and helpers of the 
 included. ``second``: seconds of the second step.
 ``stages``, of a side that fxpar compiles: seconds of each stage on rank 0, which
 compiles, and, if there is one, on rank 1, which is handed what rank 0 made.
+
+With ``--device cuda`` the model is bfloat16, sides are ``ddp``, ``fsdp2`` and
+``fxpar``, layers 8 and 32, and each GPU has a rank; a single one has two, by NCCL over
+sockets (``tests/helpers/shared_gpu.py``): that slows collectives, not compilers.
 """
 
 from __future__ import annotations
@@ -45,7 +49,10 @@ from unittest import mock
 import _peers
 from _common import conditions, write
 
+from tests.helpers.shared_gpu import NCCL, OVERLAPPING
+
 STATES = ("cold", "warm")
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 LIMIT = 900  # seconds that one job may take
 _SUBREAPER = 36  # of prctl: orphans become this process's children
 
@@ -74,13 +81,13 @@ def worker(args: argparse.Namespace) -> None:
 
     switch.LEFT_OUT.update(args.leave_out or ())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    of_device = join(args.device)
     dist.barrier()
     begun, cpu = time.perf_counter(), cpu_seconds()
     one_table = mock.patch.object(fxpar.joint_pass, "stage_table", str)
     with one_table:  # of forward and backward
         ranks, layers = dist.get_world_size(), args.layers[0]
-        case = _peers.Case(ranks, layers=layers, scale=args.scale)
+        case = _peers.Case(ranks, layers=layers, scale=args.scale, **of_device)
         step = _peers.SIDES[args.side[0]](case)
         made = cpu_seconds() - cpu
         *_, loss = step(0)
@@ -109,6 +116,29 @@ def worker(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def join(kind: str) -> dict[str, str]:
+    """Join the group of all ranks; what this rank's ``Case`` has of its device."""
+    import torch
+    import torch.distributed as dist
+
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return {}
+    rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if devices < int(os.environ["WORLD_SIZE"]):
+        from fxpar.runtime.ranks import groups
+
+        for name, word in {**NCCL, **OVERLAPPING}.items():
+            os.environ[name] = word.format(rank=rank)
+        # Ranks that share a device are an error elsewhere.
+        groups.check_sharing = lambda hosts, devices: None
+    device = f"cuda:{rank % devices}"
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.all_reduce(torch.ones(1, device=device))  # NCCL's start is not measured
+    return {"device": device, "dtype": DTYPES["cuda"]}
+
+
 def run(
     side: str,
     layers: int,
@@ -116,6 +146,7 @@ def run(
     cache: str,
     scale: str = "small",
     leave_out: Sequence[str] = (),
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """One job; its figures. ``leave_out``: names of ``fxpar._fast.switch.shortcut``
     that are not taken."""
@@ -135,7 +166,7 @@ def run(
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--master-port", str(port), "--nproc-per-node", str(ranks)]
         command += [__file__, "--worker", out, "--side", side, "--layers", str(layers)]
-        command += ["--scale", scale]
+        command += ["--scale", scale, "--device", device]
         command += [word for name in leave_out for word in ("--leave-out", name)]
         before = cpu_of_children()
         subprocess.run(command, env=environment, check=True, timeout=LIMIT)
@@ -157,7 +188,7 @@ def cpu_of_children() -> float:
 
 
 def measure(
-    sides: list[str], layers: int, ranks: int, repeat: int, scale: str
+    sides: list[str], layers: int, ranks: int, repeat: int, scale: str, device: str
 ) -> dict[str, Any]:
     """Cold and warm runs of all sides in turns."""
     runs: dict[str, Any] = {side: {state: [] for state in STATES} for side in sides}
@@ -165,7 +196,7 @@ def measure(
         for side in sides:
             with tempfile.TemporaryDirectory() as cache:
                 for state in STATES:
-                    figures = run(side, layers, ranks, cache, scale)
+                    figures = run(side, layers, ranks, cache, scale, device=device)
                     runs[side][state].append(figures)
     return {"layers": layers, "ranks": ranks, "runs": runs}
 
@@ -195,6 +226,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--side", choices=_peers.SIDES, action="append")
     parser.add_argument("--scale", choices=_peers.LLAMAS, default="small")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json")
     parser.add_argument("--leave-out", action="append", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -204,15 +236,26 @@ def main() -> None:
         return
     ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # Linux; elsewhere job_cpu lacks helpers
     before, cases = conditions(), []
-    for layers in args.layers or ([2] if args.short else [2, 8]):
-        for ranks in args.ranks or ([2] if args.short else [1, 2, 4]):
+    usual: tuple[list[int], list[int], list[str]] = [2, 8], [1, 2, 4], ["ddp", "fxpar"]
+    if args.device == "cuda":
+        import torch
+
+        devices = torch.cuda.device_count()
+        usual = [8, 32], [max(2, devices)], ["ddp", "fsdp2", "fxpar"]
+        before["gpu"] = torch.cuda.get_device_name()
+    for layers in args.layers or ([2] if args.short else usual[0]):
+        for ranks in args.ranks or ([2] if args.short else usual[1]):
             repeat = args.repeat or (1 if args.short else 3)
-            sides = args.side or ["ddp", "fxpar"]
-            cases.append(measure(sides, layers, ranks, repeat, args.scale))
+            sides, how = args.side or usual[2], (args.scale, args.device)
+            cases.append(measure(sides, layers, ranks, repeat, *how))
             show(cases[-1])
     data = {
         "conditions": before,
-        "model": asdict(_peers.Case(0, scale=args.scale)),
+        "model": asdict(
+            _peers.Case(
+                0, scale=args.scale, device=args.device, dtype=DTYPES[args.device]
+            )
+        ),
         "cases": cases,
     }
     write(args.json, "bench_first_step", data)

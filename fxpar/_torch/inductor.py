@@ -344,10 +344,11 @@ def invoke_subgraph() -> Any:
 
 
 def calls_bodies() -> bool:
-    """Whether Inductor makes of ``invoke_subgraph`` a call of one function."""
+    """Whether Inductor makes of ``invoke_subgraph`` a call of one function. With CUDA
+    graphs (2.13) it does not see which ops of a body none can record."""
     from torch._inductor import config
 
-    return not config.cpp_wrapper
+    return not (config.cpp_wrapper or config.triton.cudagraphs)
 
 
 def keep_strides(body: fx.Graph) -> None:

@@ -40,8 +40,8 @@ GATHER = torch.ops.fxpar.all_gather_into_tensor.default
 # A body is called so often at least, and has so many ops.
 LEAST_CALLS, LEAST_OPS = 3, 5
 
-# Where steps of bodies were measured, and are as fast.
-DEVICES = {"cpu"}
+# Where Inductor's bodies are proved; on others layers stay as they are.
+DEVICES = {"cpu", "cuda"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""Layers that repeat, lowered by Inductor for CUDA without a GPU: one of each kind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpar import _torch
+from fxpar.passes.order.outline_layers import outline_layers
+from tests.helpers.pretended_cuda import Generated, generating
+
+ROOT = Path(__file__).parents[2]
+LAYERS = 5
+
+
+def lowered(*, calls: bool, **settings: Any) -> tuple[int, Generated]:
+    """A stack of layers, lowered for CUDA; how many calls of bodies it has."""
+    from torch._inductor import compile_fx, config
+
+    def stack(x: torch.Tensor, *ws: torch.Tensor) -> Any:
+        for w in ws:
+            x = (
+                x
+                + torch.sigmoid(torch.nn.functional.layer_norm(x, (64,)) @ w) * x.exp()
+            )
+        return (x.sum(),)
+
+    with FakeTensorMode(), generating() as made, config.patch(settings):
+        x = torch.empty(32, 64, device="cuda")
+        ws = [torch.empty(64, 64, device="cuda") for _ in range(LAYERS)]
+        table = _torch.inductor.decompositions()
+        module = make_fx(stack, decomposition_table=table)(x, *ws)
+        count = outline_layers(module.graph) if calls else 0
+        module.recompile()
+        compile_fx.compile_fx_inner(module, [x, *ws])
+    (graph,) = made
+    return count, graph
+
+
+def test_layers_are_called_on_cuda() -> None:
+    """The calls launch what the flat graph does, and move as much but what is handed
+    from layer to layer."""
+    (none, flat), (count, called) = lowered(calls=False), lowered(calls=True)
+    assert (none, count) == (0, LAYERS)
+    assert len(called.code) < len(flat.code)
+    one, other = flat.walk(), called.walk()
+    assert other.launches <= one.launches + LAYERS
+    assert other.peak <= one.peak + 2 * 32 * 64 * 4
+
+
+@pytest.mark.parametrize("setting", ["cpp_wrapper", "triton.cudagraphs"])
+def test_layers_stay_flat_where_inductor_takes_no_calls(setting: str) -> None:
+    from torch._inductor import config
+
+    def stack(x: torch.Tensor, *ws: torch.Tensor) -> Any:
+        for w in ws:
+            x = torch.sigmoid((x * 2).sin() @ w) * x.exp()
+        return (x,)
+
+    given = [torch.randn(8, 8) for _ in range(1 + LAYERS)]
+    with config.patch({setting: True}):
+        module = make_fx(stack, tracing_mode="fake")(*given)
+        assert outline_layers(module.graph) == 0
+    assert outline_layers(module.graph) >= LAYERS - 1
+
+
+@pytest.mark.slow
+def test_a_llama_has_as_many_kernels_with_four_layers_as_with_eight(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/bench_layers.py")]
+    command += ["--device", "cuda", "--scale", "tiny", "--mesh", "dp=2,tp=2"]
+    command += ["--side", "compile", "--no-triton", "--layers", "4", "--layers", "8"]
+    command += ["--json", str(tmp_path / "figures.json")]
+    subprocess.run(command, check=True, timeout=600)
+    four, eight = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert four["kernels"] == eight["kernels"]
+    assert eight["characters"] < 1.5 * four["characters"]
