@@ -116,8 +116,12 @@ class JointState(PipelineState):
         return self.decision
 
     @property
-    def rewriter(self) -> Builder:
-        return Builder(self.graph, self.fake_mode)
+    def build(self) -> Builder:
+        """What adds nodes to the graph, which is a local one once it is another than
+        the normalized one."""
+        is_local = self.graph is not self.normalized
+        mesh = self.decided.mesh if is_local else None
+        return Builder(self.graph, self.fake_mode, mesh)
 
 
 @dataclass(kw_only=True)
@@ -139,11 +143,9 @@ class RankState(PipelineState):
 
 
 @dataclass(kw_only=True)
-class PhaseState(PipelineState):
+class PhaseState(PipelineState, PhaseGraph):
     """A forward or a backward while its communication is ordered."""
 
-    # ``graph`` as the passes of a phase take it, with settings.
-    phase: PhaseGraph
     # "forward" or "backward".
     which: str
     # None where nothing was planned: no regions are fused.

@@ -52,7 +52,7 @@ from fxpar.sharding.try_stages import decide_in_stages
 log = logging.getLogger("fxpar")
 
 
-def look_up_plan(state: JointState) -> None:
+def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     """The plan of the request, or of the disk, if there is one."""
     request = state.request = _searchable(state.request)
     mode, whole = request.mode, None
@@ -147,7 +147,7 @@ def _chooses_verbs(state: JointState) -> bool:
     return request.schedule == "auto" and request.hardware is not None and not left_out
 
 
-def expand_moments(state: JointState) -> None:
+def expand_moments(graph: fx.Graph, state: JointState) -> None:
     """Before a search all: it would not split what their rules keep whole. Else those
     of which a first decision splits what must be whole."""
     request, program = state.request, state.program
@@ -160,7 +160,7 @@ def expand_moments(state: JointState) -> None:
     _expand(state, moments)
 
 
-def join_pool_gradients(state: JointState) -> None:
+def join_pool_gradients(graph: fx.Graph, state: JointState) -> None:
     """Of pools whose rows or columns are split where nothing is searched, or hints say
     so: a search does not begin with a form that only such a plan takes."""
     request = state.request
@@ -174,7 +174,7 @@ def join_pool_gradients(state: JointState) -> None:
 def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
     if nodes:
         nodes = [node.meta.get(OPEN, node) for node in nodes]
-        normalize.join_pool_gradients(nodes, state.rewriter)
+        normalize.join_pool_gradients(nodes, state.build)
         state.graph.eliminate_dead_code()
         state.program = _program(state)
         state.decision = None
@@ -187,13 +187,13 @@ def _searches(request: Request) -> bool:
 def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
     if moments:
         moments = [node.meta.get(OPEN, node) for node in moments]
-        normalize.expand_moments(moments, state.rewriter)
+        normalize.expand_moments(moments, state.build)
         state.graph.eliminate_dead_code()
         state.program = _program(state)
         state.decision = None
 
 
-def make_plan(state: JointState) -> None:
+def make_plan(graph: fx.Graph, state: JointState) -> None:
     """Recall, search or propagate."""
     if state.recalled is not None:
         try:
@@ -245,10 +245,10 @@ def _forget_recalled(state: JointState) -> None:
     state.program = _program(state)
     for step in (join_pool_gradients, expand_moments):
         if step.__name__ not in state.request.disable:
-            step(state)
+            step(state.graph, state)
 
 
-def describe(state: JointState) -> None:
+def describe(graph: fx.Graph, state: JointState) -> None:
     """The plan as data, facts of its step read off the graph."""
     hardware, mesh = state.request.named_hardware, state.decided.mesh
     if hardware is not None:
@@ -317,7 +317,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         return (), (f"memory is not known: {error.what}",)
 
 
-def keep_plan(state: JointState) -> None:
+def keep_plan(graph: fx.Graph, state: JointState) -> None:
     """Leave a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
