@@ -24,7 +24,6 @@ from fxpar._fast.python_frames import in_one_block
 from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.config import Options
 from fxpar.explain import status_line
-from fxpar.job_request import CompileJob
 from fxpar.joint_pass import JointPass
 from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.local import own_shard
@@ -35,6 +34,7 @@ from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls import compiled_graph
+from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,

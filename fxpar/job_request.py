@@ -8,13 +8,9 @@ Never reads the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from fxpar.config import Options
-from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.open_sizes import OpenProgram
-from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.sharding.hints import load
 from fxpar.sharding.pipeline_axis import split_off, with_planned_axis
 from fxpar.sharding.pipeline_schedule import AUTO_APART
@@ -28,33 +24,6 @@ from fxpar.sharding.plan_request import (
     staged_choices,
 )
 from fxpar.sharding.program import Signature
-from fxpar.sharding.spec import Spec
-
-
-@dataclass(frozen=True)
-class CompileJob:
-    """One graph to compile: everything but the graph itself."""
-
-    # Of the compiled function, as they were read.
-    options: Options
-    # This rank in the mesh, and its process groups.
-    ranks: Ranks
-    # One for each input of the graph, in order.
-    named_inputs: Sequence[NamedInput]
-    # Specs that results must have, by position.
-    rests: Mapping[int, Spec] = field(default_factory=dict)
-    # Inputs are written, and keep their layout.
-    writes: bool = False
-    # The graph takes its open sizes as symbols.
-    open: OpenProgram | None = None
-    # A plan to follow; None: one is made.
-    recalled: Plan | None = None
-    # A plan that is left only for one that is faster by ``options.replan``.
-    rival: Plan | None = None
-    # As of the request.
-    sent_room: int | None = None
-    # What the plan says of how it came about.
-    notes: tuple[str, ...] = ()
 
 
 def request_of(job: CompileJob, name: str) -> Request:

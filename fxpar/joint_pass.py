@@ -23,7 +23,7 @@ from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.errors import FxparWarning, HintError, PlanError, RuleError, ScheduleError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
-from fxpar.job_request import CompileJob, planned_request, request_of
+from fxpar.job_request import planned_request, request_of
 from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.graph_bodies import hold
@@ -32,6 +32,7 @@ from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram, PlanMisfit
 from fxpar.runtime.calls.call_sizes import agree_on_launches
+from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
@@ -45,6 +46,7 @@ from fxpar.runtime.ranks.groups import settle
 from fxpar.runtime.ranks.program_numbers import agree_on_numbers
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.steps.binding import is_of_all
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import restore_meta
@@ -92,7 +94,7 @@ class JointPass:
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         self.request = request_of(job, f"graph{number}")
-        self.result: pipeline.Result | None = None
+        self.result: JointState | None = None
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
         self.is_taken = False  # from AOTAutograd's cache: there is no result
@@ -185,7 +187,7 @@ class JointPass:
         inductor = options.codegen == "inductor"
         if options.tune:
             self.result = pipeline.tuned(
-                self.result, request, fake_mode, ranks.whole, gm, inductor=inductor
+                self.result, request, ranks.whole, gm, inductor=inductor
             )
         if self.leads:
             known_programs.tell_plan(name, self._record())
@@ -198,7 +200,6 @@ class JointPass:
         bound = pipeline.bound(
             self.result,
             request,
-            fake_mode,
             ranks.whole,
             inductor=inductor,
             writes=writes,
@@ -356,7 +357,7 @@ class JointPass:
             gradients=self._gradients(graph) if which == "backward" else {},
             at_rest=[self.declared[i].name for i in sorted(self.at_rest)],
         )
-        even = result is None or result.decision.is_even
+        even = result is None or result.decided.is_even
         if self.request.pipeline is None:  # whose ranks run different programs
             self.launches += crossings(graph, even=even)
         status_line.begin(pipeline.INDUCTOR[which])
@@ -419,7 +420,7 @@ class JointPass:
         """Specs of the results, by position among the graph's own results."""
         if self.result is None:
             return dict(self.entry.results) if self.entry and self.is_taken else {}
-        decision = self.result.decision
+        decision = self.result.decided
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)
         return {
@@ -434,7 +435,7 @@ class JointPass:
             return
         local, normalized = self.result.local, self.result.normalized
         feeds = feeds_of(normalized, args, self.places)
-        verify(local, normalized, self.result.decision, self.root, feeds)
+        verify(local, normalized, self.result.decided, self.root, feeds)
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
         self.places.append(payload if kind == "input" else None)

@@ -3,15 +3,15 @@
 ``JOINT`` takes forward and backward in one graph from traced to local, ``RANK`` puts
 one rank into it, ``PHASE`` takes a forward or a backward by itself, once AOTAutograd
 parted them. A step is a row: its name, what it runs, the stage that the graph then is
-in, whether FXPAR_DISABLE may leave it out. Data goes in (``Request``) and comes out
-(``Result``).
+in, whether FXPAR_DISABLE may leave it out. What is asked goes in, a ``Request``; what
+was decided comes out, a ``JointState``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,8 +68,6 @@ from fxpar.runtime.steps.pipeline_state import (
     PipelineState,
     RankState,
 )
-from fxpar.sharding.decide import Decision
-from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 
 
@@ -182,32 +180,6 @@ STEP_NAMES = (
 STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 
 
-@dataclass(frozen=True)
-class Result:
-    """What planning gives."""
-
-    # As it is saved and shown.
-    plan: Plan
-    # The one-device graph that the plan is of.
-    normalized: fx.Graph
-    # What each rank runs, the same text on all.
-    local: fx.Graph
-    # Specs, strategies and reshards, from which the plan is written.
-    decision: Decision
-    # What was done to the local graph, and is done to forward and backward.
-    schedule: Schedule = field(default_factory=Schedule)
-    # The local graph before its schedule, if the request is to be tuned.
-    unscheduled: fx.Graph | None = None
-    # Schedules that come near, as texts, the best first.
-    others: tuple[str, ...] = ()
-    # So many stages were dumped.
-    stage_number: int = 0
-
-    def noted(self, *notes: str) -> Result:
-        """With more notes in the plan."""
-        return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes)))
-
-
 def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
     """Each step in turn that is not left out; times it, and shows what it changed."""
     request = state.request
@@ -269,27 +241,19 @@ def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
     return state
 
 
-def finished(state: JointState, rows: Sequence[Pass]) -> Result:
-    """Run ``rows``, the last steps of ``JOINT``, and return the result.
+def finished(state: JointState, rows: Sequence[Pass]) -> JointState:
+    """Run ``rows``, the last steps of ``JOINT``, and return the state, without what
+    only planning reads.
 
     Raises PlanError and ScheduleError.
     """
     run_steps(rows, state)
-    return Result(
-        replace(state.plan, timings=state.seconds),
-        state.normalized,
-        state.graph,
-        state.decided,
-        state.schedule,
-        state.unscheduled,
-        state.others,
-        state.stage_number,
-    )
+    state.plan = replace(state.plan, timings=state.seconds)
+    state.rivals, state.run = (), None
+    return state
 
 
-def with_schedule(
-    result: Result, schedule: str, fake_mode: Any, request: Request
-) -> Result:
+def with_schedule(result: JointState, schedule: str, request: Request) -> JointState:
     """Return the result with another schedule and all else as it was chosen;
     ``request`` had ``tune``.
 
@@ -302,7 +266,7 @@ def with_schedule(
     state = JointState(
         graph=result.unscheduled,
         request=quiet,
-        fake_mode=fake_mode,
+        fake_mode=result.fake_mode,
         normalized=result.normalized,
         decision=result.decision,
         notes=plan.notes,
@@ -312,14 +276,13 @@ def with_schedule(
 
 
 def tuned(
-    result: Result,
+    result: JointState,
     request: Request,
-    fake_mode: Any,
     ranks: Ranks,
     root: torch.nn.Module,
     *,
     inductor: bool,
-) -> Result:
+) -> JointState:
     """The result with the schedule that is the fastest on the mesh. ``root`` holds the
     graph's constants.
 
@@ -330,30 +293,35 @@ def tuned(
     texts = tune_schedule.candidates((str(result.schedule), *result.others), name)
     if len(texts) < 2 or ranks.mesh.size == 1:
         return result.noted(tune_schedule.NOTHING)
-    results: dict[int, Result] = {}
+    results: dict[int, JointState] = {}
     graphs: dict[int, fx.Graph] = {}
     failed: dict[int, str] = {}
     for i, text in enumerate(texts):
         try:
-            results[i] = with_schedule(result, text, fake_mode, request)
+            results[i] = with_schedule(result, text, request)
             settings = results[i].schedule.settings
             local, disable = results[i].local, request.disable
             graphs[i] = as_run(local, disable=disable, settings=settings)
         except Exception as error:
             failed[i] = tune_schedule.text_of(error)
     best, notes = tune_schedule.fastest(
-        texts, graphs, failed, ranks, root, fake_mode, name=name, inductor=inductor
+        texts,
+        graphs,
+        failed,
+        ranks,
+        root,
+        result.fake_mode,
+        name=name,
+        inductor=inductor,
     )
-    plan = replace(results[best].plan, near=result.plan.near)
-    return replace(results[best], plan=plan, stage_number=result.stage_number).noted(
-        *notes
-    )
+    fastest, fastest.stage_number = results[best], result.stage_number
+    fastest.plan = replace(fastest.plan, near=result.plan.near)
+    return fastest.noted(*notes)
 
 
 def bound(
-    result: Result,
+    result: JointState,
     request: Request,
-    fake_mode: Any,
     ranks: Ranks,
     *,
     inductor: bool,
@@ -369,7 +337,7 @@ def bound(
         graph=result.local,
         request=request,
         stage_number=result.stage_number,
-        fake_mode=fake_mode,
+        fake_mode=result.fake_mode,
         ranks=ranks,
         inductor=inductor,
         at_run_time=inductor and not _fuses(request, result.schedule),
@@ -388,7 +356,7 @@ def _fuses(request: Request, schedule: Schedule) -> bool:
 def scheduled(
     graph: fx.Graph,
     request: Request,
-    result: Result | None,
+    result: JointState | None,
     *,
     backward: bool,
     inductor: bool = False,
@@ -406,7 +374,7 @@ def scheduled(
         settings=settings,
         which="backward" if backward else "forward",
         mesh=result.plan.mesh if result else None,
-        even=result is None or result.decision.is_even,
+        even=result is None or result.decided.is_even,
         inductor=inductor,
         gradients=gradients or {},
         at_rest=tuple(at_rest),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -54,11 +54,11 @@ class PipelineState:
 
 @dataclass(kw_only=True)
 class JointState(PipelineState):
-    """The program while it is planned."""
+    """The program while it is planned; at the end, what was decided."""
 
     # Of the values in the graphs.
     fake_mode: Any
-    # The one-device graph.
+    # The one-device graph that the plan is of.
     normalized: fx.Graph
     # Whether sizes are symbols in it.
     open: bool = False
@@ -109,6 +109,16 @@ class JointState(PipelineState):
         ):
             specs[node].append(self.decided.settled[value])
         return specs
+
+    @property
+    def local(self) -> fx.Graph:
+        """What each rank runs, the same text on all, once the last step is done."""
+        return self.graph
+
+    def noted(self, *notes: str) -> JointState:
+        """The state, with more notes in its plan."""
+        self.plan = replace(self.plan, notes=(*self.plan.notes, *notes))
+        return self
 
     @property
     def decided(self) -> Decision:
