@@ -2,7 +2,7 @@
 
 ``torch.compile(model, backend="fxpar")`` calls ``fxpar`` with each Dynamo graph;
 ``train_step`` calls it with the forward of a step. Ranks meet at the first call, and
-``compile_job`` compiles what they then know to be the same.
+``compilation`` compiles what they then know to be the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.compile_job import compile_graph, compile_step, is_plain
+from fxpar.compilation import (
+    compile_graph,
+    compile_plain,
+    compile_step,
+    is_plain,
+    said_by_rank_0,
+)
 from fxpar.config import Options
 from fxpar.errors import FxparError, OptionError
-from fxpar.joint_pass import said_by_rank_0
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
@@ -55,10 +60,7 @@ def fxpar(
         job_options, ranks = _joined(gm, options)
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
-            plain, settings = compiled_graph.without_hints(traced), job_options.inductor
-            return _torch.aot.compile_fx(
-                plain, examples, inductor_settings=dict(settings)
-            )
+            return compile_plain(traced, examples, job_options)
         gm = _prepared(gm, examples, ranks)
         compared = compiled_graph.compare_parameters(gm)
         views = []

@@ -391,24 +391,17 @@ def plan_call(
     signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
-    request = Request(
+    request = Request.of(
+        options,
         planned,
         signature,
-        load(hints if hints is not None else options.hints),
-        chosen,
-        strict=options.strict,
-        disable=options.disable,
+        hints=load(hints if hints is not None else options.hints),
+        mode=chosen,
         meshes=choices(mesh, chosen) if auto else (),
         staged=staged_choices(mesh, chosen) if auto else (),
         pipeline_schedule=options.pipeline,
-        microbatches=options.microbatches,
         pipeline=pipeline,
-        expert_room=options.expert_room,
-        expert_exchange=options.expert_exchange,
-        schedule=options.schedule,
         hardware=known_machine(options, mesh.size),
-        debug=options.debug,
-        dump=options.dump,
         named_hardware=named_machine(options),
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):

@@ -87,32 +87,41 @@ def share_exchanges(graph: fx.Graph, state: JointState) -> None:
 
 
 def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
-    """The verbs of the schedule that is given, saved or chosen."""
+    """The verbs of the schedule that is given, saved or chosen. Of open sizes it has
+    settings alone, chosen for those that were traced: verbs cut sizes that are known,
+    and a schedule with lines of them is refused, so that the sizes are fixed."""
     request, mesh = state.request, state.decided.mesh
+    recalled, after = state.plan_with_schedule, graph
     state.unscheduled = graph if request.tune else None
-    if state.open:
-        _schedule_open(state)
-        return graph
-    recalled = state.plan_with_schedule
     if request.pipeline is not None:
         return graph
     if request.schedule == "auto" and recalled is None:
         if request.hardware is None or mesh.size == 1:
             return graph
         hardware = request.hardware.at_speed(mesh.slowest)
-        chosen = choose_or_warn(graph, mesh, hardware)
+        if state.open:
+            hinted = size_nodes.at_hints(graph, state.fake_mode)
+            chosen = choose_or_warn(hinted, mesh, hardware, lines=False)
+        else:
+            chosen = choose_or_warn(graph, mesh, hardware)
         if chosen is None:
             return graph
-        state.near, state.others = chosen.near, tuple(map(str, chosen.others))
-        state.schedule, after, state.run = chosen.schedule, chosen.graph, chosen.run
-        state.notes += chosen.notes
+        state.schedule, state.near = chosen.schedule, chosen.near
+        state.notes += (*chosen.notes, *((_SETTINGS_ALONE,) if state.open else ()))
+        if not state.open:
+            state.others, state.run = tuple(map(str, chosen.others)), chosen.run
+            after = chosen.graph
     else:
         text = "" if request.schedule == "none" else request.schedule
         if recalled is not None and text == "auto":
             text, state.near = recalled.schedule, recalled.near
         state.schedule = Schedule.of(text)
-        after = apply(state.schedule, graph, mesh) if state.schedule else graph
-    if not state.schedule:
+        if state.open and state.schedule.lines:
+            what = f"a schedule's verbs are for sizes that are known: {text}"
+            raise ScheduleError(what)
+        if state.schedule and not state.open:
+            after = apply(state.schedule, graph, mesh)
+    if not state.schedule or state.open:
         return graph
     fuse_nodes.inline(after)
     return after
@@ -121,31 +130,6 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
 _SETTINGS_ALONE = (
     "schedule: chosen of buckets and prefetching alone, since sizes are left open"
 )
-
-
-def _schedule_open(state: JointState) -> None:
-    """The settings of a schedule for a graph with open sizes, chosen for those it was
-    traced with. Verbs cut sizes that are known: a schedule with lines of them is
-    refused, so that the sizes are fixed."""
-    request, mesh = state.request, state.decided.mesh
-    recalled = state.plan_with_schedule
-    text = "" if request.schedule == "none" else request.schedule
-    if text == "auto" and recalled is None:
-        if request.hardware is None or mesh.size == 1:
-            return
-        hinted = size_nodes.at_hints(state.graph, state.fake_mode)
-        hardware = request.hardware.at_speed(mesh.slowest)
-        chosen = choose_or_warn(hinted, mesh, hardware, lines=False)
-        if chosen is None:
-            return
-        state.schedule, state.near = chosen.schedule, chosen.near
-        state.notes += (*chosen.notes, _SETTINGS_ALONE)
-        return
-    if recalled is not None and text == "auto":
-        text, state.near = recalled.schedule, recalled.near
-    state.schedule = Schedule.of(text)
-    if state.schedule.lines:
-        raise ScheduleError(f"a schedule's verbs are for sizes that are known: {text}")
 
 
 def lower(graph: fx.Graph, state: JointState) -> fx.Graph:

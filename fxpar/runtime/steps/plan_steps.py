@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -20,6 +20,7 @@ from fxpar._fast.old_objects import old_objects_kept
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.passes import size_nodes
+from fxpar.passes.builder import Builder
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.order.forward_backward import are_run_alike, as_run
 from fxpar.passes.simulate.check_user_rules import check_user_rules
@@ -131,10 +132,7 @@ def _searchable(request: Request) -> Request:
 
 def _program(state: JointState) -> Program:
     """The program of the graph, where sizes are open at those it was traced with."""
-    graph = state.graph
-    if state.open:
-        graph = size_nodes.at_hints(graph, state.fake_mode)
-    program = read(graph, state.request.laid)
+    program = read(_at_hints(state), state.request.laid)
     if state.request.pipeline is not None:
         return split_evenly(program)
     return replace(program, balances=_chooses_verbs(state))
@@ -142,8 +140,12 @@ def _program(state: JointState) -> Program:
 
 def _chooses_verbs(state: JointState) -> bool:
     """Whether a schedule will be chosen, of verbs too (``apply_schedule``)."""
-    request = state.request
-    left_out = "schedule" in request.disable or state.open
+    return _chooses_schedule(state.request) and not state.open
+
+
+def _chooses_schedule(request: Request) -> bool:
+    """Whether a schedule will be chosen (``apply_schedule``)."""
+    left_out = "schedule" in request.disable
     return request.schedule == "auto" and request.hardware is not None and not left_out
 
 
@@ -157,7 +159,7 @@ def expand_moments(graph: fx.Graph, state: JointState) -> None:
     if not _searches(request):
         state.decision = decide_on(program, request)
         moments = normalize.split_moments(state.decision)
-    _expand(state, moments)
+    _rewrite(state, moments, normalize.expand_moments)
 
 
 def join_pool_gradients(graph: fx.Graph, state: JointState) -> None:
@@ -168,13 +170,18 @@ def join_pool_gradients(graph: fx.Graph, state: JointState) -> None:
     if not nodes or state.recalled or request.meshes:
         return
     first = decide_on(state.program, replace(request, mode="propagate"))
-    _join(state, normalize.split_pool_gradients(first))
+    nodes = normalize.split_pool_gradients(first)
+    _rewrite(state, nodes, normalize.join_pool_gradients)
 
 
-def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
+def _rewrite(
+    state: JointState,
+    nodes: Sequence[fx.Node],
+    rewrite: Callable[[Sequence[fx.Node], Builder], None],
+) -> None:
+    """Rewrite nodes of the state's graph, for which nothing is decided then."""
     if nodes:
-        nodes = [node.meta.get(OPEN, node) for node in nodes]
-        normalize.join_pool_gradients(nodes, state.build)
+        rewrite([node.meta.get(OPEN, node) for node in nodes], state.build)
         state.graph.eliminate_dead_code()
         state.program = _program(state)
         state.decision = None
@@ -182,15 +189,6 @@ def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
 
 def _searches(request: Request) -> bool:
     return isinstance(request.mode, SearchOptions)
-
-
-def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
-    if moments:
-        moments = [node.meta.get(OPEN, node) for node in moments]
-        normalize.expand_moments(moments, state.build)
-        state.graph.eliminate_dead_code()
-        state.program = _program(state)
-        state.decision = None
 
 
 def make_plan(graph: fx.Graph, state: JointState) -> None:
@@ -232,9 +230,11 @@ def _recall(state: JointState, plan: Plan) -> None:
     # Moments that the plan does not contain were expanded before it was made.
     planned_names = {node.name for node in plan.nodes}
     pools = normalize.pool_gradients_of(state.graph)
-    _join(state, [node for node in pools if node.name not in planned_names])
+    pools = [node for node in pools if node.name not in planned_names]
+    _rewrite(state, pools, normalize.join_pool_gradients)
     moments = normalize.moments_of(state.program)
-    _expand(state, [node for node in moments if node.name not in planned_names])
+    moments = [node for node in moments if node.name not in planned_names]
+    _rewrite(state, moments, normalize.expand_moments)
     state.decision = recall(_program(state), state.request.mesh, plan)
 
 
@@ -321,13 +321,5 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
     """Leave a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
-        request = state.request
-        schedule_chosen = (
-            request.schedule == "auto" and "schedule" not in request.disable
-        )
-        schedule_chosen = (
-            schedule_chosen and request.hardware is not None and not request.tune
-        )
-        plan_store.save(
-            state.key, state.plan, searched, mode.seconds, chosen=schedule_chosen
-        )
+        chosen = _chooses_schedule(state.request) and not state.request.tune
+        plan_store.save(state.key, state.plan, searched, mode.seconds, chosen=chosen)
