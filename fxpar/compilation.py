@@ -30,10 +30,11 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, PlanError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
-from fxpar.passes import size_nodes, writes_as_results
+from fxpar.graph import size_nodes
+from fxpar.graph.graph_bodies import hold
+from fxpar.passes import writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.experts.across_places import manual_expert_axes
-from fxpar.passes.graph_bodies import hold
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.passes.repeated_segments import repeated_segments

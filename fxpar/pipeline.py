@@ -20,7 +20,7 @@ from torch import fx
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes import size_nodes
+from fxpar.graph import size_nodes
 from fxpar.passes.attention.normalize_masks import causal_masks
 from fxpar.passes.decompose import decompose
 from fxpar.passes.experts.exact_exchange import exact_exchanges

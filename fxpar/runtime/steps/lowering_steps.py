@@ -23,9 +23,10 @@ from fxpar.fusion.kernels.interpret import device_of
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
+from fxpar.graph import size_nodes
+from fxpar.graph.builder import copy_of
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes import size_nodes, writes_as_results
-from fxpar.passes.builder import copy_of
+from fxpar.passes import writes_as_results
 from fxpar.passes.local.localize import partition
 from fxpar.passes.local.share_exchanges import share_exchanges as share_rows
 from fxpar.passes.local.softmax_pairs import exchange_pairs
