@@ -1,8 +1,9 @@
-"""The torch.compile entry: options in, a compiled callable out. No algorithms.
+"""The torch.compile entry: a Dynamo graph and options in, a callable out.
 
 ``torch.compile(model, backend="fxpar")`` calls ``fxpar`` with each Dynamo graph;
 ``train_step`` calls it with the forward of a step. Ranks meet at the first call, and
-``compilation`` compiles what they then know to be the same.
+``compilation`` compiles what they then know to be the same. Never: an algorithm; an
+error raised inside Dynamo, which would wrap it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 ``JOINT`` takes forward and backward in one graph from traced to local, ``RANK`` puts
 one rank into it, ``PHASE`` takes a forward or a backward by itself, once AOTAutograd
-parted them. A step is a row: its name, what it runs, the stage that the graph then is
-in, whether FXPAR_DISABLE may leave it out. What is asked goes in, a ``Request``; what
-was decided comes out, a ``JointState``.
+parted them. A step is a row, a ``Pass``: its name, a function (graph, context) ->
+graph, the stage that the graph then is in, whether FXPAR_DISABLE may leave it out.
+
+In: a graph, and what is asked of it, a ``Request``. Out: what was decided, a
+``JointState``; then the graph of one rank. Never: an order of steps that depends on the
+program; what ranks do in unlike ways, but in ``RANK``; an algorithm.
 """
 
 from __future__ import annotations

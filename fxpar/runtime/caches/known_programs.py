@@ -5,8 +5,9 @@ the program, the same on all ranks: rank 0 looks, and tells. The start that comp
 program first gives it a number, which enters the keys of torch's caches. So what they
 hold under that number was made by this very plan: a rank that finds it there needs
 neither tracing nor planning, and runs the same collectives as one that does not and
-compiles by the known plan. A file that is damaged, of another version or of another
-program counts as none.
+compiles by the known plan. Where nobody compiled it, rank 0 may do so for all: it is
+the ``Leader``, and the others await it. A file that is damaged, of another version or
+of another program counts as none.
 """
 
 from __future__ import annotations

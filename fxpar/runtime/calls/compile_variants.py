@@ -1,8 +1,9 @@
 """Variants of a graph: for sizes that stay open, or for those of a call alone.
 
-In: a Dynamo graph with what it is fed, of the same sizes on all ranks. Out: a compiled
-callable, and what is known of the variants so far (``Variants``). All ranks come here
-in the same order. Never meets other ranks by itself.
+In: a Dynamo graph with what it is fed, of the same sizes on all ranks, and what is
+asked of each variant, a ``CompileJob``. Out: a compiled callable, and what is known of
+the variants so far (``Variants``). All ranks come here in the same order. Never meets
+other ranks by itself.
 """
 
 from __future__ import annotations

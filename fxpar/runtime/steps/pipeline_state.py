@@ -1,7 +1,8 @@
-"""What steps of the pipeline change: the program, one rank of it, one phase of that.
+"""What steps of the pipeline know: the program, one rank of it, one phase of that.
 
-In: what the caller asks. Each step of ``fxpar.pipeline`` gets such a state with its
-graph as the step before left it, and changes it.
+In: what the caller asks. Each step of ``fxpar.pipeline`` gets the graph as the step
+before left it, and such a state as its context, to which it adds what it found. Out: of
+the program, what was decided. Never: what is compiled, or a graph of other ranks.
 """
 
 from __future__ import annotations
