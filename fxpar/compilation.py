@@ -394,8 +394,9 @@ class Compilation:
         known from an earlier start, that it is followed."""
         options, ranks = self.job.options, self.job.ranks
         size = ranks.whole.mesh.size
-        mode = self.known.plan if self.known else self.job.recalled
-        mode = mode or plan_mode(options.plan, options, size, self.request.name)
+        followed = self.known.plan if self.known else self.job.recalled
+        name = self.request.name
+        mode = followed or plan_mode(options.plan, options, size, name)
         return replace(
             self.request,
             signature=signature,
@@ -580,8 +581,8 @@ class Compilation:
         """What was compiled, with its checks; the program is left on disk for the next
         start, if it is a new one."""
         # What has generated kernels is not kept: they are made when it is compiled.
-        is_new = self.known is not None and not self.follows_plan and self.result
-        if is_new and not self.regions and self.ranks.rank == 0:
+        is_new = self.result is not None and not self.follows_plan
+        if self.known and is_new and not self.regions and self.ranks.rank == 0:
             known_programs.keep(self.known, self._record())
         self.say_seconds("forward")
         results = gm.graph.output_node().args[0]
@@ -603,10 +604,11 @@ class Compilation:
 
     def _record(self) -> dict[str, Any]:
         """What is known of the program by now, as data."""
-        assert self.known is not None and self.result is not None
+        plan = self.compiled_plan
+        assert self.known and self.result and plan, "it was planned, and is kept"
         return known_programs.describe(
             self.known,
-            self.compiled_plan,
+            plan,
             self.results(),
             self.launches,
             self.result.local,
