@@ -41,7 +41,7 @@ from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.simulate.launches import crossings
 from fxpar.passes.stages import sums_of_parts
 from fxpar.runtime.caches import known_programs
-from fxpar.runtime.caches.compile_once import compile_once
+from fxpar.runtime.caches.compile_once import Generate, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram, Leader, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_sizes import agree_on_launches
@@ -443,9 +443,7 @@ class Compilation:
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
         return Output(name, kind, of, rest_spec, "even" if open_ended else "whole")
 
-    def lower(
-        self, graph: fx.Graph, which: str, generate: Callable[[str | None], Any]
-    ) -> Any:
+    def lower(self, graph: fx.Graph, which: str, generate: Generate) -> Any:
         """What runs a "forward" or a "backward", scheduled by itself.
 
         A backward that is lowered when it is first called, behind its forward's
@@ -464,9 +462,7 @@ class Compilation:
                     agree_on_launches(tag, self.launches[forward:])
             return compiled
 
-    def _lower(
-        self, graph: fx.Graph, which: str, generate: Callable[[str | None], Any]
-    ) -> Any:
+    def _lower(self, graph: fx.Graph, which: str, generate: Generate) -> Any:
         with old_objects_kept(), quick_graphs():
             self._schedule(graph, which)
             if not self.is_inductor:

@@ -72,11 +72,11 @@ class Calls:
         gm: fx.GraphModule,
         examples: Sequence[Any],
         job: CompileJob,
-        compile_graph: CompileGraph,
+        compile_as: CompileGraph,
         owner: object,
     ) -> None:
-        """``compile_graph`` compiles it as ``job`` says, for sizes. ``owner``: graphs
-        of other owners share nothing with this one."""
+        """``compile_as`` compiles it as ``job`` says, for sizes. ``owner``: graphs of
+        other owners share nothing with this one."""
         inputs, options, ranks = job.named_inputs, job.options, job.ranks
         self.gm, self.inputs, self.options, self.ranks = gm, inputs, options, ranks
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
@@ -104,7 +104,7 @@ class Calls:
             opens=owner == FORWARD
             and not takes_more
             and options.microbatches in (None, 1),
-            compile=compile_graph,
+            compile=compile_as,
             variants=self.variants,
         )
         self.drift = Drift(inputs, examples, self.fed.tensors, ranks.mesh)
