@@ -36,8 +36,10 @@ from fxpar.sharding.search.run_search import SearchOptions
 Mode = str | SearchOptions | Plan
 
 # Fields of a request that are options of the same name.
-_OF_OPTIONS = ("strict", "disable", "microbatches", "expert_room", "expert_exchange")
-_OF_OPTIONS += ("schedule", "tune", "fuse", "debug", "dump")
+_OF_OPTIONS = (
+    *("strict", "disable", "microbatches", "expert_room", "expert_exchange"),
+    *("schedule", "tune", "fuse", "debug", "dump"),
+)
 End = TypeVar("End", Input, Output)
 
 
