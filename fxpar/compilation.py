@@ -136,8 +136,8 @@ def compile_graph(
         job = replace(job, ranks=join(job.options))
     number, with_room = next_graph(), _with_room(job, gm, examples)
     for is_known, anew in ((True, False), (True, True), (False, True)):
-        known = _look_up(job, gm, examples, number, anew=anew) if is_known else None
-        compilation = Compilation(job, number, broken_at, known)
+        entry = _look_up(job, gm, examples, number, anew=anew) if is_known else None
+        compilation = Compilation(job, number, broken_at, entry)
         compiled = compilation.compiled(gm, examples)
         if compiled is not None:
             return compilation.finished(compiled, gm, with_room)
@@ -191,13 +191,13 @@ def _look_up(
         )
     with _told_to_others():
         tag = f"what is known of graph{number}"
-        known = known_programs.look_up(text, tag, anew=anew)
-    _make_groups(job.ranks, known)
-    return known
+        entry = known_programs.look_up(text, tag, anew=anew)
+    _make_groups(job.ranks, entry)
+    return entry
 
 
-def _make_groups(ranks: Ranks, known: KnownProgram | None) -> None:
-    for axes in known.groups if known else ():
+def _make_groups(ranks: Ranks, entry: KnownProgram | None) -> None:
+    for axes in entry.groups if entry else ():
         ranks.group(axes)
 
 
@@ -209,10 +209,10 @@ class Compilation:
         job: CompileJob,
         number: int,
         broken_at: str | None,
-        known: KnownProgram | None,
+        entry: KnownProgram | None,
     ) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
-        self.known = known
+        self.entry = entry
         # That rank 0 is of the others, which take over what it plans and compiles.
         self.leader: Leader | None = None
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
@@ -223,7 +223,7 @@ class Compilation:
         # What is asked of the pipeline, and what it gives.
         self.request = _request_of(job, f"graph{number}")
         self.result: JointState | None = None
-        self.taken: KnownProgram | None = None  # from AOTAutograd's cache: no result
+        self.cached: KnownProgram | None = None  # from AOTAutograd's cache: no result
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
@@ -236,7 +236,7 @@ class Compilation:
     @property
     def follows_plan(self) -> bool:
         """Whether the plan of the program is known, and followed."""
-        return self.known is not None and self.known.plan is not None
+        return self.entry is not None and self.entry.plan is not None
 
     def compiled(
         self, gm: fx.GraphModule, examples: Sequence[Any]
@@ -246,14 +246,14 @@ class Compilation:
         job, name = self.job, self.request.name
         if self.is_inductor:
             _load_inductor()
-        if self.known is not None and known_programs.is_led(self.known, examples):
+        if self.entry is not None and known_programs.is_led(self.entry, examples):
             if job.ranks.rank == 0:
                 is_open = job.open is not None
-                self.leader = Leader(name, self.known, is_open, self.launches)
+                self.leader = Leader(name, self.entry, is_open, self.launches)
             else:
-                self.known = self._await_leader(self.known)
-        if self.known is not None:
-            _refuse_as_known(self.known)
+                self.entry = self._await_leader(self.entry)
+        if self.entry is not None:
+            _refuse_as_known(self.entry)
         showing = job.options.progress and job.ranks.rank == 0
         led = self.leader.waited_for() if self.leader else contextlib.nullcontext()
         compiled = None
@@ -267,9 +267,9 @@ class Compilation:
             try:
                 with led:
                     compiled = self._traced(gm, examples)
-                if self.result is None and self.known and self.known.plan:
-                    self.taken, self.launches = self.known, list(self.known.launches)
-                    self._report(self.known.plan)
+                if self.result is None and self.entry and self.entry.plan:
+                    self.cached, self.launches = self.entry, list(self.entry.launches)
+                    self._report(self.entry.plan)
                 if job.open is not None:
                     self.sizes = size_range(job.open, self.written())
             except PlanMisfit as misfit:
@@ -279,11 +279,11 @@ class Compilation:
             is_agreed = self.agree_on_launches(compiled=compiled is not None)
         return compiled if is_agreed else None
 
-    def _await_leader(self, known: KnownProgram) -> KnownProgram | None:
+    def _await_leader(self, entry: KnownProgram) -> KnownProgram | None:
         """The program once rank 0 has compiled it; None if it could not be planned,
         which this rank then finds out for itself."""
         with _told_to_others():
-            planned = known_programs.await_plan(self.request.name, known)
+            planned = known_programs.await_plan(self.request.name, entry)
             if planned is None or planned.refused or planned.divisors:
                 return planned
             _make_groups(self.ranks, planned)
@@ -294,7 +294,7 @@ class Compilation:
     ) -> Callable[..., Any]:
         """As ``compiled``. Raises PlanMisfit where the plan that is known does not
         fit."""
-        job, known = self.job, self.known
+        job, entry = self.job, self.entry
         # Places draw numbers of their own.
         place = job.ranks.world.place if job.ranks.world is not None else 0
         key = f"{job.ranks.whole.mesh}|{place}|{job.options}|{job.sent_room}"
@@ -304,8 +304,8 @@ class Compilation:
             joint_pass=self,
             lower=self.lower,
             inner=None if self.is_inductor else run_op_by_op,
-            key=f"{key}|{known.name_of(job.ranks.rank)}" if known else key,
-            cached=known is not None,
+            key=f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key,
+            cached=entry is not None,
             local_border=job.options.outputs == "dtensor",
             symbolic=job.open is not None,
             repeated=None if job.open is not None else repeated_segments,
@@ -356,12 +356,12 @@ class Compilation:
             plan = choose_plan.searched if self.leader else choose_plan.planned
             result = self.result = plan(gm.graph, fake_mode, request)
         if job.open is not None and (divisors := job.open.divisors_asked()):
-            asked = DivisorsAsked(divisors, result.plan)
-            if self.known is not None and ranks.rank == 0:
+            error = DivisorsAsked(divisors, result.plan)
+            if self.entry is not None and ranks.rank == 0:
                 known_programs.keep(
-                    self.known, known_programs.describe_asked(self.known, asked)
+                    self.entry, known_programs.describe_asked(self.entry, error)
                 )
-            raise asked
+            raise error
         if ranks.open:
             ranks = self.ranks = settle(ranks, result.plan.mesh)
             request = self.request = request.on(result.plan.mesh)
@@ -394,7 +394,7 @@ class Compilation:
         known from an earlier start, that it is followed."""
         options, ranks = self.job.options, self.job.ranks
         size = ranks.whole.mesh.size
-        followed = self.known.plan if self.known else self.job.recalled
+        followed = self.entry.plan if self.entry else self.job.recalled
         name = self.request.name
         mode = followed or plan_mode(options.plan, options, size, name)
         return replace(
@@ -523,7 +523,7 @@ class Compilation:
     @property
     def plan(self) -> Plan | None:
         if self.result is None:
-            return self.taken.plan if self.taken else None
+            return self.cached.plan if self.cached else None
         return self.result.plan
 
     @property
@@ -547,7 +547,7 @@ class Compilation:
     def written(self) -> set[int]:
         """Positions of the arguments that the program writes to."""
         if self.result is None:
-            return set(self.taken.written) if self.taken else set()
+            return set(self.cached.written) if self.cached else set()
         places = (
             self.places[out.of]
             for out in self.request.signature.outputs
@@ -558,7 +558,7 @@ class Compilation:
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""
         if self.result is None:
-            return dict(self.taken.results) if self.taken else {}
+            return dict(self.cached.results) if self.cached else {}
         decision = self.result.decided
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)
@@ -578,8 +578,8 @@ class Compilation:
         start, if it is a new one."""
         # What has generated kernels is not kept: they are made when it is compiled.
         is_new = self.result is not None and not self.follows_plan
-        if self.known and is_new and not self.regions and self.ranks.rank == 0:
-            known_programs.keep(self.known, self._record())
+        if self.entry and is_new and not self.regions and self.ranks.rank == 0:
+            known_programs.keep(self.entry, self._record())
         self.say_seconds("forward")
         results = gm.graph.output_node().args[0]
         lines = (user_line(x) for x in reversed(results) if isinstance(x, fx.Node))
@@ -601,9 +601,9 @@ class Compilation:
     def _record(self) -> dict[str, Any]:
         """What is known of the program by now, as data."""
         plan = self.compiled_plan
-        assert self.known and self.result and plan, "it was planned, and is kept"
+        assert self.entry and self.result and plan, "it was planned, and is kept"
         return known_programs.describe(
-            self.known,
+            self.entry,
             plan,
             self.results(),
             self.launches,
@@ -709,13 +709,13 @@ def _refused_alike() -> Iterator[None]:
         raise OpenSizesRefused(refusal_of(error)) from error
 
 
-def _refuse_as_known(known: KnownProgram) -> None:
+def _refuse_as_known(entry: KnownProgram) -> None:
     """Raise what is known to come of leaving sizes open: OpenSizesRefused,
     DivisorsAsked."""
-    if known.refused:
-        raise OpenSizesRefused(known.refused)
-    if known.divisors:
-        raise DivisorsAsked(known.divisors, known.plan)
+    if entry.refused:
+        raise OpenSizesRefused(entry.refused)
+    if entry.divisors:
+        raise DivisorsAsked(entry.divisors, entry.plan)
 
 
 @contextlib.contextmanager

@@ -115,8 +115,8 @@ class Request:
         cls, options: Options, mesh: Mesh, signature: Signature, **more: Any
     ) -> Request:
         """What ``options`` ask, and ``more``."""
-        asked = {name: getattr(options, name) for name in _OF_OPTIONS}
-        return cls(mesh, signature, **asked, **more)
+        same = {name: getattr(options, name) for name in _OF_OPTIONS}
+        return cls(mesh, signature, **same, **more)
 
     @property
     def laid(self) -> Signature:

@@ -166,9 +166,9 @@ def describe(
     }
 
 
-def describe_asked(program: KnownProgram, asked: DivisorsAsked) -> dict[str, Any]:
+def describe_asked(program: KnownProgram, error: DivisorsAsked) -> dict[str, Any]:
     """What is known of a program whose plan asks its open sizes to divide, as data."""
-    return describe(program, asked.plan, {}, (), fx.Graph(), divisors=asked.divisors)
+    return describe(program, error.plan, {}, (), fx.Graph(), divisors=error.divisors)
 
 
 def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
