@@ -75,7 +75,7 @@ def program_of(
     names = [step.name for step in JOINT]
     run_steps(JOINT[: names.index("look_up_plan")], state)
     moments = [node for node in module.graph.nodes if node.target in MOMENTS]
-    expand_moments(moments, state.rewriter)
+    expand_moments(moments, state.build)
     module.graph.eliminate_dead_code()
     return read(module.graph, signature)
 

@@ -75,7 +75,7 @@ def worker(args: argparse.Namespace) -> None:
     import torch.distributed as dist
     import transformers  # noqa: F401  (imports are no part of a first step)
 
-    import fxpar.joint_pass
+    import fxpar.compilation
     from fxpar._fast import switch
     from fxpar.runtime import stage_times
 
@@ -84,7 +84,7 @@ def worker(args: argparse.Namespace) -> None:
     of_device = join(args.device)
     dist.barrier()
     begun, cpu = time.perf_counter(), cpu_seconds()
-    one_table = mock.patch.object(fxpar.joint_pass, "stage_table", str)
+    one_table = mock.patch.object(fxpar.compilation, "stage_table", str)
     with one_table:  # of forward and backward
         ranks, layers = dist.get_world_size(), args.layers[0]
         case = _peers.Case(ranks, layers=layers, scale=args.scale, **of_device)

@@ -81,7 +81,7 @@ def worker(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import fxpar.joint_pass
+    import fxpar.compilation
     from fxpar._fast import cpp_kernels, switch
     from fxpar.runtime import stage_times
     from fxpar.runtime.calls.compiled_graph import Compiled as Program
@@ -108,7 +108,7 @@ def worker(
     begun, cpu = time.perf_counter(), time.process_time()
     with (
         mock.patch.object(cpp_kernels, "_begun", generated),
-        mock.patch.object(fxpar.joint_pass, "stage_table", str),  # one table, at last
+        mock.patch.object(fxpar.compilation, "stage_table", str),  # one table, at last
         mock.patch.object(Drift, "word", lambda *_: "\t\t\t"),
         mock.patch.object(Program, "__call__", side_effect=Compiled),
         contextlib.suppress(Compiled),

@@ -1,8 +1,9 @@
-"""The torch.compile entry: options in, a compiled callable out. No algorithms.
+"""The torch.compile entry: a Dynamo graph and options in, a callable out.
 
 ``torch.compile(model, backend="fxpar")`` calls ``fxpar`` with each Dynamo graph;
 ``train_step`` calls it with the forward of a step. Ranks meet at the first call, and
-``compile_job`` compiles what they then know to be the same.
+``compilation`` compiles what they then know to be the same. Never: an algorithm; an
+error raised inside Dynamo, which would wrap it.
 """
 
 from __future__ import annotations
@@ -16,32 +17,28 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.compile_job import compile_graph, compile_step, is_plain
-from fxpar.config import Options
-from fxpar.errors import (
-    FxparError,
-    OptionError,
+from fxpar.compilation import (
+    compile_graph,
+    compile_plain,
+    compile_step,
+    is_plain,
+    said_by_rank_0,
 )
-from fxpar.job_request import CompileJob
-from fxpar.joint_pass import said_by_rank_0
+from fxpar.config import Options
+from fxpar.errors import FxparError, OptionError
 from fxpar.passes.regions.manual_regions import raise_refused
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
 from fxpar.runtime.at_rest import used_layouts
-from fxpar.runtime.caches.program_identity import (
-    lean_graph,
-    name_inputs,
-    placeholders,
-)
+from fxpar.runtime.caches.program_identity import lean_graph, name_inputs, placeholders
 from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
 from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget
 from fxpar.runtime.calls.collectives_in_place import take_eager_gradients
-from fxpar.runtime.calls.open_sizes import OpenProgram
+from fxpar.runtime.calls.compile_variants import CompileGraph, CompileJob
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.shard_map import mesh_of
 from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
-from fxpar.sharding.plan import Plan
 
 
 def fxpar(
@@ -64,10 +61,7 @@ def fxpar(
         job_options, ranks = _joined(gm, options)
         compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
-            plain, settings = compiled_graph.without_hints(traced), job_options.inductor
-            return _torch.aot.compile_fx(
-                plain, examples, inductor_settings=dict(settings)
-            )
+            return compile_plain(traced, examples, job_options)
         gm = _prepared(gm, examples, ranks)
         compared = compiled_graph.compare_parameters(gm)
         views = []
@@ -178,7 +172,7 @@ def _called(
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,
-    compile_as: Callable[[CompileJob, fx.GraphModule, Sequence[Any]], Any],
+    compile_as: CompileGraph,
     owner: object,
 ) -> Callable[..., Any]:
     """What Dynamo calls for a graph: compiled when ranks meet at its first call. Dynamo
@@ -190,28 +184,8 @@ def _called(
     compiled_graph.refuse_nested(lean, named_inputs, examples)
     used_layouts.settle(lean, named_inputs, examples, options, ranks)
 
-    def compile_graph(
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        open_program: OpenProgram | None = None,
-        recalled: Plan | None = None,
-        rival: Plan | None = None,
-        notes: tuple[str, ...] = (),
-    ) -> Callable[..., Any]:
-        job = CompileJob(
-            options,
-            ranks,
-            named_inputs if open_program is None else open_program.inputs,
-            open=open_program,
-            recalled=recalled,
-            rival=rival,
-            notes=notes,
-        )
-        return compile_as(job, gm, examples)
-
-    call: Callable[..., Any] = Calls(
-        lean, examples, named_inputs, options, ranks, compile_graph, owner
-    )
+    job = CompileJob(options, ranks, named_inputs)
+    call: Callable[..., Any] = Calls(lean, examples, job, compile_as, owner)
     if numbers:
         return lambda *args: call(*(_fed(args[i], i in numbers) for i in positions))
     if len(positions) == len(placeholders(gm)):

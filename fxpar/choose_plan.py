@@ -27,7 +27,7 @@ from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.peak_memory import optimizer_bytes
 from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.simulate.simulate_step import Timeline
-from fxpar.pipeline import JOINT, Result, run_steps
+from fxpar.pipeline import JOINT, run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
@@ -49,7 +49,7 @@ _UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
 _TIE, _LESS = 1.001, 0.99
 
 
-def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
     """What the pipeline gives with the choices that are predicted to be the fastest.
 
     Raises as ``pipeline.decided`` and ``pipeline.finished`` do.
@@ -60,7 +60,7 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     return _finished(state).noted(*of_bodies, *of_experts)
 
 
-def _finished(state: JointState) -> Result:
+def _finished(state: JointState) -> JointState:
     """Return the result for a decision, or for the rival with the shortest predicted
     step, of those that are as short the one that holds the least. A rival gets no
     schedule if it would take longer even with all communication hidden. Plans of open
@@ -186,7 +186,7 @@ def _timeline(state: JointState) -> Timeline:
     )
 
 
-def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
     """What ``fastest_plan`` gives; of a search, what it gives on rank 0: it depends on
     the clock, so one rank searches and the others follow its plan, mesh and links.
 
@@ -209,7 +209,7 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     return fastest_plan(graph, fake_mode, replace(request, mode=plan))
 
 
-def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
     """What ``fastest_plan`` gives on rank 0, which plans for all and tells nobody."""
     return fastest_plan(graph, fake_mode, _on_hardware(request))
 
@@ -248,7 +248,7 @@ def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
         result = fastest_plan(graph, fake_mode, request)
     except (PlanError, HintError):
         return math.inf
-    if not result.decision.is_even:
+    if not result.decided.is_even:
         return math.inf
     hardware, mesh = request.hardware or lookup(UNNAMED), result.plan.mesh
     return predict_step(result.local, mesh, hardware, disable=request.disable).seconds
@@ -262,7 +262,7 @@ def _on_hardware(request: Request) -> Request:
     return replace(request, mesh=options.hardware.on(request.mesh))
 
 
-def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:
+def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> JointState:
     """Return the result of ``fastest_plan`` on rank 0. If that fails for a program with
     open sizes, which are then fixed, the other ranks learn of it."""
     try:

@@ -134,8 +134,8 @@ def warn(what: str, *, where: str | None = None, fix: str | None = None) -> None
 @functools.cache
 def _is_library(file: str) -> bool:
     """Whether a file is of fxpar, of torch, of Python, or of generated code."""
-    torch = sys.modules.get("torch")
-    folders = [Path(x.__file__).parent for x in (sys.modules["fxpar"], torch) if x]
+    libraries = (sys.modules.get(name) for name in ("fxpar", "torch"))
+    folders = [Path(x.__file__).parent for x in libraries if x and x.__file__]
     is_python = file.startswith(sysconfig.get_path("stdlib"))
     return (
         file.startswith("<")

@@ -2,16 +2,19 @@
 
 ``JOINT`` takes forward and backward in one graph from traced to local, ``RANK`` puts
 one rank into it, ``PHASE`` takes a forward or a backward by itself, once AOTAutograd
-parted them. A step is a row: its name, what it runs, the stage that the graph then is
-in, whether FXPAR_DISABLE may leave it out. Data goes in (``Request``) and comes out
-(``Result``).
+parted them. A step is a row, a ``Pass``: its name, a function (graph, context) ->
+graph, the stage that the graph then is in, whether FXPAR_DISABLE may leave it out.
+
+In: a graph, and what is asked of it, a ``Request``. Out: what was decided, a
+``JointState``; then the graph of one rank. Never: an order of steps that depends on the
+program; what ranks do in unlike ways, but in ``RANK``; an algorithm.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,25 +24,34 @@ from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
 from fxpar.graph import size_nodes
-from fxpar.graph.builder import Builder
 from fxpar.passes.attention.normalize_masks import causal_masks
+from fxpar.passes.decompose import decompose
+from fxpar.passes.experts.exact_exchange import exact_exchanges
+from fxpar.passes.experts.first_rows import compute_first_rows, mark_first_rows
+from fxpar.passes.experts.keep_sorted import keep_sorted
+from fxpar.passes.experts.local_experts import sort_by_expert
 from fxpar.passes.experts.normalize_fused_experts import split_fused_experts
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.backward_scans import find_backward_scans
+from fxpar.passes.normalize.body_seeds import refuse_draws
 from fxpar.passes.normalize.joint_cuts import join_cuts
 from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize.normalize_shifts import find_shifts
 from fxpar.passes.normalize.repeated_rows import part_repeats
+from fxpar.passes.order.copy_together import copy_together
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.hand_over import hand_over
 from fxpar.passes.order.order_collectives import (
     DELAY,
     ORDER,
-    PhaseGraph,
-    PhasePass,
+    Pass,
+    Run,
     Settings,
+    of_build,
 )
+from fxpar.passes.order.rejoin_rows import rejoin_rows
 from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.passes.writes_as_results import Write
 from fxpar.runtime import stage_times
 from fxpar.runtime.default_device import on_cpu_by_default
@@ -59,97 +71,60 @@ from fxpar.runtime.steps.pipeline_state import (
     PipelineState,
     RankState,
 )
-from fxpar.sharding.decide import Decision
-from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 
 
-@dataclass(frozen=True)
-class PipelineStep:
-    """One step of the pipeline."""
-
-    # In FXPAR_DISABLE, and where it is printed.
-    name: str
-    # Takes a PipelineState and changes it.
-    run: Callable[[Any], None]
-    # The stage that the graph is in after it, by its name in the docs; "" where another
-    # step ends the stage.
-    stage: str = ""
-    # FXPAR_DISABLE may leave it out.
-    optional: bool = False
-
-    @property
-    def counted(self) -> str:
-        """The stage of ``stage_times`` that its seconds are counted for."""
-        if self in PHASE or self in RANK:
-            return stage_times.PHASE
-        if self.name in COUNTED:
-            return COUNTED[self.name]
-        names = [step.name for step in JOINT]
-        begun = names.index(self.name) < names.index("look_up_plan")
-        return stage_times.NORMALIZE if begun else stage_times.PARTITION
+def _always(name: str, run: Run, stage: str = "") -> Pass:
+    return Pass(name, run, optional=False, stage=stage)
 
 
-def _always(name: str, run: Callable[[Any], None], stage: str = "") -> PipelineStep:
-    return PipelineStep(name, run, stage)
-
-
-def _may(name: str, run: Callable[[Any], None], stage: str = "") -> PipelineStep:
-    return PipelineStep(name, run, stage, optional=True)
-
-
-def _rewrite(
-    function: Callable[[fx.Graph, Builder], None],
-) -> Callable[[JointState], None]:
-    return lambda state: function(state.graph, state.rewriter)
-
-
-def _of_phase(row: PhasePass, stage: str = "") -> PipelineStep:
-    return PipelineStep(row.name, lambda s: row.run(s.phase), stage, row.optional)
+def _place(name: str) -> int:
+    """The position of a step in ``JOINT``."""
+    return next(i for i, step in enumerate(JOINT) if step.name == name)
 
 
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
     _always("show_bodies", normalize_steps.show_bodies),
-    _may("share_by_speed", normalize_steps.share_by_speed),
+    Pass("share_by_speed", normalize_steps.share_by_speed),
     _always("absorb_regions", normalize_steps.absorb_regions),
-    _always("refuse_body_draws", normalize_steps.refuse_body_draws),
-    _always("count_loop_steps", normalize_steps.count_loop_steps),
-    _may("random_by_index", _rewrite(normalize.random_by_index)),
-    _may("causal_masks", _rewrite(causal_masks)),
-    _may("find_shifts", _rewrite(find_shifts)),
-    _may("find_backward_scans", _rewrite(find_backward_scans)),
-    _may("part_repeats", _rewrite(part_repeats)),
-    _may("interleave_rows", normalize_steps.interleave_rows),
-    _may("take_rows_in_turn", normalize_steps.take_rows_in_turn),
-    _may("join_cuts", _rewrite(join_cuts)),
-    _may("experts_in_place", normalize_steps.place_experts),
-    _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
-    _may("keep_batch_apart", normalize_steps.split_batch),
-    _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
-    _may("split_fused_experts", _rewrite(split_fused_experts)),
-    _may("stack_by_dim", _rewrite(normalize.stack_by_dim)),
-    _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
-    _may("clone_constants", _rewrite(normalize.clone_constants)),
+    _always("refuse_body_draws", lambda graph, _: refuse_draws(graph)),
+    _always("count_loop_steps", lambda graph, s: count_steps(graph, s.fake_mode)),
+    Pass("random_by_index", of_build(normalize.random_by_index)),
+    Pass("causal_masks", of_build(causal_masks)),
+    Pass("find_shifts", of_build(find_shifts)),
+    Pass("find_backward_scans", of_build(find_backward_scans)),
+    Pass("part_repeats", of_build(part_repeats)),
+    Pass("interleave_rows", normalize_steps.interleave_rows),
+    Pass("take_rows_in_turn", normalize_steps.take_rows_in_turn),
+    Pass("join_cuts", of_build(join_cuts)),
+    Pass("experts_in_place", normalize_steps.place_experts),
+    Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
+    Pass("keep_batch_apart", normalize_steps.split_batch),
+    Pass("split_fused_projections", of_build(normalize.split_fused_projections)),
+    Pass("split_fused_experts", of_build(split_fused_experts)),
+    Pass("stack_by_dim", of_build(normalize.stack_by_dim)),
+    Pass("sum_one_hot", of_build(normalize.sum_one_hot)),
+    Pass("clone_constants", of_build(normalize.clone_constants)),
     _always("drop_dead", normalize_steps.drop_dead, "normalized"),
     _always("look_up_plan", plan_steps.look_up_plan),
-    _may("join_pool_gradients", plan_steps.join_pool_gradients),
-    _may("expand_moments", plan_steps.expand_moments),
+    Pass("join_pool_gradients", plan_steps.join_pool_gradients),
+    Pass("expand_moments", plan_steps.expand_moments),
     _always("plan", plan_steps.make_plan, "planned"),
     _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
     _always("localize", lowering_steps.localize),
-    _may("share_exchanges", lowering_steps.share_exchanges),
+    Pass("share_exchanges", lowering_steps.share_exchanges),
     _always("find_stages", stage_steps.find_stages),
     _always("cut_batch", lowering_steps.cut_batch),
-    _always("sort_by_expert", lowering_steps.sort_by_expert),
-    _may("keep_sorted", lowering_steps.keep_sorted),
-    _may("exact_exchanges", lowering_steps.exact_exchanges),
-    _may("mark_first_rows", lowering_steps.mark_first_rows),
-    _may("pair_reductions", lowering_steps.pair_reductions),
+    _always("sort_by_expert", of_build(sort_by_expert)),
+    Pass("keep_sorted", of_build(keep_sorted)),
+    Pass("exact_exchanges", of_build(exact_exchanges)),
+    Pass("mark_first_rows", lambda graph, _: mark_first_rows(graph)),
+    Pass("pair_reductions", lowering_steps.pair_reductions),
     _always("order_stages", stage_steps.order_stages),
-    _may("schedule", lowering_steps.apply_schedule, "rewritten"),
+    Pass("schedule", lowering_steps.apply_schedule, stage="rewritten"),
     _always("lower", lowering_steps.lower),
-    _may("sink_waits", lambda state: sink_waits(state.graph)),
+    Pass("sink_waits", lambda graph, _: sink_waits(graph)),
     _always("reshard_after_forward", lowering_steps.regather, "local"),
     _always("describe", plan_steps.describe),
     _always("keep_plan", plan_steps.keep_plan),
@@ -159,39 +134,40 @@ JOINT = (
 RANK = (
     _always("take_place", stage_steps.take_place),
     _always("bind", lowering_steps.bind),
-    _always("decompose", lowering_steps.decompose_added),
-    _may("rejoin_rows", lowering_steps.rejoin),
+    _always(
+        "decompose",
+        lambda graph, s: decompose(graph, s.fake_mode) if s.inductor else None,
+    ),
+    Pass("rejoin_rows", lambda graph, s: rejoin_rows(graph) if s.inductor else None),
     _always("put_writes", lowering_steps.put_writes, "bound"),
 )
-
-
-def hand_over_gradients(state: PhaseState) -> None:
-    """Gradients leave a backward where they are made, and are reduced meanwhile."""
-    hand_over(state.graph, state.gradients)
-
 
 # A forward or a backward by itself, as AOTAutograd parted them: bound -> scheduled.
 # Collectives are ordered by the rows that a prediction has, too: dropped where nobody
 # reads them, in buckets, waited for late, gathers early, scatters not too many at once.
+# Gradients leave a backward where they are made, and are reduced meanwhile.
 PHASE = (
-    *map(_of_phase, ORDER),
-    _may("fuse_regions", lowering_steps.fuse_regions),
-    _of_phase(DELAY, "scheduled"),
-    _always("hand_over", hand_over_gradients),
+    *ORDER,
+    Pass("fuse_regions", lowering_steps.fuse_regions),
+    DELAY,
+    _always("hand_over", lambda graph, s: hand_over(graph, s.gradients)),
     _always("compare_places", compare_places),
-    _may("outline_layers", lowering_steps.outline_repeated),
-    _may("copy_together", lowering_steps.join_copies),
-    _may("compute_first_rows", lowering_steps.compute_first_rows),
+    Pass("outline_layers", lowering_steps.outline_repeated),
+    Pass(
+        "copy_together", lambda graph, s: copy_together(graph) if s.inductor else None
+    ),
+    Pass("compute_first_rows", of_build(compute_first_rows)),
 )
 
-# Whose seconds are shown by themselves; before them the program is normalized, after
-# them it is partitioned.
+# The stage of ``stage_times`` that seconds of ``JOINT`` are counted for, if it is not
+# PARTITION.
+_FIRST_PLANNING = [step.name for step in JOINT].index("look_up_plan")
 COUNTED = {
+    **dict.fromkeys((x.name for x in JOINT[:_FIRST_PLANNING]), stage_times.NORMALIZE),
     **dict.fromkeys(
-        ("look_up_plan", "join_pool_gradients", "expand_moments", "plan"),
+        (*(x.name for x in JOINT[_FIRST_PLANNING:][:4]), "describe", "keep_plan"),
         stage_times.PLAN,
     ),
-    **dict.fromkeys(("describe", "keep_plan"), stage_times.PLAN),
     "schedule": stage_times.SCHEDULE,
 }
 
@@ -207,33 +183,7 @@ STEP_NAMES = (
 STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 
 
-@dataclass(frozen=True)
-class Result:
-    """What planning gives."""
-
-    # As it is saved and shown.
-    plan: Plan
-    # The one-device graph that the plan is of.
-    normalized: fx.Graph
-    # What each rank runs, the same text on all.
-    local: fx.Graph
-    # Specs, strategies and reshards, from which the plan is written.
-    decision: Decision
-    # What was done to the local graph, and is done to forward and backward.
-    schedule: Schedule = field(default_factory=Schedule)
-    # The local graph before its schedule, if the request is to be tuned.
-    unscheduled: fx.Graph | None = None
-    # Schedules that come near, as texts, the best first.
-    others: tuple[str, ...] = ()
-    # So many stages were dumped.
-    stage_number: int = 0
-
-    def noted(self, *notes: str) -> Result:
-        """With more notes in the plan."""
-        return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes)))
-
-
-def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
+def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
     """Each step in turn that is not left out; times it, and shows what it changed."""
     request = state.request
     printed = request.debug >= 2 and request.leads
@@ -242,8 +192,10 @@ def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
         if not (step.optional and step.name in request.disable):
             before = op_counts(graph) if printed else Counter[str]()
             status_line.begin(step.name)
-            with stage(step.counted) as step_seconds, on_cpu_by_default():
-                step.run(state)
+            counted = COUNTED.get(step.name, stage_times.PARTITION)
+            counted = counted if step in JOINT else stage_times.PHASE
+            with stage(counted) as step_seconds, on_cpu_by_default():
+                state.graph = step.run(graph, state) or graph
             seconds = state.seconds[step.name] = step_seconds.seconds
             if printed:
                 after = op_counts(state.graph)
@@ -268,12 +220,10 @@ def show(state: PipelineState, stage: str) -> None:
     state.stage_number += 1
 
 
-def rows_after(name: str, last: str | None = None) -> tuple[PipelineStep, ...]:
+def rows_after(name: str, last: str | None = None) -> tuple[Pass, ...]:
     """Return the steps of ``JOINT`` after the step ``name``, up to the step ``last``,
     else to the end."""
-    names = [step.name for step in JOINT]
-    end = len(names) if last is None else names.index(last) + 1
-    return JOINT[names.index(name) + 1 : end]
+    return JOINT[_place(name) + 1 : None if last is None else _place(last) + 1]
 
 
 def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
@@ -290,32 +240,23 @@ def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
         open=size_nodes.is_open(graph),
     )
     show(state, "traced")
-    names = [step.name for step in JOINT]
-    run_steps(JOINT[: names.index("plan") + 1], state)
+    run_steps(JOINT[: _place("plan") + 1], state)
     return state
 
 
-def finished(state: JointState, rows: Sequence[PipelineStep]) -> Result:
-    """Run ``rows``, the last steps of ``JOINT``, and return the result.
+def finished(state: JointState, rows: Sequence[Pass]) -> JointState:
+    """Run ``rows``, the last steps of ``JOINT``, and return the state, without what
+    only planning reads.
 
     Raises PlanError and ScheduleError.
     """
     run_steps(rows, state)
-    return Result(
-        replace(state.plan, timings=state.seconds),
-        state.normalized,
-        state.graph,
-        state.decided,
-        state.schedule,
-        state.unscheduled,
-        state.others,
-        state.stage_number,
-    )
+    state.plan = replace(state.plan, timings=state.seconds)
+    state.rivals, state.run = (), None
+    return state
 
 
-def with_schedule(
-    result: Result, schedule: str, fake_mode: Any, request: Request
-) -> Result:
+def with_schedule(result: JointState, schedule: str, request: Request) -> JointState:
     """Return the result with another schedule and all else as it was chosen;
     ``request`` had ``tune``.
 
@@ -328,7 +269,7 @@ def with_schedule(
     state = JointState(
         graph=result.unscheduled,
         request=quiet,
-        fake_mode=fake_mode,
+        fake_mode=result.fake_mode,
         normalized=result.normalized,
         decision=result.decision,
         notes=plan.notes,
@@ -338,14 +279,13 @@ def with_schedule(
 
 
 def tuned(
-    result: Result,
+    result: JointState,
     request: Request,
-    fake_mode: Any,
     ranks: Ranks,
     root: torch.nn.Module,
     *,
     inductor: bool,
-) -> Result:
+) -> JointState:
     """The result with the schedule that is the fastest on the mesh. ``root`` holds the
     graph's constants.
 
@@ -356,30 +296,35 @@ def tuned(
     texts = tune_schedule.candidates((str(result.schedule), *result.others), name)
     if len(texts) < 2 or ranks.mesh.size == 1:
         return result.noted(tune_schedule.NOTHING)
-    results: dict[int, Result] = {}
+    results: dict[int, JointState] = {}
     graphs: dict[int, fx.Graph] = {}
     failed: dict[int, str] = {}
     for i, text in enumerate(texts):
         try:
-            results[i] = with_schedule(result, text, fake_mode, request)
+            results[i] = with_schedule(result, text, request)
             settings = results[i].schedule.settings
             local, disable = results[i].local, request.disable
             graphs[i] = as_run(local, disable=disable, settings=settings)
         except Exception as error:
             failed[i] = tune_schedule.text_of(error)
     best, notes = tune_schedule.fastest(
-        texts, graphs, failed, ranks, root, fake_mode, name=name, inductor=inductor
+        texts,
+        graphs,
+        failed,
+        ranks,
+        root,
+        result.fake_mode,
+        name=name,
+        inductor=inductor,
     )
-    plan = replace(results[best].plan, near=result.plan.near)
-    return replace(results[best], plan=plan, stage_number=result.stage_number).noted(
-        *notes
-    )
+    fastest, fastest.stage_number = results[best], result.stage_number
+    fastest.plan = replace(fastest.plan, near=result.plan.near)
+    return fastest.noted(*notes)
 
 
 def bound(
-    result: Result,
+    result: JointState,
     request: Request,
-    fake_mode: Any,
     ranks: Ranks,
     *,
     inductor: bool,
@@ -395,7 +340,7 @@ def bound(
         graph=result.local,
         request=request,
         stage_number=result.stage_number,
-        fake_mode=fake_mode,
+        fake_mode=result.fake_mode,
         ranks=ranks,
         inductor=inductor,
         at_run_time=inductor and not _fuses(request, result.schedule),
@@ -414,7 +359,7 @@ def _fuses(request: Request, schedule: Schedule) -> bool:
 def scheduled(
     graph: fx.Graph,
     request: Request,
-    result: Result | None,
+    result: JointState | None,
     *,
     backward: bool,
     inductor: bool = False,
@@ -428,10 +373,11 @@ def scheduled(
     state = PhaseState(
         graph=graph,
         request=request,
-        phase=PhaseGraph(graph, backward or request.step, settings),
+        backward=backward or request.step,
+        settings=settings,
         which="backward" if backward else "forward",
         mesh=result.plan.mesh if result else None,
-        even=result is None or result.decision.is_even,
+        even=result is None or result.decided.is_even,
         inductor=inductor,
         gradients=gradients or {},
         at_rest=tuple(at_rest),

@@ -38,8 +38,9 @@ from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.simulate.simulate_step import Timeline
-from fxpar.pipeline import STEP_NAMES, Result
+from fxpar.pipeline import STEP_NAMES
 from fxpar.runtime.shard_map import traced_for
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.given_specs import specs_of, with_all_dims
@@ -102,7 +103,7 @@ class TracedPlan(Plan):
     """A Plan with the program it was made for."""
 
     # Of the pipeline, to simulate.
-    result: Result | None = field(default=None, compare=False, repr=False)
+    result: JointState | None = field(default=None, compare=False, repr=False)
     # The traced call, to bind arguments.
     call: TracedCall | None = field(default=None, compare=False, repr=False)
     # As it was traced, to plan again.
@@ -170,7 +171,7 @@ class TracedPlan(Plan):
             settings=result.schedule.settings,
         )
         signature, fused = (
-            result.decision.program.signature,
+            result.decided.program.signature,
             self.options.codegen == "inductor",
         )
         rows = layer_rows(graph, self, signature, self.hardware, fused=fused)
@@ -191,8 +192,8 @@ class TracedPlan(Plan):
         op that makes it could do, or other layouts of it if it is an input, and what
         the whole plan would then cost, solved again."""
         text = super().why(name)
-        search = self.result.decision.search if self.result else None
-        value = self.result.decision.program.named(name) if self.result else None
+        search = self.result.decided.search if self.result else None
+        value = self.result.decided.program.named(name) if self.result else None
         if search is None or value is None:
             return text
         return (
@@ -207,7 +208,7 @@ class TracedPlan(Plan):
         """
         result, _ = self._traced()
         self.spec(name)
-        search, value = result.decision.search, result.decision.program.named(name)
+        search, value = result.decided.search, result.decided.program.named(name)
         if search is None or value is None:
             raise PlanError(
                 "only a searched plan knows its alternatives",
@@ -228,7 +229,7 @@ class TracedPlan(Plan):
         result, _ = self._traced()
         _, done = facts_of(result.local)
         reshards = [reshard for reshard, _ in done]
-        return ratios(result.decision, self.hardware, reshards)
+        return ratios(result.decided, self.hardware, reshards)
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
@@ -261,7 +262,7 @@ class TracedPlan(Plan):
     def outcome(self, *args: Any, **kwargs: Any) -> Outcome:
         """As ``simulate``, with gradients and buffers changed in place."""
         result, call = self._traced()
-        edges, program = result.decision.edges, result.decision.program
+        edges, program = result.decided.edges, result.decided.program
         specs = [None if v is None else edges.specs[v] for v in program.inputs]
         parts = [
             [x] * self.mesh.size if spec is None else scatter(x, spec, self.mesh)
@@ -283,13 +284,13 @@ class TracedPlan(Plan):
         result, call = self._traced()
         whole = module_of(self.module, result.normalized)
         values = run_global(whole, self.mesh, call.inputs(args, kwargs))
-        return call.outcome(result.decision.program.signature, values)
+        return call.outcome(result.decided.program.signature, values)
 
     def _returned(self, outcome: Outcome) -> Any:
         _, call = self._traced()
         return (outcome.result, outcome.gradients) if call.grad else outcome.result
 
-    def _traced(self) -> tuple[Result, TracedCall]:
+    def _traced(self) -> tuple[JointState, TracedCall]:
         if self.result is None or self.call is None:
             raise PlanError(
                 "a loaded plan has no program to run",
@@ -390,24 +391,17 @@ def plan_call(
     signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
-    request = Request(
+    request = Request.of(
+        options,
         planned,
         signature,
-        load(hints if hints is not None else options.hints),
-        chosen,
-        strict=options.strict,
-        disable=options.disable,
+        hints=load(hints if hints is not None else options.hints),
+        mode=chosen,
         meshes=choices(mesh, chosen) if auto else (),
         staged=staged_choices(mesh, chosen) if auto else (),
         pipeline_schedule=options.pipeline,
-        microbatches=options.microbatches,
         pipeline=pipeline,
-        expert_room=options.expert_room,
-        expert_exchange=options.expert_exchange,
-        schedule=options.schedule,
         hardware=known_machine(options, mesh.size),
-        debug=options.debug,
-        dump=options.dump,
         named_hardware=named_machine(options),
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):

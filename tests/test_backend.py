@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar import compile_job
+from fxpar import compilation
 
 
 class Stack(nn.Module):
@@ -35,13 +35,13 @@ class Stack(nn.Module):
 def graphs_of(model: nn.Module, monkeypatch) -> list[fx.Graph]:
     """Forward and backward, as they are handed to be run."""
     seen: list[fx.Graph] = []
-    run = compile_job.run_op_by_op
+    run = compilation.run_op_by_op
 
     def watch(gm, examples):
         seen.append(gm.graph)
         return run(gm, examples)
 
-    monkeypatch.setattr(compile_job, "run_op_by_op", watch)
+    monkeypatch.setattr(compilation, "run_op_by_op", watch)
     torch._dynamo.reset()
     options = {"codegen": "eager", "mesh": "dp=1,tp=1"}
     compiled = torch.compile(model, backend="fxpar", options=options)
@@ -136,13 +136,13 @@ def test_modes_that_change_a_program_compile_it_again(
         return x @ x, torch.full((3,), 0.1)
 
     compiled_graphs = []
-    run = compile_job.run_op_by_op
+    run = compilation.run_op_by_op
 
     def count(gm, examples):
         compiled_graphs.append(gm)
         return run(gm, examples)
 
-    monkeypatch.setattr(compile_job, "run_op_by_op", count)
+    monkeypatch.setattr(compilation, "run_op_by_op", count)
     torch._dynamo.reset()
     options = {"codegen": "eager", "mesh": "dp=1"}
     compiled = torch.compile(tenths, backend="fxpar", options=options)

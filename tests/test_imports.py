@@ -35,9 +35,7 @@ LEVELS = [
     {"choose_plan"},
     # Plans to find where parameters rest.
     {"runtime/at_rest/used_layouts"},
-    {"job_request"},
-    {"joint_pass"},
-    {"compile_job"},
+    {"compilation"},
     # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.
     {"backend", "planning", "runtime/at_rest/shard"},
     {"__init__"},

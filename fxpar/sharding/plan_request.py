@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fxpar.config import Options
 from fxpar.errors import DeviceError
@@ -34,6 +34,12 @@ from fxpar.sharding.search.mesh_candidates import (
 from fxpar.sharding.search.run_search import SearchOptions
 
 Mode = str | SearchOptions | Plan
+
+# Fields of a request that are options of the same name.
+_OF_OPTIONS = (
+    *("strict", "disable", "microbatches", "expert_room", "expert_exchange"),
+    *("schedule", "tune", "fuse", "debug", "dump"),
+)
 End = TypeVar("End", Input, Output)
 
 
@@ -103,6 +109,14 @@ class Request:
     debug: int = 0
     # As FXPAR_DUMP: a directory.
     dump: str | None = None
+
+    @classmethod
+    def of(
+        cls, options: Options, mesh: Mesh, signature: Signature, **more: Any
+    ) -> Request:
+        """What ``options`` ask, and ``more``."""
+        same = {name: getattr(options, name) for name in _OF_OPTIONS}
+        return cls(mesh, signature, **same, **more)
 
     @property
     def laid(self) -> Signature:

@@ -95,9 +95,9 @@ def line_text(plan: Plan, batch: Collection[str] = ()) -> str:
             count = f", {rest[axis]} of {len(plan.parameters)} parameters"
             texts.append(f"{axis} splits {ops}{count * bool(rest[axis])}")
     sent = Counter(c.kind for c in plan.collectives)
-    size = short_bytes(sum(c.bytes for c in plan.collectives))
+    total = short_bytes(sum(c.bytes for c in plan.collectives))
     named = ", ".join(f"{n} {kind}" for kind, n in sent.most_common())
-    texts.append(f"a rank sends {size} by {named}" if sent else "no collectives")
+    texts.append(f"a rank sends {total} by {named}" if sent else "no collectives")
     return "; ".join(texts + [f"{x} predicted" for x in plan.predicted_texts()])
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar import _torch, joint_pass
+from fxpar import _torch, compilation
 from fxpar.errors import ScheduleError
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
@@ -436,7 +436,7 @@ def scheduled(schedule: str) -> tuple[list[int], str, float]:
         lists.append(crossings(graph, **how))
         return lists[-1]
 
-    with mock.patch.object(joint_pass, "crossings", noted):
+    with mock.patch.object(compilation, "crossings", noted):
         for rows in (8, 12, 16):
             x = torch.randn(rows, 256).double()
             gradients = []

@@ -147,7 +147,7 @@ def traffic(
         program(**batch).backward()
 
     before = len(fxpar.plans())
-    with mock.patch("fxpar.compile_job.run_op_by_op", counting):
+    with mock.patch("fxpar.compilation.run_op_by_op", counting):
         step()  # ranks compare plans and inputs once
     (plan,) = fxpar.plans()[before:]
     for notes in noted:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 import fxpar
-from fxpar import compile_job
+from fxpar import compilation
 from fxpar.errors import PlanError
 from fxpar.passes.order import order_collectives
 from fxpar.passes.order.recompute_in_step import recompute_in_step
@@ -205,13 +205,13 @@ def collectives(mesh: str) -> list[str]:
     """Those that the compiled step of a small net runs, parameters whole."""
 
     kept: list[str] = []
-    run = compile_job.run_op_by_op
+    run = compilation.run_op_by_op
 
     def keep(gm: Any, examples: Any) -> Any:
         kept.extend(str(node.target) for node in gm.graph.nodes)
         return run(gm, examples)
 
-    compile_job.run_op_by_op = keep  # type: ignore[assignment]
+    compilation.run_op_by_op = keep  # type: ignore[assignment]
     try:
         with double():
             model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -225,7 +225,7 @@ def collectives(mesh: str) -> list[str]:
             )
             step(torch.ones(8, 8))
     finally:
-        compile_job.run_op_by_op = run
+        compilation.run_op_by_op = run
     return [name for name in kept if "all_reduce" in name]
 
 

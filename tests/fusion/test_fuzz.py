@@ -179,7 +179,7 @@ def check(seed: int) -> Counter[str]:
         plan = case.plan()
     scheduler = Scheduler(plan, seed)
     after = scheduler.grow(12)
-    changed = replace(plan, result=replace(plan.result, local=after))
+    changed = replace(plan, result=replace(plan.result, graph=after))
     try:
         torch.manual_seed(0)
         got = changed.outcome(*case.tensors())

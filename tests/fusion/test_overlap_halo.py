@@ -242,7 +242,7 @@ def test_a_plan_with_it(dims: int, grad: bool) -> None:
     plan, x = planned(dims, grad, LINES)
     assert plan.collectives == plain.collectives, "as much is sent, in one order"
     run = as_run(plan.result.local)
-    for moved in (plan, replace(plan, result=replace(plan.result, local=run))):
+    for moved in (plan, replace(plan, result=replace(plan.result, graph=run))):
         got, want = moved.outcome(x), moved.reference_outcome(x)
         torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)

@@ -81,7 +81,7 @@ def test_lines_for_layers_that_are_even() -> None:
     lines = [f"split({name}, dim=0)" for name in names if takes_split(plan, name)]
     assert len(lines) >= 4  # two layers, forward and backward
     after = apply("\n".join(lines), local, mesh, lowered=True)
-    check(replace(plan, result=replace(plan.result, local=after)), args)
+    check(replace(plan, result=replace(plan.result, graph=after)), args)
 
 
 def takes_split(plan: Any, name: str) -> bool:

@@ -14,8 +14,8 @@ from fxpar.errors import MeshError, PlanError
 from fxpar.passes.boundaries import Boundaries, absorb, read_signature
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
-from fxpar.pipeline import Result
 from fxpar.runtime.at_rest import crossings as _crossings  # noqa: F401  (kernels)
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
@@ -76,7 +76,7 @@ class Traced:
             lambda kind, name, of: Output(name, kind, of),
         )
 
-    def planned(self) -> Result:
+    def planned(self) -> JointState:
         request = Request(MESH, self.found.declare(self.signature))
         return fastest_plan(self.graph, self.fake_mode, request)
 

@@ -244,7 +244,7 @@ def test_halos_of_a_gradient_start_before_the_weights(name: str) -> None:
         assert found == [*["permute"] * (len(found) - 1), "backward"]
     whole = beside_halos(as_run(plan.result.local, disable=("delay",)))
     assert all("backward" not in found for found in whole)
-    result = replace(plan.result, local=as_run(plan.result.local))
+    result = replace(plan.result, graph=as_run(plan.result.local))
     got, want = replace(plan, result=result).outcome(x), plan.reference_outcome(x)
     torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)

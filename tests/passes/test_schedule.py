@@ -776,7 +776,7 @@ def compiled_graphs(codegen: str, sharded: bool) -> tuple[Step, list[list[str]]]
     options = {"codegen": codegen, "mesh": "dp=2"}
     program = torch.compile(model, backend="fxpar", options=options)
     with (
-        mock.patch("fxpar.compile_job.run_op_by_op", inner),
+        mock.patch("fxpar.compilation.run_op_by_op", inner),
         mock.patch("torch._inductor.compile_fx.compile_fx_inner", inner),
     ):
         return step(model, program, x), graphs

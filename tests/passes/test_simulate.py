@@ -993,7 +993,7 @@ def test_as_run_computes_the_same(mesh, rest):
     before = str(plan.result.local)
     graph = as_run(plan.result.local)
     assert str(plan.result.local) == before, "the graph is left as it was"
-    result = dataclasses.replace(plan.result, local=graph)
+    result = dataclasses.replace(plan.result, graph=graph)
     moved = dataclasses.replace(plan, result=result)
     torch.testing.assert_close(moved.simulate(x), plan.reference(x))
 

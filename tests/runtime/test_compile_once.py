@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import fx
 
 import fxpar
-from fxpar import _torch, cache_files, compile_job
+from fxpar import _torch, cache_files, compilation
 from fxpar.errors import RankMismatchError
 from fxpar.graph.graph_bodies import all_nodes
 from fxpar.passes.order.outline_layers import INVOKE
@@ -190,7 +190,7 @@ def test_keys_need_no_reading_behind_the_wait(monkeypatch: pytest.MonkeyPatch) -
     from torch._inductor import codecache
 
     codecache.CacheBase.get_system.cache_clear()
-    compile_job._load_inductor()
+    compilation._load_inductor()
 
     def late(*_: Any) -> None:
         raise AssertionError("is read late")

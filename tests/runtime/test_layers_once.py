@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar import _torch, compile_job
-from fxpar.joint_pass import JointPass
+from fxpar import _torch, compilation
+from fxpar.compilation import Compilation
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.shared_memory import SharedMemory
 from fxpar.runtime.train_step import step as step_module
@@ -133,10 +133,10 @@ def step_graphs(
     )
     run.calls = calls - 1
     with (
-        mock.patch.object(compile_job, "repeated_segments", find),
+        mock.patch.object(compilation, "repeated_segments", find),
         mock.patch.object(step_module, "repeated_segments", find),
         mock.patch.object(_torch.aot, "compile_fx", compiled),
-        mock.patch.object(JointPass, "__call__", joint_pass),
+        mock.patch.object(Compilation, "__call__", joint_pass),
         pytest.raises(Captured),
     ):
         run(torch.ones(4, WIDTH))

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fxpar
-from fxpar import _torch, compile_job
+from fxpar import _torch, compilation
 from fxpar.errors import FxparWarning, OptionError, PlanError
 from tests.helpers.step_programs import (
     OPTIMIZERS,
@@ -372,18 +372,18 @@ def test_every_op_knows_its_phase(tmp_path: Any) -> None:
     """The border between backward and update stays visible in what is run."""
 
     kept: list[Any] = []
-    run = compile_job.run_op_by_op
+    run = compilation.run_op_by_op
 
     def keep(gm: Any, examples: Any) -> Any:
         kept.append(gm.graph)
         return run(gm, examples)
 
-    compile_job.run_op_by_op = keep  # type: ignore[assignment]
+    compilation.run_op_by_op = keep  # type: ignore[assignment]
     try:
         model = build()
         train_step(model, torch.optim.SGD(model.parameters(), 0.1))(*batches(1)[0])
     finally:
-        compile_job.run_op_by_op = run
+        compilation.run_op_by_op = run
     (graph,) = kept
     calls = [n for n in graph.nodes if n.op == "call_function"]
     phases = [n.meta.get("custom", {}).get("fxpar_phase") for n in calls]

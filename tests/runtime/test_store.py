@@ -17,10 +17,10 @@ import fxpar
 from fxpar import _torch, cache_files, choose_plan, pipeline
 from fxpar.explain.dump import graph_text
 from fxpar.passes.boundaries import read_signature
-from fxpar.pipeline import Result
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps import lowering_steps
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
 from fxpar.sharding import rules as rule_table
@@ -70,7 +70,7 @@ def planned(
     keep: bool = True,
     asked: SearchOptions | None = None,
     change: Callable[[Request], Request] = lambda request: request,
-) -> Result:
+) -> JointState:
     call = TracedCall(model or layer(), (batch() if x is None else x,), {}, False)
     module, mode = call.trace()
 
@@ -330,11 +330,8 @@ def test_another_schedule_changes_nothing_else_of_a_plan() -> None:
 
     result = planned(change=change)
     changed: dict[str, Any] = {"bodies": (1,), "experts": ("dp",)}
-    plan = replace(result.plan, **changed, notes=("of the choice",))
-    node = next(iter(result.local.nodes))
-    mode = _torch.fake.fake_mode_of([node.meta["val"]])
-    before = replace(result, plan=plan)
-    again = pipeline.with_schedule(before, "", mode, asked[-1])
+    result.plan = replace(result.plan, **changed, notes=("of the choice",))
+    again = pipeline.with_schedule(result, "", asked[-1])
     assert again.plan.bodies == (1,) and again.plan.experts == ("dp",)
     assert "of the choice" in again.plan.notes
 

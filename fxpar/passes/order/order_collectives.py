@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -62,9 +63,9 @@ class Settings:
 DEFAULT = Settings()
 
 
-@dataclass(frozen=True)
+@dataclass
 class PhaseGraph:
-    """A forward or a backward by itself."""
+    """A forward or a backward by itself: what passes over it know."""
 
     # Changed in place.
     graph: fx.Graph
@@ -74,7 +75,7 @@ class PhaseGraph:
     settings: Settings = DEFAULT
 
     @cached_property
-    def rewriter(self) -> Builder:
+    def build(self) -> Builder:
         values = [node.meta.get("val") for node in self.graph.nodes]
         return Builder(self.graph, _torch.fake.mode_of(values))
 
@@ -82,7 +83,7 @@ class PhaseGraph:
     def waits(self) -> bool:
         """Whether there is a collective to be waited for."""
         waits = self.graph.find_nodes(op="call_function", target=WAIT)
-        return bool(waits) and self.rewriter.fake_mode is not None
+        return bool(waits) and self.build.fake_mode is not None
 
 
 def schedule(
@@ -97,16 +98,15 @@ def schedule(
     phase = PhaseGraph(graph, backward, settings)
     for row in (*ORDER, DELAY):
         if row.name not in disable:
-            row.run(phase)
+            row.run(graph, phase)
     graph.lint()
 
 
-def join(phase: PhaseGraph) -> None:
+def join(graph: fx.Graph, phase: PhaseGraph) -> None:
     """Collectives in buckets of the sizes that the settings say."""
     if phase.waits:
-        joinable = Joinable.of(phase.graph, reductions=phase.backward)
-        buckets = buckets_of(joinable, phase.settings)
-        join_buckets(phase.graph, phase.rewriter, buckets)
+        joinable = Joinable.of(graph, reductions=phase.backward)
+        join_buckets(graph, phase.build, buckets_of(joinable, phase.settings))
 
 
 def buckets_of(joinable: Joinable, settings: Settings) -> tuple[tuple[str, ...], ...]:
@@ -141,10 +141,10 @@ def drop_unread(graph: fx.Graph) -> None:
     )
 
 
-def start_early(phase: PhaseGraph) -> None:
+def start_early(graph: fx.Graph, phase: PhaseGraph) -> None:
     """Gathers as far ahead as the settings say."""
     if phase.waits:
-        prefetch(phase.graph, phase.settings.ahead)
+        prefetch(graph, phase.settings.ahead)
 
 
 def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
@@ -248,7 +248,7 @@ def drain(graph: fx.Graph) -> None:
                 node.prepend(wait)
 
 
-def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
+def give_outputs(graph: fx.Graph, build: Builder) -> None:
     """On CPU, gather by an op of our own, into a tensor made before.
 
     The two threads of a gloo group (torch 2.13) both write the name of what they
@@ -272,44 +272,52 @@ def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
             with graph.inserting_before(wait):
                 waited = graph.call_function(ours.wait_gather.default, (gather,))
                 waited.meta["val"] = None
-            rewriter.replace(wait, gather)
+            build.replace(wait, gather)
         graph.erase_node(node)
 
 
+Run = Callable[[fx.Graph, Any], fx.Graph | None]
+
+
 @dataclass(frozen=True)
-class PhasePass:
-    """A pass over a forward or a backward by itself."""
+class Pass:
+    """One step of ``fxpar.pipeline``."""
 
     # In FXPAR_DISABLE, and where it is printed.
     name: str
-    # Rewrites the phase in place.
-    run: Callable[[PhaseGraph], None]
+    # (graph, context): changes the graph in place, or returns another. The context is a
+    # state of ``pipeline_state``, or the PhaseGraph of a prediction.
+    run: Run
     # FXPAR_DISABLE may leave it out.
     optional: bool = True
+    # The stage that the graph is in after it, as docs/concepts.md calls it; "" where
+    # another step ends the stage.
+    stage: str = ""
+
+
+def of_build(function: Callable[[fx.Graph, Builder], None]) -> Run:
+    """A pass that adds nodes."""
+    return lambda graph, context: function(graph, context.build)
 
 
 # What is done to a phase, in order; regions are fused behind them, before ``DELAY``.
 ORDER = (
-    PhasePass("drop_unread", lambda phase: drop_unread(phase.graph), optional=False),
-    PhasePass("recompute_in_step", lambda phase: recompute_in_step(phase.graph)),
-    PhasePass("bucket", join),
-    PhasePass(
+    Pass("drop_unread", lambda graph, _: drop_unread(graph), optional=False),
+    Pass("recompute_in_step", lambda graph, _: recompute_in_step(graph)),
+    Pass("bucket", join),
+    Pass(
         "gather_before_messages",
-        lambda phase: gather_before_messages(phase.graph),
+        lambda graph, _: gather_before_messages(graph),
         optional=False,
     ),
-    PhasePass("start_first", lambda phase: start_first(phase.graph)),
-    PhasePass("sink_waits", lambda phase: sink_waits(phase.graph)),
-    PhasePass("wait_last", lambda phase: wait_last(phase.graph)),
-    PhasePass("prefetch", start_early),
-    PhasePass("drain", lambda phase: drain(phase.graph)),
-    PhasePass(
-        "give_outputs",
-        lambda phase: give_outputs(phase.graph, phase.rewriter),
-        optional=False,
-    ),
+    Pass("start_first", lambda graph, _: start_first(graph)),
+    Pass("sink_waits", lambda graph, _: sink_waits(graph)),
+    Pass("wait_last", lambda graph, _: wait_last(graph)),
+    Pass("prefetch", start_early),
+    Pass("drain", lambda graph, _: drain(graph)),
+    Pass("give_outputs", of_build(give_outputs), optional=False),
 )
-DELAY = PhasePass("delay", lambda phase: delay(phase.graph))
+DELAY = Pass("delay", lambda graph, _: delay(graph), stage="scheduled")
 
 # What of ``ORDER`` comes before buckets, whatever the settings are, and behind them.
 _BUCKETS = [row.name for row in ORDER].index("bucket")

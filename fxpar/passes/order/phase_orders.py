@@ -71,7 +71,7 @@ class _PhaseOrders:
         """A copy, as it is before buckets."""
         phase = phase_graph(self._parts, self._i, settings)
         for row in BEFORE_BUCKETS:
-            row.run(phase)
+            row.run(phase.graph, phase)
         return phase
 
     def of(self, settings: Settings) -> Hashable:
@@ -92,7 +92,7 @@ class _PhaseOrders:
         phase = replace(first, settings=settings) if first else self._fresh(settings)
         if phase.waits:
             buckets = buckets_of(self._joinable, settings)
-            join_buckets(phase.graph, phase.rewriter, buckets)
+            join_buckets(phase.graph, phase.build, buckets)
         for row in (*BEHIND_BUCKETS, DELAY):
-            row.run(phase)
+            row.run(phase.graph, phase)
         return phase.graph

@@ -90,7 +90,7 @@ def decided(
         named_hardware=named_machine(options),
     )
     plan = planned if of_all else searched
-    return plan(graph, fake_mode, request).decision
+    return plan(graph, fake_mode, request).decided
 
 
 def uses_of(decision: Decision) -> Uses:

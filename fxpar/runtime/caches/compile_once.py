@@ -40,34 +40,34 @@ CHUNK = 4 << 20
 SLOWEST_POLL, OF_WAIT, LONGEST_PAUSE = 0.05, 0.01, 0.2
 
 # Compiles; given a text that stands for the graph in the keys of Inductor's cache.
-CompileGraph = Callable[[str | None], Any]
+Generate = Callable[[str | None], Any]
 
 
-def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
-    """What ``compile_graph`` gives, called on one rank before the others that have
+def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
+    """What ``generate`` gives, called on one rank before the others that have
     this graph. ``what``: the graph, in words that all ranks count alike.
 
     Raises RankMismatchError if the rank that compiles fails, or does not end.
     """
     with stage(INDUCTOR), presence.works(f"compiles {what}"):
-        return _once(graph, what, compile_graph)
+        return _once(graph, what, generate)
 
 
-def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
+def _once(graph: fx.Graph, what: str, generate: Generate) -> Any:
     channel = all_ranks()
     if _torch.inductor.caches_disabled() or not _is_text(graph):
-        return compile_graph(None)
+        return generate(None)
     text = _digest(graph)
     if channel is None:
-        return compile_graph(text)
+        return generate(text)
     key = f"{channel.prefix}/compiled/{what}/{text}"
     word = str(channel.rank)
     with answering(channel):
         first = channel.store.compare_set(key, "", word).decode()
         if first == word:
-            return _compile_for_others(channel, key, what, lambda: compile_graph(text))
+            return _compile_for_others(channel, key, what, lambda: generate(text))
         _take_over(channel, key, what, int(first))
-    return compile_graph(text)
+    return generate(text)
 
 
 def _is_text(graph: fx.Graph) -> bool:
@@ -113,12 +113,12 @@ def _digest(graph: fx.Graph) -> str:
 
 
 def _compile_for_others(
-    channel: Channel, key: str, what: str, compile_graph: Callable[[], Any]
+    channel: Channel, key: str, what: str, generate: Callable[[], Any]
 ) -> Any:
     """Compile, and say how that ended."""
     try:
         with presence.works(f"compiles {what} for all ranks"):
-            compiled = compile_graph()
+            compiled = generate()
     except BaseException as error:
         message = f"{type(error).__name__}: {error}"
         channel.store.set(f"{key}/done", json.dumps({"failed": message}))

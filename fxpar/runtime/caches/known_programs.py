@@ -5,17 +5,19 @@ the program, the same on all ranks: rank 0 looks, and tells. The start that comp
 program first gives it a number, which enters the keys of torch's caches. So what they
 hold under that number was made by this very plan: a rank that finds it there needs
 neither tracing nor planning, and runs the same collectives as one that does not and
-compiles by the known plan. A file that is damaged, of another version or of another
-program counts as none.
+compiles by the known plan. Where nobody compiled it, rank 0 may do so for all: it is
+the ``Leader``, and the others await it. A file that is damaged, of another version or
+of another program counts as none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,18 @@ from torch import fx
 from fxpar import _torch, cache_files
 from fxpar._fast import cpp_kernels
 from fxpar.config import Options
+from fxpar.errors import HintError, PlanError, RuleError, ScheduleError
 from fxpar.graph import custom_ops
 from fxpar.graph.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.caches.told_files import take_kernels
-from fxpar.runtime.ranks import consensus
+from fxpar.runtime.calls.open_sizes import (
+    DivisorsAsked,
+    OpenSizesRefused,
+    refusal_of,
+)
+from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import current
 from fxpar.sharding.hints import load
@@ -158,9 +166,9 @@ def describe(
     }
 
 
-def describe_refusal(program: KnownProgram, refused: str) -> dict[str, Any]:
-    """What is known of a program whose sizes cannot be left open, as data."""
-    return {"number": program.number, "refused": refused}
+def describe_asked(program: KnownProgram, error: DivisorsAsked) -> dict[str, Any]:
+    """What is known of a program whose plan asks its open sizes to divide, as data."""
+    return describe(program, error.plan, {}, (), fx.Graph(), divisors=error.divisors)
 
 
 def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
@@ -183,10 +191,74 @@ def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
     return not alone and len(set(channel.folders())) == 1
 
 
-def tell_plan(graph: str, record: Mapping[str, Any] | None) -> None:
-    """Tell the other ranks what rank 0 planned; None: that it failed to, so that each
-    of them finds out by itself what is wrong."""
-    consensus.gather(f"the plan of {graph}", json.dumps(record))
+# What comes of a program itself, at every start; not of a rank that did not come.
+_REFUSALS = (
+    *(HintError, PlanError, RuleError, ScheduleError, OpenSizesRefused),
+    _torch.symbols.Inexpressible,
+)
+
+
+@dataclass
+class Leader:
+    """Rank 0, which plans and compiles a program that the other ranks then take over:
+    what it tells them, who are in ``await_plan``, then in ``await_compiled``."""
+
+    # Of the graph, in what ranks tell.
+    name: str
+    # What is compiled.
+    program: KnownProgram
+    # Its sizes are left open.
+    is_open: bool
+    # Collectives of it, in order, as they are found.
+    launches: Sequence[str]
+    # What is compiled serves all ranks.
+    shared: bool = False
+    # The others know the plan.
+    has_told: bool = False
+
+    def tell_plan(self, record: Mapping[str, Any] | None) -> None:
+        """Tell what was planned; None: that nothing was, so that each rank finds out by
+        itself what is wrong."""
+        consensus.gather(f"the plan of {self.name}", json.dumps(record))
+        self.has_told = record is not None
+
+    def _tell_compiled(self, refused: str = "") -> None:
+        """Tell that it is compiled, or why sizes cannot be left open."""
+        message: dict[str, Any] = {"shared": self.shared and not refused}
+        message["launches"] = [] if refused else list(self.launches)
+        message["refused"] = refused
+        message["kernels"] = cpp_kernels.compiled_here()
+        consensus.gather(f"{self.name} compiled on rank 0", json.dumps(message))
+
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Inside, the others wait; they hear of a failure, and of the end."""
+        with presence.works(f"compiles {self.name} for all ranks"):
+            try:
+                yield
+            except Exception as error:
+                self._tell_failure(error)
+                raise
+        if self.has_told:
+            self._tell_compiled()
+        else:
+            self.tell_plan(None)
+
+    def _tell_failure(self, error: Exception) -> None:
+        """Tell of an error. With open sizes the others then do as this rank: fix them,
+        or trace with the divisors that the plan asks."""
+        if isinstance(error, DivisorsAsked):
+            self.tell_plan(describe_asked(self.program, error))
+        elif not self.is_open:
+            if not self.has_told:
+                self.tell_plan(None)
+        elif self.has_told:
+            self._tell_compiled(refusal_of(error))
+        else:
+            record = {"number": self.program.number, "refused": refusal_of(error)}
+            self.tell_plan(record)
+            if isinstance(error, _REFUSALS):
+                keep(self.program, record)
 
 
 def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
@@ -197,21 +269,6 @@ def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
     text, *_ = consensus.gather(f"the plan of {graph}", "")
     record = json.loads(text)
     return record and _read(program.key, record)
-
-
-def tell_compiled(
-    graph: str,
-    *,
-    shared: bool,
-    launches: Sequence[str],
-    refused: str = "",
-) -> None:
-    """Tell the other ranks that rank 0 has compiled a program, and what it found, or
-    why sizes cannot be left open."""
-    message: dict[str, Any] = {"shared": shared, "launches": list(launches)}
-    message["refused"] = refused
-    message["kernels"] = cpp_kernels.compiled_here()
-    consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
 
 
 def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:

@@ -22,7 +22,6 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.caches.program_identity import (
     BEGINS,
-    NamedInput,
     content,
     digest,
     program_text,
@@ -31,6 +30,7 @@ from fxpar.runtime.calibrate.at_start import measure_first
 from fxpar.runtime.calls.call_sizes import Fed, Sizes
 from fxpar.runtime.calls.compile_variants import (
     CompileGraph,
+    CompileJob,
     VariantCompiler,
     Variants,
 )
@@ -71,13 +71,13 @@ class Calls:
         self,
         gm: fx.GraphModule,
         examples: Sequence[Any],
-        inputs: Sequence[NamedInput],
-        options: Options,
-        ranks: Ranks,
-        compile_graph: CompileGraph,
+        job: CompileJob,
+        compile_as: CompileGraph,
         owner: object,
     ) -> None:
-        """``owner``: graphs of other owners share nothing with this one."""
+        """``compile_as`` compiles it as ``job`` says, for sizes. ``owner``: graphs of
+        other owners share nothing with this one."""
+        inputs, options, ranks = job.named_inputs, job.options, job.ranks
         self.gm, self.inputs, self.options, self.ranks = gm, inputs, options, ranks
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.fed = Fed(gm, inputs, self.where)
@@ -98,15 +98,13 @@ class Calls:
         takes_more = options.verify or options.tune or options.fuse != "none"
         self.compiler = VariantCompiler(
             gm=gm,
-            inputs=inputs,
+            job=job,
             fed=self.fed,
-            ranks=ranks,
             sizes=open_sizes(gm, inputs),
             opens=owner == FORWARD
             and not takes_more
             and options.microbatches in (None, 1),
-            replan=options.replan,
-            compile=compile_graph,
+            compile=compile_as,
             variants=self.variants,
         )
         self.drift = Drift(inputs, examples, self.fed.tensors, ranks.mesh)

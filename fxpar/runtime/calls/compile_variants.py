@@ -1,8 +1,9 @@
 """Variants of a graph: for sizes that stay open, or for those of a call alone.
 
-In: a Dynamo graph with what it is fed, of the same sizes on all ranks. Out: a compiled
-callable, and what is known of the variants so far (``Variants``). All ranks come here
-in the same order. Never meets other ranks by itself.
+In: a Dynamo graph with what it is fed, of the same sizes on all ranks, and what is
+asked of each variant, a ``CompileJob``. Out: a compiled callable, and what is known of
+the variants so far (``Variants``). All ranks come here in the same order. Never meets
+other ranks by itself.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar.config import Options
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.call_layouts import (
-    for_any_strides,
-)
+from fxpar.runtime.calls.call_layouts import for_any_strides
 from fxpar.runtime.calls.call_sizes import Fed, Sizes
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
+    OpenProgram,
     OpenSize,
     OpenSizesRefused,
     PlanStands,
@@ -33,6 +34,7 @@ from fxpar.runtime.calls.open_sizes import (
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.spec import Spec
 
 # So many times as large sizes may be better off with another plan.
 TWICE = 2.0
@@ -40,9 +42,35 @@ TWICE = 2.0
 # What could not be left open for so many sets of sizes is fixed from then on.
 MOST_REFUSALS = 2
 
-# Compiles a graph on concrete shapes or, of an ``OpenProgram``, on open ones, by a plan
-# if one is given, and with notes in it.
-CompileGraph = Callable[..., Callable[..., Any]]
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One graph to compile: everything but the graph itself."""
+
+    # Of the compiled function, as they were read.
+    options: Options
+    # This rank in the mesh, and its process groups.
+    ranks: Ranks
+    # One for each input of the graph, in order.
+    named_inputs: Sequence[NamedInput]
+    # Specs that results must have, by position.
+    rests: Mapping[int, Spec] = field(default_factory=dict)
+    # Inputs are written, and keep their layout.
+    writes: bool = False
+    # The graph takes its open sizes as symbols.
+    open: OpenProgram | None = None
+    # A plan to follow; None: one is made.
+    recalled: Plan | None = None
+    # A plan that is left only for one that is faster by ``options.replan``.
+    rival: Plan | None = None
+    # As of the request.
+    sent_room: int | None = None
+    # What the plan says of how it came about.
+    notes: tuple[str, ...] = ()
+
+
+# Compiles a graph with its examples as a job says.
+CompileGraph = Callable[[CompileJob, fx.GraphModule, Sequence[Any]], Any]
 
 
 @dataclass
@@ -92,18 +120,14 @@ class VariantCompiler:
 
     # As Dynamo gave it.
     gm: fx.GraphModule
-    # Names and kinds, in order.
-    inputs: Sequence[NamedInput]
+    # What is asked of each variant.
+    job: CompileJob
     # Which inputs ranks feed, and their sizes.
     fed: Fed
-    # That run it.
-    ranks: Ranks
     # Those that Dynamo keeps open.
     sizes: Sequence[OpenSize]
     # Whether any size may be left open.
     opens: bool
-    # As the option.
-    replan: float | None
     # Compiles what this hands it.
     compile: CompileGraph
     # What is known so far; kept up to date.
@@ -125,13 +149,14 @@ class VariantCompiler:
             self.variants.refused = "what is asked for takes sizes that are known"
         if not sizes or not self.opens or self.variants.refusals == MOST_REFUSALS:
             return None
-        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
+        mesh, replan = self.job.ranks.mesh, self.job.options.replan
+        parts = mesh.count(batch_axes(mesh))
         units = {
             size.name: math.gcd(size.of(args), parts) for size in sizes if size.dim == 0
         }
         plan = rival = None
         held = self.variants.in_range(self.fed.sizes(args))
-        if held and self.replan is not None:
+        if held and replan is not None:
             rival = self.variants.ranges[held].plan
         while True:
             try:
@@ -139,7 +164,7 @@ class VariantCompiler:
             except PlanStands:
                 return self.variants.run[held], self.variants.ranges[held]
             except OpenSizesRefused as error:
-                if held and self.replan is not None:
+                if held and replan is not None:
                     return self.variants.run[held], self.variants.ranges[held]
                 self.variants.refused = str(error)
                 self.variants.refusals += 1
@@ -164,14 +189,11 @@ class VariantCompiler:
         if not several:
             raise OpenSizesRefused(f"{sizes[0].text} is one row of each rank")
         sizes = several
-        opened = open_program(gm, args, self.inputs, self.fed, sizes, units)
-        run: Any = self.compile(
-            opened.graph,
-            opened.examples,
-            open_program=opened,
-            recalled=plan,
-            rival=rival,
-        )
+        named_inputs = self.job.named_inputs
+        opened = open_program(gm, args, named_inputs, self.fed, sizes, units)
+        job = replace(self.job, named_inputs=opened.inputs, open=opened)
+        job = replace(job, recalled=plan, rival=rival)
+        run = self.compile(job, opened.graph, opened.examples)
         self.variants.closed |= {size.name for size in run.sizes.fixed}
         self.variants.refused = ""
         size_range = replace(run.sizes, plan=run.plan)
@@ -187,7 +209,7 @@ class VariantCompiler:
         gm = _torch.dynamo.copy_graph(self.gm)
         refused = self.variants.refused
         notes = (f"sizes are fixed: {refused}",) if refused else ()
-        run = self.compile(gm, list(args), notes=notes)
+        run = self.compile(replace(self.job, notes=notes), gm, list(args))
         strides = {i: args[i].stride() for i in self.fed.tensors if is_strided(args[i])}
         return for_any_strides(run, strides, getattr(run, "written", ()))
 

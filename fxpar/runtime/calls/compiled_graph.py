@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,49 +125,51 @@ def raiser(error: FxparError) -> Callable[..., Any]:
     return fail
 
 
+@dataclass(eq=False)
 class Compiled:
-    """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
-    its results, by position. ``names``: of its arguments. ``broken_at``: the user's
-    line of the graph break it ends in; ``sizes``: those it holds for, where it leaves
-    some open; ``made_at``: the user's line of its last result; ``written``: positions
-    of the arguments that it writes to; ``with_room``: compiles it for the room of all
-    ranks (``rows_to_experts``)."""
+    """A compiled graph, as it is called."""
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        checks: Sequence[Callable[[Sequence[Any]], None]],
-        plan: Plan | None,
-        results: Mapping[int, Spec],
-        names: Sequence[str],
-        options: Options,
-        ranks: Ranks,
-        broken_at: str | None,
-        sizes: SizeRange | None = None,
-        made_at: str | None = None,
-        written: Collection[int] = (),
-        with_room: WithRoom | None = None,
-    ) -> None:
-        self.sent_rows = plan.sent_rows if plan is not None else ()
-        self._with_room, self._of_room = with_room, dict[int, Compiled]()
-        self.made_at, self.written = made_at, written
-        self.broken_at, self.sizes, self.plan = broken_at, sizes, plan
-        self.compiled, self.checks = compiled, checks
-        self.results, self.names = results, names
-        self.options, self.ranks = options, ranks
-        if plan is not None:
-            _PLANS.append(plan)
+    # What AOTAutograd made.
+    compiled: Callable[..., Any]
+    # Run at its first call.
+    checks: Sequence[Callable[[Sequence[Any]], None]]
+    # None where there was nothing to plan.
+    plan: Plan | None
+    # Specs of its results, by position.
+    results: Mapping[int, Spec]
+    # Of its arguments.
+    names: Sequence[str]
+    # That it was compiled by.
+    options: Options
+    # That run it.
+    ranks: Ranks
+    # The user's line of the graph break it ends in.
+    broken_at: str | None
+    # Those it holds for, where it leaves some open.
+    sizes: SizeRange | None = None
+    # The user's line of its last result.
+    made_at: str | None = None
+    # Positions of the arguments that it writes to.
+    written: Collection[int] = ()
+    # Compiles it for the room of all ranks (``rows_to_experts``).
+    with_room: WithRoom | None = None
+
+    def __post_init__(self) -> None:
+        self.sent_rows = self.plan.sent_rows if self.plan is not None else ()
+        self._of_room = dict[int, Compiled]()
+        if self.plan is not None:
+            _PLANS.append(self.plan)
         self._first, self._watches = True, False
 
     def __call__(self, *args: Any) -> Any:
-        if not self.sent_rows or self._with_room is None:
+        if not self.sent_rows or self.with_room is None:
             return self._run(args)
         where = f" at {self.made_at}" if self.made_at else ""
         room = agreed_room(self.sent_rows, f"a call of the graph that ends{where}")
         if room is None or not (room or any(self.sent_rows)):
             return self._run(args)
         if room not in self._of_room:
-            self._of_room[room] = self._with_room(room, args)
+            self._of_room[room] = self.with_room(room, args)
         return self._of_room[room]._run(args)
 
     def _run(self, args: Sequence[Any]) -> Any:

@@ -55,27 +55,25 @@ def _(first, launches, what, mesh, manual):
             raise consensus.as_told(error)
 
 
-def compare_places(state: PhaseState) -> None:
+def compare_places(graph: fx.Graph, state: PhaseState) -> None:
     """Let a graph with collectives between places compare them at each run."""
     manual = state.request.manual
     if manual is None:
         return
-    launched = [
-        node for node in state.graph.nodes if _is_between_places(node, manual.axes)
-    ]
+    launched = [node for node in graph.nodes if _is_between_places(node, manual.axes)]
     # Ranks at other stages run other programs, and meet those of their own stage.
     if not launched and state.request.pipeline is None:
         return
-    lines = [*state.at_rest, *crossings(state.graph, even=state.even, among=launched)]
-    where = next(filter(None, map(user_line, state.graph.nodes)), "")
+    lines = [*state.at_rest, *crossings(graph, even=state.even, among=launched)]
+    where = next(filter(None, map(user_line, graph.nodes)), "")
     what = f"the {state.which} of the graph at {where}" if where else state.which
     digest = consensus.digest_of("\n".join(lines))[:16]
     tensors = (x for n in launched for x in n.all_input_nodes)
-    placeholders = state.graph.find_nodes(op="placeholder")
+    placeholders = graph.find_nodes(op="placeholder")
     operand = next(chain(tensors, filter(_is_tensor, placeholders)))
-    calls = (n for n in state.graph.nodes if n.op != "placeholder")
-    with state.graph.inserting_before(launched[0] if launched else next(calls)):
-        call = state.graph.call_function(
+    calls = (n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(launched[0] if launched else next(calls)):
+        call = graph.call_function(
             torch.ops.fxpar.compare_places.default,
             (operand, digest, what, str(manual.mesh), "+".join(manual.axes)),
         )

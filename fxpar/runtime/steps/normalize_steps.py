@@ -26,11 +26,9 @@ from fxpar.passes.experts.normalize_experts import (
     experts_in_place,
 )
 from fxpar.passes.normalize import interleaved_rows, rows_in_turn
-from fxpar.passes.normalize.body_seeds import refuse_draws
 from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
 from fxpar.passes.regions import manual_regions
 from fxpar.passes.regions.region_ops import EDGES
-from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.stage_steps import parts_of
 from fxpar.sharding import shard_sizes
@@ -42,11 +40,11 @@ from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.refine_mesh import by_speed
 
 
-def share_by_speed(state: JointState) -> None:
+def share_by_speed(graph: fx.Graph, state: JointState) -> None:
     """Unlike ranks get shares of what the batch axes split."""
     if state.request.meshes:
         return
-    regions = any(n.target in EDGES for n in state.graph.nodes)
+    regions = any(n.target in EDGES for n in graph.nodes)
     state.rows = 0 if state.open else _first_rows(state)
     mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
     state.request = state.request.on(mesh)
@@ -62,13 +60,13 @@ def _first_rows(state: JointState) -> int:
     return 0
 
 
-def absorb_regions(state: JointState) -> None:
+def absorb_regions(graph: fx.Graph, state: JointState) -> None:
     """Manual regions are checked, their collectives named."""
     request = state.request
-    if state.open and any(n.target in EDGES for n in state.graph.nodes):
+    if state.open and any(n.target in EDGES for n in graph.nodes):
         raise PlanError("the sizes in manual regions are known")
     manual_regions.absorb_regions(
-        state.graph,
+        graph,
         state.fake_mode,
         request.mesh,
         bodies=request.bodies,
@@ -76,23 +74,13 @@ def absorb_regions(state: JointState) -> None:
     )
 
 
-def show_bodies(state: JointState) -> None:
-    graph_bodies.show_bodies(state.graph, state.graph.owning_module)
-    if state.open and any(map(graph_bodies.body_of, state.graph.nodes)):
+def show_bodies(graph: fx.Graph, state: JointState) -> None:
+    graph_bodies.show_bodies(graph, graph.owning_module)
+    if state.open and any(map(graph_bodies.body_of, graph.nodes)):
         raise PlanError("the sizes in branches and loops are known")
 
 
-def refuse_body_draws(state: JointState) -> None:
-    """Bodies draw what seeds say, which they take as operands."""
-    refuse_draws(state.graph)
-
-
-def count_loop_steps(state: JointState) -> None:
-    """Loops whose number of steps depends on data get a nominal one."""
-    count_steps(state.graph, state.fake_mode)
-
-
-def split_batch(state: JointState) -> None:
+def split_batch(graph: fx.Graph, state: JointState) -> None:
     """A batch that its axes do not divide, or whose sequence is split, stays a dim of
     its own."""
     if state.open:  # they divide those that a plan may split
@@ -108,10 +96,10 @@ def split_batch(state: JointState) -> None:
         even = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
         return not even and may_split(rows, mesh, axes)
 
-    keep_batch_apart(state.graph, state.rewriter, splits)
+    keep_batch_apart(graph, state.build, splits)
 
 
-def interleave_rows(state: JointState) -> None:
+def interleave_rows(graph: fx.Graph, state: JointState) -> None:
     """Rows that are repeated one by one are split into shards that are not alike."""
     mesh = state.request.mesh
     if state.open or mesh.size == 1:
@@ -121,10 +109,10 @@ def interleave_rows(state: JointState) -> None:
         divides = (shard_sizes.divides(rows, mesh, (axis,)) for axis in mesh.names)
         return rows >= shard_sizes.LONG * mesh.size and not all(divides)
 
-    interleaved_rows.interleave_rows(state.graph, state.rewriter, splits)
+    interleaved_rows.interleave_rows(graph, state.build, splits)
 
 
-def take_rows_in_turn(state: JointState) -> None:
+def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
     """Rows of several tensors in turn are split into shards that are not alike."""
     mesh = state.request.mesh
     if state.open or mesh.size == 1:
@@ -133,10 +121,10 @@ def take_rows_in_turn(state: JointState) -> None:
     def splits(rows: int) -> bool:
         return not shard_sizes.divides(rows, mesh, mesh.names)
 
-    rows_in_turn.take_rows_in_turn(state.graph, state.rewriter, splits)
+    rows_in_turn.take_rows_in_turn(graph, state.build, splits)
 
 
-def place_experts(state: JointState) -> None:
+def place_experts(graph: fx.Graph, state: JointState) -> None:
     """Tokens sorted by expert are computed where they lie."""
     mesh, notes = state.request.mesh, []
     axes, rows = state.request.expert_axes, dict[fx.Node, int]()
@@ -157,9 +145,9 @@ def place_experts(state: JointState) -> None:
         partial(_sent, state.request, notes.append),
         partial(_across, state.request, rows),
     )
-    notes += experts_in_place(state.graph, state.rewriter, ways)
+    notes += experts_in_place(graph, state.build, ways)
     slots = torch.ops.fxpar.dispatch_slots.default
-    sent = {n.args[0] for n in state.graph.find_nodes(op="call_function", target=slots)}
+    sent = {n.args[0] for n in graph.find_nodes(op="call_function", target=slots)}
     state.sent_rows = tuple(n if key in sent else 0 for key, n in rows.items())
     state.notes += tuple(dict.fromkeys(notes))
 
@@ -257,6 +245,6 @@ def _across(
     return Across(ways, groups, share, means)
 
 
-def drop_dead(state: JointState) -> None:
-    state.graph.eliminate_dead_code()
-    state.graph.lint()
+def drop_dead(graph: fx.Graph, _: JointState) -> None:
+    graph.eliminate_dead_code()
+    graph.lint()

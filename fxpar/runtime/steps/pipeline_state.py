@@ -1,14 +1,15 @@
-"""What steps of the pipeline change: the program, one rank of it, one phase of that.
+"""What steps of the pipeline know: the program, one rank of it, one phase of that.
 
-In: what the caller asks. Each step of ``fxpar.pipeline`` gets such a state with its
-graph as the step before left it, and changes it.
+In: what the caller asks. Each step of ``fxpar.pipeline`` gets the graph as the step
+before left it, and such a state as its context, to which it adds what it found. Out: of
+the program, what was decided. Never: what is compiled, or a graph of other ranks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -54,11 +55,11 @@ class PipelineState:
 
 @dataclass(kw_only=True)
 class JointState(PipelineState):
-    """The program while it is planned."""
+    """The program while it is planned; at the end, what was decided."""
 
     # Of the values in the graphs.
     fake_mode: Any
-    # The one-device graph.
+    # The one-device graph that the plan is of.
     normalized: fx.Graph
     # Whether sizes are symbols in it.
     open: bool = False
@@ -111,13 +112,27 @@ class JointState(PipelineState):
         return specs
 
     @property
+    def local(self) -> fx.Graph:
+        """What each rank runs, the same text on all, once the last step is done."""
+        return self.graph
+
+    def noted(self, *notes: str) -> JointState:
+        """The state, with more notes in its plan."""
+        self.plan = replace(self.plan, notes=(*self.plan.notes, *notes))
+        return self
+
+    @property
     def decided(self) -> Decision:
         assert self.decision is not None, "the step plan comes first"
         return self.decision
 
     @property
-    def rewriter(self) -> Builder:
-        return Builder(self.graph, self.fake_mode)
+    def build(self) -> Builder:
+        """What adds nodes to the graph, which is a local one once it is another than
+        the normalized one."""
+        is_local = self.graph is not self.normalized
+        mesh = self.decided.mesh if is_local else None
+        return Builder(self.graph, self.fake_mode, mesh)
 
 
 @dataclass(kw_only=True)
@@ -139,11 +154,9 @@ class RankState(PipelineState):
 
 
 @dataclass(kw_only=True)
-class PhaseState(PipelineState):
+class PhaseState(PipelineState, PhaseGraph):
     """A forward or a backward while its communication is ordered."""
 
-    # ``graph`` as the passes of a phase take it, with settings.
-    phase: PhaseGraph
     # "forward" or "backward".
     which: str
     # None where nothing was planned: no regions are fused.

@@ -9,7 +9,7 @@ decision is of, and at the end the ``Plan``. Every rank does the same but in
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -22,6 +22,7 @@ from fxpar.errors import (
 )
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.graph import size_nodes
+from fxpar.graph.builder import Builder
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.order.forward_backward import are_run_alike, as_run
 from fxpar.passes.simulate.check_user_rules import check_user_rules
@@ -54,7 +55,7 @@ from fxpar.sharding.try_stages import decide_in_stages
 log = logging.getLogger("fxpar")
 
 
-def look_up_plan(state: JointState) -> None:
+def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     """The plan of the request, or of the disk, if there is one."""
     request = state.request = _searchable(state.request)
     mode, whole = request.mode, None
@@ -132,10 +133,7 @@ def _searchable(request: Request) -> Request:
 
 def _program(state: JointState) -> Program:
     """The program of the graph, where sizes are open at those it was traced with."""
-    graph = state.graph
-    if state.open:
-        graph = size_nodes.at_hints(graph, state.fake_mode)
-    program = read(graph, state.request.laid)
+    program = read(_at_hints(state), state.request.laid)
     if state.request.pipeline is not None:
         return split_evenly(program)
     return replace(program, balances=_chooses_verbs(state))
@@ -143,12 +141,16 @@ def _program(state: JointState) -> Program:
 
 def _chooses_verbs(state: JointState) -> bool:
     """Whether a schedule will be chosen, of verbs too (``apply_schedule``)."""
-    request = state.request
-    left_out = "schedule" in request.disable or state.open
+    return _chooses_schedule(state.request) and not state.open
+
+
+def _chooses_schedule(request: Request) -> bool:
+    """Whether a schedule will be chosen (``apply_schedule``)."""
+    left_out = "schedule" in request.disable
     return request.schedule == "auto" and request.hardware is not None and not left_out
 
 
-def expand_moments(state: JointState) -> None:
+def expand_moments(graph: fx.Graph, state: JointState) -> None:
     """Before a search all: it would not split what their rules keep whole. Else those
     of which a first decision splits what must be whole."""
     request, program = state.request, state.program
@@ -158,10 +160,10 @@ def expand_moments(state: JointState) -> None:
     if not _searches(request):
         state.decision = decide_on(program, request)
         moments = normalize.split_moments(state.decision)
-    _expand(state, moments)
+    _rewrite(state, moments, normalize.expand_moments)
 
 
-def join_pool_gradients(state: JointState) -> None:
+def join_pool_gradients(graph: fx.Graph, state: JointState) -> None:
     """Of pools whose rows or columns are split where nothing is searched, or hints say
     so: a search does not begin with a form that only such a plan takes."""
     request = state.request
@@ -169,13 +171,18 @@ def join_pool_gradients(state: JointState) -> None:
     if not nodes or state.recalled or request.meshes:
         return
     first = decide_on(state.program, replace(request, mode="propagate"))
-    _join(state, normalize.split_pool_gradients(first))
+    nodes = normalize.split_pool_gradients(first)
+    _rewrite(state, nodes, normalize.join_pool_gradients)
 
 
-def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
+def _rewrite(
+    state: JointState,
+    nodes: Sequence[fx.Node],
+    rewrite: Callable[[Sequence[fx.Node], Builder], None],
+) -> None:
+    """Rewrite nodes of the state's graph, for which nothing is decided then."""
     if nodes:
-        nodes = [node.meta.get(OPEN, node) for node in nodes]
-        normalize.join_pool_gradients(nodes, state.rewriter)
+        rewrite([node.meta.get(OPEN, node) for node in nodes], state.build)
         state.graph.eliminate_dead_code()
         state.program = _program(state)
         state.decision = None
@@ -185,16 +192,7 @@ def _searches(request: Request) -> bool:
     return isinstance(request.mode, SearchOptions)
 
 
-def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
-    if moments:
-        moments = [node.meta.get(OPEN, node) for node in moments]
-        normalize.expand_moments(moments, state.rewriter)
-        state.graph.eliminate_dead_code()
-        state.program = _program(state)
-        state.decision = None
-
-
-def make_plan(state: JointState) -> None:
+def make_plan(graph: fx.Graph, state: JointState) -> None:
     """Recall, search or propagate."""
     if state.recalled is not None:
         try:
@@ -233,9 +231,11 @@ def _recall(state: JointState, plan: Plan) -> None:
     # Moments that the plan does not contain were expanded before it was made.
     planned_names = {node.name for node in plan.nodes}
     pools = normalize.pool_gradients_of(state.graph)
-    _join(state, [node for node in pools if node.name not in planned_names])
+    pools = [node for node in pools if node.name not in planned_names]
+    _rewrite(state, pools, normalize.join_pool_gradients)
     moments = normalize.moments_of(state.program)
-    _expand(state, [node for node in moments if node.name not in planned_names])
+    moments = [node for node in moments if node.name not in planned_names]
+    _rewrite(state, moments, normalize.expand_moments)
     state.decision = recall(_program(state), state.request.mesh, plan)
 
 
@@ -246,10 +246,10 @@ def _forget_recalled(state: JointState) -> None:
     state.program = _program(state)
     for step in (join_pool_gradients, expand_moments):
         if step.__name__ not in state.request.disable:
-            step(state)
+            step(state.graph, state)
 
 
-def describe(state: JointState) -> None:
+def describe(graph: fx.Graph, state: JointState) -> None:
     """The plan as data, facts of its step read off the graph."""
     hardware, mesh = state.request.named_hardware, state.decided.mesh
     if hardware is not None:
@@ -318,17 +318,9 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         return (), (f"memory is not known: {error.what}",)
 
 
-def keep_plan(state: JointState) -> None:
+def keep_plan(graph: fx.Graph, state: JointState) -> None:
     """Leave a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
-        request = state.request
-        schedule_chosen = (
-            request.schedule == "auto" and "schedule" not in request.disable
-        )
-        schedule_chosen = (
-            schedule_chosen and request.hardware is not None and not request.tune
-        )
-        plan_store.save(
-            state.key, state.plan, searched, mode.seconds, chosen=schedule_chosen
-        )
+        chosen = _chooses_schedule(state.request) and not state.request.tune
+        plan_store.save(state.key, state.plan, searched, mode.seconds, chosen=chosen)

@@ -54,7 +54,7 @@ def parts_of(request: Request) -> int:
     return 1 if request.pipeline is None else PARTS * request.pipeline.places
 
 
-def find_stages(state: JointState) -> None:
+def find_stages(graph: fx.Graph, state: JointState) -> None:
     """Each node gets its stage. Raises PlanError if there is nothing to cut, but for
     one of the graphs that Dynamo may have cut a program into."""
     request, decision = state.request, state.decided
@@ -74,7 +74,7 @@ def find_stages(state: JointState) -> None:
     pinned = pinned_stages(request.hints, names, axis, len(places))
     try:
         state.stages = assign_stages(
-            state.graph,
+            graph,
             decision.program,
             priced,
             places,
@@ -123,23 +123,23 @@ def _refuse_schedule(request: Request) -> None:
         )
 
 
-def order_stages(state: JointState) -> None:
+def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
     """The graph of all stages, in the order of the schedule."""
     request, pipeline = state.request, state.request.pipeline
     if pipeline is None or not state.stages:
-        return
-    parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
+        return graph
+    parts = 1 + max((n.meta.get(PART, 0) for n in graph.nodes), default=0)
     name = request.order_of(parts)
-    trains = bool(backward_of(state.graph))
+    trains = bool(backward_of(graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
     forward = [stage.forward_seconds for stage in state.stages]
     backward = [stage.backward_seconds for stage in state.stages]
     slots = schedules.timed(
         rows, lambda action: schedules.seconds_of(action, forward, backward)
     )
-    _refuse_writes(state.graph)
-    state.graph = lay_out_stages(
-        state.graph,
+    _refuse_writes(graph)
+    laid_out = lay_out_stages(
+        graph,
         pipeline,
         [stage.place for stage in state.stages],
         [slot.action for slot in slots],
@@ -150,6 +150,7 @@ def order_stages(state: JointState) -> None:
     text = f"stages: {len(state.stages)} along {pipeline.axis}, {name}, {parts} "
     text += f"microbatches: ranks wait {wait:.0%} of a step for one another"
     state.notes = (*state.notes, text)
+    return laid_out
 
 
 def _refuse_writes(graph: fx.Graph) -> None:
@@ -164,20 +165,20 @@ def _refuse_writes(graph: fx.Graph) -> None:
             )
 
 
-def take_place(state: RankState) -> None:
+def take_place(graph: fx.Graph, state: RankState) -> fx.Graph:
     """What runs at this rank's place along the pipeline axis. Groups are made before,
     by all ranks in one order."""
     pipeline: Any = state.request.pipeline
-    if pipeline is None or not is_laid_out(state.graph):
-        return
+    if pipeline is None or not is_laid_out(graph):
+        return graph
     ranks = state.ranks
     names = (
         arg
-        for node in state.graph.nodes
+        for node in graph.nodes
         for arg in node.args
         if isinstance(arg, str) and arg.startswith(GROUP_PREFIX)
     )
     for name in dict.fromkeys(names):
         ranks.group(group_axes(name))
     ranks.group(ranks.mesh.names)
-    state.graph = program_at(state.graph, ranks.mesh.index(ranks.rank, [pipeline.axis]))
+    return program_at(graph, ranks.mesh.index(ranks.rank, [pipeline.axis]))

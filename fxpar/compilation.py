@@ -1,0 +1,729 @@
+"""A Dynamo graph becomes what this rank runs: one compilation, from begin to end.
+
+In: what is asked, a ``CompileJob``, and a Dynamo graph. Out: a ``Compiled``.
+``compile_graph`` asks what an earlier start knows of the program (``known_programs``)
+and hands the graph to AOTAutograd, which calls back twice: ``Compilation.__call__``
+with the joint graph, of which ``fxpar.pipeline`` makes this rank's, and
+``Compilation.lower`` with forward and backward, on their way to Inductor. Ranks then
+agree on what they launch. Never: an algorithm; a launch before all ranks agreed; an
+error that the other ranks wait for in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch, choose_plan, pipeline
+from fxpar._fast.old_objects import old_objects_kept
+from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.quick_graphs import quick_graphs
+from fxpar.config import Options
+from fxpar.errors import FxparWarning, PlanError
+from fxpar.explain import status_line
+from fxpar.explain.dump import report, show_seconds
+from fxpar.graph import size_nodes
+from fxpar.graph.graph_bodies import hold
+from fxpar.passes import writes_as_results
+from fxpar.passes.boundaries import absorb, read_signature
+from fxpar.passes.experts.across_places import manual_expert_axes
+from fxpar.passes.local import own_shard
+from fxpar.passes.normalize import random
+from fxpar.passes.repeated_segments import repeated_segments
+from fxpar.passes.simulate.launches import crossings
+from fxpar.passes.stages import sums_of_parts
+from fxpar.runtime.caches import known_programs
+from fxpar.runtime.caches.compile_once import Generate, compile_once
+from fxpar.runtime.caches.known_programs import KnownProgram, Leader, PlanMisfit
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.calls.call_sizes import agree_on_launches
+from fxpar.runtime.calls.compile_variants import CompileJob
+from fxpar.runtime.calls.compiled_graph import (
+    Compiled,
+    WithRoom,
+    refusing_data,
+    without_hints,
+)
+from fxpar.runtime.calls.open_sizes import (
+    DivisorsAsked,
+    OpenSizesRefused,
+    PlanStands,
+    SizeRange,
+    refusal_of,
+    size_range,
+)
+from fxpar.runtime.calls.outside_graphs import warnings_of_plans
+from fxpar.runtime.ranks import check_inputs as inputs
+from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks.groups import Ranks, join, next_graph, settle
+from fxpar.runtime.ranks.program_numbers import agree_on_numbers
+from fxpar.runtime.stage_times import TRACE, stage
+from fxpar.runtime.stage_times import table as stage_table
+from fxpar.runtime.steps.binding import is_of_all
+from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.runtime.steps.verify import feeds_of, verify
+from fxpar.runtime.train_step.forward import StepInput
+from fxpar.runtime.train_step.trace import TracedStep, restore_meta
+from fxpar.sharding.hints import load
+from fxpar.sharding.pipeline_axis import pipeline_axis, split_off, with_planned_axis
+from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    known_machine,
+    named_machine,
+    plan_mode,
+    staged_choices,
+)
+from fxpar.sharding.program import Input, Output, Signature, user_line
+from fxpar.sharding.spec import Spec
+
+log = logging.getLogger("fxpar")
+
+# Raised by all ranks together: none is waited for.
+_OF_ALL = (OpenSizesRefused, DivisorsAsked, PlanStands)
+
+
+def is_plain(options: Options, ranks: Ranks) -> bool:
+    """Whether there is nothing to do for fxpar."""
+    inductor = options.codegen == "inductor" and options.microbatches in (None, 1)
+    return ranks.whole.mesh.size == 1 and inductor
+
+
+def compile_plain(gm: fx.GraphModule, examples: Any, options: Options) -> Any:
+    """What Inductor makes of a Dynamo graph for one device."""
+    settings = dict(options.inductor)
+    return _torch.aot.compile_fx(
+        without_hints(gm), examples, inductor_settings=settings
+    )
+
+
+def compile_step(
+    job: CompileJob, step: TracedStep, rests: Mapping[int, Spec]
+) -> Callable[..., Any]:
+    """The checked, compiled function of a traced training step."""
+    if is_plain(job.options, job.ranks):
+        plain: Callable[..., Any] = compile_plain(step.module, step.fakes, job.options)
+        return plain
+    job = replace(job, named_inputs=step.ends, rests=rests, writes=True)
+    return compile_graph(job, step.module, step.fakes)
+
+
+@in_one_block
+@old_objects_kept()
+@quick_graphs()
+def compile_graph(
+    job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
+) -> Compiled:
+    """The checked, compiled function of a Dynamo graph, on concrete shapes or on open
+    ones.
+
+    A failure is told to the other ranks before it is raised here. With open sizes all
+    ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked where the
+    plan splits some of them, PlanStands where that of the job's rival is kept.
+    """
+    broken_at = _torch.dynamo.graph_break_line(gm)
+    if job.ranks.open:  # the mesh may have been chosen since
+        job = replace(job, ranks=join(job.options))
+    number, with_room = next_graph(), _with_room(job, gm, examples)
+    for is_known, anew in ((True, False), (True, True), (False, True)):
+        entry = _look_up(job, gm, examples, number, anew=anew) if is_known else None
+        compilation = Compilation(job, number, broken_at, entry)
+        compiled = compilation.compiled(gm, examples)
+        if compiled is not None:
+            return compilation.finished(compiled, gm, with_room)
+    raise AssertionError("no plan is known that may not fit")
+
+
+def _with_room(
+    job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
+) -> WithRoom | None:
+    """What compiles a graph for the room that ranks agree on, of rows that they send to
+    experts; None if it sends none, or that is agreed on."""
+    experts = manual_expert_axes(job.ranks.manual)
+    if not experts or job.sent_room is not None:
+        return None
+    if job.options.expert_exchange == "gather":
+        return None
+    source = _torch.dynamo.copy_graph(gm)  # compiling consumes a graph
+    fakes = examples if job.writes else None
+
+    def with_room(room: int, args: Sequence[Any]) -> Compiled:
+        copy = _torch.dynamo.copy_graph(source)
+        return compile_graph(replace(job, sent_room=room), copy, fakes or list(args))
+
+    return with_room
+
+
+def _look_up(
+    job: CompileJob,
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    number: int,
+    *,
+    anew: bool,
+) -> KnownProgram | None:
+    """What is known of the program from an earlier start, on all ranks alike; the
+    process groups that it uses are made. ``anew``: nothing that was kept is taken."""
+    if job.options.codegen != "inductor":
+        return None
+    if pipeline_axis(job.ranks.mesh) is not None:
+        return None
+    if job.open is not None and (job.rival or not _torch.aot.can_compile_backward()):
+        return None
+    text = None
+    if all(map(_torch.dtensor.brings_mesh, examples)):
+        followed = job.recalled.hash if job.recalled else ""
+        mesh = str(job.ranks.whole.mesh)
+        rests = sorted(job.rests.items())
+        extras = job.writes, followed, mesh, job.sent_room, *rests
+        text = known_programs.text_of(
+            gm, job.named_inputs, examples, job.options, job.ranks, extras
+        )
+    with _told_to_others():
+        tag = f"what is known of graph{number}"
+        entry = known_programs.look_up(text, tag, anew=anew)
+    _make_groups(job.ranks, entry)
+    return entry
+
+
+def _make_groups(ranks: Ranks, entry: KnownProgram | None) -> None:
+    for axes in entry.groups if entry else ():
+        ranks.group(axes)
+
+
+class Compilation:
+    """One attempt to compile one graph: what is asked, what was decided, what runs."""
+
+    def __init__(
+        self,
+        job: CompileJob,
+        number: int,
+        broken_at: str | None,
+        entry: KnownProgram | None,
+    ) -> None:
+        self.job, self.number, self.broken_at = job, number, broken_at
+        self.entry = entry
+        # That rank 0 is of the others, which take over what it plans and compiles.
+        self.leader: Leader | None = None
+        self.ranks = job.ranks  # on the mesh that was chosen, once one is
+        self.places: list[int | None] = []  # of graph inputs among the arguments
+        self.declared: list[Input] = []
+        self.at_rest: set[int] = set()  # inputs that are parameters of fxpar.shard
+        self.root = torch.nn.Module()  # holds the graph's constants
+        # What is asked of the pipeline, and what it gives.
+        self.request = _request_of(job, f"graph{number}")
+        self.result: JointState | None = None
+        self.cached: KnownProgram | None = None  # from AOTAutograd's cache: no result
+        self.regions: list[str] = []
+        self.launches: list[str] = []  # collectives in order, forward then backward
+        self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
+        self.is_agreed = False  # ranks know that they launch the same
+
+    @property
+    def is_inductor(self) -> bool:
+        return self.job.options.codegen == "inductor"
+
+    @property
+    def follows_plan(self) -> bool:
+        """Whether the plan of the program is known, and followed."""
+        return self.entry is not None and self.entry.plan is not None
+
+    def compiled(
+        self, gm: fx.GraphModule, examples: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """What AOTAutograd and Inductor make of a Dynamo graph; None on all ranks if
+        what is known of the program does not fit it on one of them."""
+        job, name = self.job, self.request.name
+        if self.is_inductor:
+            _load_inductor()
+        if self.entry is not None and known_programs.is_led(self.entry, examples):
+            if job.ranks.rank == 0:
+                is_open = job.open is not None
+                self.leader = Leader(name, self.entry, is_open, self.launches)
+            else:
+                self.entry = self._await_leader(self.entry)
+        if self.entry is not None:
+            _refuse_as_known(self.entry)
+        showing = job.options.progress and job.ranks.rank == 0
+        led = self.leader.waited_for() if self.leader else contextlib.nullcontext()
+        compiled = None
+        with (
+            status_line.status_of(name, pipeline.STEP_NAMES, on=showing),
+            _told_to_others(),
+            refusing_data(gm),
+            stage(TRACE),
+            _refused_alike() if job.open else contextlib.nullcontext(),
+        ):
+            try:
+                with led:
+                    compiled = self._traced(gm, examples)
+                if self.result is None and self.entry and self.entry.plan:
+                    self.cached, self.launches = self.entry, list(self.entry.launches)
+                    self._report(self.entry.plan)
+                if job.open is not None:
+                    self.sizes = size_range(job.open, self.written())
+            except PlanMisfit as misfit:
+                log.info("%s: its plan does not fit, it is made anew: %s", name, misfit)
+                compiled = None
+            status_line.begin(pipeline.WAIT)
+            is_agreed = self.agree_on_launches(compiled=compiled is not None)
+        return compiled if is_agreed else None
+
+    def _await_leader(self, entry: KnownProgram) -> KnownProgram | None:
+        """The program once rank 0 has compiled it; None if it could not be planned,
+        which this rank then finds out for itself."""
+        with _told_to_others():
+            planned = known_programs.await_plan(self.request.name, entry)
+            if planned is None or planned.refused or planned.divisors:
+                return planned
+            _make_groups(self.ranks, planned)
+            return known_programs.await_compiled(self.request.name, planned)
+
+    def _traced(
+        self, gm: fx.GraphModule, examples: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """As ``compiled``. Raises PlanMisfit where the plan that is known does not
+        fit."""
+        job, entry = self.job, self.entry
+        # Places draw numbers of their own.
+        place = job.ranks.world.place if job.ranks.world is not None else 0
+        key = f"{job.ranks.whole.mesh}|{place}|{job.options}|{job.sent_room}"
+        return _torch.aot.compile_fx(
+            gm,
+            examples,
+            joint_pass=self,
+            lower=self.lower,
+            inner=None if self.is_inductor else run_op_by_op,
+            key=f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key,
+            cached=entry is not None,
+            local_border=job.options.outputs == "dtensor",
+            symbolic=job.open is not None,
+            repeated=None if job.open is not None else repeated_segments,
+            inductor_settings=dict(job.options.inductor),
+        )
+
+    def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
+        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph). Raises
+        PlanMisfit where the plan that is known of the program cannot be followed."""
+        first = next(iter(gm.graph.nodes))
+        if "desc" not in first.meta:
+            return None
+        try:
+            return self._parallelized(gm)
+        except Exception as error:
+            if not self.follows_plan or consensus.was_told(error):
+                raise
+            raise PlanMisfit(f"{type(error).__name__}: {error}") from error
+
+    def _parallelized(self, gm: fx.GraphModule) -> fx.Graph:
+        job, options, ranks = self.job, self.job.options, self.ranks
+        values = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+        fake_mode = _torch.fake.fake_mode_of(values) or _torch.fake.new_fake_mode()
+        _torch.inductor.replace_random(gm, fake_mode)
+        self.root = gm
+        if job.open is not None:
+            size_nodes.lift_sizes(gm.graph)
+            if not size_nodes.is_open(gm.graph):
+                raise OpenSizesRefused("tracing the program fixed all of them")
+        writes = writes_as_results.lift(gm.graph)
+        if job.writes:
+            restore_meta(gm.graph)
+        axes = ranks.manual.axes if ranks.manual else ()
+        boundaries = absorb(gm.graph, fake_mode, ranks.whole.mesh, axes)
+        self.at_rest = set(boundaries.inputs)
+        signature = read_signature(gm.graph, self._input, self._output)
+        self._refuse_parts()
+        request = self.request = self._planned_request(boundaries.declare(signature))
+        if (
+            job.rival is not None
+            and options.replan is not None
+            and choose_plan.stands(
+                gm.graph, fake_mode, request, job.rival, options.replan
+            )
+        ):
+            raise PlanStands(request.name)
+        with said_by_rank_0(ranks.rank):
+            plan = choose_plan.searched if self.leader else choose_plan.planned
+            result = self.result = plan(gm.graph, fake_mode, request)
+        if job.open is not None and (divisors := job.open.divisors_asked()):
+            error = DivisorsAsked(divisors, result.plan)
+            if self.entry is not None and ranks.rank == 0:
+                known_programs.keep(
+                    self.entry, known_programs.describe_asked(self.entry, error)
+                )
+            raise error
+        if ranks.open:
+            ranks = self.ranks = settle(ranks, result.plan.mesh)
+            request = self.request = request.on(result.plan.mesh)
+        if options.tune:
+            result = self.result = pipeline.tuned(
+                result, request, ranks.whole, gm, inductor=self.is_inductor
+            )
+        if self.leader:
+            self.leader.tell_plan(self._record())
+        elif not self.follows_plan:
+            consensus.agree(request.name, result.plan.hash, str(result.plan))
+            agree_on_numbers(f"numbers of {request.name}", result.local, gm)
+        self._report(result.plan)
+        ends = [out.of for out in signature.outputs if out.kind == "mutation"]
+        bound = pipeline.bound(
+            result,
+            request,
+            ranks.whole,
+            inductor=self.is_inductor,
+            writes=writes,
+            copied=[of for of in ends if of is not None],
+        )
+        if self.leader:
+            self.leader.shared = is_of_all(bound)
+        hold(gm, bound)
+        return bound
+
+    def _planned_request(self, signature: Signature) -> Request:
+        """What is asked on the mesh, or for a mesh to be chosen; of a plan that is
+        known from an earlier start, that it is followed."""
+        options, ranks = self.job.options, self.job.ranks
+        size = ranks.whole.mesh.size
+        followed = self.entry.plan if self.entry else self.job.recalled
+        name = self.request.name
+        mode = followed or plan_mode(options.plan, options, size, name)
+        return replace(
+            self.request,
+            signature=signature,
+            hints=load(options.hints),
+            mode=mode,
+            meshes=choices(ranks.mesh, mode) if ranks.open else (),
+            staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
+            hardware=known_machine(options, size),
+            named_hardware=named_machine(options),
+        )
+
+    def _refuse_parts(self) -> None:
+        """Raise PlanError for a global value of parts of the batch in local mode."""
+        for i in sorted(self.at_rest) if self.ranks.manual is not None else ():
+            if self.declared[i].kind == "input":
+                raise PlanError(
+                    f"fxpar.global_value of {self.declared[i].name} with "
+                    "FXPAR_INPUTS=local, where each rank computes on its own part",
+                    fix="leave FXPAR_INPUTS=local out: DTensors say what each rank has",
+                )
+
+    def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
+        self.places.append(payload if kind == "input" else None)
+        self.declared.append(self._declare(kind, payload, node))
+        return self.declared[-1]
+
+    def _declare(self, kind: str, payload: Any, node: fx.Node) -> Input:
+        value = node.meta.get("val")
+        whole = Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
+        if kind == "input":
+            end = self.job.named_inputs[payload]
+            if isinstance(end, StepInput):
+                return Input(end.name, end.kind, end.rest or whole, end.use)
+            return Input(end.name, end.kind, whole)
+        rest = None if kind == "tangent" else whole
+        return Input(f"{kind}_{node.name}", kind, rest)
+
+    def _output(self, kind: str, name: str, of: int | None) -> Output:
+        if self.job.writes and kind == "mutation" and of is not None:
+            return Output(name, kind, of, self.declared[of].rest)
+        rest_spec = None
+        if kind == "output":
+            rest_spec = self.job.rests.get(int(name.removeprefix("output_")))
+        open_ended = self.job.options.outputs == "dtensor" and kind == "output"
+        return Output(name, kind, of, rest_spec, "even" if open_ended else "whole")
+
+    def lower(self, graph: fx.Graph, which: str, generate: Generate) -> Any:
+        """What runs a "forward" or a "backward", scheduled by itself.
+
+        A backward that is lowered when it is first called, behind its forward's
+        agreement, has one of its own, so that all ranks return or raise. Raises
+        RankMismatchError as ``agree_on_launches`` does.
+        """
+        with self.job.ranks.inside():
+            if not self.is_agreed:
+                return self._lower(graph, which, generate)
+            forward = len(self.launches)
+            with _told_to_others(but=()):
+                compiled = self._lower(graph, which, generate)
+                # Of a known plan, a rank may have it from AOTAutograd's cache.
+                if not self.follows_plan and self.plan and self.plan.collectives:
+                    tag = f"the backward of graph{self.number} is compiled"
+                    agree_on_launches(tag, self.launches[forward:])
+            return compiled
+
+    def _lower(self, graph: fx.Graph, which: str, generate: Generate) -> Any:
+        with old_objects_kept(), quick_graphs():
+            self._schedule(graph, which)
+            if not self.is_inductor:
+                return generate(None)
+
+            def compile_here(text: str | None) -> Any:
+                status_line.rename(pipeline.INDUCTOR[which])
+                return generate(text)
+
+            # One rank compiles for all that have this graph.
+            status_line.rename(f"waiting for the rank that compiles the {which}")
+            compiled = compile_once(graph, f"{self.request.name}/{which}", compile_here)
+            if which == "backward":
+                self.say_seconds(which)
+            return compiled
+
+    def _schedule(self, graph: fx.Graph, which: str) -> None:
+        """What is done to a forward or a backward by itself."""
+        result = self.result
+        self.regions += pipeline.scheduled(
+            graph,
+            self.request,
+            result,
+            backward=which == "backward",
+            inductor=self.is_inductor,
+            gradients=self._gradients(graph) if which == "backward" else {},
+            at_rest=[self.declared[i].name for i in sorted(self.at_rest)],
+        )
+        even = result is None or result.decided.is_even
+        if self.request.pipeline is None:  # whose ranks run different programs
+            self.launches += crossings(graph, even=even)
+        status_line.begin(pipeline.INDUCTOR[which])
+
+    def _gradients(self, backward: fx.Graph) -> dict[int, int]:
+        """Results of a backward, by position, that are gradients of whole parameters:
+        the position of each among the arguments."""
+        if self.result is None or self.request.manual is None:
+            return {}
+        count = len(backward.output_node().args[0])  # one for each argument, in order
+        return {
+            i: place
+            for i, end in enumerate(self.declared[:count])
+            if end.kind == "parameter" and i not in self.at_rest
+            if (place := self.places[i]) is not None
+        }
+
+    def agree_on_launches(self, *, compiled: bool = True) -> bool:
+        """Return once all ranks have compiled what launches the same collectives; False
+        on all ranks if one has not ``compiled``, since its known plan does not fit.
+
+        Raises RankMismatchError if they do not.
+        """
+        tag = f"graph{self.number} is compiled"
+        launches = self.launches if compiled else None
+        self.is_agreed = agree_on_launches(tag, launches)
+        return self.is_agreed
+
+    @property
+    def plan(self) -> Plan | None:
+        if self.result is None:
+            return self.cached.plan if self.cached else None
+        return self.result.plan
+
+    @property
+    def compiled_plan(self) -> Plan | None:
+        """With what is known once forward and backward are compiled."""
+        plan, notes, order = self.plan, self.job.notes, self.job.options.pipeline
+        if plan is None:
+            return None
+        if plan.stages and not self.job.writes and order not in ("auto", AUTO_APART):
+            text = f"pipeline={order!r} is for fxpar.train_step: forward and backward "
+            text += f"are two calls here, so stages run {AUTO_APART!r}"
+            notes = (*notes, text)
+        if self.sizes is not None:
+            notes = (*notes, f"holds for {self.sizes.text}")
+        return replace(
+            plan,
+            regions=tuple(self.regions),
+            notes=tuple(dict.fromkeys((*plan.notes, *notes))),
+        )
+
+    def written(self) -> set[int]:
+        """Positions of the arguments that the program writes to."""
+        if self.result is None:
+            return set(self.cached.written) if self.cached else set()
+        places = (
+            self.places[out.of]
+            for out in self.request.signature.outputs
+            if out.kind == "mutation" and out.of is not None
+        )
+        return {i for i in places if i is not None}
+
+    def results(self) -> dict[int, Spec]:
+        """Specs of the results, by position among the graph's own results."""
+        if self.result is None:
+            return dict(self.cached.results) if self.cached else {}
+        decision = self.result.decided
+        outputs = decision.program.signature.outputs
+        pairs = zip(outputs, decision.edges.outputs, strict=True)
+        return {
+            int(out.name.removeprefix("output_")): spec.joined(decision.mesh)
+            for out, spec in pairs
+            if out.kind == "output" and spec is not None
+        }
+
+    def finished(
+        self,
+        compiled: Callable[..., Any],
+        gm: fx.GraphModule,
+        with_room: WithRoom | None,
+    ) -> Compiled:
+        """What was compiled, with its checks; the program is left on disk for the next
+        start, if it is a new one."""
+        # What has generated kernels is not kept: they are made when it is compiled.
+        is_new = self.result is not None and not self.follows_plan
+        if self.entry and is_new and not self.regions and self.ranks.rank == 0:
+            known_programs.keep(self.entry, self._record())
+        self.say_seconds("forward")
+        results = gm.graph.output_node().args[0]
+        lines = (user_line(x) for x in reversed(results) if isinstance(x, fx.Node))
+        return Compiled(
+            compiled,
+            self._checks(),
+            self.compiled_plan,
+            self.results(),
+            [x.name for x in self.job.named_inputs],
+            self.job.options,
+            self.ranks,
+            self.broken_at,
+            self.sizes,
+            next(filter(None, lines), None),
+            self.written(),
+            with_room,
+        )
+
+    def _record(self) -> dict[str, Any]:
+        """What is known of the program by now, as data."""
+        plan = self.compiled_plan
+        assert self.entry and self.result and plan, "it was planned, and is kept"
+        return known_programs.describe(
+            self.entry,
+            plan,
+            self.results(),
+            self.launches,
+            self.result.local,
+            shared=self.leader is not None and self.leader.shared,
+            written=self.written(),
+        )
+
+    def _report(self, plan: Plan) -> None:
+        rank, name, warned = self.ranks.rank, self.request.name, warnings_of_plans()
+        count = self.ranks.mesh.size
+        report(plan, self.job.options, rank, count, name, self.broken_at, warned)
+
+    def say_seconds(self, which: str) -> None:
+        """Where the seconds until a forward or a backward was compiled went."""
+        options, ranks = self.job.options, self.ranks
+        show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
+
+    def _checks(self) -> list[Callable[..., Any]]:
+        """What looks at the arguments of the first call."""
+        checks: list[Callable[..., Any]] = []
+        if self.job.writes:
+            # Inputs of which each rank holds a part go by another kind.
+            named_inputs = [
+                NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
+                for x in self.job.named_inputs
+            ]
+            checks.append(partial(inputs.check_arguments, named_inputs))
+        return [*checks, self._verify] if self.job.options.verify else checks
+
+    def _verify(self, args: Sequence[Any]) -> None:
+        """``FXPAR_VERIFY``, with the arguments of the first call."""
+        if self.result is not None:
+            local, normalized = self.result.local, self.result.normalized
+            feeds = feeds_of(normalized, args, self.places)
+            verify(local, normalized, self.result.decided, self.root, feeds)
+
+
+def _request_of(job: CompileJob, name: str) -> Request:
+    """What is asked of the pipeline, before the graph is known."""
+    options = job.options
+    pipeline = "auto" if job.ranks.open else options.pipeline
+    mesh, stages = split_off(job.ranks.mesh, pipeline)
+    # Elsewhere than in a training step forward and backward are two calls.
+    schedule = options.pipeline if job.writes else AUTO_APART
+    if stages is not None:
+        whole = with_planned_axis(job.ranks.whole.mesh)
+        stages = replace(stages, mesh=whole, schedule=schedule)
+    return Request.of(
+        options,
+        mesh,
+        Signature((), ()),
+        manual=job.ranks.manual,
+        keep_gathered=not options.reshard_after_forward,
+        pipeline=stages,
+        pipeline_schedule=schedule,
+        sent_room=job.sent_room,
+        cached=options.cache_plans,
+        step=job.writes,
+        name=name,
+        rank=job.ranks.rank,
+    )
+
+
+def _load_inductor() -> None:
+    """Import Inductor, with lowerings of our own: a rank does so before it waits for
+    the one that compiles for it."""
+    with stage(TRACE):
+        _torch.inductor.load()
+        random.register_lowering()
+        own_shard.register_lowering()
+        sums_of_parts.register_lowering()
+
+
+def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    """``codegen="eager"``: the bound graph as it stands."""
+    return _torch.inductor.make_boxed(gm.forward)
+
+
+@contextlib.contextmanager
+def _told_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator[None]:
+    """A failure on this rank ends the others' wait for it."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:
+        consensus.abort(error)
+        raise
+
+
+@contextlib.contextmanager
+def _refused_alike() -> Iterator[None]:
+    """Ranks that compile a program with open sizes do so, or all raise
+    OpenSizesRefused."""
+    try:
+        yield
+    except _OF_ALL:
+        raise
+    except Exception as error:
+        if consensus.was_told(error):
+            raise
+        raise OpenSizesRefused(refusal_of(error)) from error
+
+
+def _refuse_as_known(entry: KnownProgram) -> None:
+    """Raise what is known to come of leaving sizes open: OpenSizesRefused,
+    DivisorsAsked."""
+    if entry.refused:
+        raise OpenSizesRefused(entry.refused)
+    if entry.divisors:
+        raise DivisorsAsked(entry.divisors, entry.plan)
+
+
+@contextlib.contextmanager
+def said_by_rank_0(rank: int) -> Iterator[None]:
+    """What planning warns of is the same on every rank: said once per job."""
+    if rank == 0:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxparWarning)
+        yield
