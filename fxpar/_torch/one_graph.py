@@ -34,17 +34,17 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     compiled = torch.compile(own, backend=backend, fullgraph=True)
 
     names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")
-    noted: Callable[[], contextlib.AbstractContextManager[Any]]
-    silent, noted = "ignore_logging_functions", contextlib.nullcontext
+    metrics: Callable[[], contextlib.AbstractContextManager[Any]]
+    silent, metrics = "ignore_logging_functions", contextlib.nullcontext
     if not hasattr(config, silent):  # 2.11
-        silent, noted = "ignore_logger_methods", _settings_unwritten
+        silent, metrics = "ignore_logger_methods", _settings_unwritten
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Libraries add methods to loggers when they are imported.
         methods = {getattr(logging.Logger, name, None) for name in names} - {None}
         ignored = getattr(config, silent) | methods
         settings = {"specialize_float": True, silent: ignored}
-        with config.patch(settings), noted():
+        with config.patch(settings), metrics():
             return compiled(*args, **kwargs)
 
     return call
