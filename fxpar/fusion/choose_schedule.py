@@ -13,7 +13,6 @@ choose the same: nothing here depends on the clock or on the rank.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,10 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._fast.old_objects import old_objects_kept
-from fxpar.errors import FxparWarning, ScheduleError, compose
+from fxpar.errors import (
+    ScheduleError,
+    warn,
+)
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
 from fxpar.fusion.fewer_layers import (
@@ -46,7 +48,7 @@ from fxpar.fusion.unlike_shards import UnlikeOp, closed
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
@@ -140,8 +142,7 @@ def failed(error: Exception) -> None:
     else:
         what, where = f"no schedule is chosen: {type(error).__name__}: {error}", None
         fix = "report it, and set FXPAR_SCHEDULE=none"
-    text = compose(what, where=where, fix=fix)
-    warnings.warn(text, FxparWarning, stacklevel=2)
+    warn(what, where=where, fix=fix)
 
 
 def choose(
