@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -198,8 +199,10 @@ def generating() -> Iterator[list[Generated]]:
         made.append(Generated(code, time.process_time() - begun, inputs))
 
         def give(args: list[Any]) -> list[Any]:
+            mode = next(x.fake_mode for x in args if isinstance(x, FakeTensor))
             args.clear()
-            return [x if x is None else _like(x) for x in results]
+            with mode:
+                return [_like(x) for x in results]
 
         give._boxed_call = True  # type: ignore[attr-defined]
         return give
