@@ -50,7 +50,7 @@ FEATURES = {
     ),
     "microbatches and stages": (
         *("passes/stages/*", "stage_times", "pipeline_state", "stage_steps"),
-        *("choose_stages", "cut_in_time", "cut_stages", "pipeline_axis"),
+        *("cut_in_time", "cut_stages", "pipeline_axis"),
         *("pipeline_schedule", "rest_over_stages", "batch_parts", "price_stages"),
         *("stage_bytes", "stage_chain", "simulate_pipeline", "pipelining"),
     ),

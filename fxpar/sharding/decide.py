@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.constant_values import make_as_read
@@ -122,6 +124,15 @@ def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
     source, target = reshard.source, reshard.target
     itemsize, apart = value.dtype.itemsize, value.manual
     return steps(source, target, decision.mesh, value.shape, itemsize, apart)
+
+
+def constraints_of(program: Program) -> list[tuple[int, list[str]]]:
+    """Hints in the code."""
+    return [
+        (op.results[0], op.node.args[1].split(","))
+        for op in program.ops
+        if op.target is torch.ops.fxpar.constrain.default
+    ]
 
 
 def decide(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.sharding import choose_mesh
+from fxpar.sharding.candidates import choose
 from fxpar.sharding.decide import searched
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
@@ -84,4 +84,4 @@ def test_a_plan_says_that_its_search_was_ended(monkeypatch: pytest.MonkeyPatch) 
     decision = searched(program, mesh, {}, (), options)
     assert STOPPED in decision.notes
     request = Request(mesh, program.signature, {}, options, meshes=(mesh,))
-    assert STOPPED in choose_mesh.fastest(program, request).notes
+    assert STOPPED in choose(program, request)[0].notes
