@@ -247,9 +247,9 @@ def _by_hand(
 ) -> dict[str, Any]:
     """What a mesh that others chose takes, its plan searched."""
     from fxpar.errors import FxparError
-    from fxpar.sharding.candidates import decide_on
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.cut_in_time import cut_in_time
+    from fxpar.sharding.decide import decide_on
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.search.batch_parts import PartProgram
 

@@ -28,8 +28,7 @@ from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import (
     Decision,
     constraints_of,
-    decide,
-    searched,
+    decide_on,
     with_rivals,
 )
 from fxpar.sharding.hints import pinned_stages
@@ -117,7 +116,7 @@ class Subject:
         keep = self.request.keep_gathered
         return whole_entries(self.program, keep_gathered=keep, shared=self.kernels)
 
-    @property
+    @cached_property
     def arithmetic(self) -> float:
         """Seconds of the arithmetic of a step on one device, at its fastest."""
         assert self.live is not None, "kernels are known with what lives"
@@ -184,9 +183,7 @@ class Candidate:
         """Format the seconds relative to a plan of ``best`` seconds."""
         if self.error is not None:
             return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
-        took = (
-            "not tried" if self.decision is None else percent_more(self.seconds, best)
-        )
+        took = percent_more(self.seconds, best) if self.decision else "not tried"
         return f"{self.mesh} {took}"
 
 
@@ -209,35 +206,29 @@ def choose(
             f"{request.mesh.size}",
         )
     warm()
-    best, plan_error, kernels = None, None, SharedKernels()
+    best, kernels = None, SharedKernels()
     with work_clock.within(2 * request.mode.seconds):
         try:
             best = _fastest(Subject(program, request, kernels))
-        except PlanError as error:
-            if not request.staged:
+        except PlanError:
+            staged, notes = fastest_staged(program, request, math.inf, kernels)
+            if staged is None:
                 raise
-            plan_error = error
-        bar = math.inf if best is None else search_of(best).predicted * (1 - PAYS)
-        staged, notes = fastest_staged(program, request, bar, kernels)
-    if staged is None or staged.decision is None or staged.step is None:
-        if best is None:
-            assert plan_error is not None
-            raise plan_error
+        else:
+            bar = search_of(best).predicted * (1 - PAYS)
+            staged, notes = fastest_staged(program, request, bar, kernels)
+    if staged is None:
+        assert best is not None
         others = (replace(x, notes=(*x.notes, *notes)) for x in best.rivals)
         best = replace(best, notes=(*best.notes, *notes), rivals=tuple(others))
         return best, request.on(best.mesh)
+    decision, rivals = staged.decision, () if best is None else (best, *best.rivals)
+    assert decision is not None and staged.step is not None
     note = f"mesh {staged.request.whole_mesh} chosen: {staged.step}"
     if best is not None:
         more = percent_more(search_of(best).predicted, staged.step.seconds)
         note += f"; a step is estimated on {best.mesh} {more}"
-    assert isinstance(staged.request.mode, SearchOptions)
-    decision = staged.decision
-    proved = [str(search_of(decision))] if staged.request.mode.alike else []
-    notes = (*proved, *decision.notes, note, *notes)
-    rivals = () if best is None else (best, *best.rivals)
-    decision = replace(
-        decision, notes=notes, rivals=rivals, stages_begin=staged.step.begins
-    )
+    decision = replace(decision, notes=(*decision.notes, note, *notes), rivals=rivals)
     return decision, replace(staged.request, mode=request.mode)
 
 
@@ -256,10 +247,8 @@ class _Round:
     promise: Callable[[Candidate], float | None]
     # Microbatches, relative to those that a plan has; if others, as long as they pay.
     times: float = 1.0
-    # What it has to save: the share of the seconds known that are left.
+    # The share of the shortest seconds so far that it has to promise.
     gain: float = math.inf
-    # So many candidates.
-    most: int | None = None
 
 
 def _improved(
@@ -268,22 +257,22 @@ def _improved(
     rounds: Sequence[_Round],
     bar: float = math.inf,
 ) -> list[Candidate]:
-    """The candidates after all rounds, best first.
+    """The candidates after all rounds.
 
-    Each round takes its candidates by what they promise and searches them, so that
+    Each round searches its candidates in the order of what they promise, so that cheap
     glances at all come before long searches of the best. Everything is compared by the
-    seconds of a predicted step; the bar is ``bar`` or the shortest so far. A candidate
-    is left out if no plan on it beats the bar (``least``), if it promises too little
-    against it, or, judged by the longest search of its round, has no time left; but
-    until there is a plan, time and promises are not looked at. A search ends early once
-    its bound reaches the bar. A plan is replaced by one that is no slower.
+    predicted seconds of a step; the bound is the shortest of ``bar`` and the plans so
+    far. A candidate is left out if no plan on it takes less than the bound (``least``),
+    if it promises too little against it, or if it would end too late, judged by the
+    longest search of its round; until there is a plan only the first of these counts. A
+    search ends as soon as it has proved that it finds nothing below the bound.
     """
     begun, out = work_clock.now(), list(candidates)
     for row in rounds:
         longest = 0.0
         promises = {i: row.promise(x) for i, x in enumerate(out)}
         order = [(p, i) for i, p in promises.items() if p is not None]
-        for _, i in sorted(order)[: row.most]:
+        for _, i in sorted(order):
             while (promise := row.promise(out[i])) is not None:
                 x, bound = out[i], min([bar, *(x.seconds for x in out)])
                 left, now = work_clock.left(begun + row.end), work_clock.now()
@@ -306,23 +295,18 @@ def _after(
     made by hand."""
     left = max(left, _SHORT) / (1 + AGAIN * row.options.by_hand)
     options = replace(row.options, seconds=min(row.options.seconds, left))
-    if x.decision is None:
-        return _searched(subject, x, options, bar)
-    search = search_of(x.decision)
-    if row.times != 1.0:
-        assert x.step is not None, "in stages"
-        parts = int(x.step.parts * row.times)
-        after = _searched(subject, replace(x, parts=parts), options, bar)
-        is_better = after.seconds < row.gain * x.seconds
-        return replace(after, parts=x.parts) if is_better else x
-    if search.is_proved:
+    parts = int(x.step.parts * row.times) if x.step else x.parts
+    before = search_of(x.decision) if x.decision and row.times == 1.0 else None
+    if before is not None and before.is_proved:
         return x
-    after = _searched(subject, x, options, bar, search)
-    if after.seconds <= x.seconds:
+    after = _searched(subject, x, options, parts, bar, before)
+    # Of stages as fast as one another those with layers that are alike are more equal.
+    is_as_short = x.step is None and after.seconds == x.seconds
+    if not x.decision or after.seconds < min(row.gain, 1.0) * x.seconds or is_as_short:
         return after
-    if after.decision is None:
+    if before is None or after.decision is None:
         return x
-    proved = search.above(max(search.bound, after.bound))
+    proved = before.above(max(before.bound, after.bound))
     return replace(x, decision=replace(x.decision, search=proved))
 
 
@@ -339,10 +323,6 @@ def _untried(x: Candidate) -> float | None:
     return None if x.is_tried else x.estimate / _FAR
 
 
-def _has_plan(x: Candidate) -> float | None:
-    return x.seconds if x.decision else None
-
-
 def _may_have_plan(x: Candidate) -> float | None:
     """Of what memory forbade a longer search may find one."""
     is_unfit = x.error is not None and not isinstance(x.error, TooLargeError)
@@ -353,17 +333,18 @@ def _searched(
     subject: Subject,
     x: Candidate,
     options: SearchOptions,
+    parts: int = 1,
     bar: float = math.inf,
     before: SearchResult | None = None,
 ) -> Candidate:
     """The candidate with the plan that a search finds, or with the reason why there is
-    none. With stages, until it has its first plan, in twice as many microbatches as
-    often as memory asks. ``before``: a shorter search of the same."""
+    none. ``parts``: microbatches of stages; for a first plan twice as many as often as
+    memory asks. ``before``: a shorter search of the same."""
     request, pipeline, least, step = x.request, x.request.pipeline, 1.0, None
     if pipeline is not None:
-        request = replace(request, microbatches=x.parts)
-        schedule = request.order_of(x.parts)
-        least = least_staged(1.0, pipeline.places, x.parts, schedule)
+        request = replace(request, microbatches=parts)
+        schedule = request.order_of(parts)
+        least = least_staged(1.0, pipeline.places, parts, schedule)
     request = replace(request, mode=replace(options, enough=bar / least))
     try:
         request = request.on(refine(subject.program, request, subject.heads))
@@ -371,48 +352,19 @@ def _searched(
         if pipeline is None:
             decision = _decide_in_parts(subject, program, request, before)
         else:
-            part = subject.part(program, request, x.parts)
+            part = subject.part(program, request, parts)
             decision = decide_on(program, request, before, part)
             step = _step_that_fits(decision, request)
     except _UNFIT as error:
         cut, is_open = subject.cut, subject.request.microbatches is None
         more = pipeline and is_open and isinstance(error, TooLargeError)
-        if more and not x.decision and cut and cut.rows % (2 * x.parts) == 0:
-            return _searched(subject, replace(x, parts=2 * x.parts), options, bar)
+        if more and not x.decision and cut and cut.rows % (2 * parts) == 0:
+            return _searched(subject, x, options, 2 * parts, bar)
         return replace(x, decision=None, step=None, error=error)
     return replace(x, request=request, decision=decision, step=step, error=None)
 
 
 # -- one mesh ------------------------------------------------------------------------
-
-
-def decide_on(
-    program: Program,
-    request: Request,
-    before: SearchResult | None = None,
-    parts: PartProgram | None = None,
-) -> Decision:
-    """The decision on the request's mesh. ``before``: a shorter search of the same,
-    from which a search goes on; ``parts``: as for ``run_search.search``.
-
-    Raises HintError for hints that do not fit, PlanError if no searched plan does.
-    """
-    mesh, hints, mode = request.mesh, request.hints, request.mode
-    constraints = constraints_of(program)
-    if isinstance(mode, SearchOptions):
-        return searched(
-            program,
-            mesh,
-            hints,
-            constraints,
-            mode,
-            keep_gathered=request.keep_gathered,
-            before=before,
-            parts=parts,
-        )
-    assert isinstance(mode, str)
-    hardware = request.named_hardware
-    return decide(program, mesh, hints, constraints, mode=mode, hardware=hardware)
 
 
 def _on_named_mesh(subject: Subject, parts: int) -> Decision:
@@ -544,22 +496,22 @@ def _fastest(subject: Subject) -> Decision:
     Half of the seconds go to a glance at each mesh, in the order given; all that is
     left to the best, unless its plan is proved to be.
     """
-    options = replace(subject.options, ranked=False)
+    options, begun = replace(subject.options, ranked=False), work_clock.now()
     _check_memory(subject)
     seconds, meshes = options.seconds, _open(subject, subject.request.meshes)
     tries = [Candidate(mesh, subject.request.on(mesh)) for mesh in meshes]
     glance = replace(options, seconds=seconds / 2 / len(meshes), by_hand=False)
-    rounds = [
-        _Round(glance, _GLANCES * seconds, _untried),
-        _Round(options, seconds, _has_plan, most=1),
-    ]
+    row = _Round(glance, _GLANCES * seconds, _untried)
     if len(meshes) == 1:
-        rounds = [_Round(options, (1 + AGAIN) * seconds, _untried)]
-    tries = _improved(subject, tries, rounds)
+        row = _Round(options, (1 + AGAIN) * seconds, _untried)
+    tries = _improved(subject, tries, [row])
     best = _best(tries)
     if best is None:  # the mesh of most axes has most plans, unless hints fit none
         large = [x for x in tries if isinstance(x.error, PlanError)]
         best = _searched(subject, large[-1], options) if large else tries[-1]
+    elif len(meshes) > 1:
+        row = _Round(options, work_clock.left(begun + seconds), _may_have_plan)
+        [best] = _improved(subject, [best], [row])
     if best.decision is None:
         assert best.error is not None
         raise best.error
@@ -604,7 +556,6 @@ def _with_rivals(
     """Return the decision with rivals, on any mesh, that may be faster."""
     axes, options = best.mesh.unrefined.axes, subject.options
     others = [x.decision for x in tries if x.decision and x.mesh.axes != axes]
-    constraints, hints = constraints_of(best.program), subject.request.hints
     by_search = {id(search_of(x)): x for x in (best, *others)}
     decisions: list[Decision] = []
     # To lower a plan of a large program takes as long as to search it.
@@ -612,7 +563,7 @@ def _with_rivals(
     for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
         decision = by_search[id(x)]
         if decision is best or not large:
-            decision = with_rivals(decision, hints, constraints, options)
+            decision = with_rivals(decision, subject.request.hints, options)
         decisions += [decision, *decision.rivals]
     by_search = {id(x.search): x for x in decisions if x.search is not None}
     near = nearest([search_of(x) for x in by_search.values()])
@@ -682,12 +633,15 @@ def fastest_staged(
     if request.microbatches is not None:
         del rounds[1:3]
     tries = _improved(subject, _with_stages(subject), rounds, bar)
-    best = _best(tries)
+    best, stopped = _best(tries), [STOPPED] if work_clock.is_stopped() else []
     if best is None or best.seconds >= bar:
-        best = None
-    bar = min([bar, *(x.seconds for x in tries)])
-    note = _note_of_stages(tries, best.seconds if best else bar / (1 - PAYS), bar)
-    return best, (note, *([STOPPED] if work_clock.is_stopped() else []))
+        return None, (_note_of_stages(tries, bar / (1 - PAYS), bar), *stopped)
+    note = _note_of_stages(tries, best.seconds, best.seconds)
+    decision, step = best.decision, best.step
+    assert decision is not None and step is not None
+    notes = (str(search_of(decision)), *decision.notes[1:])  # with what is proved now
+    decision = replace(decision, notes=notes, stages_begin=step.begins)
+    return replace(best, decision=decision), (note, *stopped)
 
 
 def _with_stages(subject: Subject) -> list[Candidate]:

@@ -19,7 +19,7 @@ import torch
 from fxpar.errors import HintError, MeshError
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of, part_name, parts_among
-from fxpar.sharding.decide import constraints_of, decide
+from fxpar.sharding.decide import decide_on
 from fxpar.sharding.hints import axes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -107,12 +107,10 @@ def _for_views(program: Program, request: Request, axes: Sequence[str]) -> Mesh:
                     parts = _also(parts, part_name(axis, 1, fit))
     if parts is mesh:
         return mesh
-    seconds, hints, mode = {}, request.hints, request.mode
-    assert isinstance(mode, str), "nothing is searched"
+    seconds = {}
     for each in (mesh, parts):
-        on = replace(program, signature=request.on(each).laid)
-        hardware, given = request.named_hardware, constraints_of(on)
-        decision = decide(on, each, hints, given, mode=mode, hardware=hardware)
+        on = request.on(each)
+        decision = decide_on(replace(program, signature=on.laid), on)
         seconds[each] = reshard_seconds(decision.program, decision.edges, each)
     return min(seconds, key=seconds.__getitem__)
 

@@ -32,7 +32,8 @@ from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
 from fxpar.sharding import plan_facts
-from fxpar.sharding.candidates import balanced, choose, decide_on, split_evenly
+from fxpar.sharding.candidates import balanced, choose, split_evenly
+from fxpar.sharding.decide import decide_on
 from fxpar.sharding.manual_axes import planned_plan
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
