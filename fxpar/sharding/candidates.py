@@ -10,7 +10,6 @@ Meshes without stages share the seconds of a search, those with stages as many a
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,15 +129,15 @@ class Subject:
         where forward and backward are one program, the activations of one go before the
         next."""
         assert self.cut is not None, "there is a batch"
-        if request.pipeline is None:
-            flying, shared = 1 if request.step else count, self.kernels
-            return PartProgram(
-                program, self.cut, count, 1, flying, whole_kernels=shared, paid=count
-            )
-        places, free = request.pipeline.places, request.free_along_stages
-        waits = request.order_of(count) in ("gpipe", "looped_bfs")
-        flying = count if waits else min(places, count)
-        return PartProgram(program, self.cut, count, places, flying, free, self.kernels)
+        places, flying, paid = 1, 1 if request.step else count, count
+        if request.pipeline is not None:
+            places, paid = request.pipeline.places, 1
+            waits = request.order_of(count) in ("gpipe", "looped_bfs")
+            flying = count if waits else min(places, count)
+        free, kernels = request.free_along_stages, self.kernels
+        return PartProgram(
+            program, self.cut, count, places, flying, free, kernels, paid
+        )
 
 
 @dataclass(frozen=True)
@@ -291,13 +290,14 @@ def _after(
     subject: Subject, x: Candidate, row: _Round, left: float, bar: float
 ) -> Candidate:
     """The candidate after a search of a round; the same if that finds nothing better.
-    ``left``: seconds until the round ends, some of which are to begin again from plans
-    made by hand."""
+    ``left``: seconds until the round ends, a share of which is to begin again from
+    plans made by hand."""
     left = max(left, _SHORT) / (1 + AGAIN * row.options.by_hand)
     options = replace(row.options, seconds=min(row.options.seconds, left))
     parts = int(x.step.parts * row.times) if x.step else x.parts
     before = search_of(x.decision) if x.decision and row.times == 1.0 else None
-    if before is not None and before.is_proved:
+    rest = subject.cut.rows % parts if x.step and subject.cut else 0
+    if rest or (before and before.is_proved):
         return x
     after = _searched(subject, x, options, parts, bar, before)
     # Of stages as fast as one another those with layers that are alike are more equal.
@@ -615,18 +615,16 @@ def fastest_staged(
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
     if subject.cut is None:
         return None, ("stages: no batch to cut into microbatches",)
-    options, rows, least = subject.options, subject.cut.rows, subject.arithmetic
-    seconds = options.seconds
+    options, seconds = subject.options, subject.options.seconds
     long = replace(
         options, ranked=False, by_hand=False, seconds=seconds / 4, tolerance=ALIKE
     )
     glance = replace(long, alike=True, seconds=seconds / 30)
-    twice = functools.partial(_in_twice_the_parts, rows=rows)
-    fewer = functools.partial(_in_fewer_parts, arithmetic=least)
+    fewer = functools.partial(_in_fewer_parts, arithmetic=subject.arithmetic)
     end = _OTHER_PARTS * seconds
     rounds = [
         _Round(glance, _STAGED_GLANCES * seconds, _untried, gain=1.0),
-        _Round(glance, end, twice, 2.0, 1 - PAYS),
+        _Round(glance, end, _in_twice_the_parts, 2.0, 1 - PAYS),
         _Round(glance, end, fewer, 0.5, 1 - ALIKE),
         _Round(long, seconds, _may_have_plan),
     ]
@@ -682,12 +680,12 @@ def _first_parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
     return next(fit, counts[-1] if counts else 0)
 
 
-def _in_twice_the_parts(x: Candidate, rows: int) -> float | None:
+def _in_twice_the_parts(x: Candidate) -> float | None:
     """Seconds of a step with twice as many microbatches, at best, on equal stages: a
     plan for them would do for two at a time now, but for memory, in twice its seconds.
     More of them wait less, and hold less, so that faster plans may fit and stages be
     more equal."""
-    if x.decision is None or x.step is None or rows % (2 * x.step.parts):
+    if x.decision is None or x.step is None:
         return None
     part, places = search_of(x.decision).unlimited / 2, x.mesh.axes[0][1]
     return least_staged(part, places, 2 * x.step.parts, x.step.schedule)
@@ -701,12 +699,8 @@ def _in_fewer_parts(x: Candidate, arithmetic: float) -> float | None:
     than they began with."""
     if x.decision is None or x.step is None or not 2 < x.step.parts <= x.parts:
         return None
-    if x.step.parts % 2:
-        return None
     step, places = x.step, x.mesh.axes[0][1]
-    counts = itertools.takewhile(
-        lambda count: count > 1, (step.parts >> i for i in itertools.count(1))
-    )
+    counts = [step.parts >> i for i in range(1, step.parts.bit_length() - 1)]
     part, least = search_of(x.decision).predicted, arithmetic * places / x.mesh.size
     return min(
         least_staged(max(part, least / count), places, count, step.schedule)

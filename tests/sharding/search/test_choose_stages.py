@@ -446,7 +446,7 @@ def test_more_microbatches_promise_what_memory_forbids_now() -> None:
     assert tight.unlimited == free.predicted
     _, step = staged(2, 8)
     promises = [
-        candidates._in_twice_the_parts(tried(x, "pp=2,dp=4", step), ROWS)
+        candidates._in_twice_the_parts(tried(x, "pp=2,dp=4", step))
         for x in (free, tight)
     ]
     assert promises[0] == promises[1] == least_staged(free.predicted / 2, 2, 16)
