@@ -62,7 +62,7 @@ from fxpar.units import percent_more, short_bytes, sizes_as_text
 
 # Plans whose times differ by less count as equal: then the first is better, which has
 # fewer axes.
-ALIKE = 1e-3
+EQUAL = 1e-3
 # By how much stages must be faster, and twice as many microbatches: nothing overlaps in
 # either price, a pipeline has more that is not in it, and microbatches are unrolled.
 PAYS = 0.05
@@ -300,7 +300,7 @@ def _after(
     if rest or (before and before.is_proved):
         return x
     after = _searched(subject, x, options, parts, bar, before)
-    # Of stages as fast as one another those with layers that are alike are more equal.
+    # Of stages that take as long those of a glance, with equal layers, are more equal.
     is_as_short = x.step is None and after.seconds == x.seconds
     if not x.decision or after.seconds < min(row.gain, 1.0) * x.seconds or is_as_short:
         return after
@@ -311,10 +311,10 @@ def _after(
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one with the shortest step, the first of those that are alike."""
+    """The one with the shortest step, the first of those that are equal."""
     best = None
     for x in candidates:
-        if x.decision and (best is None or x.seconds < best.seconds * (1 - ALIKE)):
+        if x.decision and (best is None or x.seconds < best.seconds * (1 - EQUAL)):
             best = x
     return best
 
@@ -458,7 +458,7 @@ def parts_of(rows: int, most: int) -> int:
 
 
 def split_evenly(program: Program) -> Program:
-    """The program whose ranks get alike shards, as parts of a batch need."""
+    """The program whose ranks get equal shards, as parts of a batch need."""
     ops = [replace(op, rule=replace(op.rule, even=True)) for op in program.ops]
     return replace(program, ops=ops, even=True)
 
@@ -541,9 +541,9 @@ def _open(subject: Subject, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
     """The meshes to search: where nothing but the plan says which axis splits what, one
     of those that differ in the order of their axes only."""
     signature, request = subject.request.laid, subject.request
-    rests = [end.rest for end in signature.inputs]
-    rests += [end.rest for end in signature.outputs]
-    split = any(rest is not None and not rest.is_whole for rest in rests)
+    specs = [end.rest for end in signature.inputs]
+    specs += [end.rest for end in signature.outputs]
+    split = any(spec is not None and not spec.is_whole for spec in specs)
     used = any(declared.use is not None for declared in signature.inputs)
     if split or used or request.hints or constraints_of(subject.program):
         return meshes
@@ -556,23 +556,20 @@ def _with_rivals(
     """Return the decision with rivals, on any mesh, that may be faster."""
     axes, options = best.mesh.unrefined.axes, subject.options
     others = [x.decision for x in tries if x.decision and x.mesh.axes != axes]
-    by_search = {id(search_of(x)): x for x in (best, *others)}
     decisions: list[Decision] = []
     # To lower a plan of a large program takes as long as to search it.
     large = is_large(search_of(best))
-    for x in nearest([search_of(best), *map(search_of, others)])[: 1 + _RIVALS]:
-        decision = by_search[id(x)]
-        if decision is best or not large:
-            decision = with_rivals(decision, subject.request.hints, options)
-        decisions += [decision, *decision.rivals]
-    by_search = {id(x.search): x for x in decisions if x.search is not None}
-    near = nearest([search_of(x) for x in by_search.values()])
+    for x in nearest([best, *others], search_of)[: 1 + _RIVALS]:
+        if x is best or not large:
+            x = with_rivals(x, subject.request.hints, options)
+        decisions += [x, *x.rivals]
+    near = nearest([x for x in decisions if x.search], search_of)
     near = near[: _LARGE_RIVALS if large else 2 * _RIVALS]
-    kept = [*(by_search[id(x)] for x in near), *(x for x in decisions if not x.search)]
+    near += [x for x in decisions if not x.search]
     notes = best.notes[-1:] if STOPPED in best.notes else ()
     rivals = tuple(
         replace(x, rivals=(), notes=(*x.notes, _note(x, tries), *notes))
-        for x in kept
+        for x in near
         if x.search is not best.search
     )
     return replace(best, rivals=rivals)
@@ -609,15 +606,15 @@ def fastest_staged(
     if not request.staged:
         return None, ()
     program = replace(split_evenly(program), balances=False)
-    alike = {key: x.of_alike_shards for key, x in (kernels or {}).items()}
-    subject = Subject(program, request, alike)
+    known = {key: x.of_alike_shards for key, x in (kernels or {}).items()}
+    subject = Subject(program, request, known)
     if subject.arithmetic / request.mesh.size >= bar:
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
     if subject.cut is None:
         return None, ("stages: no batch to cut into microbatches",)
     options, seconds = subject.options, subject.options.seconds
     long = replace(
-        options, ranked=False, by_hand=False, seconds=seconds / 4, tolerance=ALIKE
+        options, ranked=False, by_hand=False, seconds=seconds / 4, tolerance=EQUAL
     )
     glance = replace(long, alike=True, seconds=seconds / 30)
     fewer = functools.partial(_in_fewer_parts, arithmetic=subject.arithmetic)
@@ -625,7 +622,7 @@ def fastest_staged(
     rounds = [
         _Round(glance, _STAGED_GLANCES * seconds, _untried, gain=1.0),
         _Round(glance, end, _in_twice_the_parts, 2.0, 1 - PAYS),
-        _Round(glance, end, fewer, 0.5, 1 - ALIKE),
+        _Round(glance, end, fewer, 0.5, 1 - EQUAL),
         _Round(long, seconds, _may_have_plan),
     ]
     if request.microbatches is not None:

@@ -18,8 +18,9 @@ Source: the task graph and delta simulation of FlexFlow (Jia, Zaharia and Aiken,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fxpar.errors import PlanError
 from fxpar.sharding.cost import collectives
@@ -33,6 +34,7 @@ from fxpar.sharding.solver.problem import FORBIDDEN
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
+Found = TypeVar("Found")
 # Seconds and axes of tasks.
 _Runs = tuple[dict[int, float], dict[int, int]]
 # (seconds, axes) of each collective.
@@ -273,7 +275,7 @@ def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
     discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
     choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
     cheap = [_with_first(result, choice) for choice in choices]
-    near = nearest([result, *cheap])
+    near = nearest([result, *cheap], lambda x: x)
     return [x for x in cheap if x in near]
 
 
@@ -301,13 +303,13 @@ def is_large(result: SearchResult) -> bool:
     return len(result.strategies) > _SIMULATED
 
 
-def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
-    """Return the results that may be the fastest, sorted by estimate."""
-    times = {id(x): _estimate(x) for x in results}
-    most = _FAR * min(times.values())
-    return [
-        x for x in sorted(results, key=lambda x: times[id(x)]) if times[id(x)] <= most
-    ]
+def nearest(
+    plans: Sequence[Found], search_of: Callable[[Found], SearchResult]
+) -> list[Found]:
+    """Return the plans that may be the fastest, sorted by estimate."""
+    times = [_estimate(search_of(x)) for x in plans]
+    order = sorted(range(len(plans)), key=times.__getitem__)
+    return [plans[i] for i in order if times[i] <= _FAR * min(times)]
 
 
 def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
@@ -317,7 +319,7 @@ def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
         return True
     if other is None:
         return not is_large(result)
-    return other in nearest([result, other])
+    return other in nearest([result, other], lambda x: x)
 
 
 def _estimate(result: SearchResult) -> float:
