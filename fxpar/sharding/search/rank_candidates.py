@@ -1,9 +1,10 @@
-"""Rank candidate plans of a search by the simulated step, with communication overlap.
+"""Plans that may be faster than the cheapest once communication overlaps.
 
-In: what a search found. Out: ``Polished``: a ``SearchResult`` whose simulated step is
-no longer. The additive problem knows no overlap: it pays for a gradient's reduction
-though the backward hides it. So plans that are the best with such communication at a
-discount are tried as well. Never leaves the memory limit.
+In: what a search found. Out: ``rivals``, further results of the same problem, and which
+of several may be the fastest (``nearest``), by the simulated step. The additive problem
+knows no overlap: it pays for a gradient's reduction though the backward hides it. So
+plans that are the best with such communication at a discount are tried as well. Never
+leaves the memory limit.
 
 ``Overlap`` is the simulated step of a choice of the solver. What ops and reshards cost
 is what they cost in the additive problem; what it adds is when they run (``tasks``,
@@ -222,51 +223,6 @@ DISCOUNTS = (0.5, 0.2, 0.02)
 # that are estimated to take _FAR times as long as the best are dropped, an expert's
 # plan only if the program has more than _FEW ops.
 _SIMULATED, _FAR, _FEW = 2500, 1.25, 200
-
-
-@dataclass(frozen=True)
-class Polished:
-    """The plan with the shortest simulated step among candidates."""
-
-    # The plan; its bound and gap are still those of the additive problem.
-    search: SearchResult
-    # Simulated seconds of the plans that were compared, the search's first.
-    candidates: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Of the simulated step of ``search``."""
-        return min(self.candidates)
-
-    def __str__(self) -> str:
-        return (
-            f"polished in the simulator: {self.candidates[0] * 1e3:.4g} ms to "
-            f"{self.seconds * 1e3:.4g} ms, the best of {len(self.candidates)} plans"
-        )
-
-
-def polish(
-    result: SearchResult,
-    *,
-    discounts: Sequence[float] = DISCOUNTS,
-    seconds: float = 2.0,
-    extra_choices: Sequence[Sequence[int]] = (),
-) -> Polished:
-    """A plan whose simulated step takes no longer than that of ``result``.
-
-    ``seconds``: for solving the problem again with each of the ``discounts``.
-    ``extra_choices``: choices to compare besides, which must fit, e.g. of an expert
-    (``formulate.cost_of``).
-    """
-    form = result.formulation
-    choices = [
-        result.solution.choice,
-        *cheaper(result, discounts, seconds),
-        *extra_choices,
-    ]
-    times = [step_seconds(form, choice) for choice in choices]
-    best = min(range(len(choices)), key=times.__getitem__)
-    return Polished(with_choice(result, choices[best]), tuple(times))
 
 
 def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
