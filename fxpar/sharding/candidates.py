@@ -87,7 +87,7 @@ _UNFIT = (HintError, MeshError, PlanError, SpecError)
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A program that candidates are plans of, and what is known of it."""
+    """Hold the program that candidates are plans of, and what is known of it."""
 
     program: Program
     request: Request
@@ -101,23 +101,23 @@ class Subject:
 
     @cached_property
     def cut(self) -> BatchCut | None:
-        """What follows the batch."""
+        """Return what follows the batch; None if nothing does."""
         return cut_in_time(self.program)
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
-        """The numbers of heads that weights make."""
+        """Return the numbers of heads that weights make."""
         return head_counts(self.program)
 
     @cached_property
     def live(self) -> list[Entry]:
-        """What lives when, of the whole batch."""
+        """Return what lives when, of the whole batch."""
         keep = self.request.keep_gathered
         return whole_entries(self.program, keep_gathered=keep, shared=self.kernels)
 
     @cached_property
     def arithmetic(self) -> float:
-        """Seconds of the arithmetic of a step on one device, at its fastest."""
+        """Return the least seconds of the arithmetic of a step on one device."""
         assert self.live is not None, "kernels are known with what lives"
         works = next(iter(self.kernels.values())).works
         hardware = self.options.hardware
@@ -125,9 +125,9 @@ class Subject:
         return sum(w.flops / (x.flops * x.efficiency) for w, x in flops if w.flops)
 
     def part(self, program: Program, request: Request, count: int) -> PartProgram:
-        """The program in ``count`` microbatches. Without stages all of them are priced;
-        where forward and backward are one program, the activations of one go before the
-        next."""
+        """Return a program in ``count`` microbatches, all priced where there are no
+        stages. Activations of one are freed before the next where forward and backward
+        are one program."""
         assert self.cut is not None, "there is a batch"
         places, flying, paid = 1, 1 if request.step else count, count
         if request.pipeline is not None:
@@ -142,7 +142,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, with stages or without, and the best plan on it that is known."""
+    """Hold a mesh, with stages or without, and the best plan on it that is known."""
 
     # As it is open; of that of the request parts may be named, and stages split off.
     mesh: Mesh
@@ -166,14 +166,14 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step of the plan."""
+        """Return the predicted seconds of a step; infinite without a plan."""
         if self.decision is None:
             return math.inf
         return self.step.seconds if self.step else search_of(self.decision).predicted
 
     @property
     def bound(self) -> float:
-        """Seconds of a step, or of one microbatch in stages, that no plan beats."""
+        """Return seconds that no plan beats, with stages those of one microbatch."""
         if self.decision is None:
             return math.inf if self.error else 0.0
         return search_of(self.decision).bound
@@ -189,8 +189,8 @@ class Candidate:
 def choose(
     program: Program, request: Request, parts: int = 1
 ) -> tuple[Decision, Request]:
-    """The decision on the best mesh of a request, and the request for it: in stages
-    where these are faster by ``PAYS``, or where nothing else fits. ``parts``:
+    """Return the decision on the best mesh of a request, and the request for it: in
+    stages where these are faster by ``PAYS``, or where nothing else fits. ``parts``:
     microbatches of the stages of a named mesh.
 
     Raises MeshError if nothing searches an open mesh, PlanError if ranks that share
@@ -236,7 +236,7 @@ def choose(
 
 @dataclass(frozen=True)
 class _Round:
-    """A way to know more of candidates: a search of each, the most promising first."""
+    """Describe a search of several candidates, the most promising first."""
 
     # Of a search.
     options: SearchOptions
@@ -256,7 +256,7 @@ def _improved(
     rounds: Sequence[_Round],
     bar: float = math.inf,
 ) -> list[Candidate]:
-    """The candidates after all rounds.
+    """Return the candidates after all rounds.
 
     Each round searches its candidates in the order of what they promise, so that cheap
     glances at all come before long searches of the best. Everything is compared by the
@@ -289,7 +289,7 @@ def _improved(
 def _after(
     subject: Subject, x: Candidate, row: _Round, left: float, bar: float
 ) -> Candidate:
-    """The candidate after a search of a round; the same if that finds nothing better.
+    """Return a candidate after a search; the same if that finds nothing better.
     ``left``: seconds until the round ends, a share of which is to begin again from
     plans made by hand."""
     left = max(left, _SHORT) / (1 + AGAIN * row.options.by_hand)
@@ -311,7 +311,7 @@ def _after(
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one with the shortest step, the first of those that are equal."""
+    """Return the candidate of the shortest step, the first of those that are equal."""
     best = None
     for x in candidates:
         if x.decision and (best is None or x.seconds < best.seconds * (1 - EQUAL)):
@@ -320,11 +320,13 @@ def _best(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _untried(x: Candidate) -> float | None:
+    """Return the promise of a candidate that was never searched."""
     return None if x.is_tried else x.estimate / _FAR
 
 
 def _may_have_plan(x: Candidate) -> float | None:
-    """Of what memory forbade a longer search may find one."""
+    """Return the seconds known, unless no search finds a plan; a longer one may find
+    a plan that fits in memory."""
     is_unfit = x.error is not None and not isinstance(x.error, TooLargeError)
     return None if is_unfit else x.seconds
 
@@ -337,7 +339,7 @@ def _searched(
     bar: float = math.inf,
     before: SearchResult | None = None,
 ) -> Candidate:
-    """The candidate with the plan that a search finds, or with the reason why there is
+    """Return a candidate with the plan that a search finds, or with the reason for
     none. ``parts``: microbatches of stages; for a first plan twice as many as often as
     memory asks. ``before``: a shorter search of the same."""
     request, pipeline, least, step = x.request, x.request.pipeline, 1.0, None
@@ -368,7 +370,7 @@ def _searched(
 
 
 def _on_named_mesh(subject: Subject, parts: int) -> Decision:
-    """The decision on a named mesh: searched for a stage of one of ``parts``
+    """Decide on a named mesh: by a search for a stage of one of ``parts``
     microbatches, as many as the batch has; without stages for a step of all that are
     asked for."""
     program, request = subject.program, subject.request
@@ -400,8 +402,8 @@ def _decide_in_parts(
     request: Request,
     before: SearchResult | None = None,
 ) -> Decision:
-    """The decision without stages, searched for a step of all microbatches that are
-    asked for: a part is priced as small as it is, and what a rank holds is of the parts
+    """Decide without stages, by a search for a step of all microbatches that are asked
+    for: a part is priced as small as it is, and what a rank holds is of the parts
     that wait for their backward. How many there are depends on the rows of a rank, and
     so on the plan: as many as all rows have, or those of a rank where the batch axes
     split them, whichever takes less. Where none is cut as it is priced the batch is
@@ -440,7 +442,7 @@ def _decide_in_parts(
 
 
 def _parts_made(decision: Decision, most: int) -> int:
-    """The parts that the batch is cut into under a decision, as
+    """Return how many parts the batch is cut into under a decision, as
     ``passes.stages.microbatches`` does: those of the rows that a rank reads."""
     if not decision.is_even:
         return 1
@@ -453,18 +455,18 @@ def _parts_made(decision: Decision, most: int) -> int:
 
 
 def parts_of(rows: int, most: int) -> int:
-    """Microbatches of so many rows: ``most``, or the next fewer that divide them."""
+    """Return ``most``, or the next fewer microbatches that divide so many rows."""
     return max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
 
 
 def split_evenly(program: Program) -> Program:
-    """The program whose ranks get equal shards, as parts of a batch need."""
+    """Return the program whose ranks get equal shards, as parts of a batch need."""
     ops = [replace(op, rule=replace(op.rule, even=True)) for op in program.ops]
     return replace(program, ops=ops, even=True)
 
 
 def search_of(decision: Decision) -> SearchResult:
-    """The search that decided."""
+    """Return the search that decided."""
     assert decision.search is not None, "what is chosen was searched"
     return decision.search
 
@@ -472,9 +474,9 @@ def search_of(decision: Decision) -> SearchResult:
 def balanced(
     decision: Decision, request: Request, axes: Sequence[str], rows: int
 ) -> Decision:
-    """A searched decision on unlike ranks, or one with the shares along ``axes`` with
-    which its ranks would finish together, if that is faster. ``rows``: of the batch.
-    """
+    """Return a searched decision on unlike ranks, or one with the shares along ``axes``
+    with which its ranks would finish together, if that is faster. ``rows``: of the
+    batch."""
     mesh, mode = decision.mesh, request.mode
     assert isinstance(mode, SearchOptions)
     best = best_shares(decision, mode.hardware)
@@ -490,7 +492,7 @@ def balanced(
 
 
 def _fastest(subject: Subject) -> Decision:
-    """The decision on the mesh without stages with the fastest plan found, with
+    """Return the decision with the fastest plan found on a mesh without stages, with
     ``rivals`` and a note of every candidate.
 
     Half of the seconds go to a glance at each mesh, in the order given; all that is
@@ -527,7 +529,7 @@ def _fastest(subject: Subject) -> Decision:
 
 
 def _check_memory(subject: Subject) -> None:
-    """Raises TooLargeError if no plan on any mesh of so many ranks fits in memory."""
+    """Raise TooLargeError if no plan on any mesh of so many ranks fits in memory."""
     program, request, limit = subject.program, subject.request, subject.options.budget
     part, most = None, request.microbatches or 1
     if most > 1 and subject.cut is not None:
@@ -538,8 +540,8 @@ def _check_memory(subject: Subject) -> None:
 
 
 def _open(subject: Subject, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
-    """The meshes to search: where nothing but the plan says which axis splits what, one
-    of those that differ in the order of their axes only."""
+    """Return the meshes to search: where nothing but the plan says which axis splits
+    what, one of those that differ in the order of their axes only."""
     signature, request = subject.request.laid, subject.request
     specs = [end.rest for end in signature.inputs]
     specs += [end.rest for end in signature.outputs]
@@ -595,8 +597,8 @@ def fastest_staged(
     bar: float,
     kernels: SharedKernels | None = None,
 ) -> tuple[Candidate | None, tuple[str, ...]]:
-    """The fastest plan in stages that takes less than ``bar`` seconds, and what there
-    is to know of the others. ``kernels``: of the program, those that are known.
+    """Return the fastest plan in stages that takes less than ``bar`` seconds, and notes
+    of the others. ``kernels``: of the program, those that are known.
 
     A glance is a plan that is the same in all repeated layers: it takes a fraction of a
     search, and its stages are the more equal for it. The best are tried with other
@@ -667,7 +669,7 @@ def _with_stages(subject: Subject) -> list[Candidate]:
 
 
 def _first_parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
-    """Microbatches to try on a mesh; 0: there is no number."""
+    """Return the microbatches to begin with on a mesh; 0: there is no number."""
     if request.microbatches is not None:
         return parts_of(cut.rows, request.microbatches)
     places = mesh.axes[0][1]
@@ -678,10 +680,9 @@ def _first_parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
 
 
 def _in_twice_the_parts(x: Candidate) -> float | None:
-    """Seconds of a step with twice as many microbatches, at best, on equal stages: a
-    plan for them would do for two at a time now, but for memory, in twice its seconds.
-    More of them wait less, and hold less, so that faster plans may fit and stages be
-    more equal."""
+    """Return seconds of a step with twice as many microbatches, at best, on equal
+    stages: a plan for them would do for two at a time now, but for memory, in twice its
+    seconds. More of them wait less, and hold less, so that faster plans may fit."""
     if x.decision is None or x.step is None:
         return None
     part, places = search_of(x.decision).unlimited / 2, x.mesh.axes[0][1]
@@ -689,11 +690,11 @@ def _in_twice_the_parts(x: Candidate) -> float | None:
 
 
 def _in_fewer_parts(x: Candidate, arithmetic: float) -> float | None:
-    """Seconds of a step with half as many microbatches, a quarter, and so on, at best,
-    on equal stages: a kernel takes less for a row where it has more, but none takes
-    less than one with fewer rows does now, nor than its arithmetic. ``arithmetic``:
-    seconds of that of all of them on one device. Of meshes that have no more of them
-    than they began with."""
+    """Return seconds of a step with half as many microbatches, a quarter, and so on, at
+    best, on equal stages: a kernel takes less for a row where it has more, but no less
+    than one with fewer rows does now, nor than its arithmetic. ``arithmetic``: seconds
+    of all of that on one device. None of meshes that have more microbatches than they
+    began with."""
     if x.decision is None or x.step is None or not 2 < x.step.parts <= x.parts:
         return None
     step, places = x.step, x.mesh.axes[0][1]
@@ -706,7 +707,7 @@ def _in_fewer_parts(x: Candidate, arithmetic: float) -> float | None:
 
 
 def priced(decision: Decision, request: Request) -> StagedStep | None:
-    """What a searched plan takes in the stages that a request asks for."""
+    """Predict a step of a searched plan in the stages that a request asks for."""
     pipeline, signature = request.pipeline, decision.program.signature
     result, options = search_of(decision), request.mode
     assert pipeline is not None, "of a mesh with stages"
@@ -721,8 +722,8 @@ def priced(decision: Decision, request: Request) -> StagedStep | None:
 
 
 def _step_that_fits(decision: Decision, request: Request) -> StagedStep:
-    """What a searched plan takes in stages. Raises PlanError if these cannot be cut, or
-    a rank lacks memory."""
+    """Predict a step in stages. Raises PlanError if there is no such step, or a rank
+    lacks memory for it."""
     step = priced(decision, request)
     assert isinstance(request.mode, SearchOptions)
     if step is None:
