@@ -115,11 +115,14 @@ def _finished(state: JointState) -> Result:
     best.step_seconds, _ = steps[index]
     if decision is not first:
         check_user_rules(decision)
-    asked = state.request
+    original = state.request
     best.request = replace(
-        best.request, debug=asked.debug, dump=asked.dump, schedule=asked.schedule
+        best.request,
+        debug=original.debug,
+        dump=original.dump,
+        schedule=original.schedule,
     )
-    if asked.debug < 2 and not asked.dump and not state.open:
+    if original.debug < 2 and not original.dump and not state.open:
         return pipeline.finished(best, pipeline.rows_after(_LOWERED))
     final_state = _trial_of(state, decision, best.request)
     final_state.notes, final_state.step_seconds = best.notes, best.step_seconds

@@ -89,7 +89,9 @@ _UNFIT = (HintError, MeshError, PlanError, SpecError)
 class Subject:
     """Hold the program that candidates are plans of, and what is known of it."""
 
+    # In global shapes; for stages one of equal shards.
     program: Program
+    # That leaves the mesh open, or names it.
     request: Request
     # As ``PartProgram.whole_kernels``.
     kernels: SharedKernels = field(default_factory=dict)
@@ -150,8 +152,9 @@ class Candidate:
     request: Request
     # Microbatches of stages to begin with.
     parts: int = 1
-    # Seconds of a step: a guess, and those that no plan beats.
+    # Seconds of a step, a guess.
     estimate: float = 0.0
+    # Seconds of a step that no plan beats.
     least: float = 0.0
     # The plan; None before a search, and where that finds none.
     decision: Decision | None = None
@@ -419,20 +422,20 @@ def _decide_in_parts(
     ranks, best, failure = mesh.count(batch_axes(mesh)), None, None
     counts = [parts_of(rows, most)]
     counts += [parts_of(rows // ranks, most)] if rows % ranks == 0 else []
-    asked = request
+    limited = request
     for count in dict.fromkeys(counts):
         part = None if count == 1 else subject.part(even, request, count)
         try:
-            decision = decide_on(program if part is None else even, asked, parts=part)
+            decision = decide_on(program if part is None else even, limited, parts=part)
         except (HintError, PlanError) as error:
             failure = failure or error
             continue
         seconds = search_of(decision).predicted
-        assert isinstance(asked.mode, SearchOptions)
-        is_better = best is None or seconds < asked.mode.enough
+        assert isinstance(limited.mode, SearchOptions)
+        is_better = best is None or seconds < limited.mode.enough
         if is_better and _parts_made(decision, most) == count:
             best = decision
-            asked = replace(asked, mode=replace(asked.mode, enough=seconds))
+            limited = replace(limited, mode=replace(limited.mode, enough=seconds))
     if best is not None:
         return best
     try:
@@ -608,8 +611,8 @@ def fastest_staged(
     if not request.staged:
         return None, ()
     program = replace(split_evenly(program), balances=False)
-    known = {key: x.of_alike_shards for key, x in (kernels or {}).items()}
-    subject = Subject(program, request, known)
+    equal_kernels = {key: x.of_alike_shards for key, x in (kernels or {}).items()}
+    subject = Subject(program, request, equal_kernels)
     if subject.arithmetic / request.mesh.size >= bar:
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
     if subject.cut is None:
@@ -737,11 +740,11 @@ def _step_that_fits(decision: Decision, request: Request) -> StagedStep:
 
 def _note_of_stages(tries: Sequence[Candidate], seconds: float, bar: float) -> str:
     """Return a note of the meshes tried, relative to a plan of ``seconds``."""
-    tried = [x for x in tries if x.is_tried]
+    searched = [x for x in tries if x.is_tried]
     losers = sum(x.least >= bar for x in tries if not x.is_tried)
-    left = len(tries) - len(tried) - losers
-    texts = ", ".join(x.compared(seconds) for x in tried)
-    counts = [f"{len(tried)} of {len(tries)} meshes tried"]
+    left = len(tries) - len(searched) - losers
+    texts = ", ".join(x.compared(seconds) for x in searched)
+    counts = [f"{len(searched)} of {len(tries)} meshes tried"]
     counts += [f"{losers} cannot be faster"] if losers else []
     counts += [f"{left} left out for want of time"] if left else []
     return f"stages: {texts}{'; ' if texts else ''}{', '.join(counts)}"

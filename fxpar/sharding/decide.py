@@ -213,8 +213,10 @@ def decide_on(
     mesh, hints, options = request.mesh, request.hints, request.mode
     if not isinstance(options, SearchOptions):
         assert isinstance(options, str), "a saved plan is recalled"
-        given, hardware = constraints_of(program), request.named_hardware
-        return decide(program, mesh, hints, given, mode=options, hardware=hardware)
+        constraints, hardware = constraints_of(program), request.named_hardware
+        return decide(
+            program, mesh, hints, constraints, mode=options, hardware=hardware
+        )
     seeds = _seeds_by_value(program, mesh, hints)
     keep_gathered = request.keep_gathered
     with work_clock.within(options.seconds):
@@ -278,9 +280,11 @@ def _by_hand(
     """Decide as an expert would begin: each axis used as its name says, all axes for
     the batch, and no axis for it."""
     decisions: dict[tuple[Any, Any], Decision] = {}
-    given = constraints_of(program)
+    constraints = constraints_of(program)
     for batch in (None, mesh.names, ()):
-        decision = decide(program, mesh, hints, given, batch=batch, hardware=hardware)
+        decision = decide(
+            program, mesh, hints, constraints, batch=batch, hardware=hardware
+        )
         decisions.setdefault((decision.strategies, decision.settled), decision)
     return list(decisions.values())
 
