@@ -40,7 +40,6 @@ from fxpar.sharding.refine_mesh import head_counts, refine, rounded
 from fxpar.sharding.search.batch_parts import BatchCut, PartProgram, SharedKernels
 from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.least_memory import (
-    least_bytes,
     least_held,
     whole_entries,
 )
@@ -140,6 +139,12 @@ class Subject:
         return PartProgram(
             program, self.cut, count, places, flying, free, kernels, paid
         )
+
+    def least_held(self, request: Request, count: int) -> list[tuple[Entry, float]]:
+        """Return what a rank holds at its peak under any plan, with its bytes, the
+        batch in ``count`` microbatches; 0: the batch is whole."""
+        part = self.part(self.program, request, count) if count else None
+        return least_held(self.program, self.live, request.mesh.size, part)
 
 
 @dataclass(frozen=True)
@@ -533,13 +538,12 @@ def _fastest(subject: Subject) -> Decision:
 
 def _check_memory(subject: Subject) -> None:
     """Raise TooLargeError if no plan on any mesh of so many ranks fits in memory."""
-    program, request, limit = subject.program, subject.request, subject.options.budget
-    part, most = None, request.microbatches or 1
-    if most > 1 and subject.cut is not None:
-        part = subject.part(program, request, parts_of(subject.cut.rows, most))
-    held = least_held(program, subject.live, request.mesh.size, part)
+    request, limit = subject.request, subject.options.budget
+    most, ranks = request.microbatches or 1, request.mesh.size
+    count = parts_of(subject.cut.rows, most) if most > 1 and subject.cut else 0
+    held = subject.least_held(request, count)
     if sum(nbytes for _, nbytes in held) > limit:
-        raise nothing_fits(program, limit, held, request.mesh.size, least=True)
+        raise nothing_fits(subject.program, limit, held, ranks, least=True)
 
 
 def _open(subject: Subject, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
@@ -646,19 +650,16 @@ def fastest_staged(
 
 def _with_stages(subject: Subject) -> list[Candidate]:
     """Return the candidates with stages, those of the shortest estimate first."""
-    request, cut, options = subject.request, subject.cut, subject.options
+    request, cut, hardware = subject.request, subject.cut, subject.options.hardware
     assert cut is not None, "there is a batch"
+    budget = subject.options.budget
     guess = estimate_stages(subject.program, cut, subject.live, subject.arithmetic)
     out, is_open = list[Candidate](), request.microbatches is None
     no_room = PlanError("has too little memory for any plan")
     for mesh in _open(subject, request.staged):
         on, places = request.on(mesh), mesh.axes[0][1]
         first = parts = _first_parts(mesh, cut, request)
-        while parts:
-            part = subject.part(subject.program, on, parts)
-            held = least_bytes(subject.program, subject.live, on.mesh.size, part)
-            if held <= options.budget:
-                break
+        while parts and budget < sum(n for _, n in subject.least_held(on, parts)):
             parts = 2 * parts if is_open and cut.rows % (2 * parts) == 0 else 0
         if not parts:
             out += [Candidate(mesh, on, error=no_room)] if first else []
@@ -666,7 +667,7 @@ def _with_stages(subject: Subject) -> list[Candidate]:
         most = cut.rows if is_open else parts
         waiting = least_staged(1.0, places, most, on.pipeline_order) * places / most
         least = subject.arithmetic * waiting / mesh.size
-        seconds = guess.seconds(mesh, parts, options.hardware, options.budget)
+        seconds = guess.seconds(mesh, parts, hardware, budget)
         out.append(Candidate(mesh, on, parts, seconds, least))
     return sorted(out, key=lambda x: x.estimate)
 

@@ -30,7 +30,7 @@ from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.formulate import cost_of
-from fxpar.sharding.search.least_memory import least_bytes, whole_entries
+from fxpar.sharding.search.least_memory import least_held, whole_entries
 from fxpar.sharding.search.mesh_candidates import staged_candidates
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
@@ -58,6 +58,10 @@ def part_of(
     cut = cut_in_time(program)
     assert cut is not None and cut.rows == ROWS
     return PartProgram(program, cut, count, places, flying)
+
+
+def least_bytes(*args: Any) -> float:
+    return sum(nbytes for _, nbytes in least_held(*args))
 
 
 def staged(
