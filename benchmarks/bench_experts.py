@@ -233,11 +233,12 @@ def free_search(program: Any, mesh: Any, memory: float | None) -> Any:
     """What a search without hints finds, before plans are ranked by simulation: one
     cost model for all."""
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.decide import searched
+    from fxpar.sharding.decide import decide_on
+    from fxpar.sharding.plan_request import Request
     from fxpar.sharding.search.run_search import SearchOptions
 
     asked = SearchOptions(lookup(HARDWARE), SECONDS, memory, ranked=False)
-    return searched(program, mesh, {}, (), asked).search
+    return decide_on(program, Request(mesh, program.signature, {}, asked)).search
 
 
 def completed(program: Any, mesh: Any, expert: Expert, memory: float) -> Any:

@@ -195,7 +195,7 @@ def _traced(row: StagesRow) -> tuple[Any, Any, float]:
 
 
 def _plans(row: StagesRow, request: Any, program: Any) -> list[dict[str, Any]]:
-    from fxpar.sharding.choose_stages import choose_with_stages
+    from fxpar.sharding.candidates import choose
 
     on, total = request.mode.hardware, _flops(program)
 
@@ -213,7 +213,7 @@ def _plans(row: StagesRow, request: Any, program: Any) -> list[dict[str, Any]]:
     out = []
     if row.searched:
         begun = time.perf_counter()
-        decision, chosen_request = choose_with_stages(program, request)
+        decision, chosen_request = choose(program, request)
         took = time.perf_counter() - begun
         seconds, staged = decision.search.predicted, chosen_request.pipeline
         found = told(decision, seconds, took)
@@ -249,7 +249,7 @@ def _by_hand(
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.cut_in_time import cut_in_time
-    from fxpar.sharding.decide_request import decide_on
+    from fxpar.sharding.decide import decide_on
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.search.batch_parts import PartProgram
 

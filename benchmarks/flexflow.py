@@ -160,14 +160,14 @@ def chosen(
 ) -> dict[str, Any]:
     """The search's plan, the one of a few that is best in the simulator (``data``: data
     parallelism's choice), and where a walk from there leads, all lowered."""
-    from fxpar.sharding.search.rank_candidates import polish, with_choice
+    from fxpar.sharding.search.rank_candidates import with_choice
 
     found = plan.result.decision.search
     out = {"search": facts(plan.result.decision, plan.result.local, machine)}
     begun = time.perf_counter()
-    ranked = polish(found, seconds=seconds, extra_choices=[data])
+    ranked = random_walk.ranked(found, seconds, [data])
     spent = time.perf_counter() - begun
-    best = ranked.search.solution.choice
+    shortest, best = min(ranked)
     walked = random_walk.walk(found.formulation, best, PROPOSALS)
     known = {found.solution.choice: out["search"]}
     for key, choice in (("ranked", best), ("walked", walked.choice)):
@@ -175,7 +175,7 @@ def chosen(
             other = with_choice(found, choice)
             known[choice] = facts(*lowered(plan, other), machine)
         out[key] = known[choice]
-    simulated = [*ranked.candidates[:1], ranked.seconds, walked.seconds]
+    simulated = [ranked[0][0], shortest, walked.seconds]
     return {**out, "simulated": simulated, "rank_seconds": spent}
 
 

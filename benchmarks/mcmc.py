@@ -151,23 +151,23 @@ def traced(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
     """Steps with overlap: [as ``overlap`` has it, lowered] of each plan."""
-    from random_walk import walk
+    from random_walk import ranked, walk
 
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.search.rank_candidates import Overlap, polish, with_choice
+    from fxpar.sharding.search.rank_candidates import Overlap, with_choice
 
     found, machine = plan.result.decision.search, lookup("h100")
     form = found.formulation
     begun = time.perf_counter()
-    ranked = polish(found, seconds=2.0).search.solution
+    _, best = min(ranked(found, 2.0))
     spent = time.perf_counter() - begun
     begun = time.perf_counter()
-    walked = walk(form, ranked.choice, PROPOSALS)
+    walked = walk(form, best, PROPOSALS)
     each = (time.perf_counter() - begun) / PROPOSALS
     choices = {
         "data": tuple(theirs),
         "search": found.solution.choice,
-        "ranked": ranked.choice,
+        "ranked": best,
         "walked": walked.choice,
         "walked from data": walk(form, theirs, PROPOSALS).choice,
     }

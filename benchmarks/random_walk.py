@@ -26,7 +26,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.rank_candidates import Overlap
+from fxpar.sharding.search.rank_candidates import (
+    DISCOUNTS,
+    Overlap,
+    cheaper,
+    step_seconds,
+)
+from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.solver import Problem
 from fxpar.sharding.solver.problem import FORBIDDEN
 
@@ -201,6 +207,15 @@ class Walk:
     start: float
     proposals: int
     accepted: int
+
+
+def ranked(
+    found: SearchResult, seconds: float, known: Sequence[Sequence[int]] = ()
+) -> list[tuple[float, tuple[int, ...]]]:
+    """(seconds of the simulated step, choice): of what a search found first, then of
+    what is best with communication at a discount, and of ``known`` choices."""
+    choices = [found.solution.choice, *cheaper(found, DISCOUNTS, seconds), *known]
+    return [(step_seconds(found.formulation, x), tuple(x)) for x in choices]
 
 
 def walk(

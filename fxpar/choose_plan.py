@@ -27,7 +27,7 @@ from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.peak_memory import optimizer_bytes
 from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.simulate.simulate_step import Timeline
-from fxpar.pipeline import JOINT, run_steps
+from fxpar.pipeline import run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps.pipeline_state import JointState
@@ -44,6 +44,8 @@ from fxpar.units import percent_more, short_seconds
 # The last step of the pipeline before a schedule is chosen, the last one before a plan
 # is described, and the least share of a step's kernels that a schedule leaves.
 _UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
+# The share of the seconds that a search takes for a choice that makes another graph.
+_TRIAL = 0.5
 # Of plans whose steps take so many times as long as the shortest at most, the one that
 # holds the fewest bytes is taken, if these are at most such a share of the shortest's.
 _TIE, _LESS = 1.001, 0.99
@@ -54,10 +56,8 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> JointStat
 
     Raises as ``pipeline.decided`` and ``pipeline.finished`` do.
     """
-    request, of_bodies = _with_bodies(graph, fake_mode, request)
-    request, of_experts = _over_axes(graph, fake_mode, request)
-    state = pipeline.decided(graph, fake_mode, request)
-    return _finished(state).noted(*of_bodies, *of_experts)
+    request, notes = _with_choices(graph, fake_mode, request)
+    return _finished(pipeline.decided(graph, fake_mode, request)).noted(*notes)
 
 
 def _finished(state: JointState) -> JointState:
@@ -70,8 +70,8 @@ def _finished(state: JointState) -> JointState:
     rivals = [x for x in state.rivals if not state.open or x[0].is_even]
     if not rivals:
         return pipeline.finished(state, pipeline.rows_after("plan"))
-    trials, decisions = [], [(state.decided, state.request), *rivals]
-    for number, (decision, request) in enumerate(decisions):
+    trials: list[tuple[Timeline, JointState, Decision]] = []
+    for decision, request in ((state.decided, state.request), *rivals):
         trial = _trial_of(state, decision, replace(request, debug=0, dump=None))
         if state.open:
             hinted, _ = next(iter(decision.program.value_of))
@@ -81,19 +81,19 @@ def _finished(state: JointState) -> JointState:
             trial.request = replace(trial.request, schedule="none")
         try:
             run_steps(pipeline.rows_after("plan", _UNSCHEDULED), trial)
-            trials.append((_timeline_unscheduled(trial), trial, number))
+            trials.append((_timeline_unscheduled(trial), trial, decision))
         except PlanError:
             if not trials:
                 raise
     held = [_held(line, trial) for line, trial, _ in trials]
-    budget = _budget(state.request)
+    budget = _options(state).budget
     room = budget if min(held) <= budget else held[0]
     trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
-    first_number, seconds, scheduled = trials[0][2], math.inf, set[tuple[float, int]]()
-    finished: list[tuple[JointState, int]] = []
+    first, seconds, scheduled = trials[0][2], math.inf, set[tuple[float, int]]()
+    finished: list[tuple[JointState, Decision]] = []
     steps: list[tuple[float, int]] = []
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
-    for line, trial, number in sorted(trials, key=lambda x: x[0].seconds):
+    for line, trial, decision in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
         # A search counts attentions that a schedule balances as balanced.
         search, least = trial.decided.search, line.seconds - line.exposed_seconds
@@ -104,29 +104,27 @@ def _finished(state: JointState) -> JointState:
             scheduled.add(key)
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
             line = _timeline(trial)
-            finished.append((trial, number))
+            finished.append((trial, decision))
             steps.append((line.seconds, _held(line, trial)))
             seconds = min(seconds, line.seconds)
         times.setdefault((trial.decided.mesh, key), line.seconds)
     listed = ", ".join(f"{mesh} {short_seconds(x)}" for (mesh, _), x in times.items())
     index = shortest_step(steps)
-    best, best_number = finished[index]
+    best, decision = finished[index]
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
     best.step_seconds, _ = steps[index]
-    decision, _ = decisions[best_number]
-    if best_number != first_number:
+    if decision is not first:
         check_user_rules(decision)
-    given_request = state.request
-    request = replace(
+    original = state.request
+    best.request = replace(
         best.request,
-        debug=given_request.debug,
-        dump=given_request.dump,
-        schedule=given_request.schedule,
+        debug=original.debug,
+        dump=original.dump,
+        schedule=original.schedule,
     )
-    if given_request.debug < 2 and not given_request.dump and not state.open:
-        best.request = request
+    if original.debug < 2 and not original.dump and not state.open:
         return pipeline.finished(best, pipeline.rows_after(_LOWERED))
-    final_state = _trial_of(state, decision, request)
+    final_state = _trial_of(state, decision, best.request)
     final_state.notes, final_state.step_seconds = best.notes, best.step_seconds
     return pipeline.finished(final_state, pipeline.rows_after("plan"))
 
@@ -150,10 +148,9 @@ def _held(line: Timeline, state: JointState) -> int:
     return line.peak_bytes + sum(optimizer_bytes(inputs, signature).values())
 
 
-def _budget(request: Request) -> float:
-    """Return the bytes that a rank may hold."""
-    assert isinstance(request.mode, SearchOptions), "what is compared was searched"
-    return request.mode.budget
+def _options(state: JointState) -> SearchOptions:
+    assert isinstance(state.request.mode, SearchOptions), "what is compared is searched"
+    return state.request.mode
 
 
 def _trial_of(state: JointState, decision: Decision, request: Request) -> JointState:
@@ -175,14 +172,10 @@ def _timeline_unscheduled(state: JointState) -> Timeline:
 
 def _timeline(state: JointState) -> Timeline:
     """Predict a step of a lowered graph."""
-    request, options = state.request, state.request.mode
-    assert isinstance(options, SearchOptions), "what is compared was searched"
+    hardware = state.request.hardware or _options(state).hardware
+    settings, disable = state.schedule.settings, state.request.disable
     return predict_step(
-        state.graph,
-        state.decided.mesh,
-        request.hardware or options.hardware,
-        settings=state.schedule.settings,
-        disable=request.disable,
+        state.graph, state.decided.mesh, hardware, settings=settings, disable=disable
     )
 
 
@@ -275,67 +268,52 @@ def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> JointSt
         raise OpenSizesRefused(what) from error
 
 
-def _with_bodies(
+def _with_choices(
     graph: fx.Graph, fake_mode: Any, request: Request
 ) -> tuple[Request, list[str]]:
-    """The request with the bodies of manual regions: those of a plan, or where it is
-    searched, one choice after the other, those predicted to be the fastest; notes of
-    why."""
-    mode = request.mode
+    """The request with what makes another graph, bodies of manual regions and axes that
+    experts are split over: those of a plan, or where it is searched, one choice after
+    the other, those with the shortest predicted step; notes of why."""
+    mode, notes = request.mode, list[str]()
     if isinstance(mode, Plan):
-        return replace(request, bodies=mode.bodies), []
+        experts = mode.experts or None
+        return replace(request, bodies=mode.bodies, experts_over=experts), notes
+    if not isinstance(mode, SearchOptions) or request.meshes:
+        return request, notes
     counts = body_choices(graph)
-    if not counts or not isinstance(mode, SearchOptions) or request.meshes:
-        return request, []
-    best, notes = (0,) * len(counts), []
+    bodies = [0] * len(counts)
     for i, count in enumerate(counts):
-        seconds = {
-            bodies: _seconds_with_bodies(
-                graph, fake_mode, replace(request, bodies=bodies)
-            )
-            for bodies in ((*best[:i], body, *best[i + 1 :]) for body in range(count))
-        }
-        best = min(seconds, key=seconds.__getitem__)
-        times = ", ".join(percent_more(s, seconds[best]) for s in seconds.values())
+        seconds = []
+        for body in range(count):
+            trial = replace(request, bodies=(*bodies[:i], body, *bodies[i + 1 :]))
+            seconds.append(_seconds_of(graph, fake_mode, trial))
+        bodies[i] = min(range(count), key=seconds.__getitem__)
+        times = ", ".join(percent_more(s, min(seconds)) for s in seconds)
         notes.append(
-            f"body {best[i]} of {count} of manual region {i}: a step is estimated with "
-            f"each to take {times}"
+            f"body {bodies[i]} of {count} of manual region {i}: a step is estimated "
+            f"with each to take {times}"
         )
-    return replace(request, bodies=best if any(best) else ()), notes
-
-
-def _over_axes(
-    graph: fx.Graph, fake_mode: Any, request: Request
-) -> tuple[Request, list[str]]:
-    """The request with the axes that experts are split over, where a plan has some or a
-    search finds some that pay; notes of why."""
-    if isinstance(request.mode, Plan):
-        return replace(request, experts_over=request.mode.experts or None), []
-    seconds = {
-        axes: _seconds_with_bodies(
-            graph, fake_mode, replace(request, experts_over=axes)
-        )
+    request = replace(request, bodies=tuple(bodies) if any(bodies) else ())
+    over = {
+        axes: _seconds_of(graph, fake_mode, replace(request, experts_over=axes))
         for axes in expert_axes.choices(graph, request)
     }
-    if not seconds:
-        return request, []
-    axes, note = expert_axes.best(seconds)
-    return replace(request, experts_over=axes), [note] if note else []
+    if not over:
+        return request, notes
+    axes, note = expert_axes.best(over)
+    return replace(request, experts_over=axes), [*notes, *([note] if note else [])]
 
 
-def _seconds_with_bodies(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+def _seconds_of(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     """Seconds of a step of the plan that a short search finds for a copy of a graph;
     infinite where none fits."""
-    request = expert_axes.trial(request)
-    copied = copy_of(graph)
+    mode, copied = request.mode, copy_of(graph)
+    assert isinstance(mode, SearchOptions), "what is compared is searched"
+    shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)
+    request = replace(request, mode=shorter, cached=False, debug=0, dump=None)
     copied.owning_module = graph.owning_module
-    state = JointState(
-        graph=copied, request=request, fake_mode=fake_mode, normalized=copied
-    )
-    names = [step.name for step in JOINT]
     try:
-        run_steps(JOINT[: names.index("plan") + 1], state)
+        search = pipeline.decided(copied, fake_mode, request).decided.search
     except PlanError:
         return math.inf
-    search = state.decided.search
     return search.predicted if search is not None else math.inf

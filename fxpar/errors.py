@@ -66,6 +66,10 @@ class PlanError(FxparError):
     """A plan that cannot be made, loaded or applied."""
 
 
+class TooLargeError(PlanError):
+    """A plan that a rank has no memory for."""
+
+
 class ScheduleError(FxparError):
     """A schedule that cannot be read, or a verb that would change a number."""
 

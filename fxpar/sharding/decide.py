@@ -1,8 +1,9 @@
 """Deciding: from a Program, a Mesh and hints to a Decision.
 
 ``decide`` propagates what is given, chooses a strategy per op, places the reductions,
-and connects. ``searched`` takes what is given as facts and finds the fastest plan. (A
-saved plan is applied to a program again by ``recall``.) Nothing here knows graphs.
+and connects. ``decide_on`` does so for a request, or takes what is given as facts and
+finds the fastest plan. (A saved plan is applied to a program again by ``recall``.)
+Nothing here knows graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of
@@ -56,6 +59,9 @@ from fxpar.sharding.search.run_search import (
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
+
+if TYPE_CHECKING:
+    from fxpar.sharding.plan_request import Request
 
 # A gap that a search should not end with, and one that is worth a warning.
 _WIDE, _POOR = 0.005, 0.05
@@ -124,6 +130,15 @@ def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
     return steps(source, target, decision.mesh, value.shape, itemsize, apart)
 
 
+def constraints_of(program: Program) -> list[tuple[int, list[str]]]:
+    """Hints in the code."""
+    return [
+        (op.results[0], op.node.args[1].split(","))
+        for op in program.ops
+        if op.target is torch.ops.fxpar.constrain.default
+    ]
+
+
 def decide(
     program: Program,
     mesh: Mesh,
@@ -183,25 +198,27 @@ def decide(
     )
 
 
-def searched(
+def decide_on(
     program: Program,
-    mesh: Mesh,
-    hints: Mapping[str, Entries],
-    constraints: Sequence[tuple[int, Entries]],
-    options: SearchOptions,
-    *,
-    keep_gathered: bool = False,
+    request: Request,
     before: SearchResult | None = None,
     parts: PartProgram | None = None,
 ) -> Decision:
-    """The fastest plan that keeps the hints and fits in memory. ``before``, ``parts``:
-    as for ``run_search.search``.
+    """The decision on the request's mesh: by ``decide``, or of a search the fastest
+    plan that keeps the hints and fits in memory. ``before``, ``parts``: as for
+    ``run_search.search``.
 
-    Raises HintError for hints that do not fit, PlanError if no plan does.
+    Raises HintError for hints that do not fit, PlanError if no searched plan does.
     """
-    seeds: dict[int, list[Seed]] = {}
-    for seed in _given_seeds(program, mesh, hints, constraints):
-        seeds.setdefault(seed.value, []).append(seed)
+    mesh, hints, options = request.mesh, request.hints, request.mode
+    if not isinstance(options, SearchOptions):
+        assert isinstance(options, str), "a saved plan is recalled"
+        constraints, hardware = constraints_of(program), request.named_hardware
+        return decide(
+            program, mesh, hints, constraints, mode=options, hardware=hardware
+        )
+    seeds = _seeds_by_value(program, mesh, hints)
+    keep_gathered = request.keep_gathered
     with work_clock.within(options.seconds):
         result = search(
             program,
@@ -215,20 +232,19 @@ def searched(
         wide = result.solution.gap > _WIDE and result.bound < options.enough
         by_hand = []
         if wide and options.by_hand:
-            by_hand = _by_hand(program, mesh, hints, constraints, options.hardware)
+            by_hand = _by_hand(program, mesh, hints, options.hardware)
             result = begun_from(result, options, [each.strategies for each in by_hand])
-        notes = [] if options.alike else [str(result), *_gap_warning(result, options)]
+        notes = [str(result), *_gap_warning(result, options)]
         notes += [STOPPED] if result.solution.stopped else []
         decision = _found(program, result, seeds, notes)
         if options.ranked:
-            decision = with_rivals(decision, hints, constraints, options, by_hand)
+            decision = with_rivals(decision, hints, options, by_hand)
     return decision
 
 
 def with_rivals(
     decision: Decision,
     hints: Mapping[str, Entries],
-    constraints: Sequence[tuple[int, Entries]],
     options: SearchOptions,
     by_hand: Sequence[Decision] = (),
 ) -> Decision:
@@ -239,13 +255,8 @@ def with_rivals(
     parts = result.formulation.parts
     if parts is not None and not parts.is_step:
         return decision
-    by_hand = by_hand or _by_hand(
-        program, result.mesh, hints, constraints, options.hardware
-    )
-    seeds: dict[int, list[Seed]] = {}
-    for seed in _given_seeds(program, result.mesh, hints, constraints):
-        seeds.setdefault(seed.value, []).append(seed)
-    notes = decision.notes[:1]
+    by_hand = by_hand or _by_hand(program, result.mesh, hints, options.hardware)
+    seeds, notes = _seeds_by_value(program, result.mesh, hints), decision.notes[:1]
     others = [_found(program, x, seeds, notes) for x in rivals(result, options)]
     is_laid_out = any(declared.splits for declared in program.signature.inputs)
     for expert in by_hand:
@@ -255,10 +266,8 @@ def with_rivals(
         if is_laid_out:  # an expert's plan, but with the search's layout of parameters
             others += [] if cost is None else [_found(program, cost, seeds, notes)]
             continue
-        notes_of_both = (*notes, *expert.notes)
-        others.append(
-            replace(expert, mesh=result.mesh, search=cost, notes=notes_of_both)
-        )
+        both = (*notes, *expert.notes)
+        others.append(replace(expert, mesh=result.mesh, search=cost, notes=both))
     return replace(decision, rivals=(*decision.rivals, *others))
 
 
@@ -266,12 +275,12 @@ def _by_hand(
     program: Program,
     mesh: Mesh,
     hints: Mapping[str, Entries],
-    constraints: Sequence[tuple[int, Entries]],
     hardware: Hardware,
 ) -> list[Decision]:
     """Decide as an expert would begin: each axis used as its name says, all axes for
     the batch, and no axis for it."""
     decisions: dict[tuple[Any, Any], Decision] = {}
+    constraints = constraints_of(program)
     for batch in (None, mesh.names, ()):
         decision = decide(
             program, mesh, hints, constraints, batch=batch, hardware=hardware
@@ -319,7 +328,7 @@ def _found(
 
 def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
     """A warning where a longer search is worth while."""
-    if result.solution.gap <= _POOR:
+    if options.alike or result.solution.gap <= _POOR:
         return []
     return [
         f"the plan may be {result.solution.gap:.0%} from the best after "
@@ -346,6 +355,16 @@ def _given_seeds(
     for value, entries in constraints:
         what = f"fxpar.constrain at {program.values[value].name}"
         seeds.append(make_seed(program, value, entries, mesh, "value", what))
+    return seeds
+
+
+def _seeds_by_value(
+    program: Program, mesh: Mesh, hints: Mapping[str, Entries]
+) -> dict[int, list[Seed]]:
+    """The given seeds, as a search takes them."""
+    seeds: dict[int, list[Seed]] = {}
+    for seed in _given_seeds(program, mesh, hints, constraints_of(program)):
+        seeds.setdefault(seed.value, []).append(seed)
     return seeds
 
 

@@ -19,7 +19,7 @@ import torch
 from fxpar.errors import HintError, MeshError
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of, part_name, parts_among
-from fxpar.sharding.decide_request import decide_on
+from fxpar.sharding.decide import decide_on
 from fxpar.sharding.hints import axes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan

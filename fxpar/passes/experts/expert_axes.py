@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,8 +103,6 @@ def _is_place(node: Any) -> bool:
 
 # A plan with experts split must be faster by this share: a prediction is a model.
 _SAME = 0.02
-# Share of the seconds of a search that each of the others may take.
-_TRIAL = 0.5
 
 
 def choices(graph: fx.Graph, request: Request) -> list[Axes]:
@@ -127,14 +124,6 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
     sets = dict.fromkeys([*((axis,) for axis in axes), tuple(axes)])
     fit = [a for a in sets if a and not any(n % mesh.count(a) for n in counts)]
     return [(), *fit] if counts and fit else []
-
-
-def trial(request: Request) -> Request:
-    """The request to predict a plan that is compared, which writes no files."""
-    mode = request.mode
-    assert isinstance(mode, SearchOptions)
-    shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)
-    return replace(request, mode=shorter, cached=False, debug=0, dump=None)
 
 
 def best(seconds: Mapping[Axes, float]) -> tuple[Axes, str]:

@@ -24,7 +24,7 @@ from torch import fx
 from fxpar import _torch, cache_files
 from fxpar._torch.symbols import SYMBOLIC
 from fxpar.graph.graph_bodies import body_of
-from fxpar.sharding.choose_mesh import ALIKE
+from fxpar.sharding.candidates import EQUAL
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
@@ -130,7 +130,7 @@ def save(
     """Keep the plan that a search of so many ``seconds`` found, unless it is one that
     wall-clock time has stopped; ``chosen``: whether its schedule was, too. Where the
     disk refuses, nothing is kept."""
-    proved = result.is_proved and result.rivals >= result.predicted * (1 - ALIKE)
+    proved = result.is_proved and result.rivals >= result.predicted * (1 - EQUAL)
     if not proved and result.solution.stopped:
         return
     data = {

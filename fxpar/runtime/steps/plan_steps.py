@@ -35,9 +35,8 @@ from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
 from fxpar.sharding import plan_facts
-from fxpar.sharding.choose_mesh import balanced
-from fxpar.sharding.choose_stages import choose_with_stages
-from fxpar.sharding.decide_request import decide_on, split_evenly
+from fxpar.sharding.candidates import balanced, choose, split_evenly
+from fxpar.sharding.decide import decide_on
 from fxpar.sharding.manual_axes import planned_plan
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
@@ -50,7 +49,6 @@ from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
-from fxpar.sharding.try_stages import decide_in_stages
 
 log = logging.getLogger("fxpar")
 
@@ -205,13 +203,8 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
     request = state.request
     if state.recalled is None and (request.meshes or state.decision is None):
         with stage(SEARCH if _searches(request) else PLAN), old_objects_kept():
-            if request.meshes:
-                state.decision, state.request = choose_with_stages(
-                    state.program, request
-                )
-            else:
-                parts = parts_of(request)
-                state.decision = decide_in_stages(state.program, request, parts)
+            parts = parts_of(request)
+            state.decision, state.request = choose(state.program, request, parts)
             if state.open_shares and _searches(request):
                 open_ = state.open_shares
                 state.decision = balanced(state.decision, request, open_, state.rows)

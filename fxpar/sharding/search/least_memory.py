@@ -38,25 +38,15 @@ def whole_entries(
     return entries(program, kernels, program.backward, gathered)
 
 
-def least_bytes(
-    program: Program,
-    whole: Sequence[Entry],
-    ranks: int,
-    part: PartProgram | None = None,
-) -> float:
-    """Bytes of the peak. ``ranks``: that share a value, those of one stage if the
-    program runs in stages; inputs that are whole at rest they do not share."""
-    return sum(nbytes for _, nbytes in least_held(program, whole, ranks, part))
-
-
 def least_held(
     program: Program,
     whole: Sequence[Entry],
     ranks: int,
     part: PartProgram | None = None,
 ) -> list[tuple[Entry, float]]:
-    """Return the entries that are live at the peak of ``least_bytes``, each with its
-    bytes on a rank."""
+    """Return the entries that are live at the peak, each with its bytes on a rank.
+    ``ranks``: that share a value, those of one stage if the program runs in stages;
+    inputs that are whole at rest they do not share."""
     live = [entry for entry in whole if entry.kind not in _COPIES]
     if part is not None:
         sizes = [_of_part(entry, part) for entry in live]

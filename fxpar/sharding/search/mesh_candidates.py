@@ -15,6 +15,7 @@ from typing import Any
 from fxpar.errors import MeshError
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import is_pipeline
 
 _FORM = 'write FXPAR_MESH="auto", or "auto:4x8" for 4 nodes of 8 devices'
 _AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
@@ -116,6 +117,9 @@ def unlike(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
     first: dict[Any, Mesh] = {}
     for mesh in meshes:
         links = hardware.links(mesh)
-        axes = [(size, link) for (_, size), link in zip(mesh.axes, links, strict=True)]
+        axes = [
+            (is_pipeline(name), size, link)
+            for (name, size), link in zip(mesh.axes, links, strict=True)
+        ]
         first.setdefault(tuple(sorted(axes, key=repr)), mesh)
     return tuple(first.values())

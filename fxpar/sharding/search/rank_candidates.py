@@ -1,9 +1,10 @@
-"""Rank candidate plans of a search by the simulated step, with communication overlap.
+"""Plans that may be faster than the cheapest once communication overlaps.
 
-In: what a search found. Out: ``Polished``: a ``SearchResult`` whose simulated step is
-no longer. The additive problem knows no overlap: it pays for a gradient's reduction
-though the backward hides it. So plans that are the best with such communication at a
-discount are tried as well. Never leaves the memory limit.
+In: what a search found. Out: ``rivals``, further results of the same problem, and which
+of several may be the fastest (``nearest``), by the simulated step. The additive problem
+knows no overlap: it pays for a gradient's reduction though the backward hides it. So
+plans that are the best with such communication at a discount are tried as well. Never
+leaves the memory limit.
 
 ``Overlap`` is the simulated step of a choice of the solver. What ops and reshards cost
 is what they cost in the additive problem; what it adds is when they run (``tasks``,
@@ -18,8 +19,9 @@ Source: the task graph and delta simulation of FlexFlow (Jia, Zaharia and Aiken,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fxpar.errors import PlanError
 from fxpar.sharding.cost import collectives
@@ -33,6 +35,7 @@ from fxpar.sharding.solver.problem import FORBIDDEN
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
+Found = TypeVar("Found")
 # Seconds and axes of tasks.
 _Runs = tuple[dict[int, float], dict[int, int]]
 # (seconds, axes) of each collective.
@@ -239,58 +242,13 @@ DISCOUNTS = (0.5, 0.2, 0.02)
 _SIMULATED, _FAR, _FEW = 2500, 1.25, 200
 
 
-@dataclass(frozen=True)
-class Polished:
-    """The plan with the shortest simulated step among candidates."""
-
-    # The plan; its bound and gap are still those of the additive problem.
-    search: SearchResult
-    # Simulated seconds of the plans that were compared, the search's first.
-    candidates: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Of the simulated step of ``search``."""
-        return min(self.candidates)
-
-    def __str__(self) -> str:
-        return (
-            f"polished in the simulator: {self.candidates[0] * 1e3:.4g} ms to "
-            f"{self.seconds * 1e3:.4g} ms, the best of {len(self.candidates)} plans"
-        )
-
-
-def polish(
-    result: SearchResult,
-    *,
-    discounts: Sequence[float] = DISCOUNTS,
-    seconds: float = 2.0,
-    extra_choices: Sequence[Sequence[int]] = (),
-) -> Polished:
-    """A plan whose simulated step takes no longer than that of ``result``.
-
-    ``seconds``: for solving the problem again with each of the ``discounts``.
-    ``extra_choices``: choices to compare besides, which must fit, e.g. of an expert
-    (``formulate.cost_of``).
-    """
-    form = result.formulation
-    choices = [
-        result.solution.choice,
-        *cheaper(result, discounts, seconds),
-        *extra_choices,
-    ]
-    times = [step_seconds(form, choice) for choice in choices]
-    best = min(range(len(choices)), key=times.__getitem__)
-    return Polished(with_choice(result, choices[best]), tuple(times))
-
-
 def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
     """Return plans that may be faster than the cheapest one once communication
     overlaps: those that are best with hidden communication at a discount."""
     discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
     choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
     cheap = [_with_first(result, choice) for choice in choices]
-    near = nearest([result, *cheap])
+    near = nearest([result, *cheap], lambda x: x)
     return [x for x in cheap if x in near]
 
 
@@ -318,13 +276,13 @@ def is_large(result: SearchResult) -> bool:
     return len(result.strategies) > _SIMULATED
 
 
-def nearest(results: Sequence[SearchResult]) -> list[SearchResult]:
-    """Return the results that may be the fastest, sorted by estimate."""
-    times = {id(x): _estimate(x) for x in results}
-    most = _FAR * min(times.values())
-    return [
-        x for x in sorted(results, key=lambda x: times[id(x)]) if times[id(x)] <= most
-    ]
+def nearest(
+    plans: Sequence[Found], search_of: Callable[[Found], SearchResult]
+) -> list[Found]:
+    """Return the plans that may be the fastest, sorted by estimate."""
+    times = [_estimate(search_of(x)) for x in plans]
+    order = sorted(range(len(plans)), key=times.__getitem__)
+    return [plans[i] for i in order if times[i] <= _FAR * min(times)]
 
 
 def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
@@ -334,7 +292,7 @@ def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
         return True
     if other is None:
         return not is_large(result)
-    return other in nearest([result, other])
+    return other in nearest([result, other], lambda x: x)
 
 
 def _estimate(result: SearchResult) -> float:

@@ -1,8 +1,8 @@
 """The error if no plan fits: what needs the memory, and which fixes need less.
 
-In: the entries that are live at the peak of the smallest known plan. Out: a PlanError
-that lists them by kind and by the user's lines, and fixes with what each saves, from
-the same bytes; "up to" marks an upper bound. Never plans.
+In: the entries that are live at the peak of the smallest known plan. Out: a
+TooLargeError that lists them by kind and by the user's lines, and fixes with what each
+saves, from the same bytes; "up to" marks an upper bound. Never plans.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from fxpar.errors import PlanError
+from fxpar.errors import TooLargeError
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.search.memory_constraints import Entry
@@ -41,7 +41,7 @@ Held = list[tuple[Entry, float]]  # (entry, its bytes on a rank)
 
 def nothing_fits(
     program: Program, limit: float, held: Held, ranks: int, *, least: bool = False
-) -> PlanError:
+) -> TooLargeError:
     """Return the error. ``held``: entries that are live at the peak; ``least``: whether
     any plan on so many ``ranks`` needs them, not only the smallest that was found."""
     need = sum(nbytes for _, nbytes in held)
@@ -50,7 +50,7 @@ def nothing_fits(
     if not least:
         how = f"the smallest found needs {peak}"
     what = f"no plan fits in {room} a rank: {how}, of which"
-    return PlanError(
+    return TooLargeError(
         "\n".join([what, *_by_kind(program, held, need)]),
         fix=", or ".join(_fixes(program, held, ranks, need)),
     )

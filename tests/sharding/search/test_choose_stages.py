@@ -16,8 +16,8 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import HintError, PlanError
-from fxpar.sharding import choose_mesh, choose_stages, try_stages
-from fxpar.sharding.choose_stages import fastest_staged
+from fxpar.sharding import candidates
+from fxpar.sharding.candidates import Candidate, choose, fastest_staged
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak
 from fxpar.sharding.cost.program_kernels import ProgramKernels, kernels_of, seconds
 from fxpar.sharding.cut_in_time import cut_in_time
@@ -30,7 +30,7 @@ from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.formulate import cost_of
-from fxpar.sharding.search.least_memory import least_bytes, whole_entries
+from fxpar.sharding.search.least_memory import least_held, whole_entries
 from fxpar.sharding.search.mesh_candidates import staged_candidates
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
@@ -58,6 +58,10 @@ def part_of(
     cut = cut_in_time(program)
     assert cut is not None and cut.rows == ROWS
     return PartProgram(program, cut, count, places, flying)
+
+
+def least_bytes(*args: Any) -> float:
+    return sum(nbytes for _, nbytes in least_held(*args))
 
 
 def staged(
@@ -389,28 +393,29 @@ def test_what_cannot_win_is_not_searched(
 ) -> None:
     if microbatches:
         monkeypatch.setenv("FXPAR_MICROBATCHES", microbatches)
-    with mock.patch.object(try_stages, "attempt") as attempt:
+    with mock.patch.object(candidates, "priced") as priced:
         plan = planned(on, tmp_path, monkeypatch)
-    assert not attempt.called and not plan.stages and "pp" not in str(plan.mesh)
+    assert not priced.called and not plan.stages and "pp" not in str(plan.mesh)
     assert f"stages: {note}" in plan.notes
 
 
 def chosen_of(
     on: Hardware, ranks: int, seconds: float = 30.0, bar: float = math.inf
-) -> tuple[try_stages.StagedChoice | None, str]:
+) -> tuple[Candidate, str]:
     options = SearchOptions(on, seconds)
     line = Mesh((("dp", ranks),))
     meshes = staged_candidates(ranks, on)
     request = Request(line, trained().signature, mode=options, staged=meshes)
     request = replace(request, pipeline_schedule="1f1b")
     choice, (note,) = fastest_staged(trained(), request, bar)
+    assert choice is not None and choice.step is not None
     return choice, note
 
 
 def test_as_many_microbatches_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages take 5/4, 9/8, 17/16 of their arithmetic in 4, 8, 16 parts; another
     3 % do not pay. Where a kernel has a price of its own, fewer do."""
-    monkeypatch.setattr(choose_stages, "PARTS_A_PLACE", (2, 1))
+    monkeypatch.setattr(candidates, "PARTS_A_PLACE", (2, 1))
     choice, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=0.0), 2)
     assert choice is not None and choice.step.parts == 16
     dear, _ = chosen_of(replace(FREE, bandwidth=1e30, launch=1e-2), 2)
@@ -427,12 +432,11 @@ def test_other_meshes_get_fewer_microbatches_too() -> None:
     assert choice.request.whole_mesh.axes[0] == ("pp", 8)
 
 
-def tried(of: SearchResult, mesh: str, step: StagedStep) -> choose_stages._MeshTry:
+def tried(of: SearchResult, mesh: str, step: StagedStep) -> Candidate:
     """A mesh with a plan in stages."""
     decision = mock.Mock(search=of)
-    choice = try_stages.StagedChoice(mock.Mock(), decision, step)
-    trial = try_stages.StagedTrial(choice, "")
-    return choose_stages._MeshTry(Mesh.parse(mesh), step.parts, 0.0, trial)
+    on = Mesh.parse(mesh)
+    return Candidate(on, mock.Mock(), step.parts, decision=decision, step=step)
 
 
 def test_more_microbatches_promise_what_memory_forbids_now() -> None:
@@ -446,7 +450,8 @@ def test_more_microbatches_promise_what_memory_forbids_now() -> None:
     assert tight.unlimited == free.predicted
     _, step = staged(2, 8)
     promises = [
-        choose_stages._doubled(tried(x, "pp=2,dp=4", step)) for x in (free, tight)
+        candidates._in_twice_the_parts(tried(x, "pp=2,dp=4", step))
+        for x in (free, tight)
     ]
     assert promises[0] == promises[1] == least_staged(free.predicted / 2, 2, 16)
 
@@ -466,10 +471,12 @@ def test_one_of_each_order_of_axes_that_are_alike() -> None:
     assert {"pp=2,dp=2,tp=4", "pp=2,dp=4,tp=2"} <= set(map(str, meshes))
     options = SearchOptions(on)
     request = Request(meshes[0], program.signature, mode=options, staged=meshes)
-    texts = set(map(str, choose_stages.unlike_stages(program, request)))
+    subject = candidates.Subject(program, request)
+    texts = set(map(str, candidates._open(subject, meshes)))
     assert "pp=2,dp=2,tp=4" in texts and "pp=2,dp=4,tp=2" not in texts
     # A hint names an axis: which of them is it?
-    named = choose_stages.unlike_stages(program, replace(request, hints={"*": ("dp",)}))
+    request = replace(request, hints={"*": ("dp",)})
+    named = candidates._open(candidates.Subject(program, request), meshes)
     assert tuple(named) == meshes
 
 
@@ -523,7 +530,7 @@ def test_a_place_keeps_to_its_memory(
         assert step is not None
         return replace(step, memory=(1e12,))
 
-    monkeypatch.setattr(try_stages, "price_stages", large)
+    monkeypatch.setattr(candidates, "price_stages", large)
     monkeypatch.setenv("FXPAR_MICROBATCHES", "16")
     plan = planned(STARVED, tmp_path, monkeypatch)
     assert not plan.stages
@@ -569,14 +576,14 @@ def test_without_room_for_any_plan_no_mesh_is_searched(
     line = Mesh((("dp", 4),))
     options = SearchOptions(STARVED, memory=least - 1)
     request = Request(line, program.signature, mode=options, meshes=(line,))
-    with mock.patch.object(choose_mesh, "decide_on") as decide_on:
+    with mock.patch.object(candidates, "decide_on") as decide_on:
         with pytest.raises(PlanError, match="on 4 ranks any needs .* at least"):
-            choose_mesh.fastest(program, request)
+            choose(program, request)
         assert not decide_on.called
         decide_on.side_effect = PlanError("no plan fits: tried")
         with pytest.raises(PlanError, match="tried"):
             enough = replace(options, memory=least)
-            choose_mesh.fastest(program, replace(request, mode=enough))
+            choose(program, replace(request, mode=enough))
 
 
 @pytest.mark.slow

@@ -29,8 +29,9 @@ from fxpar.sharding.cost.hardware_table import (
 )
 from fxpar.sharding.cost.op import dims_of, dims_of_factors, flops_of
 from fxpar.sharding.cost.program_kernels import flops_of_op, kernels_of, seconds
-from fxpar.sharding.decide import searched
+from fxpar.sharding.decide import decide_on
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.strategy import Strategy
 from tests.helpers.programs import local_graph
@@ -101,7 +102,7 @@ def best(
     rate = min(flops) / 1e7  # the smallest product, repeated, costs more than any plan
     hardware = machine(levels or (level(0, on.size, 1, 1),), rate)
     asked = SearchOptions(hardware, 300.0, memory)
-    decision = searched(program, on, hints or {}, (), asked)
+    decision = decide_on(program, Request(on, program.signature, hints or {}, asked))
     sent, _ = facts_of(local_graph(decision))
     found = decision.search
     solution = found.solution

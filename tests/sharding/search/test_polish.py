@@ -15,17 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.sharding import decide
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation, cost_of
-from fxpar.sharding.search.rank_candidates import (
-    Overlap,
-    discounted,
-    polish,
-    with_choice,
-)
+from fxpar.sharding.search.rank_candidates import Overlap, discounted
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
 from fxpar.sharding.solver import evaluate
 from tests.helpers.machines import machine
@@ -237,40 +231,3 @@ def test_what_compute_may_hide_is_cheaper(found: SearchResult) -> None:
         assert sum(aside) > 0
         less = evaluate(problem, choice)[0] - evaluate(cheap, choice)[0]
         assert less == pytest.approx(0.9 * sum(aside))
-
-
-def test_the_best_candidate_is_taken(found: SearchResult) -> None:
-    form = found.formulation
-    poor = with_choice(found, random_choices(form, 6, 60)[-1])
-    ranked = polish(poor, discounts=[1.0])
-    assert ranked.candidates[0] == Overlap(form, poor.solution.choice).seconds
-    assert ranked.seconds == min(ranked.candidates) < ranked.candidates[0]
-    choice = ranked.search.solution.choice
-    assert Overlap(form, choice).seconds == ranked.seconds
-    assert ranked.search.solution.cost == pytest.approx(
-        evaluate(form.problem, choice)[0]
-    )
-    assert f"the best of {len(ranked.candidates)} plans" in str(ranked)
-
-
-def test_a_polished_plan_has_the_numbers_of_one_device(
-    slow: Hardware,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = []
-
-    def polished(*args: Any, **kwargs: Any) -> SearchResult:
-        found = search(*args, **kwargs)
-        start = random_choices(found.formulation, 7, 60)[-1]
-        made.append(polish(found, extra_choices=[start]).search)
-        return made[-1]
-
-    monkeypatch.setattr(decide, "search", polished)
-    module, x = mlp(1), batch()
-    plan = fxpar.plan(module, x, mesh=MESH, mode="search", grad=True)
-    assert len(made) == 1
-    (result, gradients), (expected, wanted) = plan.simulate(x), plan.reference(x)
-    torch.testing.assert_close(result, expected)
-    assert gradients.keys() == wanted.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted[name])

@@ -26,6 +26,7 @@ from fxpar.sharding import decide
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import is_view
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.route import price
@@ -456,7 +457,8 @@ def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
     assert began.solution.gap < 1e-3
     # And decide asks for it.
     monkeypatch.setattr(decide, "search", lambda *args, **how: far)
-    decision = decide.searched(program, mesh, {}, (), SearchOptions(slow))
+    request = Request(mesh, program.signature, {}, SearchOptions(slow))
+    decision = decide.decide_on(program, request)
     assert decision.search.solution.cost < far.solution.cost
 
 
@@ -472,12 +474,13 @@ def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
     closed = replace(bad.solution, bound=bad.solution.cost, gap=0.0)
     bad = replace(bad, solution=closed)
     monkeypatch.setattr(decide, "search", lambda *args, **how: bad)
-    decision = decide.searched(program, mesh, {}, (), SearchOptions(slow))
+    request = Request(mesh, program.signature, {}, SearchOptions(slow))
+    decision = decide.decide_on(program, request)
     form, found = best.formulation, decision.rivals[0].search
     before = Overlap(form, choice).seconds
     after = Overlap(form, found.solution.choice).seconds
     assert after < 0.9 * before
     assert found.first == closed and found.solution.choice != choice
     asked = replace(SearchOptions(slow), ranked=False)
-    unranked = decide.searched(program, mesh, {}, (), asked)
+    unranked = decide.decide_on(program, Request(mesh, program.signature, {}, asked))
     assert unranked.search.solution.choice == choice and not unranked.rivals

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import PlanError
-from fxpar.sharding.choose_stages import choose_with_stages
+from fxpar.sharding.candidates import choose
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import decide
@@ -22,7 +22,6 @@ from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import cost_of
 from fxpar.sharding.search.rank_candidates import Overlap, Portion, step_seconds
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
-from fxpar.sharding.try_stages import decide_in_stages
 from tests.helpers.machines import machine
 from tests.helpers.programs import program_of
 from tests.helpers.wide_layers import FREE, found_for, layers, rows
@@ -124,14 +123,7 @@ def test_activations_of_a_part_have_to_fit(meshes: tuple[Mesh, ...]) -> None:
     request = replace(request, microbatches=PARTS)
 
     def decided(asked: Request) -> SearchResult:
-        decision, _ = (
-            choose_with_stages(program, asked)
-            if meshes
-            else (
-                decide_in_stages(program, asked, PARTS),
-                None,
-            )
-        )
+        decision, _ = choose(program, asked, PARTS)
         assert decision.search is not None
         return decision.search
 

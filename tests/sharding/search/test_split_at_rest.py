@@ -10,8 +10,9 @@ from torch import nn
 
 import fxpar
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.decide import searched
+from fxpar.sharding.decide import decide_on
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.run_search import SearchOptions
 
 
@@ -31,7 +32,8 @@ def rests(rows: int, *, splits: bool) -> list[list[str]]:
         program, signature=replace(program.signature, inputs=tuple(inputs))
     )
     options = SearchOptions(lookup("h100"), 30.0)
-    decision = searched(program, Mesh.parse("tp=4"), {}, (), options)
+    request = Request(Mesh.parse("tp=4"), program.signature, {}, options)
+    decision = decide_on(program, request)
     pairs = zip(inputs, program.inputs, strict=True)
     values = [v for x, v in pairs if v is not None and x.kind == "parameter"]
     found = decision, *decision.rivals

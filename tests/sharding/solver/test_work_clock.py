@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.sharding import choose_mesh
-from fxpar.sharding.decide import searched
+from fxpar.sharding.candidates import choose
+from fxpar.sharding.decide import decide_on
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.run_search import STOPPED, SearchOptions
@@ -78,10 +78,8 @@ def test_wall_clock_time_ends_a_search_and_that_is_said(
 def test_a_plan_says_that_its_search_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh.parse("dp=2,tp=2")
     program = program_of(mlp(), batch(), mesh=str(mesh))
-    options = SearchOptions(machine())
-    assert STOPPED not in searched(program, mesh, {}, (), options).notes
+    request = Request(mesh, program.signature, {}, SearchOptions(machine()))
+    assert STOPPED not in decide_on(program, request).notes
     monkeypatch.setattr(work_clock, "GRACE", -1e9)
-    decision = searched(program, mesh, {}, (), options)
-    assert STOPPED in decision.notes
-    request = Request(mesh, program.signature, {}, options, meshes=(mesh,))
-    assert STOPPED in choose_mesh.fastest(program, request).notes
+    assert STOPPED in decide_on(program, request).notes
+    assert STOPPED in choose(program, replace(request, meshes=(mesh,)))[0].notes
