@@ -27,7 +27,7 @@ from pathlib import Path
 # Feature: the modules that came for it and serve nothing else.
 FEATURES = {
     "one compilation for ranks, layers, sizes and starts": (
-        *("alike_nodes", "graph_bodies", "outline_layers", "size_nodes"),
+        *("graph_bodies", "outline_layers", "size_nodes"),
         *("compile_once", "known_programs", "program_identity", "call_sizes"),
         *("call_variants", "compile_variants", "open_sizes", "fewer_layers"),
         *("own_shard", "cpp_kernels", "status_line", "symbols", "batch_growth"),

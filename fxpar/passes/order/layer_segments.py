@@ -21,13 +21,12 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.nodes_by_target import calls_where
-from fxpar.passes.alike_nodes import labels_of, with_reads
+from fxpar.layers import Row, first_border, labels_of, rows_of_layers, with_reads
 from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.passes.stages.sums_of_parts import SUMS
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
-from fxpar.sharding.search.layers import rows_of_layers
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -102,8 +101,9 @@ class _Facts:
     ) -> tuple[dict[fx.Node, str], set[fx.Node]]:
         return _kinds(self.graph, communicating, self)
 
-    def _rows(self, nodes: tuple[fx.Node, ...]) -> list[tuple[int, int, int]]:
-        return list(_rows(nodes, np.array([self.label_of[n] for n in nodes], int)))
+    def _rows(self, nodes: tuple[fx.Node, ...]) -> list[Row]:
+        labels = np.array([self.label_of[node] for node in nodes], int)
+        return rows_of_layers(labels, with_reads(nodes, labels))
 
     def _fits(self, node: fx.Node) -> bool:
         results = tensors_in(node.meta.get("val"))
@@ -176,28 +176,15 @@ def _parts(whole: slice, *pair: int) -> bool:
 
 
 def _patterns(
-    nodes: Sequence[fx.Node], ends: np.ndarray, rows: Sequence[tuple[int, int, int]]
+    nodes: Sequence[fx.Node], ends: np.ndarray, rows: Sequence[Row]
 ) -> list[slice]:
     """What of each layer may be one body."""
     patterns: list[slice] = []
-    for begin, end, distance in rows:
-        first = _border(nodes, ends, begin, end, distance)
-        for layer in range(first, end - distance + 1, distance):
-            patterns += _runs(ends, layer, layer + distance)
+    for row in rows:
+        first = first_border(nodes, row, LEAST_CALLS, ends, STARTS)
+        for layer in range(first, row.end - row.distance + 1, row.distance):
+            patterns += _runs(ends, layer, layer + row.distance)
     return patterns
-
-
-def _rows(
-    nodes: Sequence[fx.Node], labels: np.ndarray
-) -> Iterator[tuple[int, int, int]]:
-    """[begin, end) of layers in a row, and the ops of each."""
-    for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
-        # Where they begin and end, what is around ops is not alike.
-        while begin and labels[begin - 1] == labels[begin - 1 + distance]:
-            begin -= 1
-        while end < len(nodes) and labels[end] == labels[end - distance]:
-            end += 1
-        yield begin, end, distance
 
 
 def _matches(
@@ -295,32 +282,6 @@ def _computes(target: Any) -> bool:
         return False
     # What is random and draws nothing has a seed that is an operand.
     return facts.random or target.namespace in ("aten", "prims")
-
-
-def _border(
-    nodes: Sequence[fx.Node], ends: np.ndarray, begin: int, end: int, distance: int
-) -> int:
-    """Where layers begin, so that few values go from one to the next: the later by less
-    than a layer, the fewer calls."""
-    place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
-    # Of each place in the second layer: collectives that are under way there, and what
-    # is made before and read there or behind, less than a layer on.
-    under_way, crossing = np.zeros((2, distance + 1), int)
-    for i in range(begin, min(begin + 2 * distance, end)):
-        last = max((place[user] for user in nodes[i].users if user in place), default=i)
-        low, high = max(i + 1, middle), min(last + 1, middle + distance)
-        if low < high and last - i <= distance:
-            for counts in (crossing, under_way)[: 1 + (nodes[i].target in STARTS)]:
-                counts[low - middle] += 1
-                counts[high - middle] -= 1
-    late, live = np.cumsum(under_way).tolist(), np.cumsum(crossing).tolist()
-    ways = []
-    for later in range(distance):
-        calls = (end - begin - later) // distance
-        if calls >= LEAST_CALLS:
-            whole = ends[middle + later] > middle + later
-            ways.append((late[later], bool(whole), live[later], -calls, later))
-    return begin + min(ways)[-1] if ways else begin
 
 
 def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[slice]:

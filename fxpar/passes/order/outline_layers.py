@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.alike_nodes import is_aligned, labels_of
+from fxpar.layers import is_aligned, labels_of
 from fxpar.passes.builder import PROVENANCE
 from fxpar.passes.order.layer_segments import (
     LEAST_CALLS,
