@@ -39,8 +39,6 @@ class TracedForward:
 class TracedBackward:
     """What was traced of the backward of a segment."""
 
-    # The forward that it reads from.
-    forward: TracedForward
     # All that were traced, in order.
     nodes: list[TracedNode]
     # Nodes of the gradients of the results.
@@ -184,19 +182,16 @@ def gradients_of(
     traced: TracedKind, tangents: Sequence[Any], copies: Copies
 ) -> list[Any]:
     """The gradients of the operands of a segment."""
-    tracer, first = values_of.tracer(), traced.forward
-    assert first is not None
+    tracer, forward = values_of.tracer(), traced.forward
+    assert forward is not None
     if traced.interpreter.last_number is None:
         traced.interpreter.last_number = values_of.last_number()
     nodes = [x if x is None else values_of.node_of(x, tracer) for x in tangents]
     key = tuple(map(_strides_of, tangents)), tuple(map(nodes.index, nodes))
     if key not in traced.backwards:
-        traced.backwards[key] = _trace_backward(traced, tangents, nodes, tracer)
+        traced.backwards[key] = _trace_backward(forward, tangents, nodes, tracer)
     backward = traced.backwards[key]
-    forward = backward.forward
     own = dict(copies.nodes)
-    for x, y in zip(forward.nodes, first.nodes, strict=True):
-        own[x.node] = own[y.node]
     for node, mine in zip(backward.tangents, nodes, strict=True):
         if node is not None:
             own[node] = mine
@@ -210,17 +205,13 @@ def gradients_of(
 
 
 def _trace_backward(
-    traced: TracedKind,
+    forward: TracedForward,
     tangents: Sequence[Any],
     tangent_nodes: list[fx.Node | None],
     tracer: Any,
 ) -> TracedBackward:
     """Trace the backward of the first segment; its nodes leave the graph again."""
-    forward = traced.forward
-    assert forward is not None
     with nodes_of.taken_out(tracer.graph):
-        if traced.backwards:  # autograd goes back through a forward once
-            forward = _trace_forward_again(traced, forward, tracer)
         last = nodes_of.last_node(tracer.graph)
         pairs = zip(forward.outs, tangents, strict=True)
         used = [(x, t) for x, t in pairs if t is not None and x.requires_grad]
@@ -229,6 +220,7 @@ def _trace_backward(
             [x for x, _ in used],
             [forward.leaves[i] for i in places],
             [t for _, t in used],
+            retain_graph=True,  # others may go back through it with other tangents
             allow_unused=True,
         )
         gradients: list[Any] = [None] * len(forward.leaves)
@@ -238,21 +230,7 @@ def _trace_backward(
                 gradients[i] = x
                 nodes[i] = values_of.node_of(values_of.part_of(x), tracer)
         since = nodes_of.traced_since(last, tracer.graph)
-    return TracedBackward(forward, since, tangent_nodes, gradients, nodes)
-
-
-def _trace_forward_again(
-    traced: TracedKind, forward: TracedForward, tracer: Any
-) -> TracedForward:
-    operands = []
-    for node, leaf in zip(traced.operands, forward.leaves, strict=True):
-        part = values_of.value_of(node, tracer)
-        operand = values_of.around(part, leaf)
-        operands.append(operand.requires_grad_(leaf.requires_grad))
-    with torch.enable_grad():
-        again = _trace_forward(traced, operands, tracer)
-    values_of.skip_numbers(1)  # the last is that of other nodes
-    return again
+    return TracedBackward(since, tangent_nodes, gradients, nodes)
 
 
 def _keep_lines(outs: Sequence[Any]) -> None:
