@@ -31,7 +31,7 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import lookup

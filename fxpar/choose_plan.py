@@ -19,8 +19,8 @@ from torch import fx
 
 from fxpar import pipeline
 from fxpar.errors import HintError, PlanError
-from fxpar.passes import size_nodes
-from fxpar.passes.builder import copy_of
+from fxpar.graph import size_nodes
+from fxpar.graph.builder import copy_of
 from fxpar.passes.experts import expert_axes
 from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.passes.simulate.check_user_rules import check_user_rules

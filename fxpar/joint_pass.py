@@ -23,10 +23,11 @@ from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.errors import FxparWarning, HintError, PlanError, RuleError, ScheduleError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
+from fxpar.graph import size_nodes
+from fxpar.graph.graph_bodies import hold
 from fxpar.job_request import CompileJob, planned_request, request_of
-from fxpar.passes import size_nodes, writes_as_results
+from fxpar.passes import writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
-from fxpar.passes.graph_bodies import hold
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once

@@ -20,9 +20,9 @@ from torch import fx
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes import size_nodes
+from fxpar.graph import size_nodes
+from fxpar.graph.builder import Builder
 from fxpar.passes.attention.normalize_masks import causal_masks
-from fxpar.passes.builder import Builder
 from fxpar.passes.experts.normalize_fused_experts import split_fused_experts
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.backward_scans import find_backward_scans

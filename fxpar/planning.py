@@ -30,8 +30,8 @@ from fxpar.explain import status_line
 from fxpar.explain.by_layer import layer_rows, layers_text
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
+from fxpar.graph.graph_bodies import module_of
 from fxpar.passes.boundaries import read_signature
-from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.launches import facts_of

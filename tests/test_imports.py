@@ -27,6 +27,7 @@ LEVELS = [
     {"config"},
     {"cache_files", "layers"},
     {"sharding"},
+    {"graph"},
     {"passes"},
     {"fusion"},
     {"runtime", "explain"},
@@ -59,6 +60,7 @@ RANKLESS = {
     "units",
     "config",
     "sharding",
+    "graph",
     "passes",
     "fusion",
 }

@@ -17,7 +17,7 @@ import fxpar
 from fxpar import pipeline
 from fxpar.config import PASSES, Options
 from fxpar.errors import OptionError
-from fxpar.passes.builder import copy_of
+from fxpar.graph.builder import copy_of
 from fxpar.passes.order.order_collectives import DELAY, ORDER
 from fxpar.pipeline import JOINT, PHASE, STEPS
 from fxpar.sharding.manual_axes import ManualAxes

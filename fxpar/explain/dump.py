@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar.config import Options, write_dump
 from fxpar.errors import FxparWarning, compose
-from fxpar.passes.graph_bodies import body_of
+from fxpar.graph.graph_bodies import body_of
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_text import short_dtype
 from fxpar.sharding.program import user_line
@@ -99,7 +99,7 @@ def graph_python(graph: fx.Graph) -> str:
         "NoneType": "from types import NoneType",
         "operator": "import operator",
     }
-    lines = ["import torch", "import operator", "import fxpar.passes.custom_ops"]
+    lines = ["import torch", "import operator", "import fxpar.graph.custom_ops"]
     lines += [import_lines[name] for name in code.globals if name in import_lines]
     lines += [
         f"from {obj.__module__} import {obj.__name__} as {name}"

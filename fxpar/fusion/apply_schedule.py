@@ -34,8 +34,8 @@ from fxpar.fusion.verbs import (
     reorder,
     send_recv,
 )
+from fxpar.graph.builder import Builder, copy_of
 from fxpar.passes import writes_as_results
-from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh

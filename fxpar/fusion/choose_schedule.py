@@ -46,7 +46,7 @@ from fxpar.fusion.unlike_shards import UnlikeOp, closed
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of

@@ -23,8 +23,8 @@ from fxpar._torch.node_copies import add_node
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.schedule import Argument, Line, Schedule
-from fxpar.passes import collective_nodes
-from fxpar.passes.graph_bodies import body_of
+from fxpar.graph import collective_nodes
+from fxpar.graph.graph_bodies import body_of
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import Hardware

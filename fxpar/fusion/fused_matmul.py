@@ -36,9 +36,9 @@ from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.symmetric_memory import FREE, Meeting, Provider, Unshared
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
-from fxpar.passes.custom_ops import JOINED, group_name
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
+from fxpar.graph.custom_ops import JOINED, group_name
 from fxpar.sharding.cost import hardware_table
 from fxpar.sharding.rules.op_facts import op_facts_of
 

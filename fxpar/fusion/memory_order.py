@@ -20,9 +20,9 @@ from fxpar import _torch
 from fxpar._fast import known_values
 from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder, value_of
 from fxpar.passes.attention.local_attention import laid_out
-from fxpar.passes.builder import Builder, value_of
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
 from fxpar.sharding.rules.table import tensors_of

@@ -25,8 +25,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.passes import collective_nodes
-from fxpar.passes.graph_bodies import all_nodes, bodies_of
+from fxpar.graph import collective_nodes
+from fxpar.graph.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator

@@ -20,7 +20,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.schedule import Argument, Line, Schedule
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, contracts, is_view, kernel_seconds

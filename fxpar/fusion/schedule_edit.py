@@ -23,8 +23,11 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.memory_order import Replaced, trace_anew
 from fxpar.fusion.varying_axes import varying
-from fxpar.passes import collective_nodes, custom_ops
-from fxpar.passes.builder import Builder
+from fxpar.graph import (
+    collective_nodes,
+    custom_ops,
+)
+from fxpar.graph.builder import Builder
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.writes_as_results import Write
 from fxpar.sharding.mesh import Mesh

@@ -35,7 +35,7 @@ from torch import fx
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sliced_dims import Rows, rows_of
 from fxpar.fusion.varying_axes import varying
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, kernel_seconds

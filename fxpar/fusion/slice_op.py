@@ -22,9 +22,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError, RuleError
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
-from fxpar.passes.graph_bodies import bodies_of
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
+from fxpar.graph.graph_bodies import bodies_of
 from fxpar.passes.local.local_ops import LocalCall, local_form
 from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.program import tensor_nodes

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import RuleError
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import tensor_nodes

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.fusion.node_legality import CallableRegion
-from fxpar.passes.builder import UNEVEN, copy_of
+from fxpar.graph.builder import UNEVEN, copy_of
 from fxpar.passes.rank_sizes import is_size, is_uneven, unlike
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rank_ints import PLACES, SIZES

@@ -23,9 +23,12 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
-from fxpar.passes import collective_nodes, custom_ops
-from fxpar.passes.builder import VARIES
-from fxpar.passes.graph_bodies import all_nodes, body_of
+from fxpar.graph import (
+    collective_nodes,
+    custom_ops,
+)
+from fxpar.graph.builder import VARIES
+from fxpar.graph.graph_bodies import all_nodes, body_of
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
 from fxpar.sharding import rank_ints
 from fxpar.sharding.spec import Spec

@@ -23,7 +23,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import module_path

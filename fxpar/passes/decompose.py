@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
 from fxpar._torch.nodes_by_target import calls_where
+from fxpar.graph.builder import Builder
+from fxpar.graph.graph_bodies import body_of
 from fxpar.passes.attention import written_out_flex
-from fxpar.passes.builder import Builder
-from fxpar.passes.graph_bodies import body_of
 
 
 def decompose(graph: fx.Graph, fake_mode: Any) -> None:

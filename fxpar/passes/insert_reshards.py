@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.node_copies import copy_node
-from fxpar.passes.builder import PROVENANCE
+from fxpar.graph.builder import PROVENANCE
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan_facts import cause
 from fxpar.sharding.reshard.route import Reshard

@@ -26,10 +26,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.passes import collective_nodes, moved_rows
-from fxpar.passes.builder import Builder, Size
-from fxpar.passes.collective_nodes import Axes
-from fxpar.passes.custom_ops import group_name
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder, Size
+from fxpar.graph.collective_nodes import Axes
+from fxpar.graph.custom_ops import group_name
+from fxpar.passes import moved_rows
 from fxpar.passes.lower_uneven import local_shape, lower_uneven
 from fxpar.passes.simulate import emulate_collectives
 from fxpar.sharding import row_moves

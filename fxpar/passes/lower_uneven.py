@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder, Size
-from fxpar.passes.collective_nodes import Axes, Cut
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder, Size
+from fxpar.graph.collective_nodes import Axes, Cut
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

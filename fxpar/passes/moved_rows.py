@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange, Run, crossing, own_rows, runs
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 
 aten = torch.ops.aten
 

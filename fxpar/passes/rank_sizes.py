@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes, size_nodes
-from fxpar.passes.builder import value_of
-from fxpar.passes.graph_bodies import bodies_of
+from fxpar.graph import (
+    collective_nodes,
+    size_nodes,
+)
+from fxpar.graph.builder import value_of
+from fxpar.graph.graph_bodies import bodies_of
 from fxpar.passes.local.local_ops import resized
 from fxpar.sharding import rank_ints, row_moves
 from fxpar.sharding.mesh import Mesh

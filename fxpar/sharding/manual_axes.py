@@ -102,7 +102,9 @@ def over_manual_axes(
         for end, v in zip(signature.inputs, program.inputs, strict=True)
         if v is not None and end.rest is not None and (extra := _extra(end.rest, axes))
     }
-    strategies, settled = list(decision.strategies), list(decision.settled)
+    # Hints may name them, which split nothing on one rank.
+    strategies = [_on_one_rank(x, axes) for x in decision.strategies]
+    settled = [_bare(x, axes) for x in decision.settled]
     products = _products_of_sent(program)
     ops = [_by_expert(op) if op.index in products else op for op in program.ops]
     program, makers = replace(program, ops=ops), _makers_of_weights(program, products)
@@ -220,6 +222,16 @@ def _makers_of_weights(program: Program, products: Mapping[int, Axes]) -> set[in
             out.add(op.index)
             v = op.operands[0] if len(op.operands) == 1 else None
     return out
+
+
+def _on_one_rank(strategy: Strategy, axes: Collection[str]) -> Strategy:
+    """Drop the axes from a strategy."""
+    factors = [
+        (factor, tuple(axis for axis in split if axis not in axes))
+        for factor, split in strategy.factors
+    ]
+    passes = [x for x in strategy.passes if x[0] not in axes]
+    return Strategy(tuple(x for x in factors if x[1]), tuple(passes))
 
 
 def _bare(spec: Spec, axes: Collection[str]) -> Spec:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import fxpar
 from fxpar import _torch, joint_pass
 from fxpar.errors import ScheduleError
-from fxpar.passes import size_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import size_nodes
+from fxpar.graph.builder import Builder
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches.program_identity import (
     lean_graph,

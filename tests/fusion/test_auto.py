@@ -17,7 +17,7 @@ from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.sharding.cost.launch import Launches

@@ -26,7 +26,7 @@ from fxpar.fusion.fewer_layers import (
     lines_of_layers,
 )
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.every_schedule import graph_of, hardware_of
 from tests.helpers.toys import Toy, all_reduce

@@ -20,7 +20,7 @@ import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import Unexpected, apply
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from tests.helpers.check_random import close, run
 from tests.helpers.machines import machine
 from tests.helpers.random_programs import Case

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.verbs.ring import Ring
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding import rank_ints
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 

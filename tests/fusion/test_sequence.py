@@ -15,7 +15,7 @@ from fxpar.fusion.choose_schedule import choose
 from fxpar.fusion.sequence_parallel import Prices, cut
 from fxpar.fusion.sliced_dims import Rows, rows_of
 from fxpar.fusion.varying_axes import varying
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.machines import machine
 from tests.helpers.toys import Toy, all_reduce

@@ -13,7 +13,7 @@ from torch import nn
 import fxpar
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from tests.helpers.spawn import shared_pool
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 

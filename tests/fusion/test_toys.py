@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs.fuse_nodes import CallableRegion
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 GRADIENT = "[_, _] partial(sum: tp)", (8, 4)

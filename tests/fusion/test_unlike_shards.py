@@ -18,8 +18,8 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import unlike_shards
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.unlike_shards import UnlikeOp, closed
-from fxpar.passes import collective_nodes
-from fxpar.passes.custom_ops import group_name
+from fxpar.graph import collective_nodes
+from fxpar.graph.custom_ops import group_name
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import Settings
 from fxpar.passes.simulate.launches import crossings

@@ -14,7 +14,7 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.fusion import fused_matmul, node_legality, slice_op, varying_axes
 from fxpar.fusion.verbs import fuse_nodes, overlap, reorder
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
 from fxpar.sharding.rules.op_facts import takes_from_generator

@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.order.bucket_collectives import FULL, join_buckets
 from fxpar.passes.order.joinable_collectives import Joinable
 from fxpar.passes.order.sink_waits import WAIT

@@ -18,7 +18,7 @@ from torch import fx
 import fxpar
 from fxpar.errors import FxparWarning, OptionError, RoomError, ScheduleError
 from fxpar.fusion import node_legality
-from fxpar.passes.builder import PART
+from fxpar.graph.builder import PART
 from fxpar.passes.experts import (
     exact_exchange,
     expert_ops,

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.experts import first_rows
 from fxpar.passes.experts.row_wise import RowCall
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from fxpar._fast import known_values
 from fxpar._fast.known_values import result
 from fxpar._torch.objects import memory_of
-from fxpar.passes import custom_ops  # noqa: F401  (registers ops)
+from fxpar.graph import custom_ops  # noqa: F401  (registers ops)
 from tests.helpers.patched import needs_patches
 
 pytestmark = needs_patches

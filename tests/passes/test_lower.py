@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fxpar._torch.fake import new_fake_mode
-from fxpar.passes.builder import Builder
-from fxpar.passes.collective_nodes import emit
+from fxpar.graph.builder import Builder
+from fxpar.graph.collective_nodes import emit
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
@@ -209,7 +209,7 @@ def test_the_graph_does_not_grow_with_the_ranks() -> None:
 
 def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     """What torch has for a kind stands beside what the kind does, under one name."""
-    from fxpar.passes.collective_nodes import COLLECTIVE, MESSAGES, NODES
+    from fxpar.graph.collective_nodes import COLLECTIVE, MESSAGES, NODES
     from fxpar.passes.lower import LOWERINGS
     from fxpar.passes.simulate.launches import EXACT
     from fxpar.passes.simulate.launches import KINDS as LAUNCHED

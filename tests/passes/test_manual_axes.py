@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxpar
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -47,3 +48,27 @@ def test_a_plan_is_followed_again() -> None:
     *_, followed, _ = planned(model, (x,), mesh, again)
     assert followed.plan.hash == result.plan.hash
     assert "dp" in str(result.plan.mesh)
+
+
+class Hinted(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = fxpar.constrain(torch.tanh(self.up(x)), "dp", "?")
+        return self.down(hidden).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["propagate", "search"])
+@pytest.mark.parametrize("text", ["dp=2", "dp=2,tp=2"])
+def test_hints_that_name_the_batch_axis_split_nothing_of_a_place(
+    text: str, mode: str
+) -> None:
+    torch.manual_seed(0)
+    mesh = Mesh.parse(text)
+    axis = "tp" if mesh.has("tp") else "dp"
+    xs = [(torch.randn(6, 12).double(),) for _ in range(2)]
+    for model in (Layers(8).double(), Hinted(8).double()):
+        for hints in (
+            {"up.weight": ("dp", None), "down.weight": (None, "dp")},
+            {"up.weight": (("dp", axis) if axis != "dp" else "dp", "?")},
+            {"*weight": ("dp?", "?")},
+        ):
+            check_places(model, xs, mesh, mode, hints=hints)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
+from fxpar.graph.builder import Builder
 from fxpar.passes import moved_rows
-from fxpar.passes.builder import Builder
 from fxpar.passes.local import share_exchanges
 from fxpar.passes.simulate.one_op import OneOp
 from fxpar.sharding import row_moves, shared_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.planning import TracedPlan
 
 ROWS, COLUMNS = 24, 16

@@ -30,8 +30,8 @@ from fxpar._torch.fake import new_fake_mode
 from fxpar._torch.node_copies import copy_node
 from fxpar.choose_plan import fastest_plan
 from fxpar.errors import PlanError
+from fxpar.graph.builder import Builder
 from fxpar.passes.boundaries import read_signature
-from fxpar.passes.builder import Builder
 from fxpar.passes.order import forward_backward
 from fxpar.passes.order.forward_backward import as_run, parted, parted_as_run
 from fxpar.passes.order.order_collectives import Settings

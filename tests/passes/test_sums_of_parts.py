@@ -13,7 +13,7 @@ from torch import fx
 import fxpar
 from fxpar import _torch
 from fxpar._torch.fake import new_fake_mode
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.stages import sums_of_parts
 from tests.helpers.wrapper import code_of
 

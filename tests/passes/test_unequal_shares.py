@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.passes import collective_nodes, lower_uneven
+from fxpar.graph import collective_nodes
+from fxpar.passes import lower_uneven
 from fxpar.sharding import shard_sizes
 from tests.helpers.odd_sizes import check
 

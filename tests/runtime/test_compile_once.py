@@ -17,7 +17,7 @@ from torch import fx
 import fxpar
 from fxpar import _torch, cache_files, compile_job
 from fxpar.errors import RankMismatchError
-from fxpar.passes.graph_bodies import all_nodes
+from fxpar.graph.graph_bodies import all_nodes
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.compile_once import compile_once
 from fxpar.runtime.caches.plan_store import lines_of

@@ -13,7 +13,7 @@ import torch
 import torch._inductor.inductor_prims  # registers them
 
 import fxpar
-from fxpar.passes import custom_ops  # noqa: F401  (registers ops)
+from fxpar.graph import custom_ops  # noqa: F401  (registers ops)
 from fxpar.passes.experts import expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.stages import sums_of_parts  # noqa: F401  (registers ops)
 from fxpar.sharding.rules import FAMILIES

@@ -12,7 +12,7 @@ import torch
 import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_*)
 
 from fxpar.errors import PlanError
-from fxpar.passes import custom_ops  # noqa: F401  (register fxpar's own)
+from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)

@@ -23,7 +23,7 @@ from fxpar.fusion.kernels.region_program import (
     RegionProgram,
     replaced,
 )
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes.normalize import random as _random  # noqa: F401
 from fxpar.sharding.rules.op_facts import stated_facts
 

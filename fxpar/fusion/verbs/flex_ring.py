@@ -23,10 +23,10 @@ from fxpar.fusion.verbs.ring_attention import (
     RingAttention,
     near_first,
 )
+from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import flex_parts
 from fxpar.passes.attention.local_attention import laid_out
 from fxpar.passes.attention.merge_attention import RunningAttention
-from fxpar.passes.builder import Builder, Size
 
 aten = torch.ops.aten
 

@@ -27,8 +27,8 @@ from fxpar.fusion.node_legality import arrange as arrange
 from fxpar.fusion.node_legality import is_message
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.unlike_shards import UnlikeOp
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 from fxpar.passes.lower import contiguous
 from fxpar.passes.order.joinable_collectives import REGION
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.fusion.schedule_edit import Axes, Edit, refuse
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.spec import Spec
 
 

@@ -29,8 +29,8 @@ from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
 from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs import send_recv
 from fxpar.fusion.verbs.ring import Ring
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten

@@ -28,8 +28,8 @@ from fxpar.fusion.verbs.balance import mirrored
 from fxpar.fusion.verbs.flex_ring import FlexRing
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.fusion.verbs.ring_attention import SEQUENCE, RingAttention
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar

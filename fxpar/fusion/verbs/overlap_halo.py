@@ -28,8 +28,8 @@ from fxpar.fusion.schedule import Line
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.verbs import overlap_attention
 from fxpar.fusion.verbs.overlap import between
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 
 aten = torch.ops.aten
 

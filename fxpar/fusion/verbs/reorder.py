@@ -20,7 +20,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs.gathers import check_mean, take_back
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.read_program import RuleReader
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 from fxpar.passes.lower import contiguous, divided, divides_first
 from fxpar.sharding.mesh import Mesh
 

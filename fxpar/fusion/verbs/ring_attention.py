@@ -27,7 +27,8 @@ from fxpar.fusion.slice_op import SlicePart
 from fxpar.fusion.verbs import overlap as chunked
 from fxpar.fusion.verbs.attention_form import AttentionForm
 from fxpar.fusion.verbs.ring import Ring
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes.attention.local_attention import laid_out
 from fxpar.passes.attention.merge_attention import (
@@ -38,7 +39,6 @@ from fxpar.passes.attention.merge_attention import (
     of_visible,
     weighted,
 )
-from fxpar.passes.builder import Builder
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar

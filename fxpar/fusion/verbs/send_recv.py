@@ -22,8 +22,8 @@ from fxpar.fusion import node_legality
 from fxpar.fusion.node_legality import flat, is_fresh, is_message
 from fxpar.fusion.schedule_edit import Axes, Edit, check_staged, refuse
 from fxpar.fusion.verbs.gathers import check_equal, dividing, take_back
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 
 aten = torch.ops.aten
 

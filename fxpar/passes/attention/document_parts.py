@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding.factors import Axes
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, Size
-from fxpar.passes.graph_bodies import body_of, module_of, new_body
+from fxpar.graph.builder import Builder, Size
+from fxpar.graph.graph_bodies import body_of, module_of, new_body
 
 aten = torch.ops.aten
 

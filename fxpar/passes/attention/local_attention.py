@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.passes.attention import causal_attention, merge_attention
 from fxpar.passes.attention.merge_attention import BIASES, weighted
-from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.local.local_call import LocalCall, Localizer
 
 aten = torch.ops.aten

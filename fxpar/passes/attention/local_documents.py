@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import document_parts, merge_attention
 from fxpar.passes.attention.document_parts import DocumentParts
 from fxpar.passes.attention.local_attention import arguments_of, call_by_name
-from fxpar.passes.builder import Builder, Size
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 from fxpar.sharding.factors import Axes
 
 aten = torch.ops.aten

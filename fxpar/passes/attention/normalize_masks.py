@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.graph.builder import Builder, shape_of
 from fxpar.passes.attention.merge_attention import BIASES
-from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.normalize.place_functions import (
     Affine,
     TwoValued,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import shape_of
+from fxpar.graph.builder import shape_of
 from fxpar.passes.experts.row_wise import row_result
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.factors import Axes

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import shape_of
+from fxpar.graph.builder import shape_of
+from fxpar.graph.graph_bodies import body_of
+from fxpar.graph.size_nodes import is_open
 from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.experts.row_wise import call_of
-from fxpar.passes.graph_bodies import body_of
-from fxpar.passes.size_nodes import is_open
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan_request import Request

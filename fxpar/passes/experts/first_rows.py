@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.builder import Builder, copy_of, shape_of
+from fxpar.graph.builder import Builder, copy_of, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.experts.exact_ops import RETURN, SEND
 from fxpar.passes.experts.row_wise import row_call, row_result, rows_read

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.graph.builder import Builder, shape_of
 from fxpar.passes.experts.expert_ops import NONE, room_of
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.program import user_line

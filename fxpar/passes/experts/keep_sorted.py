@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import PART, STAGE, Builder, shape_of
+from fxpar.graph.builder import PART, STAGE, Builder, shape_of
 from fxpar.passes.experts.row_wise import call_of, row_call, rows_read
 from fxpar.sharding.rank_ints import PLACES
 from fxpar.sharding.rules.op_facts import op_facts_of

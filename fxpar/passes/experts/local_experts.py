@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of, value_of
-from fxpar.passes.collective_nodes import all_reduce, all_to_all, step
+from fxpar.graph.builder import Builder, shape_of, value_of
+from fxpar.graph.collective_nodes import all_reduce, all_to_all, step
 from fxpar.passes.experts.expert_ops import NONE
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import RuleError
-from fxpar.passes.builder import Builder, value_of
+from fxpar.graph.builder import Builder, value_of
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.rules import row_of, rule_of

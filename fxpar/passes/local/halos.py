@@ -15,7 +15,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes, size_nodes
+from fxpar.graph import (
+    collective_nodes,
+    size_nodes,
+)
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding.factors import Axes, Halo, RowWindow
 from fxpar.sharding.row_moves import Exchange

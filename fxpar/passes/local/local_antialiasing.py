@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, Size
+from fxpar.graph.builder import Builder, Size
 from fxpar.passes.local.halos import (
     add_halo_rows,
     axes_of,

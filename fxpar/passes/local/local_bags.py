@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Size
+from fxpar.graph.builder import Size
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.passes.local.local_indexing import (
     Part,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, Size
+from fxpar.graph.builder import Builder, Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.spec import Spec

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder, Size, value_of
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.passes.local import halos
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import flex_parts, merge_attention
-from fxpar.passes.builder import Builder, Size
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Size
+from fxpar.graph.builder import Size
 from fxpar.passes.local.local_call import LocalCall, Localizer
 
 aten = torch.ops.aten

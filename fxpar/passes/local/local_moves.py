@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import RowMoves

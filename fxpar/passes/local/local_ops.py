@@ -26,11 +26,11 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.node_copies import add_node
 from fxpar.errors import PlanError
-from fxpar.passes import size_nodes
+from fxpar.graph import size_nodes
+from fxpar.graph.builder import Builder, Size, value_of
+from fxpar.graph.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.attention import local_attention, local_documents
-from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.experts import expert_ops, local_experts
-from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
     local_adaptive_pools,
     local_antialiasing,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes
+from fxpar.graph import collective_nodes
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.passes.local.local_indexing import rows_at
 from fxpar.passes.local.local_reductions import least, most

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes.builder import Size, value_of
+from fxpar.graph.builder import Size, value_of
 from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.rules import views
 from fxpar.sharding.rules.matmul import counted_dim

@@ -14,8 +14,8 @@ from typing import Any
 from torch import fx
 
 from fxpar._torch.node_copies import copy_node
-from fxpar.passes.builder import UNEVEN, VARIES, Builder, shape_of
-from fxpar.passes.collective_nodes import all_reduce, emit
+from fxpar.graph.builder import UNEVEN, VARIES, Builder, shape_of
+from fxpar.graph.collective_nodes import all_reduce, emit
 from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.builder import Builder, value_of
+from fxpar.graph.builder import Builder, value_of
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 

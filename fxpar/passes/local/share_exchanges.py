@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder, is_zeros
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder, is_zeros
 from fxpar.sharding import row_moves, shared_rows
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh

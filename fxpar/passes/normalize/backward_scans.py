@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, is_zeros, shape_of
+from fxpar.graph.builder import Builder, is_zeros, shape_of
 
 aten = torch.ops.aten
 

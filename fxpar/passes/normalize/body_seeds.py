@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes.graph_bodies import bodies_of
+from fxpar.graph.graph_bodies import bodies_of
 from fxpar.passes.normalize import random  # noqa: F401  (the ops)
 from fxpar.sharding.program import user_line
 

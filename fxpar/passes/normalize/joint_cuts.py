@@ -16,7 +16,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.rules.slicing import is_few
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.symbols import expressions
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.symbols import expressions
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.rules.op_facts import op_facts_of

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.symbols import expressions
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.graph.builder import Builder, shape_of
 from fxpar.passes.normalize.cut_joins import of_one_part
 from fxpar.passes.normalize.row_places import (
     MOST_ROWS,

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar.passes.builder import shape_of
+from fxpar.graph.builder import shape_of
 from fxpar.passes.normalize.place_functions import (
     Affine,
     Number,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.graph.builder import Builder, shape_of
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.symbols import hint_of
-from fxpar.passes.builder import shape_of
+from fxpar.graph.builder import shape_of
 from fxpar.passes.normalize.place_functions import equal_sizes
 from fxpar.sharding.constant_values import computed
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.order.joinable_collectives import is_cheap
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.sharding.rules.op_facts import op_facts_of

@@ -15,7 +15,7 @@ import operator
 import torch
 from torch import fx
 
-from fxpar.passes.custom_ops import register_joins
+from fxpar.graph.custom_ops import register_joins
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.sharding.cost.op import viewed
 

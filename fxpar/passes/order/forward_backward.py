@@ -36,7 +36,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._torch.node_copies import copy_node
-from fxpar.passes.builder import PLACE
+from fxpar.graph.builder import PLACE
 from fxpar.passes.order.joinable_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import (
     DEFAULT,

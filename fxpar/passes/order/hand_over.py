@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 
 _WAIT = torch.ops.fxpar.wait_gather.default
 

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.builder import Builder
-from fxpar.passes.custom_ops import register_lowering
+from fxpar.graph.builder import Builder
+from fxpar.graph.custom_ops import register_lowering
 from fxpar.passes.order.bucket_collectives import FULL, join_buckets
 from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.joinable_collectives import (

@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.graph.builder import PROVENANCE
 from fxpar.layers import is_aligned, labels_of
-from fxpar.passes.builder import PROVENANCE
 from fxpar.passes.order.layer_segments import (
     LEAST_CALLS,
     LayerSegment,

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import RegionError
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.regions.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line

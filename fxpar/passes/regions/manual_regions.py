@@ -17,9 +17,9 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import MeshError, RegionError
-from fxpar.passes.builder import Builder
-from fxpar.passes.custom_ops import group_of_call
-from fxpar.passes.graph_bodies import body_of
+from fxpar.graph.builder import Builder
+from fxpar.graph.custom_ops import group_of_call
+from fxpar.graph.graph_bodies import body_of
 from fxpar.passes.regions.check_regions import check_regions, count_alike
 from fxpar.passes.regions.region_bodies import keep_bodies
 from fxpar.passes.regions.region_ops import EDGES

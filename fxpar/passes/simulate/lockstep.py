@@ -17,8 +17,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes import custom_ops
-from fxpar.passes.graph_bodies import attribute_at, body_of, bound_body, module_of
+from fxpar.graph import custom_ops
+from fxpar.graph.graph_bodies import attribute_at, body_of, bound_body, module_of
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.op_by_op import op_by_op
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)

@@ -24,8 +24,8 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.nodes_by_target import calls_where
 from fxpar.errors import PlanError
-from fxpar.passes.builder import Builder, copy_of, value_of
-from fxpar.passes.graph_bodies import bodies_of, body_of, module_of, new_body
+from fxpar.graph.builder import Builder, copy_of, value_of
+from fxpar.graph.graph_bodies import bodies_of, body_of, module_of, new_body
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import depending_on_tangents, user_line
 from fxpar.sharding.rules.table import tensors_of

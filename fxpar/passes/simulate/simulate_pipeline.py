@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import PART, PLACE
+from fxpar.graph.builder import PART, PLACE
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.peak_memory import residency
 from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch_seconds

@@ -20,8 +20,8 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import collective_nodes as steps
-from fxpar.passes.builder import STAGE
+from fxpar.graph import collective_nodes as steps
+from fxpar.graph.builder import STAGE
 from fxpar.passes.stages.stage_kinds import (
     ALL,
     BACKWARD,

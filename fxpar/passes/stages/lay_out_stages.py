@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes as steps
-from fxpar.passes.builder import PART, PLACE, STAGE, Builder
-from fxpar.passes.custom_ops import group_name
+from fxpar.graph import collective_nodes as steps
+from fxpar.graph.builder import PART, PLACE, STAGE, Builder
+from fxpar.graph.custom_ops import group_name
 from fxpar.passes.stages import pipeline_ops as messages
 from fxpar.passes.stages.microbatches import demand
 from fxpar.passes.stages.pipeline_ops import EVERY

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import collective_nodes as steps
-from fxpar.passes.builder import OURS, PART, STAGE, Builder, copy_of
+from fxpar.graph import collective_nodes as steps
+from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local.localize import partition
 from fxpar.passes.lower import contiguous

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
-from fxpar.passes.builder import PLACE, Builder
+from fxpar.graph.builder import PLACE, Builder
 from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding.program import depending_on_tangents

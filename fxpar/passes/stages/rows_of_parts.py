@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes as steps
+from fxpar.graph import collective_nodes as steps
 from fxpar.passes.experts.local_experts import OWN_MM, OWN_OUTER
 from fxpar.passes.experts.row_wise import by_row_rule, call_of
 from fxpar.passes.stages.steps_over_parts import (

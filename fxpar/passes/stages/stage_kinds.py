@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes as steps
-from fxpar.passes.builder import STAGE
+from fxpar.graph import collective_nodes as steps
+from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost.op import flops_of, is_view, tensors_in
 from fxpar.sharding.program import Program, backward_of, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes as steps
+from fxpar.graph import collective_nodes as steps
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding.factors import Axes, Rule

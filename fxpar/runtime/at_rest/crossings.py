@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import HintError, ShardError
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.runtime.ranks.groups import group_of
 from fxpar.sharding.hints import is_dim
 from fxpar.sharding.mesh import Mesh

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.passes.custom_ops import unreduced
+from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.at_rest import module_changes
 from fxpar.runtime.at_rest.homes import (
     HOME,

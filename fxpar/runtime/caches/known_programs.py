@@ -26,8 +26,8 @@ from torch import fx
 from fxpar import _torch, cache_files
 from fxpar._fast import cpp_kernels
 from fxpar.config import Options
-from fxpar.passes import custom_ops
-from fxpar.passes.graph_bodies import all_nodes
+from fxpar.graph import custom_ops
+from fxpar.graph.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.caches.told_files import take_kernels

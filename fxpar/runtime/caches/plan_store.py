@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar import _torch, cache_files
 from fxpar._torch.symbols import SYMBOLIC
-from fxpar.passes.graph_bodies import body_of
+from fxpar.graph.graph_bodies import body_of
 from fxpar.sharding.choose_mesh import ALIKE
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from fxpar import _torch
 from fxpar._torch.dynamo import example_of
-from fxpar.passes.graph_bodies import attribute_at
+from fxpar.graph.graph_bodies import attribute_at
 from fxpar.sharding.program import user_line
 
 _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from fxpar.errors import MeshError
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.runtime.calibrate.fit_curves import Point, fit_collective
 from fxpar.runtime.calibrate.probe_device import Probe
 from fxpar.sharding.cost import collectives

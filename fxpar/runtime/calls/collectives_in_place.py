@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 
 
 def take_eager_gradients(gm: fx.GraphModule) -> None:

@@ -20,7 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.dynamo import example_of
 from fxpar._torch.symbols import is_symbol, substituted
-from fxpar.passes import size_nodes
+from fxpar.graph import size_nodes
 from fxpar.runtime.caches.program_identity import NamedInput, placeholders
 from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.sharding.plan import Plan

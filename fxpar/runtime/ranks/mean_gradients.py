@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
-from fxpar.passes.custom_ops import refuse_sparse
+from fxpar.graph.custom_ops import refuse_sparse
 from fxpar.passes.order import hand_over as _hand_over  # noqa: F401  (defines the op)
 from fxpar.runtime.ranks import check_inputs, consensus, meeting, worlds
 from fxpar.runtime.ranks.gradient_buckets import (

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.graph_bodies import body_of
+from fxpar.graph.graph_bodies import body_of
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import checksum
 from fxpar.sharding.program import user_line

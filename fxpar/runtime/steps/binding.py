@@ -20,9 +20,13 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.node_copies import add_node
-from fxpar.passes import custom_ops, number_keys, size_nodes
-from fxpar.passes.builder import Builder, value_of
-from fxpar.passes.graph_bodies import all_nodes, body_of, bound_body
+from fxpar.graph import (
+    custom_ops,
+    size_nodes,
+)
+from fxpar.graph.builder import Builder, value_of
+from fxpar.graph.graph_bodies import all_nodes, body_of, bound_body
+from fxpar.passes import number_keys
 from fxpar.passes.local import own_shard
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.op_by_op import op_by_op

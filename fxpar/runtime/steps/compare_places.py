@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import RankMismatchError
-from fxpar.passes.custom_ops import group_of_call
+from fxpar.graph.custom_ops import group_of_call
 from fxpar.passes.simulate.launches import EXACT, crossings
 from fxpar.runtime.ranks import consensus, meeting, worlds
 from fxpar.runtime.ranks.groups import axes_of_group

@@ -22,9 +22,10 @@ from fxpar.fusion.kernels.interpret import device_of
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
+from fxpar.graph import size_nodes
+from fxpar.graph.builder import Builder, copy_of
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes import size_nodes, writes_as_results
-from fxpar.passes.builder import Builder, copy_of
+from fxpar.passes import writes_as_results
 from fxpar.passes.decompose import decompose
 from fxpar.passes.experts import first_rows, local_experts
 from fxpar.passes.experts.exact_exchange import exact_exchanges as send_exactly

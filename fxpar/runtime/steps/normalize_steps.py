@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import graph_bodies
-from fxpar.passes.builder import shape_of
+from fxpar.graph import graph_bodies
+from fxpar.graph.builder import shape_of
 from fxpar.passes.experts.across_places import manual_expert_axes, means_of_experts
 from fxpar.passes.experts.expert_ops import room_of
 from fxpar.passes.experts.group_rows import SentRows

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import SimulatedRun
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.order.order_collectives import PhaseGraph
 from fxpar.passes.writes_as_results import Write
 from fxpar.runtime.ranks.groups import Ranks

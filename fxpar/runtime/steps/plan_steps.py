@@ -19,7 +19,7 @@ from fxpar import _torch
 from fxpar._fast.old_objects import old_objects_kept
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.fusion.collective_window import shapes_of
-from fxpar.passes import size_nodes
+from fxpar.graph import size_nodes
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.order.forward_backward import are_run_alike, as_run
 from fxpar.passes.simulate.check_user_rules import check_user_rules

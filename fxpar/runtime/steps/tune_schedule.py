@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes.graph_bodies import hold, module_of
+from fxpar.graph.graph_bodies import hold, module_of
 from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.steps.binding import bind

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes.graph_bodies import module_of
+from fxpar.graph.graph_bodies import module_of
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.sharding.decide import Decision

@@ -20,7 +20,7 @@ from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.symmetric_memory import shared_files
 from fxpar.fusion.kernels.trace_region import op_name
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.passes.order.order_collectives import give_outputs
 from fxpar.passes.order.sink_waits import sink_waits
 from tests.helpers.forked import run_forked

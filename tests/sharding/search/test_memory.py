@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
 from fxpar.fusion.collective_window import shapes_of
-from fxpar.passes.builder import copy_of
+from fxpar.graph.builder import copy_of
 from fxpar.passes.order.forward_backward import are_run_alike, as_run, regather
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar._fast import known_values
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.op import bytes_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.graph.builder import Builder
 from fxpar.sharding import rank_ints
 
 

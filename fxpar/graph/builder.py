@@ -19,7 +19,7 @@ from fxpar._fast import known_values
 from fxpar._torch import parts_apart
 from fxpar._torch.node_copies import add_node, copy_node
 from fxpar._torch.symbols import Inexpressible
-from fxpar.passes import size_nodes
+from fxpar.graph import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
