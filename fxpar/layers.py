@@ -5,7 +5,7 @@ for what they read. Out: rows of layers, in which each op has the label of the o
 layer before; and where a layer of a row begins. Names and modules do not count. It is
 found in the graph of Dynamo, of which AOTAutograd traces one layer of a kind
 (``passes.repeated_segments``), in a Program, where the search ties choices
-(``sharding.search.layers``), in a local graph, where schedules are tried on few layers
+(``sharding.search.ties``), in a local graph, where schedules are tried on few layers
 (``fusion.fewer_layers``), and in forward and backward, of which Inductor compiles one
 (``passes.order.layer_segments``). Never changes a graph.
 """
@@ -13,7 +13,7 @@ found in the graph of Dynamo, of which AOTAutograd traces one layer of a kind
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ ALIGNED = 16
 _TRIED = 16
 
 
-class Row(NamedTuple):
+class LayerRow(NamedTuple):
     """What repeats: ops [begin, end), at a distance."""
 
     begin: int
@@ -98,28 +98,41 @@ def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
 
 
 def rows_of_layers(
-    labels: np.ndarray,
-    finer: np.ndarray | None = None,
-    worth: Callable[[Row], int] | None = None,
-) -> list[Row]:
+    labels: np.ndarray, finer: np.ndarray | None = None
+) -> list[LayerRow]:
     """Rows in which labels repeat, no op in two of them. ``finer``: labels of which
-    fewer are equal, to find distances by. ``worth``: of a row, which is taken before
-    those of less, and not at all for 0."""
-    rows = [
-        Row(begin, end + distance, distance)
-        for distance in _distances(labels if finer is None else finer)
-        for begin, end in _runs(labels[distance:] == labels[:-distance])
-        if end - begin >= distance
-    ]
-    if worth is not None:
-        worths = {row: worth(row) for row in rows}
-        rows = sorted(filter(worths.get, rows), key=lambda r: (-worths[r], r.distance))
-    covered, apart = np.zeros(len(labels), bool), []
+    fewer are equal, to find them by; where they begin and end, what is around ops
+    differs, and they are as long as labels repeat."""
+    return apart(rows_at_all_distances(labels if finer is None else finer), labels)
+
+
+def rows_at_all_distances(
+    labels: np.ndarray, finer: np.ndarray | None = None
+) -> Iterator[LayerRow]:
+    """As ``rows_of_layers``, an op perhaps in several rows. ``finer``: to find
+    distances by."""
+    for distance in _distances(labels if finer is None else finer):
+        for begin, end in _runs(labels[distance:] == labels[:-distance]):
+            if end - begin >= distance:
+                yield LayerRow(begin, end + distance, distance)
+
+
+def apart(rows: Iterable[LayerRow], labels: np.ndarray) -> list[LayerRow]:
+    """Rows, but those with an op of an earlier one, as long as labels repeat."""
+    free, chosen = np.ones(len(labels), bool), list[LayerRow]()
     for row in rows:
-        if not covered[row.begin : row.end].any():
-            covered[row.begin : row.end] = True
-            apart.append(row)
-    return apart
+        if free[row.begin : row.end].all():
+            free[row.begin : row.end] = False
+            chosen.append(row)
+    for i, (begin, end, distance) in enumerate(chosen):
+        repeats = labels[distance:] == labels[:-distance]
+        while begin and free[begin - 1] and repeats[begin - 1]:
+            begin -= 1
+        while end < len(labels) and free[end] and repeats[end - distance]:
+            end += 1
+        free[begin:end] = False
+        chosen[i] = LayerRow(begin, end, distance)
+    return chosen
 
 
 def _distances(labels: np.ndarray) -> list[int]:
@@ -144,7 +157,7 @@ def _runs(same: np.ndarray) -> list[tuple[int, int]]:
 
 def first_border(
     nodes: Sequence[fx.Node],
-    row: Row,
+    row: LayerRow,
     least: int,
     ends: np.ndarray | None = None,
     starts: Collection[Any] = (),

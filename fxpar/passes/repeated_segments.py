@@ -22,11 +22,12 @@ from fxpar._torch.objects import is_mutable
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar._torch.traced_values import layout_of, part_of
 from fxpar.layers import (
-    Row,
+    LayerRow,
+    apart,
     first_border,
     label_of,
     labels_of,
-    rows_of_layers,
+    rows_at_all_distances,
     with_reads,
 )
 from fxpar.passes.shared_memory import SharedMemory
@@ -52,15 +53,16 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
     labels = labels_of(nodes, _facts_at, _target)
     sizes = np.array(list(map(_size, nodes)))
 
-    def saved(row: Row) -> int:
+    def saved(row: LayerRow) -> int:
         begin, end, distance = row
         count = int(sizes[begin : end - distance].sum())
         pays = sizes[begin : begin + distance].sum() >= LEAST_SIZE
         return count if pays and count >= LEAST_SAVED else 0
 
+    rows = filter(saved, rows_at_all_distances(labels, with_reads(nodes, labels)))
     kinds: list[SegmentKind] = []
     memory = SharedMemory(gm.graph)
-    for row in rows_of_layers(labels, with_reads(nodes, labels), saved):
+    for row in apart(sorted(rows, key=lambda r: (-saved(r), r.distance)), labels):
         begin, size = first_border(nodes, row, least=2), row.distance
         starts = range(begin, row.end - size + 1, size)
         kinds += _kinds([nodes[i : i + size] for i in starts], memory)

@@ -1,0 +1,27 @@
+"""Rows of layers in the labels of ops."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fxpar.layers import LayerRow, apart, rows_of_layers
+
+#                  | a layer      | another      | a third      |
+LABELS = np.array([9, 1, 2, 2, 3, 1, 2, 2, 3, 1, 2, 2, 3, 1, 8])
+# The first layer reads something else than the others.
+FINER = np.array([9, 5, 6, 7, 3, 1, 2, 4, 3, 1, 2, 4, 3, 1, 8])
+
+
+def test_rows_are_as_long_as_labels_repeat() -> None:
+    assert rows_of_layers(LABELS) == [LayerRow(1, 14, 4)]
+    assert rows_of_layers(FINER) == [LayerRow(4, 14, 4)]
+    assert rows_of_layers(LABELS, FINER) == [LayerRow(1, 14, 4)]
+
+
+def test_a_row_ends_where_another_begins() -> None:
+    twice = np.concatenate([LABELS[1:13], LABELS[1:13] + 10, LABELS[1:13]])
+    rows = sorted(rows_of_layers(twice))
+    assert rows == [LayerRow(0, 12, 4), LayerRow(12, 24, 4), LayerRow(24, 36, 4)]
+    short, long = LayerRow(2, 4, 1), LayerRow(1, 14, 4)
+    assert apart([short, long], LABELS) == [short]
+    assert apart([long, short], LABELS) == [long]
