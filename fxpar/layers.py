@@ -103,7 +103,9 @@ def rows_of_layers(
     """Rows in which labels repeat, no op in two of them. ``finer``: labels of which
     fewer are equal, to find them by; where they begin and end, what is around ops
     differs, and they are as long as labels repeat."""
-    return apart(rows_at_all_distances(labels if finer is None else finer), labels)
+    return without_overlaps(
+        rows_at_all_distances(labels if finer is None else finer), labels
+    )
 
 
 def rows_at_all_distances(
@@ -117,7 +119,7 @@ def rows_at_all_distances(
                 yield LayerRow(begin, end + distance, distance)
 
 
-def apart(rows: Iterable[LayerRow], labels: np.ndarray) -> list[LayerRow]:
+def without_overlaps(rows: Iterable[LayerRow], labels: np.ndarray) -> list[LayerRow]:
     """Rows, but those with an op of an earlier one, as long as labels repeat."""
     free, chosen = np.ones(len(labels), bool), list[LayerRow]()
     for row in rows:
@@ -169,7 +171,7 @@ def first_border(
     begin, end, distance = row
     place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
     # Of each place in the second layer: collectives that are under way there, and what
-    # is made before and read there or behind, less than a layer on.
+    # is made before and read there or later, by less than a layer.
     under_way, crossing = np.zeros((2, distance + 1), int)
     for i in range(begin, min(begin + 2 * distance, end)):
         last = max((place[user] for user in nodes[i].users if user in place), default=i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxpar.layers import LayerRow, apart, rows_of_layers
+from fxpar.layers import LayerRow, rows_of_layers, without_overlaps
 
 #                  | a layer      | another      | a third      |
 LABELS = np.array([9, 1, 2, 2, 3, 1, 2, 2, 3, 1, 2, 2, 3, 1, 8])
@@ -23,5 +23,5 @@ def test_a_row_ends_where_another_begins() -> None:
     rows = sorted(rows_of_layers(twice))
     assert rows == [LayerRow(0, 12, 4), LayerRow(12, 24, 4), LayerRow(24, 36, 4)]
     short, long = LayerRow(2, 4, 1), LayerRow(1, 14, 4)
-    assert apart([short, long], LABELS) == [short]
-    assert apart([long, short], LABELS) == [long]
+    assert without_overlaps([short, long], LABELS) == [short]
+    assert without_overlaps([long, short], LABELS) == [long]

@@ -23,12 +23,12 @@ from fxpar._torch.segment_kinds import SegmentKind
 from fxpar._torch.traced_values import layout_of, part_of
 from fxpar.layers import (
     LayerRow,
-    apart,
     first_border,
     label_of,
     labels_of,
     rows_at_all_distances,
     with_reads,
+    without_overlaps,
 )
 from fxpar.passes.shared_memory import SharedMemory
 
@@ -62,7 +62,9 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
     rows = filter(saved, rows_at_all_distances(labels, with_reads(nodes, labels)))
     kinds: list[SegmentKind] = []
     memory = SharedMemory(gm.graph)
-    for row in apart(sorted(rows, key=lambda r: (-saved(r), r.distance)), labels):
+    for row in without_overlaps(
+        sorted(rows, key=lambda r: (-saved(r), r.distance)), labels
+    ):
         begin, size = first_border(nodes, row, least=2), row.distance
         starts = range(begin, row.end - size + 1, size)
         kinds += _kinds([nodes[i : i + size] for i in starts], memory)
