@@ -214,8 +214,8 @@ class Options:
         values.switch,
         True,
         "0, 1",
-        "rank 0 says what goes on where planning or compiling takes seconds; not with "
-        "`FXPAR_DEBUG=0` either, if that is written out",
+        "rank 0 says what goes on where planning or compiling takes seconds, and in a "
+        "line what each graph splits and sends; not with `FXPAR_DEBUG=0`, written out",
         shared=False,
     )
     dump: str | None = _option(

@@ -8,6 +8,12 @@ about graphs or meshes.
 
 from __future__ import annotations
 
+import functools
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
 
 def compose(what: str, *, where: str | None = None, fix: str | None = None) -> str:
     """Join the parts of a message, one per line."""
@@ -104,3 +110,35 @@ class DeviceError(FxparError):
 
 class FxparWarning(UserWarning):
     """Base of all warnings of fxpar: numbers stay right, something costs more."""
+
+
+def warn(what: str, *, where: str | None = None, fix: str | None = None) -> None:
+    """Warn at the innermost line of the user's own code that led here."""
+    text, frame = compose(what, where=where, fix=fix), sys._getframe(1)
+    here = frame
+    while _is_library(here.f_code.co_filename):
+        if here.f_back is None:  # a thread of a library
+            here = frame
+            break
+        here = here.f_back
+    warnings.warn_explicit(
+        text,
+        FxparWarning,
+        here.f_code.co_filename,
+        here.f_lineno,
+        here.f_globals.get("__name__", "__main__"),
+        here.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    """Whether a file is of fxpar, of torch, of Python, or of generated code."""
+    torch = sys.modules.get("torch")
+    folders = [Path(x.__file__).parent for x in (sys.modules["fxpar"], torch) if x]
+    is_python = file.startswith(sysconfig.get_path("stdlib"))
+    return (
+        file.startswith("<")
+        or (is_python and "site-packages" not in file)
+        or any(Path(file).is_relative_to(folder) for folder in folders)
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -204,3 +205,12 @@ def test_pages_name_the_stages_of_the_pipeline_in_order() -> None:
     dumps = named("docs/debugging.md", r"\d_([a-z]+)\.")
     assert table == figure == list(STAGES)
     assert list(dict.fromkeys(dumps)) == list(STAGES)
+
+
+def test_the_picture_of_the_package_is_that_of_its_floors() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from house import PICTURE, picture
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    assert PICTURE.read_text() == picture(), "run python benchmarks/house.py --write"

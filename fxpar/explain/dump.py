@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,12 @@ import torch
 from torch import fx
 
 from fxpar.config import Options, write_dump
-from fxpar.errors import FxparWarning, compose
+from fxpar.errors import warn
 from fxpar.graph.graph_bodies import body_of
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_text import short_dtype
+from fxpar.sharding.plan_text import line_text, short_dtype
 from fxpar.sharding.program import user_line
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
@@ -210,7 +210,7 @@ def report(
         if note.startswith(_NEWS):
             log.info("%s: %s", name, note)
         else:
-            warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
+            warn(f"{name}: {note}")
     one_stage = plan.of_one_stage() if plan.stages else plan
     count = count * one_stage.mesh.size // plan.mesh.size
     if count > 1 and _WHOLE not in warned and _splits_nothing(one_stage):
@@ -222,7 +222,7 @@ def report(
             "see what splits would cost with python -m fxpar plan; or ask for one with "
         )
         fix += "hints, or fxpar.constrain"
-        warnings.warn(compose(text, fix=fix), FxparWarning, stacklevel=2)
+        warn(text, fix=fix)
     # In local mode parts of the batch stay local: ``outside_graphs`` says what it
     # costs.
     if broken_at is not None and options.inputs == "global":
@@ -232,14 +232,19 @@ def report(
             f"whole on every rank ({sum(c.bytes for c in made_whole)} bytes gathered "
             f"in {len(made_whole)} collectives)"
         )
-        fix = "let the code be traced in one piece (torch.compile(fullgraph=True))"
-        warnings.warn(
-            compose(text, where=broken_at, fix=fix), FxparWarning, stacklevel=2
+        fix = (
+            "write a branch by data with torch.where or torch.cond, or move what "
+            "cannot be traced out of what is compiled; TORCH_LOGS=graph_breaks says why"
         )
+        warn(text, where=broken_at, fix=fix)
     if options.debug >= 2:
         log.warning("%s\n%s", name, plan)
     elif options.debug == 1:
         log.warning("%s\n%s", name, plan.summary())
+    elif options.progress:
+        batch = batch_axes(plan.mesh) if options.inputs == "local" else ()
+        text = line_text(plan, batch)
+        log.warning("fxpar %s: %s (FXPAR_DEBUG=1 says more)", name, text)
     if options.dump:
         folder = Path(options.dump) / f"rank{rank}" / name
         write_dump(folder / "plan.json", plan.to_json())

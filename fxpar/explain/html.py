@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fxpar.errors import DeviceError
 from fxpar.explain.tree import ModuleGroup, tree
+from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.plan_facts import cause
@@ -70,6 +72,10 @@ def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
         "dearest": _dearest(plan),
         "memory": dict(plan.memory),
         "says": [*memory_warnings(plan), *plan.predicted_texts()],
+        "step": _step(timeline),
+        "room": plan.room,
+        "axes": _axes(plan),
+        "layers": _layers(plan),
         "unknown": plan.unknown,
         "notes": plan.notes,
         "seconds": dict(plan.timings),
@@ -344,6 +350,38 @@ def _plain(item: ModuleGroup | int) -> Any:
     if isinstance(item, int):
         return item
     return [item.label, int(item.alike), [_plain(inner) for inner in item.items]]
+
+
+def _step(timeline: Any) -> list[float] | None:
+    """Seconds of a step, of its kernels, and of kernels that wait for collectives."""
+    names = ("seconds", "compute_seconds", "exposed_seconds")
+    if not all(hasattr(timeline, name) for name in names):
+        return None
+    return [getattr(timeline, name) for name in names]
+
+
+def _layers(plan: Plan) -> str:
+    """The table by layer, or why there is none."""
+    try:
+        return plan.layers()
+    except DeviceError as error:
+        return f"no table by layer: {error.what}"
+
+
+def _axes(plan: Plan) -> list[list[Any]]:
+    """[axis, ranks, ops it splits, parameters it splits, bytes sent along it]."""
+    ops, parameters, sent = (Counter[str]() for _ in range(3))
+    for node in plan.nodes:
+        ops.update({axis_of(a) for _, axes in node.factors for a in axes})
+    for _, spec in plan.parameters:
+        parameters.update({*map(axis_of, spec.sharded_axes)})
+    for c in plan.collectives:
+        for axis in {*map(axis_of, c.axes)}:
+            sent[axis] += c.bytes
+    return [
+        [axis, size, ops[axis], parameters[axis], sent[axis]]
+        for axis, size in plan.mesh.unrefined.axes
+    ]
 
 
 def _totals(collectives: Sequence[Collective]) -> list[list[Any]]:

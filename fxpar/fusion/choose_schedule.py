@@ -13,7 +13,6 @@ choose the same: nothing here depends on the clock or on the rank.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,10 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._fast.old_objects import old_objects_kept
-from fxpar.errors import FxparWarning, ScheduleError, compose
+from fxpar.errors import (
+    ScheduleError,
+    warn,
+)
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
 from fxpar.fusion.fewer_layers import (
@@ -140,8 +142,7 @@ def failed(error: Exception) -> None:
     else:
         what, where = f"no schedule is chosen: {type(error).__name__}: {error}", None
         fix = "report it, and set FXPAR_SCHEDULE=none"
-    text = compose(what, where=where, fix=fix)
-    warnings.warn(text, FxparWarning, stacklevel=2)
+    warn(what, where=where, fix=fix)
 
 
 def choose(

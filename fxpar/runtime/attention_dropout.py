@@ -8,7 +8,6 @@ split like any others. On the CPU, which has no such kernel, torch does the same
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, compose
+from fxpar.errors import warn
 from fxpar.sharding.program import user_line
 
 _ATTEND = torch.nn.functional.scaled_dot_product_attention
@@ -59,7 +58,7 @@ def warn_of_products(gm: fx.GraphModule, device_types: Iterable[str]) -> None:
     ]
     if not nodes or "cuda" not in device_types:
         return
-    text = compose(
+    warn(
         f"attention with dropout is computed by products ({len(nodes)} calls): its "
         "memory grows with the square of the sequence, and its mask is not that of a "
         "kernel on one device",
@@ -67,7 +66,6 @@ def warn_of_products(gm: fx.GraphModule, device_types: Iterable[str]) -> None:
         fix="set the dropout of attention to 0 (attn_pdrop, "
         "attention_probs_dropout_prob, attention_dropout), which uses the kernels",
     )
-    warnings.warn(text, FxparWarning, stacklevel=2)
 
 
 class ByProducts(TorchFunctionMode):

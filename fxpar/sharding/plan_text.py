@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 
 from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
@@ -73,6 +73,32 @@ def summary_text(plan: Plan) -> str:
         lines += ["schedule:", *map(_short_line, plan.schedule.splitlines())]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def line_text(plan: Plan, batch: Collection[str] = ()) -> str:
+    """Format what each axis splits and what a step sends in one line. ``batch``: axes
+    along which each rank is fed a part of the batch."""
+    split = Counter(
+        axis
+        for node in plan.nodes
+        for axis in {a for _, axes in node.factors for a in axes}
+    )
+    rest = Counter(axis for _, spec in plan.parameters for axis in spec.sharded_axes)
+    texts = []
+    for axis, size in plan.mesh.axes:
+        if size > 1:
+            ops = (
+                "the batch"
+                if axis in batch
+                else f"{split[axis]} of {len(plan.nodes)} ops"
+            )
+            count = f", {rest[axis]} of {len(plan.parameters)} parameters"
+            texts.append(f"{axis} splits {ops}{count * bool(rest[axis])}")
+    sent = Counter(c.kind for c in plan.collectives)
+    size = short_bytes(sum(c.bytes for c in plan.collectives))
+    named = ", ".join(f"{n} {kind}" for kind, n in sent.most_common())
+    texts.append(f"a rank sends {size} by {named}" if sent else "no collectives")
+    return "; ".join(texts + [f"{x} predicted" for x in plan.predicted_texts()])
 
 
 def memory_warnings(plan: Plan) -> list[str]:

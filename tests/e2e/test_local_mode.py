@@ -109,3 +109,50 @@ def test_a_place_that_fails_tells_the_other() -> None:
     first, second = shared_pool(2).errors(fails_in_one_place, env=env, timeout=90.0)
     assert "nowhere" in str(second)
     assert isinstance(first, RankMismatchError), first
+
+
+HINTS = {"0.weight": ("dp", None), "2.weight": (None, "dp")}
+
+
+def laid_out(how: str, plan: str) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and parameters of three steps. ``how``: of ``fxpar.shard``, or "ddp"."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    batches = [torch.randn(8, 8).double() for _ in range(3)]
+    parts = [x.chunk(2) for x in batches]
+    if how != "ddp":
+        sample = ((batches[0],), {}) if how == "sample" else None
+        hints = HINTS if how == "hints" else None
+        model = fxpar.shard(model, mesh="dp=2", sample=sample, hints=hints)
+        options = {"codegen": "eager", "plan": plan, "inputs": "local"}
+        run = torch.compile(model, backend="fxpar", options=options)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
+    for part in parts:
+        if how == "ddp":
+            each = [model(x).square().mean() for x in part]
+            (sum(each) / 2).backward()
+            losses.append(float(each[dist.get_rank()].detach()))
+        else:
+            loss = run(part[dist.get_rank()]).square().mean()
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return losses, [p.detach() for p in whole]
+
+
+@pytest.mark.parametrize("plan", ["propagate", "search"])
+@pytest.mark.parametrize("how", ["hints", "sample"])
+def test_layouts_that_name_the_batch_axis(how: str, plan: str) -> None:
+    for inputs in ("global", "local"):
+        env = {"FXPAR_INPUTS": inputs, "FXPAR_PLAN": plan}
+        pool = shared_pool(2)
+        expected = pool.run(laid_out, "ddp", plan, timeout=100.0)
+        for (losses, ps), (want, qs) in zip(
+            pool.run(laid_out, how, plan, env=env, timeout=100.0), expected, strict=True
+        ):
+            assert losses == pytest.approx(want, rel=1e-10)
+            for p, q in zip(ps, qs, strict=True):
+                torch.testing.assert_close(p, q)

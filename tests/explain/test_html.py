@@ -100,6 +100,18 @@ def leaves(items: list) -> list[int]:
     return found
 
 
+def test_the_overview_adds_up(plans: dict[str, Plan]) -> None:
+    plan = plans["model"]
+    data = page_data(plan, getattr(plan, "timeline", None))
+    axes = {axis: (ops, parameters) for axis, _, ops, parameters, _ in data["axes"]}
+    for axis in plan.mesh.names:
+        ops = sum(any(axis in a for _, a in node.factors) for node in plan.nodes)
+        split = sum(axis in spec.sharded_axes for _, spec in plan.parameters)
+        assert axes[axis] == (ops, split)
+    total, compute, exposed = data["step"]
+    assert 0 < compute <= total and compute + exposed <= total * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("name", ["ops", "model", "loaded"])
 def test_every_op_stands_on_the_page_once(name: str, plans: dict[str, Plan]) -> None:
     data = page_data(plans[name])

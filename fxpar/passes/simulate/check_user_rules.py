@@ -10,7 +10,6 @@ random state changes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,10 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, RuleError, compose
+from fxpar.errors import (
+    RuleError,
+    warn,
+)
 from fxpar.passes.simulate.one_op import OneOp, case, close, passing, readable
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.program import Op, tensor_nodes, user_line
@@ -97,8 +99,7 @@ def _check(op: Op, counts: Counts) -> None:
     except _NotRun as error:
         what = f"the rule '{op.rule}' of {op.target} is not checked: {error}"
         fix = "compare losses with one device, or FXPAR_VERIFY=1"
-        text = compose(what, where=user_line(op.node), fix=fix)
-        warnings.warn(text, FxparWarning, stacklevel=2)
+        warn(what, where=user_line(op.node), fix=fix)
         return
     if failures:
         first = failures[0]

@@ -41,6 +41,7 @@ from fxpar.sharding.hints import (
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.program import Input
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.spec import Spec
 
@@ -88,6 +89,9 @@ def shard(
     uses: Uses = {}
     if sample is not None:
         ranks, uses = _uses(model, ranks, sample, table, options)
+        if options.inputs == "local":  # no program splits anything along them
+            batch = batch_axes(ranks.mesh)
+            uses = {name: spec.without(batch) for name, spec in uses.items()}
     elif ranks.open:
         raise MeshError(
             "FXPAR_MESH=auto is not chosen yet, and fxpar.shard has no call to choose "

@@ -12,7 +12,6 @@ import itertools
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, compose
+from fxpar.errors import warn
 from fxpar.passes.normalize import random
 from fxpar.runtime.calibrate.fit_curves import ContractionPoint, fit_peak
 from fxpar.runtime.ranks import consensus, groups, worlds
@@ -196,7 +195,7 @@ class Probe:
                 failed = f"{type(error).__name__}: {error}".splitlines()[0]
         if self._worst(float(bool(failed)))[0]:
             what = f"nothing compiles here, so eager ops were measured ({failed})"
-            warnings.warn(compose(what), FxparWarning, stacklevel=2)
+            warn(what)
             return fn
         return compiled
 

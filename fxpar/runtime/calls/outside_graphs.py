@@ -17,7 +17,6 @@ import functools
 import sys
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,10 +33,9 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import (
     FxparError,
-    FxparWarning,
     OptionError,
     RankMismatchError,
-    compose,
+    warn,
 )
 from fxpar.runtime.at_rest.homes import HOME
 from fxpar.runtime.calls.call_variants import meet_first
@@ -296,7 +294,7 @@ def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not mean_gradients.is_watched(p)
     ]
     if own:
-        text = compose(
+        warn(
             f"{type(optimizer).__name__} steps parameters whose gradients nobody "
             f"averages over ranks: {check_inputs.listed(own)}; with FXPAR_INPUTS=local "
             "each rank has those of its own part of the batch",
@@ -305,7 +303,6 @@ def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "DistributedDataParallel; what one rank trains goes inside `with "
             "fxpar.alone():`",
         )
-        warnings.warn(text, FxparWarning, stacklevel=2)
 
 
 def _join(watched: _CompiledCallable) -> Ranks | None:
@@ -558,8 +555,7 @@ def _say(watched: _CompiledCallable) -> None:
         if dist.get_rank() == 0:
             why = outside.why and f": {outside.why}"
             what = f"{outside.code} is in no graph{why}. {cost}"
-            text = compose(what, where=outside.where, fix=fix)
-            warnings.warn(text, FxparWarning, stacklevel=2)
+            warn(what, where=outside.where, fix=fix)
 
 
 _SAID: WeakSet[nn.Module] = WeakSet()
@@ -574,14 +570,10 @@ def warn_around(ranks: Ranks) -> None:
         return  # its parameters are left to it
     _SAID.add(wrapper)
     size = sum(p.nbytes for p in wrapper.parameters() if p.requires_grad)
-    warnings.warn(
-        compose(
-            "the model is inside DistributedDataParallel, which averages gradients "
-            "that fxpar has reduced: this changes no number, and costs an all-reduce "
-            f"of {size} bytes each step",
-            fix="leave the wrapper out; where a library wraps the model, see "
-            "docs/migrating.md",
-        ),
-        FxparWarning,
-        stacklevel=2,
+    warn(
+        "the model is inside DistributedDataParallel, which averages gradients "
+        "that fxpar has reduced: this changes no number, and costs an all-reduce "
+        f"of {size} bytes each step",
+        fix="leave the wrapper out; where a library wraps the model, see "
+        "docs/migrating.md",
     )

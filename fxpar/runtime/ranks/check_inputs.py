@@ -10,7 +10,6 @@ Never: another decision on some ranks, since all read the hashes of all.
 from __future__ import annotations
 
 import ctypes
-import warnings
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpar.errors import FxparWarning, InputMismatchError, compose
+from fxpar.errors import (
+    InputMismatchError,
+    warn,
+)
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import check_devices
@@ -244,7 +246,7 @@ def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
 def _warn(what: str, fix: str) -> None:
     """Once: on the rank that leads."""
     if consensus.leads():
-        warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=4)
+        warn(what, fix=fix)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ decision is of, and at the end the ``Plan``. Every rank does the same but in
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +16,10 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._fast.old_objects import old_objects_kept
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import (
+    PlanError,
+    warn,
+)
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.graph import size_nodes
 from fxpar.passes.normalize import normalize_ops as normalize
@@ -124,8 +126,7 @@ def _searchable(request: Request) -> Request:
         return request
     what = f"a search takes at most {MOST} axes of more than one rank: the plan"
     fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
-    text = compose(f"{what} for {request.mesh} is propagated", fix=fix)
-    warnings.warn(text, FxparWarning, stacklevel=2)
+    warn(f"{what} for {request.mesh} is propagated", fix=fix)
     return replace(request, mode="propagate")
 
 

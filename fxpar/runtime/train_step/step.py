@@ -15,7 +15,6 @@ any other number becomes one when it is first seen to change.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar._torch.objects import parameters_of
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import (
+    PlanError,
+    warn,
+)
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -354,13 +356,12 @@ class _Stage:
 
     def _warn_fixed(self, fixed: set[Slot], error: PlanError) -> None:
         names = ", ".join(sorted({slot.key for slot in fixed}))
-        text = compose(
+        warn(
             f"{names} of {type(self.owner.optimizer).__name__} is a constant of the "
             f"compiled step: every new value compiles again ({error.what})",
             where=error.where,
             fix="let the optimizer compute with it as with a tensor",
         )
-        warnings.warn(text, FxparWarning, stacklevel=2)
 
     def _run(
         self, variant: _Variant, args: Sequence[Any], slot_values: Mapping[Slot, Any]

@@ -7,12 +7,15 @@ the shapes of one call; nothing is changed.
 from __future__ import annotations
 
 import string
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, RuleError, UnknownOpError, compose
+from fxpar.errors import (
+    RuleError,
+    UnknownOpError,
+    warn,
+)
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, user_line
@@ -39,7 +42,7 @@ def report_unknown(program: Program, mesh: Mesh, strict: bool) -> None:
         fix = _how_to_split(program, calls[0])
         if strict:
             raise UnknownOpError(what, where=where, fix=fix)
-        warnings.warn(compose(what, where=where, fix=fix), FxparWarning, stacklevel=2)
+        warn(what, where=where, fix=fix)
 
 
 def _called(op: Op) -> str:
