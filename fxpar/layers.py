@@ -30,7 +30,7 @@ ALIGNED = 16
 _TRIED = 16
 
 
-class LayerRow(NamedTuple):
+class RepeatedOps(NamedTuple):
     """What repeats: ops [begin, end), at a distance."""
 
     begin: int
@@ -99,7 +99,7 @@ def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
 
 def rows_of_layers(
     labels: np.ndarray, finer: np.ndarray | None = None
-) -> list[LayerRow]:
+) -> list[RepeatedOps]:
     """Rows in which labels repeat, no op in two of them. ``finer``: labels of which
     fewer are equal, to find them by; where they begin and end, what is around ops
     differs, and they are as long as labels repeat."""
@@ -110,18 +110,20 @@ def rows_of_layers(
 
 def rows_at_all_distances(
     labels: np.ndarray, finer: np.ndarray | None = None
-) -> Iterator[LayerRow]:
+) -> Iterator[RepeatedOps]:
     """As ``rows_of_layers``, an op perhaps in several rows. ``finer``: to find
     distances by."""
     for distance in _distances(labels if finer is None else finer):
         for begin, end in _runs(labels[distance:] == labels[:-distance]):
             if end - begin >= distance:
-                yield LayerRow(begin, end + distance, distance)
+                yield RepeatedOps(begin, end + distance, distance)
 
 
-def without_overlaps(rows: Iterable[LayerRow], labels: np.ndarray) -> list[LayerRow]:
+def without_overlaps(
+    rows: Iterable[RepeatedOps], labels: np.ndarray
+) -> list[RepeatedOps]:
     """Rows, but those with an op of an earlier one, as long as labels repeat."""
-    free, chosen = np.ones(len(labels), bool), list[LayerRow]()
+    free, chosen = np.ones(len(labels), bool), list[RepeatedOps]()
     for row in rows:
         if free[row.begin : row.end].all():
             free[row.begin : row.end] = False
@@ -133,7 +135,7 @@ def without_overlaps(rows: Iterable[LayerRow], labels: np.ndarray) -> list[Layer
         while end < len(labels) and free[end] and repeats[end - distance]:
             end += 1
         free[begin:end] = False
-        chosen[i] = LayerRow(begin, end, distance)
+        chosen[i] = RepeatedOps(begin, end, distance)
     return chosen
 
 
@@ -159,7 +161,7 @@ def _runs(same: np.ndarray) -> list[tuple[int, int]]:
 
 def first_border(
     nodes: Sequence[fx.Node],
-    row: LayerRow,
+    row: RepeatedOps,
     least: int,
     ends: np.ndarray | None = None,
     starts: Collection[Any] = (),

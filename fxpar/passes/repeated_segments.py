@@ -22,7 +22,7 @@ from fxpar._torch.objects import is_mutable
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar._torch.traced_values import layout_of, part_of
 from fxpar.layers import (
-    LayerRow,
+    RepeatedOps,
     first_border,
     label_of,
     labels_of,
@@ -53,7 +53,7 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
     labels = labels_of(nodes, _facts_at, _target)
     sizes = np.array(list(map(_size, nodes)))
 
-    def saved(row: LayerRow) -> int:
+    def saved(row: RepeatedOps) -> int:
         begin, end, distance = row
         count = int(sizes[begin : end - distance].sum())
         pays = sizes[begin : begin + distance].sum() >= LEAST_SIZE
