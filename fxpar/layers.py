@@ -98,14 +98,14 @@ def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
 
 
 def rows_of_layers(
-    labels: np.ndarray, finer: np.ndarray | None = None
+    labels: np.ndarray, finer: np.ndarray | None = None, *, overlap: bool = False
 ) -> list[RepeatedOps]:
     """Rows in which labels repeat, no op in two of them. ``finer``: labels of which
     fewer are equal, to find them by; where they begin and end, what is around ops
-    differs, and they are as long as labels repeat."""
-    return without_overlaps(
-        rows_at_all_distances(labels if finer is None else finer), labels
-    )
+    differs, and they are as long as labels repeat; if they may ``overlap``, also where
+    that is in another row."""
+    rows = rows_at_all_distances(labels if finer is None else finer)
+    return without_overlaps(rows, labels, but_at_ends=overlap)
 
 
 def rows_at_all_distances(
@@ -120,21 +120,24 @@ def rows_at_all_distances(
 
 
 def without_overlaps(
-    rows: Iterable[RepeatedOps], labels: np.ndarray
+    rows: Iterable[RepeatedOps], labels: np.ndarray, *, but_at_ends: bool = False
 ) -> list[RepeatedOps]:
-    """Rows, but those with an op of an earlier one, as long as labels repeat."""
+    """Rows, but those with an op of an earlier one, as long as labels repeat; see
+    ``rows_of_layers``."""
     free, chosen = np.ones(len(labels), bool), list[RepeatedOps]()
     for row in rows:
         if free[row.begin : row.end].all():
             free[row.begin : row.end] = False
             chosen.append(row)
+    if but_at_ends:
+        free[:] = True
     for i, (begin, end, distance) in enumerate(chosen):
         repeats = labels[distance:] == labels[:-distance]
         while begin and free[begin - 1] and repeats[begin - 1]:
             begin -= 1
         while end < len(labels) and free[end] and repeats[end - distance]:
             end += 1
-        free[begin:end] = False
+        free[begin:end] = but_at_ends
         chosen[i] = RepeatedOps(begin, end, distance)
     return chosen
 

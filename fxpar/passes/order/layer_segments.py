@@ -21,7 +21,13 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.nodes_by_target import calls_where
-from fxpar.layers import first_border, labels_of, rows_of_layers, with_reads
+from fxpar.layers import (
+    RepeatedOps,
+    first_border,
+    labels_of,
+    rows_of_layers,
+    with_reads,
+)
 from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.passes.stages.sums_of_parts import SUMS
@@ -127,7 +133,7 @@ def _repeated_pairs(
     place = dict(zip(graph.nodes, counts, strict=True))
     labels = np.array([label_of[node] for node in nodes], int)
     pairs, candidates = dict[fx.Node, fx.Node](), list(_pairs(graph))
-    for begin, end, distance in rows_of_layers(labels, with_reads(nodes, labels)):
+    for begin, end, distance in _rows(nodes, labels):
         for start, wait in candidates:
             first, length = place[start] - begin, place[wait] - place[start]
             if first >= 0 and place[wait] <= end and length < distance:
@@ -157,11 +163,15 @@ def _patterns(
 ) -> list[slice]:
     """What of each layer may be one body."""
     patterns: list[slice] = []
-    for row in rows_of_layers(labels, with_reads(nodes, labels)):
+    for row in _rows(nodes, labels):
         first = first_border(nodes, row, LEAST_CALLS, ends, STARTS)
         for layer in range(first, row.end - row.distance + 1, row.distance):
             patterns += _runs(ends, layer, layer + row.distance)
     return patterns
+
+
+def _rows(nodes: Sequence[fx.Node], labels: np.ndarray) -> list[RepeatedOps]:
+    return rows_of_layers(labels, with_reads(nodes, labels), overlap=True)
 
 
 def _matches(
