@@ -25,7 +25,7 @@ LEVELS = [
     {"_torch", "_fast"},
     {"option_values"},
     {"config"},
-    {"cache_files"},
+    {"cache_files", "layers"},
     {"sharding"},
     {"graph"},
     {"passes"},

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.objects import memory_of
+from fxpar._torch.objects import memory_of, tensors_of
 from fxpar._torch.traced_values import fake_like, fake_on, is_plain
 
 
@@ -159,7 +159,7 @@ class Memories:
         """``stand_ins``: of nodes with values those whose memory is in their place."""
         self._storages: dict[int, Any] = {}
         for node, other in stand_ins.items():
-            pairs = zip(_tensors(node), _tensors(other), strict=False)
+            pairs = zip(tensors_of(node), tensors_of(other), strict=False)
             for x, y in pairs:
                 self._storages.setdefault(memory_of(x), y.untyped_storage())
         self._nodes = list(stand_ins)  # their memory lives, and keeps its number
@@ -176,12 +176,6 @@ class Memories:
         if isinstance(value, (list, tuple)):
             return type(value)(self.like(x) for x in value)
         return value
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def can_be_copied(nodes: Sequence[TracedNode]) -> bool:

@@ -84,6 +84,13 @@ def base_of(x: torch.Tensor) -> torch.Tensor:
     return x if x._base is None else x._base
 
 
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a traced node gives."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
 def rename(node: fx.Node, name: str) -> None:
     """Give a node another name, which no other node of the graph has."""
     node._rename(name)

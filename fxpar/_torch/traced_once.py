@@ -196,14 +196,13 @@ class _Segment:
         return [values_of.value_of(copies[node], tracer) for node in traced.results]
 
     def _copy(self, operands: Sequence[Any], tracer: Any) -> None:
-        first, own = self.traced.forward, self.copies
-        assert first is not None
+        traced, own = self.traced, self.copies
         parts = map(values_of.part_of, operands)
         nodes = [values_of.node_of(x, tracer) for x in parts]
         own.begin = values_of.last_number()
-        own.nodes = dict(zip(self.traced.operands, nodes, strict=True))
-        own.add(first.nodes, own.nodes, first, self.before, tracer)
-        values_of.skip_numbers(first.end - first.begin)
+        own.nodes = dict(zip(traced.operands, nodes, strict=True))
+        own.add(traced.nodes, own.nodes, traced, self.before, tracer)
+        values_of.skip_numbers(traced.end - traced.begin)
 
     def backward(self, tangents: Sequence[Any]) -> list[Any]:
         """The gradients of the operands."""

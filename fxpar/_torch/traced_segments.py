@@ -20,27 +20,9 @@ from fxpar._torch.segment_kinds import Conditions, SegmentKind
 
 
 @dataclass(frozen=True)
-class TracedForward:
-    """A segment that was traced, with what autograd knows of it."""
-
-    # All that were traced, in order.
-    nodes: list[TracedNode]
-    # Values that stand for its operands, from which autograd knows it.
-    leaves: list[Any]
-    # Its results.
-    outs: list[Any]
-    # Autograd's number of the last node before it.
-    begin: int
-    # Autograd's number of the last node in it.
-    end: int
-
-
-@dataclass(frozen=True)
 class TracedBackward:
     """What was traced of the backward of a segment."""
 
-    # The forward that it reads from.
-    forward: TracedForward
     # All that were traced, in order.
     nodes: list[TracedNode]
     # Nodes of the gradients of the results.
@@ -71,8 +53,16 @@ class TracedKind:
     results: list[fx.Node] = field(default_factory=list)
     # Nodes of what the first writes to operands.
     written: list[fx.Node] = field(default_factory=list)
-    # The first, once it is traced.
-    forward: TracedForward | None = None
+    # All that were traced of the forward of the first, in order.
+    nodes: list[TracedNode] = field(default_factory=list)
+    # Values that stand for its operands, from which autograd knows it.
+    leaves: list[Any] = field(default_factory=list)
+    # Its results.
+    outs: list[Any] = field(default_factory=list)
+    # Autograd's number of the last node before it.
+    begin: int = 0
+    # Autograd's number of the last node in it.
+    end: int = 0
     # By what is known of the gradients of results.
     backwards: dict[Any, TracedBackward] = field(default_factory=dict)
     # Of the metadata of nodes of the first.
@@ -96,26 +86,26 @@ class Copies:
         self,
         traced_nodes: Sequence[TracedNode],
         nodes: dict[fx.Node, fx.Node],
-        forward: TracedForward,
+        traced: TracedKind,
         other: int,
         tracer: Any,
     ) -> None:
         """Add copies of nodes, which read what ``nodes`` has in the place of what they
-        read; it has theirs then. Numbers that autograd gave nodes of ``forward`` are
-        those of this segment; for others there is ``other``."""
+        read; it has theirs then. Numbers that autograd gave nodes of the first forward
+        are those of this segment; for others there is ``other``."""
         memories = Memories(nodes)
         regions = _regions(traced_nodes, self.regions)
         self.regions |= {i: nodes_of.new_region() for i in regions}
         with values_of.untraced():
-            for traced in traced_nodes:
-                meta = traced.copy(tracer.graph, nodes).meta
+            for node in traced_nodes:
+                meta = node.copy(tracer.graph, nodes).meta
                 if "val" in meta:
                     meta["val"] = memories.like(meta["val"])
                 if "ac_graph_id" in meta:
                     meta["ac_graph_id"] = self.regions[meta["ac_graph_id"]]
                 if "seq_nr" in meta:
-                    number = meta["seq_nr"] - forward.begin
-                    is_own = 0 < number <= forward.end - forward.begin
+                    number = meta["seq_nr"] - traced.begin
+                    is_own = 0 < number <= traced.end - traced.begin
                     meta["seq_nr"] = self.begin + number if is_own else other
                 for name, values in self.metadata.items():
                     if name in meta:
@@ -127,33 +117,28 @@ def trace_first(traced: TracedKind, operands: Sequence[Any], before: int) -> Cop
     the last node before there was an op for it."""
     tracer, kind = values_of.tracer(), traced.kind
     parts = list(map(values_of.part_of, operands))
-    nodes = [values_of.node_of(x, tracer) for x in parts]
-    forward = traced.forward = _trace_forward(traced, operands, tracer)
-    traced.operands = list(nodes)
-    traced.results = [values_of.node_of(x, tracer) for x in forward.outs]
-    traced.written = [
-        values_of.node_of(forward.leaves[i], tracer) for i in kind.written
-    ]
-    traced.differentiable = [x.requires_grad for x in forward.outs]
-    kind.refused = not nodes_of.can_be_copied(forward.nodes)
-    for x in forward.nodes:
+    traced.operands = [values_of.node_of(x, tracer) for x in parts]
+    _trace_forward(traced, operands, tracer)
+    traced.results = [values_of.node_of(x, tracer) for x in traced.outs]
+    traced.written = [values_of.node_of(traced.leaves[i], tracer) for i in kind.written]
+    traced.differentiable = [x.requires_grad for x in traced.outs]
+    kind.refused = not nodes_of.can_be_copied(traced.nodes)
+    for x in traced.nodes:
         # Without a number of its own it has that of what stands before it.
-        if x.meta.get("seq_nr") == forward.begin:
+        if x.meta.get("seq_nr") == traced.begin:
             x.node.meta["seq_nr"] = before
-    own = {node: node for node in [*nodes, *(x.node for x in forward.nodes)]}
-    regions = {i: i for i in _regions(forward.nodes)}
-    return Copies(own, regions, begin=forward.begin)
+    own = {node: node for node in [*traced.operands, *(x.node for x in traced.nodes)]}
+    regions = {i: i for i in _regions(traced.nodes)}
+    return Copies(own, regions, begin=traced.begin)
 
 
-def _trace_forward(
-    traced: TracedKind, operands: Sequence[Any], tracer: Any
-) -> TracedForward:
+def _trace_forward(traced: TracedKind, operands: Sequence[Any], tracer: Any) -> None:
     """Trace the first segment for autograd to go back through."""
     assert traced.conditions is not None
     env, kind = traced.interpreter.env, traced.kind
     reads, nodes = kind.operands[0], kind.segments[0]
-    leaves = [_leaf(x, tracer) for x in operands]
-    begin, last = values_of.last_number(), nodes_of.last_node(tracer.graph)
+    leaves = traced.leaves = [_leaf(x, tracer) for x in operands]
+    last, traced.begin = nodes_of.last_node(tracer.graph), values_of.last_number()
     outer = {node: env.get(node) for node, _ in reads}
     shared = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at is None}
     with torch.set_grad_enabled(traced.conditions.ambient.grad):
@@ -161,12 +146,11 @@ def _trace_forward(
             own = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at == i}
             env.update(shared | own)
             traced.interpreter.run_by_itself(node)
-    outs = [env[nodes[i]] for i in kind.results]
+    traced.outs = [env[nodes[i]] for i in kind.results]
     env.update(outer)
-    _keep_lines(outs)
-    end = values_of.last_number()
-    since = nodes_of.traced_since(last, tracer.graph)
-    return TracedForward(since, leaves, outs, begin, end)
+    _keep_lines(traced.outs)
+    traced.end = values_of.last_number()
+    traced.nodes = nodes_of.traced_since(last, tracer.graph)
 
 
 def _leaf(x: Any, tracer: Any) -> Any:
@@ -184,8 +168,7 @@ def gradients_of(
     traced: TracedKind, tangents: Sequence[Any], copies: Copies
 ) -> list[Any]:
     """The gradients of the operands of a segment."""
-    tracer, first = values_of.tracer(), traced.forward
-    assert first is not None
+    tracer = values_of.tracer()
     if traced.interpreter.last_number is None:
         traced.interpreter.last_number = values_of.last_number()
     nodes = [x if x is None else values_of.node_of(x, tracer) for x in tangents]
@@ -193,15 +176,12 @@ def gradients_of(
     if key not in traced.backwards:
         traced.backwards[key] = _trace_backward(traced, tangents, nodes, tracer)
     backward = traced.backwards[key]
-    forward = backward.forward
     own = dict(copies.nodes)
-    for x, y in zip(forward.nodes, first.nodes, strict=True):
-        own[x.node] = own[y.node]
     for node, mine in zip(backward.tangents, nodes, strict=True):
         if node is not None:
             own[node] = mine
     last = traced.interpreter.last_number
-    copies.add(backward.nodes, own, forward, last, tracer)
+    copies.add(backward.nodes, own, traced, last, tracer)
     gradients = []
     for node, like in zip(backward.gradient_nodes, backward.gradients, strict=True):
         part = values_of.value_of(node and own.get(node, node), tracer)
@@ -216,43 +196,26 @@ def _trace_backward(
     tracer: Any,
 ) -> TracedBackward:
     """Trace the backward of the first segment; its nodes leave the graph again."""
-    forward = traced.forward
-    assert forward is not None
     with nodes_of.taken_out(tracer.graph):
-        if traced.backwards:  # autograd goes back through a forward once
-            forward = _trace_forward_again(traced, forward, tracer)
         last = nodes_of.last_node(tracer.graph)
-        pairs = zip(forward.outs, tangents, strict=True)
+        pairs = zip(traced.outs, tangents, strict=True)
         used = [(x, t) for x, t in pairs if t is not None and x.requires_grad]
-        places = [i for i, x in enumerate(forward.leaves) if x.requires_grad]
+        places = [i for i, x in enumerate(traced.leaves) if x.requires_grad]
         results = torch.autograd.grad(
             [x for x, _ in used],
-            [forward.leaves[i] for i in places],
+            [traced.leaves[i] for i in places],
             [t for _, t in used],
+            retain_graph=True,  # others may go back through it with other tangents
             allow_unused=True,
         )
-        gradients: list[Any] = [None] * len(forward.leaves)
-        nodes: list[fx.Node | None] = [None] * len(forward.leaves)
+        gradients: list[Any] = [None] * len(traced.leaves)
+        nodes: list[fx.Node | None] = [None] * len(traced.leaves)
         for i, x in zip(places, results, strict=True):
             if x is not None:
                 gradients[i] = x
                 nodes[i] = values_of.node_of(values_of.part_of(x), tracer)
         since = nodes_of.traced_since(last, tracer.graph)
-    return TracedBackward(forward, since, tangent_nodes, gradients, nodes)
-
-
-def _trace_forward_again(
-    traced: TracedKind, forward: TracedForward, tracer: Any
-) -> TracedForward:
-    operands = []
-    for node, leaf in zip(traced.operands, forward.leaves, strict=True):
-        part = values_of.value_of(node, tracer)
-        operand = values_of.around(part, leaf)
-        operands.append(operand.requires_grad_(leaf.requires_grad))
-    with torch.enable_grad():
-        again = _trace_forward(traced, operands, tracer)
-    values_of.skip_numbers(1)  # the last is that of other nodes
-    return again
+    return TracedBackward(since, tangent_nodes, gradients, nodes)
 
 
 def _keep_lines(outs: Sequence[Any]) -> None:

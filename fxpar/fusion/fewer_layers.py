@@ -7,7 +7,7 @@ is tried costs the same for 8 layers and for 100; and which ops were left out. T
 computes something else: what reads a layer that is left out reads the one before. It
 has the same ops on the same shapes, in the same order, and is never run. Never changes
 the graph. Layers are rows of ops that are alike at one distance, as the search for
-plans has them (``search.layers``). The row that is cut is the longest of the forward,
+plans has them (``layers``). The row that is cut is the longest of the forward,
 in its middle; of each other row those that read what was cut.
 
 Lines. In: a schedule of a graph with fewer layers. Out: one of the whole graph. A line
@@ -30,9 +30,8 @@ from torch import fx
 
 from fxpar._torch.node_copies import copy_node
 from fxpar.fusion.schedule import Argument, Line, Schedule
-from fxpar.passes.alike_nodes import labels_of, with_reads
+from fxpar.layers import labels_of, rows_of_layers, with_reads
 from fxpar.sharding.program import depending_on_tangents, phase_of
-from fxpar.sharding.search.layers import rows_of_layers
 
 # So many layers stay of the row that is cut, and are left out at least.
 STAY, LEAST = 4, 4
@@ -140,18 +139,13 @@ def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
     """Rows of layers, in the order of the graph."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     labels = labels_of(calls)
-    last = 0
-    for begin, end, distance in sorted(rows_of_layers(with_reads(calls, labels))):
-        # Where they begin and end, what is around ops is not alike.
-        while begin > last and labels[begin - 1] == labels[begin - 1 + distance]:
-            begin -= 1
-        while end < len(calls) and labels[end] == labels[end - distance]:
-            end += 1
+    for begin, end, distance in sorted(
+        rows_of_layers(labels, with_reads(calls, labels))
+    ):
         row = labels[begin:end]
         shorter = (d for d in range(1, distance) if distance % d == 0)
         alike = (d for d in shorter if np.array_equal(row[d:], row[:-d]))
         yield RowOfLayers(tuple(calls[begin:end]), (*alike, distance))
-        last = end
 
 
 def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:

@@ -21,9 +21,16 @@ from fxpar._torch.node_copies import attribute
 from fxpar._torch.objects import is_mutable
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar._torch.traced_values import layout_of, part_of
-from fxpar.passes.alike_nodes import with_reads
+from fxpar.layers import (
+    RepeatedOps,
+    first_border,
+    label_of,
+    labels_of,
+    rows_at_all_distances,
+    with_reads,
+    without_overlaps,
+)
 from fxpar.passes.shared_memory import SharedMemory
-from fxpar.sharding.search.layers import apart, rows_at_all_distances
 
 # Nodes that need not be traced, at least, and nodes of a segment, which is some work
 # by itself too.
@@ -43,29 +50,24 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
     segment reads."""
     ends = ("placeholder", "output")
     nodes = [node for node in gm.graph.nodes if node.op not in ends]
-    numbers: dict[Any, int] = {}
-    keys = map(_key, nodes)
-    colors = np.array([numbers.setdefault(key, len(numbers)) for key in keys], int)
+    labels = labels_of(nodes, _facts_at, _target)
     sizes = np.array(list(map(_size, nodes)))
 
-    def saved(row: tuple[int, int, int]) -> int:
+    def saved(row: RepeatedOps) -> int:
         begin, end, distance = row
-        return int(sizes[begin : end - distance].sum())
+        count = int(sizes[begin : end - distance].sum())
+        pays = sizes[begin : begin + distance].sum() >= LEAST_SIZE
+        return count if pays and count >= LEAST_SAVED else 0
 
-    def pays(row: tuple[int, int, int]) -> bool:
-        begin, _, distance = row
-        size = sizes[begin : begin + distance].sum()
-        return size >= LEAST_SIZE and saved(row) >= LEAST_SAVED
-
-    finer = with_reads(nodes, colors)
-    rows = list(filter(pays, rows_at_all_distances(colors, finer)))
-    rows.sort(key=lambda row: (-saved(row), row[2]))
+    rows = filter(saved, rows_at_all_distances(labels, with_reads(nodes, labels)))
     kinds: list[SegmentKind] = []
     memory = SharedMemory(gm.graph)
-    for begin, end, distance in apart(rows, len(nodes)):
-        begin += _narrowest(nodes, begin, end, distance)
-        starts = range(begin, end - distance + 1, distance)
-        kinds += _kinds([nodes[i : i + distance] for i in starts], memory)
+    for row in without_overlaps(
+        sorted(rows, key=lambda r: (-saved(r), r.distance)), labels
+    ):
+        begin, size = first_border(nodes, row, least=2), row.distance
+        starts = range(begin, row.end - size + 1, size)
+        kinds += _kinds([nodes[i : i + size] for i in starts], memory)
     return kinds
 
 
@@ -117,24 +119,6 @@ def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
     return tuple(wiring), list(operands)
 
 
-def _narrowest(nodes: Sequence[fx.Node], begin: int, end: int, distance: int) -> int:
-    """How far behind its begin to cut a row of layers, for the fewest values to cross,
-    and no layer to be lost."""
-    position = {node: i for i, node in enumerate(nodes)}
-    middle = begin + (end - begin) // distance // 2 * distance
-
-    def crossing(offset: int) -> int:
-        cut = middle + offset
-        before = nodes[max(begin, cut - distance) : cut]
-        readers = ((position.get(user, cut) for user in node.users) for node in before)
-        return sum(max(each, default=0) >= cut for each in readers)
-
-    def key(offset: int) -> tuple[int, bool, int]:
-        return crossing(offset), offset > (end - begin) % distance, offset
-
-    return min(range(distance), key=key)
-
-
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(example_of(node), torch.Tensor)
 
@@ -145,13 +129,6 @@ def _has_gradient(node: fx.Node) -> bool:
 
 def _is_number(node: fx.Node) -> bool:
     return isinstance(example_of(node), (int, torch.SymInt))
-
-
-def _key(node: fx.Node) -> Any:
-    """Equal for nodes that are alike, what they read left out."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
-    reads = tuple(_facts(example_of(read)) for read in node.all_input_nodes)
-    return _target(node), repr(args), repr(kwargs), _facts(example_of(node)), reads
 
 
 def _target(node: fx.Node) -> Any:
@@ -171,7 +148,7 @@ def _body(body: fx.GraphModule) -> Any:
     at = {node: i for i, node in enumerate(nodes)}
     keys = [
         (*(at[read] for read in node.all_input_nodes), node.op)
-        + (() if node.op == "placeholder" else _key(node))
+        + (() if node.op == "placeholder" else label_of(node, _facts_at, _target(node)))
         for node in nodes
     ]
     return tuple(keys), tuple((name, repr(x)) for name, x in sorted(body.meta.items()))
@@ -183,6 +160,10 @@ def _size(node: fx.Node) -> int:
     if isinstance(held, fx.GraphModule):
         return sum(map(_size, held.graph.nodes))
     return 1
+
+
+def _facts_at(node: fx.Node) -> Any:
+    return _facts(example_of(node))
 
 
 def _facts(value: Any) -> Any:

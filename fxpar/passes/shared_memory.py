@@ -8,12 +8,10 @@ tensor of its own. Never changes a graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
-import torch
 from torch import fx
 
-from fxpar._torch.objects import memory_of, written_by
+from fxpar._torch.objects import memory_of, tensors_of, written_by
 
 
 class SharedMemory:
@@ -58,10 +56,4 @@ class SharedMemory:
         return names
 
     def _memories(self, node: fx.Node) -> set[int]:
-        return set(map(memory_of, _tensors(node)))
-
-
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return (x for x in values if isinstance(x, torch.Tensor))
+        return set(map(memory_of, tensors_of(node)))

@@ -21,13 +21,18 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.nodes_by_target import calls_where
-from fxpar.passes.alike_nodes import labels_of, with_reads
+from fxpar.layers import (
+    RepeatedOps,
+    first_border,
+    labels_of,
+    rows_of_layers,
+    with_reads,
+)
 from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.passes.stages.sums_of_parts import SUMS
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
-from fxpar.sharding.search.layers import rows_of_layers
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -61,14 +66,13 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
     be alike on other ranks, which must start collectives in the same order: then bodies
     have none, and what starts behind them passes no other."""
     label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
-    facts = _Facts(graph, label_of)
-    pairs = _repeated_pairs(graph, label_of, facts) if even else {}
+    pairs = _repeated_pairs(graph, label_of) if even else {}
     crossing = set[fx.Node]()  # which start in a body, and end outside
     while True:
         pairs = {start: pairs[start] for start in pairs if start not in crossing}
-        nodes, ends = _computing(graph, {*pairs, *pairs.values()}, facts)
+        nodes, ends = _computing(graph, {*pairs, *pairs.values()})
         labels = np.array([label_of[node] for node in nodes], int)
-        patterns = _patterns(nodes, ends, facts.rows(tuple(nodes)))
+        patterns = _patterns(nodes, ends, labels)
         place = {node: i for i, node in enumerate(nodes)}
         places = [(place[start], place[wait]) for start, wait in pairs.items()]
         crossing = {
@@ -86,47 +90,25 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
                     yield _segment(nodes[at], labels[at])
 
 
-class _Facts:
-    """What is asked of nodes again and again while their graph stays as it is."""
-
-    def __init__(self, graph: fx.Graph, label_of: Mapping[fx.Node, int]) -> None:
-        self.graph, self.label_of = graph, label_of
-        self.is_known = cache(_is_known)
-        self.shows = cache(_shows)
-        self.fits = cache(self._fits)
-        self.kinds = cache(self._kinds)
-        self.rows = cache(self._rows)
-
-    def _kinds(
-        self, communicating: frozenset[fx.Node]
-    ) -> tuple[dict[fx.Node, str], set[fx.Node]]:
-        return _kinds(self.graph, communicating, self)
-
-    def _rows(self, nodes: tuple[fx.Node, ...]) -> list[tuple[int, int, int]]:
-        return list(_rows(nodes, np.array([self.label_of[n] for n in nodes], int)))
-
-    def _fits(self, node: fx.Node) -> bool:
-        results = tensors_in(node.meta.get("val"))
-        if node.op != "call_function" or not results or is_of_first_rows(node):
-            return False
-        if node.target is operator.getitem:
-            return self.fits(node.args[0])
-        if takes_from_generator(node):
-            return False
-        return _computes(node.target) and self.is_of_known_tensors(node)
-
-    def is_of_known_tensors(self, node: fx.Node) -> bool:
-        """Whether a node reads and gives tensors, of sizes that are numbers, where
-        bodies are as fast."""
-        reads = node.all_input_nodes
-        return all(map(self.is_known, (node, *reads))) and all(
-            tensors_in(read.meta.get("val")) for read in reads
-        )
-
-
 def fits(node: fx.Node) -> bool:
     """Whether an op may be in a body: not if its rows are counted when it runs."""
-    return _Facts(node.graph, {}).fits(node)
+    results = tensors_in(node.meta.get("val"))
+    if node.op != "call_function" or not results or is_of_first_rows(node):
+        return False
+    if node.target is operator.getitem:
+        return fits(node.args[0])
+    if takes_from_generator(node):
+        return False
+    return _computes(node.target) and _is_of_known_tensors(node)
+
+
+def _is_of_known_tensors(node: fx.Node) -> bool:
+    """Whether a node reads and gives tensors, of sizes that are numbers, where bodies
+    are as fast."""
+    reads = node.all_input_nodes
+    return all(map(_is_known, (node, *reads))) and all(
+        tensors_in(read.meta.get("val")) for read in reads
+    )
 
 
 def _is_known(node: fx.Node) -> bool:
@@ -140,17 +122,18 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _repeated_pairs(
-    graph: fx.Graph, label_of: Mapping[fx.Node, int], facts: _Facts
+    graph: fx.Graph, label_of: Mapping[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
     """Of collectives that start and end at the same place of all layers but one: the op
     that starts them, and their wait."""
-    node_kinds, _ = facts.kinds(frozenset())
+    node_kinds, _ = _kinds(graph, ())
     nodes = [node for node in graph.nodes if node_kinds[node] == "computes"]
     inside, kinds = set(nodes), defaultdict[Any, dict[fx.Node, fx.Node]](dict)
     counts = np.cumsum([node in inside for node in graph.nodes]).tolist()
     place = dict(zip(graph.nodes, counts, strict=True))
-    pairs, candidates = dict[fx.Node, fx.Node](), list(_pairs(graph, facts))
-    for begin, end, distance in facts.rows(tuple(nodes)) if candidates else ():
+    labels = np.array([label_of[node] for node in nodes], int)
+    pairs, candidates = dict[fx.Node, fx.Node](), list(_pairs(graph))
+    for begin, end, distance in _rows(nodes, labels):
         for start, wait in candidates:
             first, length = place[start] - begin, place[wait] - place[start]
             if first >= 0 and place[wait] <= end and length < distance:
@@ -161,10 +144,10 @@ def _repeated_pairs(
     return pairs
 
 
-def _pairs(graph: fx.Graph, facts: _Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Of collectives that may be in bodies: the op that starts one, and its wait."""
     for start in calls_where(graph, STARTS.__contains__):
-        if facts.is_of_known_tensors(start):
+        if _is_of_known_tensors(start):
             wait, *others = start.users
             if wait.target is WAIT and not others:
                 yield start, wait
@@ -176,28 +159,19 @@ def _parts(whole: slice, *pair: int) -> bool:
 
 
 def _patterns(
-    nodes: Sequence[fx.Node], ends: np.ndarray, rows: Sequence[tuple[int, int, int]]
+    nodes: Sequence[fx.Node], ends: np.ndarray, labels: np.ndarray
 ) -> list[slice]:
     """What of each layer may be one body."""
     patterns: list[slice] = []
-    for begin, end, distance in rows:
-        first = _border(nodes, ends, begin, end, distance)
-        for layer in range(first, end - distance + 1, distance):
-            patterns += _runs(ends, layer, layer + distance)
+    for row in _rows(nodes, labels):
+        first = first_border(nodes, row, LEAST_CALLS, ends, STARTS)
+        for layer in range(first, row.end - row.distance + 1, row.distance):
+            patterns += _runs(ends, layer, layer + row.distance)
     return patterns
 
 
-def _rows(
-    nodes: Sequence[fx.Node], labels: np.ndarray
-) -> Iterator[tuple[int, int, int]]:
-    """[begin, end) of layers in a row, and the ops of each."""
-    for begin, end, distance in rows_of_layers(with_reads(nodes, labels)):
-        # Where they begin and end, what is around ops is not alike.
-        while begin and labels[begin - 1] == labels[begin - 1 + distance]:
-            begin -= 1
-        while end < len(nodes) and labels[end] == labels[end - distance]:
-            end += 1
-        yield begin, end, distance
+def _rows(nodes: Sequence[fx.Node], labels: np.ndarray) -> list[RepeatedOps]:
+    return rows_of_layers(labels, with_reads(nodes, labels), overlap=True)
 
 
 def _matches(
@@ -218,14 +192,14 @@ def _matches(
 
 
 def _computing(
-    graph: fx.Graph, communicating: Collection[fx.Node], facts: _Facts
+    graph: fx.Graph, communicating: Collection[fx.Node]
 ) -> tuple[list[fx.Node], np.ndarray]:
     """The ops that may be in bodies, those that communicate among them; and for each
     place before one of them, and behind the last, how far a body that begins before may
     reach: to there, where what stands there cuts, for it may not be in a body, and does
     more than show memory that is not of one; as far as a reduction that starts there
     can be put off; or to the end."""
-    kinds, packs = facts.kinds(frozenset(communicating))
+    kinds, packs = _kinds(graph, communicating)
     nodes = [node for node in graph.nodes if kinds[node] == "computes"]
     counts = np.cumsum([kinds[node] == "computes" for node in graph.nodes]).tolist()
     place = dict(zip(graph.nodes, counts, strict=True))  # ops of bodies up to a node
@@ -245,20 +219,20 @@ def _computing(
 
 
 def _kinds(
-    graph: fx.Graph, communicating: Collection[fx.Node], facts: _Facts
+    graph: fx.Graph, communicating: Collection[fx.Node]
 ) -> tuple[dict[fx.Node, str], set[fx.Node]]:
     """Of each node whether it "computes" in a body, "cuts", or "shows" memory that is
     not of one; and those that are what a collective is given."""
     kinds: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        if facts.shows(node) and kinds[node.all_input_nodes[0]] != "computes":
+        if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
             kinds[node] = "shows"
         else:
-            is_inside = node in communicating or facts.fits(node)
+            is_inside = node in communicating or fits(node)
             kinds[node] = "computes" if is_inside else "cuts"
     packs: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        is_pack = node.target is aten.cat.default or facts.shows(node)
+        is_pack = node.target is aten.cat.default or _shows(node)
         is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
         if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
             kinds[node] = "cuts"
@@ -295,32 +269,6 @@ def _computes(target: Any) -> bool:
         return False
     # What is random and draws nothing has a seed that is an operand.
     return facts.random or target.namespace in ("aten", "prims")
-
-
-def _border(
-    nodes: Sequence[fx.Node], ends: np.ndarray, begin: int, end: int, distance: int
-) -> int:
-    """Where layers begin, so that few values go from one to the next: the later by less
-    than a layer, the fewer calls."""
-    place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
-    # Of each place in the second layer: collectives that are under way there, and what
-    # is made before and read there or behind, less than a layer on.
-    under_way, crossing = np.zeros((2, distance + 1), int)
-    for i in range(begin, min(begin + 2 * distance, end)):
-        last = max((place[user] for user in nodes[i].users if user in place), default=i)
-        low, high = max(i + 1, middle), min(last + 1, middle + distance)
-        if low < high and last - i <= distance:
-            for counts in (crossing, under_way)[: 1 + (nodes[i].target in STARTS)]:
-                counts[low - middle] += 1
-                counts[high - middle] -= 1
-    late, live = np.cumsum(under_way).tolist(), np.cumsum(crossing).tolist()
-    ways = []
-    for later in range(distance):
-        calls = (end - begin - later) // distance
-        if calls >= LEAST_CALLS:
-            whole = ends[middle + later] > middle + later
-            ways.append((late[later], bool(whole), live[later], -calls, later))
-    return begin + min(ways)[-1] if ways else begin
 
 
 def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.graph.builder import PROVENANCE
-from fxpar.passes.alike_nodes import is_aligned, labels_of
+from fxpar.layers import is_aligned, labels_of
 from fxpar.passes.order.layer_segments import (
     LEAST_CALLS,
     LayerSegment,

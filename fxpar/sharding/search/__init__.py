@@ -1,7 +1,7 @@
 """Search: the plan of least predicted time under a memory budget.
 
 In: a Program, a Mesh with links, Hardware, hints. Out: a strategy per op and a spec per
-value, with a proved bound. ``search_space`` lists strategies and specs, ``layers`` ties
+value, with a proved bound. ``search_space`` lists strategies and specs, ``ties`` ties
 what repeats, ``formulate`` makes the pairwise problem that ``solver`` solves, at the
 prices of ``sharding.cost`` and ``sharding.reshard``; ``run_search`` runs it, and
 ``rank_candidates`` compares plans in a simulation in which communication overlaps.

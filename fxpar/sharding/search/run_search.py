@@ -21,8 +21,8 @@ from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation, cost_of, decode, formulate
-from fxpar.sharding.search.layers import repeated, ties
 from fxpar.sharding.search.problem_builder import FixedFacts
+from fxpar.sharding.search.ties import repeated, ties
 from fxpar.sharding.search.too_large import nothing_fits
 from fxpar.sharding.solver import (
     Infeasible,

@@ -34,10 +34,10 @@ from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import cost_of, formulate
-from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.problem_builder import FixedFacts
 from fxpar.sharding.search.rank_candidates import Overlap, with_choice
 from fxpar.sharding.search.run_search import SearchOptions, search
+from fxpar.sharding.search.ties import repeated
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.helpers.check_random import check

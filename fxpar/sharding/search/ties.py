@@ -1,99 +1,37 @@
-"""Which ops repeat: layers found by structure, forward and backward each by itself.
+"""Ties between choices of layers that repeat, forward and backward each by itself.
 
 In: a Program. Out: for each op the op of the first layer that it corresponds to
-(itself, if none). Ops are compared by target, rule, shapes and dtypes; what repeats at
-one distance, over at least two times that distance, is a row of layers. Names and
-modules do not count. Ties guide the search; they never constrain its answer.
+(itself, if none). Ops are compared by target, rule, shapes and dtypes. Ties guide the
+search; they never constrain its answer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from fxpar.layers import numbered, rows_of_layers
 from fxpar.sharding.program import Program
 from fxpar.sharding.search.formulate import Formulation
 
 # Kinds of nodes of which a value may have several.
 _SEVERAL = ("copy", "exchange")
 
-# Distances tried: the most frequent ones between ops that are alike.
-_TRIED = 16
-
 
 def repeated(program: Program, backward: Collection[int]) -> list[int]:
     """For each op its counterpart in the first of the layers that it is in."""
-    colors = _colors(program, backward)
-    tied = list(range(len(colors)))
-    for begin, end, distance in rows_of_layers(colors):
+    shapes = [(value.shape, value.dtype) for value in program.values]
+    labels = numbered(
+        (op.target, op.rule, *map(shapes.__getitem__, op.tensors), op.index in backward)
+        for op in program.ops
+    )
+    tied = list(range(len(labels)))
+    for begin, end, distance in rows_of_layers(labels):
         for i in range(begin, end):
             tied[i] = begin + (i - begin) % distance
     return tied
-
-
-def rows_of_layers(colors: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """[begin, end) of what repeats in a row of ops, equal numbers for ops that are
-    alike, and at which distance."""
-    return apart(rows_at_all_distances(colors), len(colors))
-
-
-def rows_at_all_distances(
-    colors: np.ndarray, finer: np.ndarray | None = None
-) -> Iterator[tuple[int, int, int]]:
-    """As ``rows_of_layers``, an op perhaps in several rows. ``finer``: colors of which
-    fewer are equal, to find distances by."""
-    for distance in _distances(colors if finer is None else finer):
-        same = colors[distance:] == colors[:-distance]
-        for begin, end in _runs(same):
-            if end - begin >= distance:
-                yield begin, end + distance, distance
-
-
-def apart(
-    rows: Iterable[tuple[int, int, int]], count: int
-) -> Iterator[tuple[int, int, int]]:
-    """Rows among ``count`` ops, but those with an op of an earlier one."""
-    covered = np.zeros(count, bool)
-    for begin, end, distance in rows:
-        if not covered[begin:end].any():
-            covered[begin:end] = True
-            yield begin, end, distance
-
-
-def _colors(program: Program, backward: Collection[int]) -> np.ndarray:
-    """A number per op, equal for ops that are alike."""
-    number: dict[Any, int] = {}
-    out = []
-    for op in program.ops:
-        shapes = tuple(
-            (program.values[v].shape, program.values[v].dtype) for v in op.tensors
-        )
-        key = (op.target, op.rule, shapes, op.index in backward)
-        out.append(number.setdefault(key, len(number)))
-    return np.array(out, int)
-
-
-def _distances(colors: np.ndarray) -> list[int]:
-    """Between an op and the next one alike, those that occur most first; among those
-    of which one is a multiple of the other, the smaller first."""
-    last: dict[int, int] = {}
-    counts: Counter[int] = Counter()
-    for i, color in enumerate(colors.tolist()):
-        if color in last:
-            counts[i - last[color]] += 1
-        last[color] = i
-    common = [distance for distance, _ in counts.most_common(_TRIED)]
-    long = [distance for distance in common if counts[distance] >= distance]
-    return sorted(long, key=lambda distance: (-counts[distance], distance))
-
-
-def _runs(same: np.ndarray) -> list[tuple[int, int]]:
-    """Maximal [begin, end) in which all are True."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], same.astype(int), [0]))))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
