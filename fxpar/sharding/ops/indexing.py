@@ -391,16 +391,9 @@ ROWS = {
     ),
     **rows("take", _take, movement="0", facts="gathers"),
     **rows(
-        "scatter.src",
+        "scatter.src scatter.value",
         _scatter(False),
         linear="0+3",
-        local=_local_scatter,
-        along=1,
-        facts="scatters",
-    ),
-    **rows(
-        "scatter.value",
-        _scatter(False),
         local=_local_scatter,
         along=1,
         facts="scatters",
@@ -433,9 +426,8 @@ ROWS = {
         local=_local_index_store,
         facts="scatters",
     ),
-    **rows("index_fill.int_Scalar", _index_update(False), local=_local_index_store),
     **rows(
-        "index_fill.int_Tensor",
+        "index_fill.int_Scalar index_fill.int_Tensor",
         _index_update(False),
         linear="0+3",
         local=_local_index_store,
