@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import html
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,14 +31,16 @@ def floors() -> list[list[str]]:
     sys.path.insert(0, str(ROOT))
     from tests.test_imports import LEVELS
 
-    return [sorted(_rooms(parts)) for parts in reversed(LEVELS)]
+    placed = {part for parts in LEVELS for part in parts}
+    return [sorted(_rooms(parts, placed)) for parts in reversed(LEVELS)]
 
 
-def _rooms(parts: Iterable[str]) -> Iterator[str]:
+def _rooms(parts: Iterable[str], placed: Collection[str]) -> Iterator[str]:
     for part in parts:
         yield part
         inner = sorted((ROOT / "fxpar" / part).glob("*/*.py"))
-        yield from dict.fromkeys(f"{part}/{file.parent.name}" for file in inner)
+        rooms = dict.fromkeys(f"{part}/{file.parent.name}" for file in inner)
+        yield from (room for room in rooms if room not in placed)
 
 
 def picture() -> str:

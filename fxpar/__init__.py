@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fxpar.runtime.calls.compiled_graph import plans
     from fxpar.runtime.ranks.presence import alone
     from fxpar.runtime.shard_map import axis_index, axis_size, permute, shard_map
-    from fxpar.sharding.rules import rule
+    from fxpar.sharding.ops import rule
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ _LAZY = {
     "permute": "fxpar.runtime.shard_map",
     "plan": "fxpar.planning",
     "plans": "fxpar.runtime.calls.compiled_graph",
-    "rule": "fxpar.sharding.rules",
+    "rule": "fxpar.sharding.ops",
     "shard": "fxpar.runtime.at_rest.shard",
     "shard_map": "fxpar.runtime.shard_map",
     "train_step": "fxpar.backend",

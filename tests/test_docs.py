@@ -228,7 +228,7 @@ def test_marked_code_prints_what_the_page_says(
     ``<!-- torchrun 2 -->`` are scripts of so many ranks, left out where the package
     that they are ``with`` is missing; what they print stands in the block after
     ``<!-- printed -->``. EXPECTTEST_ACCEPT=1 updates it."""
-    from fxpar.sharding import rules
+    from fxpar.sharding import ops as rules
 
     monkeypatch.setattr(rules, "_USER", {})
     monkeypatch.chdir(tmp_path)

@@ -40,7 +40,7 @@ from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import JOINED, group_name
 from fxpar.sharding.cost import hardware_table
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar

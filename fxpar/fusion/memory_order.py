@@ -23,9 +23,9 @@ from fxpar.fusion.node_legality import CallableRegion
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, value_of
 from fxpar.passes.attention.local_attention import laid_out
+from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
-from fxpar.sharding.rules.table import tensors_of
 
 
 @dataclass(frozen=True)

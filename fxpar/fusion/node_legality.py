@@ -28,8 +28,8 @@ from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
+from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

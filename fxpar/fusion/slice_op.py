@@ -25,11 +25,12 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, value_of
 from fxpar.graph.graph_bodies import bodies_of
-from fxpar.passes.local.local_ops import LocalCall, local_form
+from fxpar.passes.local.local_ops import local_form
 from fxpar.sharding.factors import Dims, Rule
+from fxpar.sharding.op_table import tensors_of
+from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.read_program import RuleReader
-from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
     Strategy,

@@ -22,8 +22,8 @@ from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 # A size among the arguments of an op in a local graph: a number, or a node that gives
 # one where not all ranks have the same.

@@ -26,9 +26,9 @@ from fxpar.errors import MeshError, PlanError
 from fxpar.graph.builder import Builder
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.plan_facts import module_path
 from fxpar.sharding.program import Input, Output, Signature, user_line
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 # (kind, name) -> Input; lets the caller say where inputs rest.

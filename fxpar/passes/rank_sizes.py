@@ -25,9 +25,9 @@ from fxpar.graph.graph_bodies import bodies_of
 from fxpar.passes.local.local_ops import resized
 from fxpar.sharding import rank_ints, row_moves
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.reshard.steps import KINDS
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 
 

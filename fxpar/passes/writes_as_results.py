@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.sharding.cost.op import is_view
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import PHASE, depending_on_tangents
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from fxpar.sharding.body_ties import Ties, ties_of
 from fxpar.sharding.factors import Axes, Dims, Rule
-from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from torch import fx
 from fxpar import _torch
 from fxpar.sharding.constant_values import computed
 from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_table import tensors_of
+from fxpar.sharding.ops.embedding import begins_at, in_even_bags
 from fxpar.sharding.program import tensor_nodes
-from fxpar.sharding.rules.embedding import begins_at, in_even_bags
-from fxpar.sharding.rules.table import tensors_of
 
 
 def bag_length(node: fx.Node) -> int | None:

@@ -207,7 +207,7 @@ class Rule:
     # Whether the op may have further results, whole and alike over every factor.
     open: bool = False
     # Factors that these axes always split: those of a manual region
-    # (``rules.custom_op_rules``).
+    # (``ops.custom_op_rules``).
     pinned: tuple[tuple[str, Axes], ...] = ()
     # Pinned factors that no tensor has, over which the results are partial.
     summed: frozenset[str] = frozenset()

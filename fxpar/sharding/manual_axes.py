@@ -21,6 +21,7 @@ from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import (
@@ -33,7 +34,6 @@ from fxpar.sharding.program import (
 )
 from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.rest_over_stages import Splits, split_op, with_splits
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 

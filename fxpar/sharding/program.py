@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from fxpar.sharding.factors import Axes, Rule
-from fxpar.sharding.rules.op_facts import op_facts_of
-from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.spec import Spec
 
 # Of a node of a graph at the sizes it was traced with: the node of the graph with open

@@ -22,6 +22,9 @@ from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.even_bags import bag_length, in_bags
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.near_rows import near, reaches_of
+from fxpar.sharding.op_table import evaluate, tensors_of
+from fxpar.sharding.ops import row_of
+from fxpar.sharding.ops.custom_op_rules import axes_inside, manual_axes, pinned
 from fxpar.sharding.program import (
     OPEN,
     Input,
@@ -33,9 +36,6 @@ from fxpar.sharding.program import (
     tensor_nodes,
     user_line,
 )
-from fxpar.sharding.rules import row_of
-from fxpar.sharding.rules.custom_op_rules import axes_inside, manual_axes, pinned
-from fxpar.sharding.rules.table import evaluate, tensors_of
 from fxpar.sharding.shift_messages import NAME as SHIFT
 
 

@@ -17,10 +17,10 @@ from typing import TypeVar
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, with_stages
 from fxpar.sharding.program import Input, Op, Output, Program, Signature
 from fxpar.sharding.reshard.route import connect
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
     Strategy,

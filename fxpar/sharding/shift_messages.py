@@ -19,10 +19,10 @@ from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.factors import Axes, Halo, RowMoves, RowPiece, RowWindow
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import COLLECTIVE, group_axes_of
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import Op, tensor_nodes
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.rules.custom_op_rules import COLLECTIVE, group_axes_of
-from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 

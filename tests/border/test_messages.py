@@ -20,7 +20,7 @@ from fxpar.fusion.apply_schedule import Unexpected
 from fxpar.fusion.choose_schedule import failed
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.factors import parse_rule
-from fxpar.sharding.rules.unknown_ops import example
+from fxpar.sharding.ops.unknown_ops import example
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.units import sizes_as_text
 from tests.helpers.spawn import shared_pool
@@ -151,7 +151,7 @@ def test_advice_on_a_rule_fits_the_op_and_works_as_it_stands() -> None:
     name, rule = re.search(r'fxpar\.rule\("(.*)", "(.*)"\)', text).groups()
     assert name == "border_messages::project"
     assert rule == "a! b!, b! c! -> a! c!, a!"
-    from fxpar.sharding import rules
+    from fxpar.sharding import ops as rules
 
     specs = [("dp", None), None]
     options: Any = {"mesh": "dp=2", "in_specs": specs, "mode": "propagate"}

@@ -29,7 +29,7 @@ from fxpar.errors import (
     UnknownOpError,
 )
 from fxpar.runtime.ranks import lost_ranks
-from fxpar.sharding import rules
+from fxpar.sharding import ops as rules
 from tests.helpers.dying_rank import (
     check_that_ranks_end,
     check_that_the_rank_is_named,

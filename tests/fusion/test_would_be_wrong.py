@@ -17,7 +17,7 @@ from fxpar.fusion.verbs import fuse_nodes, overlap, reorder
 from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
-from fxpar.sharding.rules.op_facts import takes_from_generator
+from fxpar.sharding.op_facts import takes_from_generator
 from fxpar.sharding.spec import Spec
 from tests.helpers.toys import Toy, all_gather, all_reduce, dropped, reduce_scatter
 

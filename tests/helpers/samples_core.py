@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.rules import pointwise
-from fxpar.sharding.rules.table import keys
+from fxpar.sharding.op_table import keys
+from fxpar.sharding.ops import pointwise
 
 _generator = torch.Generator().manual_seed(3)
 
@@ -105,11 +105,14 @@ def _by_schema(op: Any, layout: list[torch.Tensor]) -> Sample:
 
 
 _INTEGER = set(keys(_WHOLE_NUMBERS))
-_SIGNED = set(keys(pointwise.INCREASING + " leaky_relu gelu silu mish hardswish"))
+_INCREASING = pointwise.INCREASING + " erf exp sigmoid tanh"
+_SIGNED = set(keys(_INCREASING + " leaky_relu gelu silu mish hardswish"))
 _PLAIN = " ".join(
     (
         *(pointwise.NONLINEAR, pointwise.TESTS, pointwise.POLYNOMIALS),
-        *(pointwise.INCREASING, pointwise.PLAIN, pointwise.COPIES, "leaky_relu"),
+        *(_INCREASING, pointwise.PLAIN, pointwise.COPIES, "leaky_relu"),
+        "cos sin gelu log log1p reciprocal rsqrt sqrt mul.Scalar div.Scalar",
+        "alias clone detach lift_fresh_copy _lazy_clone",
         "maximum minimum add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor",
         "addcmul addcdiv lerp.Scalar lerp.Tensor complex polar frexp.Tensor",
     )

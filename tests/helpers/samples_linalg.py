@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.rules.table import keys
+from fxpar.sharding.op_table import keys
 
 _generator = torch.Generator().manual_seed(5)
 

@@ -16,7 +16,7 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.passes.simulate import lockstep
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.rules.op_facts import takes_from_generator
+from fxpar.sharding.op_facts import takes_from_generator
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten

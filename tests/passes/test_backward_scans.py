@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes.local import local_order
+from fxpar.sharding.ops import order
 
 aten = torch.ops.aten
 Program = Callable[[torch.Tensor], torch.Tensor]
@@ -120,12 +120,12 @@ def test_what_adds_elsewhere_is_left_alone() -> None:
 def test_rows_chosen_before_a_shard_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = local_order._chosen_before
+    real = order._chosen_before
 
     def wrong(call: Any, grad: Any, places: Any, start: Any, d: int) -> Any:
         return real(call, grad, places, 0, d)
 
-    monkeypatch.setattr(local_order, "_chosen_before", wrong)
+    monkeypatch.setattr(order, "_chosen_before", wrong)
     with pytest.raises(AssertionError):
         planned(CHOICES["cummax"], 16)
 
@@ -133,11 +133,11 @@ def test_rows_chosen_before_a_shard_are_noticed(
 def test_totals_of_the_shards_before_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = local_order._joined
+    real = order._joined
 
     def wrong(*args: Any) -> Any:
         return real(*args[:-1], aten.lt.Scalar)
 
-    monkeypatch.setattr(local_order, "_joined", wrong)
+    monkeypatch.setattr(order, "_joined", wrong)
     with pytest.raises(AssertionError):
         planned(SCANS["cumsum"], 16)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.passes.local import local_bags
+from fxpar.sharding.ops import embedding, own_rows
 from tests.helpers.spawn import ranks_of
 
 ROWS, COLUMNS, BAGS, LENGTH = 16, 4, 8, 5
@@ -130,16 +130,16 @@ def test_bags_of_unlike_length_are_whole() -> None:
 
 
 def counted_from_the_first_of_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_bags, "_first_bag", lambda *_: 0)
+    patch.setattr(embedding, "_first_bag", lambda *_: 0)
 
 
 def rows_of_others_read(patch: pytest.MonkeyPatch) -> None:
-    part_of = local_bags.part_of
+    part_of = embedding.part_of
 
     def wrong(call: Any, dim: int, index: Any, **how: Any) -> Any:
         part = part_of(call, dim, index, **how)
         everywhere = torch.ops.aten.ones_like.default
-        return part and local_bags.Part(
+        return part and own_rows.Part(
             call,
             part.dim,
             part.n,
@@ -148,7 +148,7 @@ def rows_of_others_read(patch: pytest.MonkeyPatch) -> None:
             part.empty,
         )
 
-    patch.setattr(local_bags, "part_of", wrong)
+    patch.setattr(embedding, "part_of", wrong)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes.local import local_slices
+from fxpar.sharding.ops import slicing
 
 
 def last(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -101,16 +101,16 @@ def test_truths_are_not_summed() -> None:
 
 
 def every_rank_gives_its_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_slices.LocalCall, "where", lambda self, c, x, other: x)
+    patch.setattr(slicing.LocalCall, "where", lambda self, c, x, other: x)
 
 
 def put_at_the_start(patch: pytest.MonkeyPatch) -> None:
-    put = local_slices._put
+    put = slicing._put
 
     def wrong(call, x, source, dim, positions):
         return put(call, x, source, dim, range(len(positions)))
 
-    patch.setattr(local_slices, "_put", wrong)
+    patch.setattr(slicing, "_put", wrong)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from fxpar.passes.experts import (
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.stages import rows_of_parts
 from fxpar.planning import TracedPlan
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 from tests.helpers.models import MIXTURES, build_double, double
 
 pytest.importorskip("transformers.integrations.moe")

@@ -15,7 +15,7 @@ from torch import nn
 import fxpar
 from fxpar.errors import PlanError
 from fxpar.sharding import shift_messages
-from fxpar.sharding.rules import window_dims
+from fxpar.sharding.ops import window_dims
 
 ROW = 8  # bytes of an element
 
@@ -232,7 +232,7 @@ def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
         )
         return replace(found, read=read)
 
-    monkeypatch.setattr("fxpar.sharding.rules.convolution.spatial_dims", short)
+    monkeypatch.setattr("fxpar.sharding.ops.convolution.spatial_dims", short)
     x, weight = draw(1, 1, 8), draw(1, 1, 3)
     lie = (None, None, "h")
 
@@ -248,7 +248,7 @@ def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
 
 def test_rows_of_the_other_end_are_no_padding(monkeypatch: Any) -> None:
     """Without the constant over them, rows would come around the end."""
-    monkeypatch.setattr("fxpar.passes.local.halos._fill_beyond", lambda call, x, *_: x)
+    monkeypatch.setattr("fxpar.sharding.ops.halos._fill_beyond", lambda call, x, *_: x)
     x, weight = draw(1, 1, 8), draw(1, 1, 3)
     plan = planned(
         lambda x, w: F.conv1d(x, w, padding=1),

@@ -163,7 +163,7 @@ def test_a_batch_that_is_scanned_is_not_cut_in_time() -> None:
 
 
 def test_a_total_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxpar.passes.local import local_order
+    from fxpar.sharding.ops import order
 
     def own(call: Any, x: Any, dim: int, axes: Any) -> Any:
         step = collective_nodes.step
@@ -171,7 +171,7 @@ def test_a_total_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         return step(call.build, collective_nodes.all_gather, zeros, dim, axes)
 
     x = operand()
-    monkeypatch.setattr(local_order, "_gather", own)
+    monkeypatch.setattr(order, "_gather", own)
     plan = planned(cumsum, x, mode="propagate", out_specs=[("tp", None)])
     with pytest.raises(AssertionError):
         torch.testing.assert_close(plan.simulate(x), cumsum(x))

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import PlanError
 from fxpar.passes import moved_rows
-from fxpar.passes.local import (
-    local_adaptive_pools,
-    local_antialiasing,
-    local_averages,
-    local_index_lists,
-    local_ops,
-)
+from fxpar.passes.local import local_ops
 from fxpar.sharding import near_rows, row_moves
 from fxpar.sharding.factors import Reach
-from fxpar.sharding.rules import window_dims
+from fxpar.sharding.ops import (
+    adaptive_pools,
+    antialiasing,
+    index_lists,
+    pools,
+    window_dims,
+)
 from tests.helpers.spawn import ranks_of
 
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -288,7 +288,7 @@ def test_parts_of_a_dim(name: str, mesh: str) -> None:
 
 
 def test_rows_behind_a_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = local_adaptive_pools.LaidOutParts
+    parts = adaptive_pools.LaidOutParts
     monkeypatch.setattr(parts, "laid_out", lambda self, x, fill: _unmasked(self, x))
     with pytest.raises(AssertionError):
         check(*planned(PARTS["averages"]))
@@ -345,11 +345,11 @@ def rows_put_and_not_added(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_of_a_shard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_averages, "_counts_by_place", lambda *_: False)
+    patch.setattr(pools, "_counts_by_place", lambda *_: False)
 
 
 def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_index_lists, "_in_windows", lambda call, indices, _: indices)
+    patch.setattr(index_lists, "_in_windows", lambda call, indices, _: indices)
 
 
 def a_mask_of_no_rows(patch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def a_mask_of_no_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_filter_of_plain_bicubic(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_antialiasing, "_SHARPNESS", -0.75)
+    patch.setattr(antialiasing, "_SHARPNESS", -0.75)
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ from fxpar.sharding.cost.hardware_table import (
     lookup,
 )
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.ops import FACTS
 from fxpar.sharding.plan import asdict_shallow
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Output
-from fxpar.sharding.rules.op_facts import FACTS
 from fxpar.sharding.spec import Spec
 from tests.helpers.models import build_loss
 

@@ -11,9 +11,8 @@ from torch import nn
 
 import fxpar
 from fxpar.passes import lower_uneven
-from fxpar.passes.local import local_reductions
-from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding import shard_sizes
+from fxpar.sharding.ops import LOCAL, reduction
 from tests.helpers.odd_sizes import check
 
 F = nn.functional
@@ -76,11 +75,11 @@ def no_local_mean(patch: pytest.MonkeyPatch) -> None:
 
 
 def zeros_for_no_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_reductions, "least", lambda dtype: 0)
+    patch.setattr(reduction, "least", lambda dtype: 0)
 
 
 def nothing_for_no_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_reductions, "_filled", lambda call, x, identity: x)
+    patch.setattr(reduction, "filled", lambda call, x, *_: x)
 
 
 def no_padding(patch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from fxpar.runtime.steps import lowering_steps
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
-from fxpar.sharding import rules as rule_table
+from fxpar.sharding import ops as rule_table
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.mesh_candidates import candidates

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.sharding.rules import TABLE, pointwise
-from fxpar.sharding.rules.table import row
+from fxpar.sharding.op_table import Row
+from fxpar.sharding.ops import TABLE, pointwise
 from tests.helpers.all_ops import Trial, name_of, shares, trial
 
 PARTS = 16
@@ -67,5 +67,5 @@ def test_an_op_is_tried_in_every_way() -> None:
 
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     key = torch.ops.aten.linalg_matrix_exp.default
-    monkeypatch.setitem(TABLE, key, row(pointwise.broadcast))
+    monkeypatch.setitem(TABLE, key, Row(pointwise.broadcast))
     assert trial(called("matrix_exp"), samples=1).wrong

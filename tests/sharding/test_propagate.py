@@ -16,6 +16,7 @@ import fxpar
 from fxpar import FxparError, Spec
 from fxpar.errors import FxparWarning, HintError
 from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op
 from fxpar.sharding.propagate.propagation import (
     ALL,
@@ -25,7 +26,6 @@ from fxpar.sharding.propagate.propagation import (
     TURN,
     Propagation,
 )
-from fxpar.sharding.rules.op_facts import op_facts_of
 from tests.helpers.mixture import mixture
 from tests.helpers.random_programs import Case
 

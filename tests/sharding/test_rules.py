@@ -14,7 +14,6 @@ import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_
 from fxpar.errors import PlanError
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
-from fxpar.passes.local.local_ops import LOCAL
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
 from fxpar.passes.simulate.one_op import (
     Case,
@@ -27,9 +26,9 @@ from fxpar.passes.simulate.one_op import (
 from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.rules import TABLE, custom_op_rules, pointwise, sources
-from fxpar.sharding.rules.reduction import over, over_all
-from fxpar.sharding.rules.table import keys, row
+from fxpar.sharding.op_table import Row, keys
+from fxpar.sharding.ops import LOCAL, TABLE, custom_op_rules, pointwise, sources
+from fxpar.sharding.ops.reduction import over, over_all
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
 
@@ -222,42 +221,42 @@ def added_by_every_rank(x: Any, dim: int, index: Any, *_: Any, **__: Any) -> str
 # Rows that are wrong in one way each: the harness must notice.
 _PLAIN = over(whole=False)
 WRONG = {
-    "reduced by another op": ("sum.dim_IntList", row(_PLAIN, reduce="max")),
-    "a mean added up": ("mean", row(over_all(whole=False))),
-    "a maximum added up": ("amax", row(_PLAIN)),
-    "not reduced": ("trace", row("a b -> ~a ~b")),
-    "sums through a kink": ("relu", row(pointwise.broadcast, linear="0")),
-    "maxima through a fall": ("neg", row(pointwise.broadcast, monotone="0")),
-    "both factors in parts": ("mul.Tensor", row(pointwise.broadcast, linear="0+1")),
-    "one summand in parts": ("sub.Tensor", row(pointwise.broadcast, linear="0|1")),
-    "rounding as movement": ("round", row(pointwise.broadcast, movement="0")),
-    "split softmax": ("_softmax", row(pointwise.broadcast)),
-    "split sort": ("sort", row(pointwise.broadcast_two)),
-    "split flip": ("flip", row(pointwise.broadcast)),
-    "split triangle": ("tril", row(pointwise.broadcast)),
-    "minor factor first": ("view", row("a b c -> (b a) c", shape=1)),
-    "bias on every rank": ("addmv", row("m, m k, k -> m")),
-    "update on every rank": ("index_add", row(added_by_every_rank)),
-    "size not made local": ("full", row(sources.filled)),
-    "rows of a matrix": ("linalg_inv_ex", row("b! m n! -> b! m n!, b! ~m")),
-    "pivots of all rows": ("linalg_qr", row("b! m n! -> b! m n!, b! n! _ ~m")),
+    "reduced by another op": ("sum.dim_IntList", Row(_PLAIN, reduce="max")),
+    "a mean added up": ("mean", Row(over_all(whole=False))),
+    "a maximum added up": ("amax", Row(_PLAIN)),
+    "not reduced": ("trace", Row("a b -> ~a ~b")),
+    "sums through a kink": ("relu", Row(pointwise.broadcast, linear="0")),
+    "maxima through a fall": ("neg", Row(pointwise.broadcast, monotone="0")),
+    "both factors in parts": ("mul.Tensor", Row(pointwise.broadcast, linear="0+1")),
+    "one summand in parts": ("sub.Tensor", Row(pointwise.broadcast, linear="0|1")),
+    "rounding as movement": ("round", Row(pointwise.broadcast, movement="0")),
+    "split softmax": ("_softmax", Row(pointwise.broadcast)),
+    "split sort": ("sort", Row(pointwise.broadcast_two)),
+    "split flip": ("flip", Row(pointwise.broadcast)),
+    "split triangle": ("tril", Row(pointwise.broadcast)),
+    "minor factor first": ("view", Row("a b c -> (b a) c", shape=1)),
+    "bias on every rank": ("addmv", Row("m, m k, k -> m")),
+    "update on every rank": ("index_add", Row(added_by_every_rank)),
+    "size not made local": ("full", Row(sources.filled)),
+    "rows of a matrix": ("linalg_inv_ex", Row("b! m n! -> b! m n!, b! ~m")),
+    "pivots of all rows": ("linalg_qr", Row("b! m n! -> b! m n!, b! n! _ ~m")),
     "rows of a system": (
         "linalg_solve_triangular",
-        row("a! b! m n!, a! b! m k! -> a! b! m k!"),
+        Row("a! b! m n!, a! b! m k! -> a! b! m k!"),
     ),
-    "experts of a rank": ("_grouped_mm", row("m! k!, g k! n!, g -> m! n!")),
-    "bins of a shard": ("histogram.bin_ct", row("a b -> _, _ ~a ~b")),
-    "root of a part": ("_cdist_forward", row("m! k, n! k -> m! n!")),
-    "rank of a part": ("_pdist_forward", row("m k! -> _")),
-    "a part of the segments": ("segment_reduce", row("s d!, t -> t d!")),
-    "a part of the mask": ("masked_scatter_backward", row("a b, a b -> _")),
-    "rows of what is counted": ("nonzero_static", row("a b! -> _ _")),
+    "experts of a rank": ("_grouped_mm", Row("m! k!, g k! n!, g -> m! n!")),
+    "bins of a shard": ("histogram.bin_ct", Row("a b -> _, _ ~a ~b")),
+    "root of a part": ("_cdist_forward", Row("m! k, n! k -> m! n!")),
+    "rank of a part": ("_pdist_forward", Row("m k! -> _")),
+    "a part of the segments": ("segment_reduce", Row("s d!, t -> t d!")),
+    "a part of the mask": ("masked_scatter_backward", Row("a b, a b -> _")),
+    "rows of what is counted": ("nonzero_static", Row("a b! -> _ _")),
     "a part of an image": (
         "fractional_max_pool2d",
-        row("n! c! h! w, n! c! _ -> n! c! _ _, n! c! _ _"),
+        Row("n! c! h! w, n! c! _ -> n! c! _ _, n! c! _ _"),
     ),
-    "a bag of a rank": ("_embedding_bag", row("s! e!, i, b! -> b! e!, ~")),
-    "cut along the dim": ("as_strided_scatter", row("a! b, c! d! -> a! b")),
+    "a bag of a rank": ("_embedding_bag", Row("s! e!, i, b! -> b! e!, ~")),
+    "cut along the dim": ("as_strided_scatter", Row("a! b, c! d! -> a! b")),
 }
 
 

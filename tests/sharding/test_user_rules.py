@@ -13,7 +13,7 @@ import torch
 import fxpar
 from fxpar.errors import FxparWarning, RuleError
 from fxpar.passes.simulate import check_user_rules
-from fxpar.sharding import rules
+from fxpar.sharding import ops as rules
 
 custom_op = torch.library.custom_op
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fxpar.fusion.kernels.region_program import Ref, Statement, dtype_of
-from fxpar.sharding.rules.op_facts import stated_facts
+from fxpar.sharding.op_facts import stated_facts
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int64", "int32", "int16", "int8", "uint8")

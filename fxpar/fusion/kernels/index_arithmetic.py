@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpar.fusion.kernels.region_program import Statement, contiguous
-from fxpar.sharding.rules.op_facts import stated_facts
+from fxpar.sharding.op_facts import stated_facts
 
 Shape = Sequence[int]
 

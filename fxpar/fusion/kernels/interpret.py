@@ -25,7 +25,7 @@ from fxpar.fusion.kernels.region_program import (
 )
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes.normalize import random as _random  # noqa: F401
-from fxpar.sharding.rules.op_facts import stated_facts
+from fxpar.sharding.op_facts import stated_facts
 
 
 def run(

@@ -37,7 +37,7 @@ from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware import Hardware, ProductDims
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default
 

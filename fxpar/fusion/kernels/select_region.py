@@ -43,7 +43,7 @@ from fxpar.sharding.cost.op import (
     is_view,
     tensors_in,
 )
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 REGION = "fxpar.region.default"
 _OWN_GATHER = "fxpar.all_gather_into_tensor.default"

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import Builder
-from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
 

@@ -22,7 +22,9 @@ from fxpar import _torch
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.passes.attention import causal_attention, merge_attention
 from fxpar.passes.attention.merge_attention import BIASES, weighted
-from fxpar.passes.local.local_call import LocalCall, Localizer
+from fxpar.sharding.op_table import keys
+from fxpar.sharding.ops import LOCAL
+from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar
@@ -249,22 +251,16 @@ def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
     return build.call(aten.permute.default, copy, inverse)
 
 
-def _forms(names: str, local: Localizer) -> dict[Any, Localizer]:
-    return {getattr(aten, name).default: local for name in names.split()}
-
-
-LOCAL: dict[Any, Localizer] = {
-    **_forms(
-        "scaled_dot_product_attention _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-        _forward,
-    ),
-    **_forms(
-        "_scaled_dot_product_flash_attention_backward "
-        "_scaled_dot_product_flash_attention_for_cpu_backward "
-        "_scaled_dot_product_efficient_attention_backward "
-        "_scaled_dot_product_cudnn_attention_backward",
-        _backward,
-    ),
-}
+_FORWARD = """
+scaled_dot_product_attention _scaled_dot_product_flash_attention
+_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+_scaled_dot_product_cudnn_attention
+"""
+_BACKWARD = """
+_scaled_dot_product_flash_attention_backward
+_scaled_dot_product_flash_attention_for_cpu_backward
+_scaled_dot_product_efficient_attention_backward
+_scaled_dot_product_cudnn_attention_backward
+"""
+LOCAL.update(dict.fromkeys(keys(_FORWARD), _forward))
+LOCAL.update(dict.fromkeys(keys(_BACKWARD), _backward))

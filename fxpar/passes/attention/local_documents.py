@@ -27,8 +27,9 @@ from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import document_parts, merge_attention
 from fxpar.passes.attention.document_parts import DocumentParts
 from fxpar.passes.attention.local_attention import arguments_of, call_by_name
-from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.ops import LOCAL
+from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
 
@@ -220,7 +221,9 @@ def _of_seen(call: LocalCall, grad: fx.Node, begins: fx.Node) -> fx.Node:
     return build.where(is_seen, grad, 0.0)
 
 
-LOCAL: dict[Any, Localizer] = {
-    "torch_attn::_varlen_attn": _forward,
-    "torch_attn::_varlen_attn_backward": _backward,
-}
+LOCAL.update(
+    {
+        "torch_attn::_varlen_attn": _forward,
+        "torch_attn::_varlen_attn_backward": _backward,
+    }
+)

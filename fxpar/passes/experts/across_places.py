@@ -21,9 +21,9 @@ from fxpar.passes.experts.row_wise import row_result
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.manual_axes import ManualAxes
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Signature
 from fxpar.sharding.propagate.conventions import EXPERTS
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten

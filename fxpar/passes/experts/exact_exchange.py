@@ -25,7 +25,7 @@ from fxpar.graph.custom_ops import group_name
 from fxpar.passes.experts.exact_ops import RETURN, SEND
 from fxpar.passes.experts.expert_ops import NONE
 from fxpar.passes.experts.keep_sorted import order_of, sorted_order
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar

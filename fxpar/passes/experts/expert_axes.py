@@ -25,9 +25,9 @@ from fxpar.graph.size_nodes import is_open
 from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.experts.row_wise import call_of
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.units import percent_more
 

@@ -45,7 +45,8 @@ from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
 from fxpar.errors import RoomError
-from fxpar.passes.local.local_call import LocalCall, Localizer
+from fxpar.sharding.ops import LOCAL
+from fxpar.sharding.ops.local_call import LocalCall
 
 
 def _owned(
@@ -395,7 +396,7 @@ def _dispatch_slots(
     return call.same(ids, experts, groups, own_sources, room, exact)
 
 
-LOCAL: dict[Any, Localizer] = {"fxpar::dispatch_slots": _dispatch_slots}
+LOCAL["fxpar::dispatch_slots"] = _dispatch_slots
 
 
 def room_of(rows: int, groups: int, sources: int, share: float) -> int:

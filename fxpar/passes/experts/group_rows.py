@@ -25,8 +25,8 @@ from torch import fx
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.passes.experts.expert_ops import NONE, room_of
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 

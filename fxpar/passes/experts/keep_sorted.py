@@ -18,8 +18,8 @@ from torch import fx
 
 from fxpar.graph.builder import PART, STAGE, Builder, shape_of
 from fxpar.passes.experts.row_wise import call_of, row_call, rows_read
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.rank_ints import PLACES
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

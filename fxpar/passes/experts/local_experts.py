@@ -21,11 +21,11 @@ from torch import fx
 from fxpar.graph.builder import Builder, shape_of, value_of
 from fxpar.graph.collective_nodes import all_reduce, all_to_all, step
 from fxpar.passes.experts.expert_ops import NONE
-from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.ops import LOCAL, rule_of
+from fxpar.sharding.ops.local_call import LocalCall, Localizer
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules import rule_of
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -347,10 +347,12 @@ def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
                 view.meta["val"] = target(*value_of(view.args))
 
 
-LOCAL: dict[Any, Localizer] = {
-    "fxpar::expert_mm": _mm,
-    "fxpar::expert_outer": _outer,
-    "fxpar::within": _within_parts,
-    "fxpar::exchange_slots": _exchange_slots,
-    "fxpar::return_slots": _return_slots,
-}
+LOCAL.update(
+    {
+        "fxpar::expert_mm": _mm,
+        "fxpar::expert_outer": _outer,
+        "fxpar::within": _within_parts,
+        "fxpar::exchange_slots": _exchange_slots,
+        "fxpar::return_slots": _return_slots,
+    }
+)

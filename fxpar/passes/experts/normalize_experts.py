@@ -34,8 +34,8 @@ from fxpar.passes.experts.group_rows import (
     spread,
 )
 from fxpar.passes.experts.row_wise import call_of, row_call
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar.graph.builder import Builder, is_zeros, shape_of
 from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
 MM = torch.ops.fxpar.expert_mm.default

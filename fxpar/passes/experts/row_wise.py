@@ -18,9 +18,9 @@ from torch import fx
 from fxpar.errors import RuleError
 from fxpar.graph.builder import Builder, value_of
 from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.ops import row_of, rule_of
 from fxpar.sharding.program import tensor_nodes
-from fxpar.sharding.rules import row_of, rule_of
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 

@@ -23,8 +23,9 @@ from torch import fx
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import flex_parts, merge_attention
-from fxpar.passes.local.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.ops import LOCAL
+from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
 
@@ -160,7 +161,9 @@ def _own_mask(
     return tuple(own)
 
 
-LOCAL: dict[Any, Localizer] = {
-    "higher_order::flex_attention": _forward,
-    "higher_order::flex_attention_backward": _backward,
-}
+LOCAL.update(
+    {
+        "higher_order::flex_attention": _forward,
+        "higher_order::flex_attention_backward": _backward,
+    }
+)

@@ -16,9 +16,9 @@ from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import collective_nodes
-from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import RowMoves
+from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.row_moves import Exchange, turn_of
 from fxpar.sharding.shift_messages import by_permutes, exchange_of
 

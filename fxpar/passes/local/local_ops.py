@@ -5,12 +5,10 @@ reads. Out: the call in local shapes, appended. A body in which something is spl
 becomes one in local shapes too, op by op; nothing inside communicates
 (``sharding.body_rules``).
 
-Most ops compute their shard from the shards of their operands unchanged. The rows here
-are the others: an index into a split dim must be shifted by the rank's offset and
-masked where it points elsewhere, a size among the arguments must become the local one,
-a random op must count by global index. Each function appends the local form of one call
-to the graph and returns its node. Keys are op overloads, or names of ops that torch
-registers late.
+Most ops compute their shard from the shards of their operands unchanged. Of the others
+the row (``sharding.ops``) has a local form: an index into a split dim must be shifted
+by the rank's offset and masked where it points elsewhere, a size among the arguments
+must become the local one, a random op must count by global index.
 """
 
 from __future__ import annotations
@@ -29,61 +27,24 @@ from fxpar.errors import PlanError
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
-from fxpar.passes.attention import local_attention, local_documents
-from fxpar.passes.experts import expert_ops, local_experts
-from fxpar.passes.local import (
-    local_adaptive_pools,
-    local_antialiasing,
-    local_averages,
-    local_bags,
-    local_custom_ops,
-    local_diagonals,
-    local_flex,
-    local_index_lists,
-    local_indexing,
-    local_moves,
-    local_order,
-    local_reductions,
-    local_slices,
-    local_views,
-    local_windows,
-)
-from fxpar.passes.local.local_call import LocalCall, Localizer, aten
+from fxpar.passes.attention import local_attention as _attention  # noqa: F401  (forms)
+from fxpar.passes.attention import local_documents as _documents  # noqa: F401  (forms)
+from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (forms)
+from fxpar.passes.experts import local_experts as _experts  # noqa: F401  (forms)
+from fxpar.passes.local import local_flex as _flex  # noqa: F401  (forms)
+from fxpar.passes.local import local_moves
 from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import look_up, tensors_of
+from fxpar.sharding.ops import LOCAL, row_of
+from fxpar.sharding.ops.local_call import LocalCall, aten
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.read_program import inside_of
-from fxpar.sharding.rules import row_of
-from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
-
-__all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
-
-LOCAL: dict[Any, Localizer] = {
-    **local_index_lists.LOCAL,
-    **local_indexing.LOCAL,
-    **local_order.LOCAL,
-    **local_reductions.LOCAL,
-    **local_slices.LOCAL,
-    **local_views.LOCAL,
-    **local_windows.LOCAL,
-    **local_averages.LOCAL,
-    **local_bags.LOCAL,
-    **local_adaptive_pools.LOCAL,
-    **local_antialiasing.LOCAL,
-    **local_custom_ops.LOCAL,
-    **local_diagonals.LOCAL,
-    **local_flex.LOCAL,
-    **local_experts.LOCAL,
-    **expert_ops.LOCAL,
-    **local_attention.LOCAL,
-    **local_documents.LOCAL,
-}
-
 
 # Of a node with several results: by place, the dims that are cut, with their sizes.
 CUTS = "fxpar_cuts"
@@ -151,19 +112,9 @@ def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
     return out
 
 
-def _localizer(target: Any) -> Localizer | None:
-    """The row of an op; None where it runs as it is."""
-    local = LOCAL.get(target)
-    if local is None and isinstance(target, _torch.inductor.OpOverload):
-        local = LOCAL.get(target.name())
-    if local is None:
-        local = LOCAL.get(_torch.aot.higher_order_name(target))
-    return local
-
-
 def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     target = call.node.target
-    local = _localizer(target)
+    local = look_up(LOCAL, target)
     if call.rule.moves and local_moves.crosses(call):
         return local_moves.local_moves(call, _operands(args, kwargs))
     if local is not None:

@@ -19,9 +19,9 @@ from fxpar.graph.collective_nodes import all_reduce, emit
 from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op
 from fxpar.sharding.propagate.at_rest import gathered_again
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:

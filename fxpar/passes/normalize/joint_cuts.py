@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.sharding.rules.slicing import is_few
+from fxpar.sharding.ops.slicing import is_few
 
 aten = torch.ops.aten
 

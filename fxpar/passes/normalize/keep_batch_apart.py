@@ -17,39 +17,11 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.sharding.rules import pointwise
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.ops import pointwise
 
 aten = torch.ops.aten
 
-# Ops along one dim, or several, of all tensors that they read: position of that
-# argument. They keep each row of the dims they do not name.
-_ALONG = {
-    aten._softmax.default: 1,
-    aten._log_softmax.default: 1,
-    aten._softmax_backward_data.default: 2,
-    aten._log_softmax_backward_data.default: 2,
-    aten.gather.default: 1,
-    aten.scatter.value: 1,
-    aten.scatter.src: 1,
-    aten.scatter_add.default: 1,
-    aten.sum.dim_IntList: 1,
-    aten.mean.dim: 1,
-    aten.amax.default: 1,
-    aten.amin.default: 1,
-    aten.unsqueeze.default: 1,
-    aten.squeeze.dim: 1,
-    aten.squeeze.dims: 1,
-    aten.logsumexp.default: 1,
-}
-# Of all elements, in any order.
-_OF_ALL = {
-    aten.sum.default,
-    aten.mean.default,
-    aten.max.default,
-    aten.min.default,
-    aten.count_nonzero.default,
-}
 # Their second argument is the shape of the result.
 _SHAPED = {aten.expand.default}
 
@@ -110,7 +82,7 @@ def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
         (arguments, node.kwargs), lambda read: unmerged.get(read, read)
     )
     result = rewriter.call(node.target, *args, **kwargs)
-    if node.target not in _OF_ALL:
+    if not op_facts_of(node.target).of_all:
         result = rewriter.call(aten.reshape.default, result, list(shape))
     rewriter.replace(node, result)
 
@@ -138,8 +110,8 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
     """The arguments of a node on values whose first dim is two; None if it does not
     treat the rows of that dim alike."""
     target, args = node.target, list(node.args)
-    shape, rows = shape_of(node), pair[0] * pair[1]
-    if target in _OF_ALL:
+    shape, rows, facts = shape_of(node), pair[0] * pair[1], op_facts_of(node.target)
+    if facts.of_all:
         return args if len(args) == 1 else None
     if shape[:1] != (rows,):
         return None
@@ -148,8 +120,8 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
         size: Any = args[1]
         same = len(shape) == len(shape_of(tensors[0])) and size[0] in (-1, rows)
         return [args[0], [*pair, *size[1:]], *args[2:]] if same else None
-    if target in _ALONG:
-        place = _ALONG[target]
+    place = facts.along
+    if place is not None:
         if not all(_is_merged(read, rows) for read in tensors) or len(args) <= place:
             return None
         dims = _dims_behind_batch(args[place], node)

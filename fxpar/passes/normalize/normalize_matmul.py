@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar._torch.symbols import expressions
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from fxpar import _torch
 from fxpar._torch.symbols import expressions
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 

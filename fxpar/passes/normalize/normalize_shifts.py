@@ -36,7 +36,7 @@ from fxpar.passes.normalize.row_places import (
     rows_of,
     same_shape,
 )
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
 

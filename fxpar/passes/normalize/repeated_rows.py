@@ -2,7 +2,7 @@
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. Rows of a dim may be repeated where they lie split
-(``rules.slicing.repeat``), but not beside copies of one row, or along a new dim: such a
+(``slicing.repeat``), but not beside copies of one row, or along a new dim: such a
 repeat is one of rows, then one of copies. The gradient views a dim as turns and sums
 them, and a view as turns is no shard of the dim. As one op (``fxpar::sum_turns``) each
 rank sums its own rows, and ranks sum what they have.

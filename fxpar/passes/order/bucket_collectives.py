@@ -19,7 +19,7 @@ from torch import fx
 from fxpar.graph.builder import Builder
 from fxpar.passes.order.joinable_collectives import is_cheap
 from fxpar.passes.order.sink_waits import WAIT
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -28,7 +28,7 @@ from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.passes.order.small_collectives import only_computes
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
 from fxpar.sharding.cost.op import bytes_of, contracts, viewed
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 # Bytes that are held for longer, in those of the collective. The gradients of a
 # transformer block's weights read up to ten times what is reduced of its input's.

@@ -19,8 +19,8 @@ from torch import fx
 
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import nbytes_of
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import phase_of
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 c10d = torch.ops._c10d_functional
 

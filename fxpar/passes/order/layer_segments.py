@@ -32,7 +32,7 @@ from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.passes.stages.sums_of_parts import SUMS
 from fxpar.sharding.cost.op import is_view, tensors_in
-from fxpar.sharding.rules.op_facts import op_facts_of, takes_from_generator
+from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

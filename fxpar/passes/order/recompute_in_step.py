@@ -24,8 +24,8 @@ from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.cost.recompute import computed_again
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import PHASE, phase_of
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 def recompute_in_step(graph: fx.Graph) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.simulate.launches import WAITS
 from fxpar.sharding.cost.op import viewed
-from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
 

@@ -29,8 +29,8 @@ from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
 from fxpar.passes.simulate.launches import KINDS
 from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.sharding.cost.op import bytes_of, contracts, is_light, is_view, viewed
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import phase_of
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Bytes that may be held for longer, in all.
 ROOM = 1 << 20

@@ -17,9 +17,9 @@ from fxpar.errors import RegionError
 from fxpar.graph.builder import Builder
 from fxpar.passes.regions.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import makes_random_numbers, op_facts_of
+from fxpar.sharding.ops.custom_op_rules import LEAVE, manual_axes, sizes_of
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.custom_op_rules import LEAVE, manual_axes, sizes_of
-from fxpar.sharding.rules.op_facts import makes_random_numbers, op_facts_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten

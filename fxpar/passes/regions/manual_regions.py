@@ -24,8 +24,8 @@ from fxpar.passes.regions.check_regions import check_regions, count_alike
 from fxpar.passes.regions.region_bodies import keep_bodies
 from fxpar.passes.regions.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -24,8 +24,8 @@ from fxpar.errors import (
 )
 from fxpar.passes.simulate.one_op import OneOp, case, close, passing, readable
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.ops import user_row_of
 from fxpar.sharding.program import Op, tensor_nodes, user_line
-from fxpar.sharding.rules import user_row_of
 
 # The most rows of a factor in a sample: shards of 3 and of 2 rows, and uneven ones.
 _SMALL = (6, 7)

@@ -38,8 +38,8 @@ from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.ops.custom_op_rules import REGION_OPS
 from fxpar.sharding.pipeline_axis import pipeline_axis
-from fxpar.sharding.rules.custom_op_rules import REGION_OPS
 from fxpar.sharding.spec import Spec
 
 c10d = torch.ops._c10d_functional

@@ -27,8 +27,8 @@ from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder, copy_of, value_of
 from fxpar.graph.graph_bodies import bodies_of, body_of, module_of, new_body
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import depending_on_tangents, user_line
-from fxpar.sharding.rules.table import tensors_of
 
 aten = torch.ops.aten
 STEPS = 8

@@ -25,10 +25,10 @@ from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Passage, Rule
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.route import connect
-from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 

@@ -18,8 +18,8 @@ from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.sharding.cost.launch import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Signature
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.search.memory_constraints import MOMENTS
 
 # In the order in which they are listed.

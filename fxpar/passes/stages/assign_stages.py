@@ -39,9 +39,9 @@ from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
 from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.program import Program
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 @dataclass(frozen=True)

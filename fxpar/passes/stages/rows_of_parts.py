@@ -34,8 +34,8 @@ from fxpar.passes.stages.steps_over_parts import (
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import tensor_nodes
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Steps that may leave a dim as it is.
 _ALONG = (steps.all_reduce, steps.all_gather, steps.reduce_scatter, steps.all_to_all)

@@ -20,9 +20,9 @@ from torch import fx
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost.op import flops_of, is_view, tensors_in
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Program, backward_of, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
 

@@ -15,12 +15,11 @@ import torch
 from torch import fx
 
 from fxpar.graph import collective_nodes as steps
-from fxpar.passes.local.local_call import LocalCall
-from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding.factors import Axes, Rule
+from fxpar.sharding.op_table import Row, Word, make, words_of
+from fxpar.sharding.ops import LOCAL, add_rows
+from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.rules import add_rows
-from fxpar.sharding.rules.table import Row, Word, make, words_of
 
 # What steps keep of the reshard that they stand for.
 NOTED = "fxpar_noted"

@@ -43,9 +43,9 @@ from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import current
 from fxpar.sharding.hints import load
+from fxpar.sharding.ops import has_user_rules
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import known_machine
-from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")

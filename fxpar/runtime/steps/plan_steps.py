@@ -39,6 +39,7 @@ from fxpar.sharding.candidates import balanced, choose, split_evenly
 from fxpar.sharding.decide import decide_on
 from fxpar.sharding.manual_axes import planned_plan
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.ops.unknown_ops import report_unknown
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
@@ -47,7 +48,6 @@ from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
-from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 
 log = logging.getLogger("fxpar")

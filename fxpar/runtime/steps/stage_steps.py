@@ -24,11 +24,11 @@ from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.manual_axes import over_manual_axes
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of, phase_of, user_line
 from fxpar.sharding.rest_over_stages import over_stages
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Microbatches for each stage where nobody says how many.
 PARTS = 4

@@ -19,7 +19,7 @@ from fxpar.graph.graph_bodies import module_of
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.rules import user_row_of
+from fxpar.sharding.ops import user_row_of
 
 
 def verify(

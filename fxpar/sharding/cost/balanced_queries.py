@@ -14,8 +14,8 @@ from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import nbytes_of, query_position
 from fxpar.sharding.cost.visible_pairs import counts_places
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import Op, tensor_nodes
-from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 

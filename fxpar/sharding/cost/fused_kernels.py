@@ -42,7 +42,7 @@ from fxpar.sharding.cost.op import (
     nbytes_of,
     tensors_in,
 )
-from fxpar.sharding.rules.op_facts import OpFacts, op_facts_of
+from fxpar.sharding.op_facts import OpFacts, op_facts_of
 
 
 @dataclass(eq=False, slots=True)

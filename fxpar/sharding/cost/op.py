@@ -28,8 +28,8 @@ from fxpar.sharding.cost.visible_pairs import (
     seen_share,
     sequence_dim,
 )
+from fxpar.sharding.op_facts import OpFacts, op_facts_of
 from fxpar.sharding.program import tensor_nodes
-from fxpar.sharding.rules.op_facts import OpFacts, op_facts_of
 
 aten = torch.ops.aten
 _DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``

@@ -46,6 +46,7 @@ from fxpar.sharding.cost.recompute import phases
 from fxpar.sharding.cost.visible_pairs import unevenness
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import (
     Op,
     Program,
@@ -54,7 +55,6 @@ from fxpar.sharding.program import (
     is_view,
     values_by_node,
 )
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.strategy import Strategy
 
 

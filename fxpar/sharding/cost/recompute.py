@@ -23,8 +23,8 @@ from fxpar.sharding.cost.op import (
     tensors_in,
     viewed,
 )
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import ancestors, depending_on_tangents
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 # What the tags of checkpoints say: whether the backward computes a value again.
 _TAGGED = {

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program, is_view
 from fxpar.sharding.propagate.at_rest import derived, resting
 from fxpar.sharding.reshard.route import price
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
     Strategy,

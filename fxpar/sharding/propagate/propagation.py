@@ -32,9 +32,9 @@ from typing import Any
 
 from fxpar.sharding.factors import Axes, Dims
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.propagation_state import Origin, Seed, State
-from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.shard_sizes import is_even, may_split
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import expressible, project

@@ -1,0 +1,323 @@
+"""What a row of the table of ops is, how it becomes the rule of one op call, and how
+rows are made.
+
+A row maps an ATen overload to its factors: text (``"m k, k n -> m n"``) or, where
+attributes matter, a function of the call's own arguments (tensors stand as fake
+tensors) that returns text or a Rule. ``linear`` / ``monotone`` / ``movement`` name, by
+argument position, the operands that may be partial together: ``"0+1"`` both at once,
+``"0|1"`` either one with the other whole; a position that holds no tensor in a call
+voids its group. ``shape`` is the position of the argument that spells the result's
+shape, which partitioning makes local. ``even``: its shards must all be of one size;
+``empty``: what it does with one that is empty (``Rule.empty``).
+
+A word is what a dim is in rule text: a factor ``"k"``, whole as ``"k!"``, ``"_"`` for
+a dim without a factor, or a tuple of factors for a compound dim, major to minor. Rules
+are built from words rather than from text wherever a tensor may have no dims, which
+text cannot tell from no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from fxpar import _torch
+from fxpar.sharding.factors import (
+    LINEAR,
+    MONOTONE,
+    MOVEMENT,
+    Dims,
+    Passage,
+    Rule,
+    parse_rule,
+)
+
+RuleFunction = Callable[..., "Rule | str | None"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table; the module says what its marks mean."""
+
+    # Text, or a function of the call's arguments; None of it: this call has no rule,
+    # make it whole.
+    rule: str | RuleFunction | None
+    # Groups of operands that may be partial sums.
+    linear: str | None = None
+    # Groups that may be partial maxima and minima.
+    monotone: str | None = None
+    # Groups that may be partial in any reduction.
+    movement: str | None = None
+    # The reduction over factors that no result has; None: sum.
+    reduce: str | None = None
+    # Position of the argument that spells the result's shape.
+    shape: int | None = None
+    # Shards must all be of one size.
+    even: bool = False
+    # What it does with an empty shard: "fill", "never", or None, it works.
+    empty: str | None = None
+    # Its local form, ``(call, *local args, **local kwargs) -> node``; None: the op on
+    # the shards of its operands.
+    local: Callable[..., Any] | None = None
+    # What else holds of it: fields of ``op_facts.OpFacts``.
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+# What of a row may be said of it by name; all else is a fact.
+MARKS = {x.name for x in fields(Row)} - {"rule", "local", "facts"}
+
+
+def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
+    """For each argument, positional then keyword, the operand indices it holds."""
+    out, n = [], 0
+    for arg in [*args, *kwargs.values()]:
+        tensors = [
+            x for x in _torch.fake.tree_leaves(arg) if isinstance(x, torch.Tensor)
+        ]
+        out.append(list(range(n, n + len(tensors))))
+        n += len(tensors)
+    return out
+
+
+def _passages(
+    entry: Row, positions: list[list[int]], whole_numbers: bool
+) -> tuple[Passage, ...]:
+    """The marks' passages. ``whole_numbers``: of the results alone; rounding to them is
+    monotone at best, never linear."""
+    out = []
+    for text, reductions in (
+        (None if whole_numbers else entry.linear, LINEAR),
+        (entry.monotone, MONOTONE),
+        (entry.movement, MOVEMENT),
+    ):
+        for group in text.split("|") if text else []:
+            places = [int(p) for p in group.split("+")]
+            operands = [positions[p] if p < len(positions) else [] for p in places]
+            if all(operands):
+                out.append(Passage(tuple(i for h in operands for i in h), reductions))
+    return tuple(out)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Tensors of an op's arguments or result, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for x in _torch.fake.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def evaluate(
+    entry: Row, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> Rule | None:
+    """The sized rule of one call, or None if the row has none for it.
+
+    ``args``/``kwargs``: the call's arguments with fake tensors; ``result``: its fake
+    result. Raises RuleError if the row does not fit the call.
+    """
+    rule_or_text = entry.rule(*args, **kwargs) if callable(entry.rule) else entry.rule
+    if rule_or_text is None:
+        return None
+    rule = parse_rule(rule_or_text) if isinstance(rule_or_text, str) else rule_or_text
+    if entry.reduce:
+        reductions = dict.fromkeys(rule.contracted, entry.reduce) | rule.reduction
+        rule = replace(rule, reductions=tuple(reductions.items()))
+    results = tensors_of(result)
+    operands = tensors_of((args, kwargs))
+    whole = any(map(_is_whole, results)) and not all(map(_counts, operands + results))
+    passages = _passages(entry, operand_positions(args, kwargs), whole)
+    even = rule.even or entry.even
+    empty = entry.empty or rule.empty
+    passages = rule.passages + passages
+    dtypes = {x.dtype for x in results}
+    passages = tuple(_of_dtypes(passage, operands, dtypes) for passage in passages)
+    passages = tuple(passage for passage in passages if passage.reductions)
+    rule = replace(rule, passages=passages, even=even, empty=empty)
+    shapes = [tuple(t.shape) for t in [*operands, *results]]
+    return rule.with_sizes(shapes)
+
+
+def _of_dtypes(
+    passage: Passage, operands: Sequence[torch.Tensor], results: Collection[torch.dtype]
+) -> Passage:
+    """The passage to results of these dtypes. Of what wraps only the largest and
+    smallest are in others what they were; that goes for sums of bools too, which are
+    whether there is one."""
+    read = [operands[i].dtype for i in passage.operands]
+    if not any(_wraps(dtype) and {dtype} != results for dtype in read):
+        return passage
+    reductions = tuple(op for op in passage.reductions if op in MONOTONE)
+    return replace(passage, reductions=reductions)
+
+
+def _wraps(dtype: torch.dtype) -> bool:
+    """Whether a sum may leave the range. Of 64 bits, in which things are counted, it
+    would take for ever."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return is_whole and dtype.itemsize < 8
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    return not (x.dtype.is_floating_point or x.dtype.is_complex)
+
+
+def _counts(x: torch.Tensor) -> bool:
+    """Whether elements are whole numbers, which sums of sums are exact in."""
+    return _is_whole(x) and x.dtype != torch.bool
+
+
+def names(n: int, prefix: str = "d") -> list[str]:
+    """``n`` factor names."""
+    return [f"{prefix}{i}" for i in range(n)]
+
+
+def text(*tensors: Sequence[str], results: Sequence[Sequence[str]]) -> str:
+    """Rule text from words per dim."""
+    operands = ", ".join(" ".join(t) for t in tensors)
+    return f"{operands} -> {', '.join(' '.join(t) for t in results)}"
+
+
+Word = str | tuple[str, ...]
+
+
+def make(
+    operands: Iterable[Sequence[Word]],
+    results: Iterable[Sequence[Word]],
+    sizes: Mapping[str, int] | None = None,
+    passages: Sequence[Passage] = (),
+    reductions: Mapping[str, str] | None = None,
+) -> Rule:
+    """The rule of these words; ``sizes`` are needed for compound dims only. ``~k`` in a
+    result is no dim: every rank along ``k`` computes the result alike."""
+    whole: set[str] = set()
+
+    def factors(word: Word) -> tuple[str, ...]:
+        parts = (word,) if isinstance(word, str) else word
+        whole.update(part[:-1] for part in parts if part.endswith("!"))
+        return tuple(part.rstrip("!") for part in parts if part != "_")
+
+    def tensor(words: Sequence[Word]) -> Dims:
+        return tuple(factors(word) for word in words)
+
+    dims: list[list[Word]] = []
+    alike: set[tuple[int, str]] = set()
+    for i, words in enumerate(results):
+        dims.append([w for w in words if w[:1] != "~"])
+        alike |= {(i, str(w[1:])) for w in words if w[:1] == "~"}
+    return Rule(
+        tuple(tensor(t) for t in operands),
+        tuple(tensor(t) for t in dims),
+        tuple((sizes or {}).items()),
+        frozenset(whole),
+        tuple((reductions or {}).items()),
+        tuple(passages),
+        alike=frozenset(alike),
+    )
+
+
+def whole(*args: Any, **kwargs: Any) -> Rule:
+    """A call all of whose operands and results are whole."""
+    operands = [["_"] * x.ndim for x in tensors_of((args, kwargs))]
+    return replace(make(operands, []), open=True)
+
+
+def words_of(
+    x: torch.Tensor | Sequence[int], whole: Collection[int] = (), prefix: str = "d"
+) -> list[str]:
+    """A word per dim: ``_`` where the size is 1, whole at the dims in ``whole``."""
+    shape = x.shape if isinstance(x, torch.Tensor) else x
+    return [
+        "_" if size == 1 else f"{prefix}{i}" + "!" * (i in whole)
+        for i, size in enumerate(shape)
+    ]
+
+
+def aligned(shapes: Sequence[Sequence[int]]) -> tuple[list[str], list[list[str]]]:
+    """(words of what the shapes broadcast to, words of each)."""
+    full = torch.broadcast_shapes(*shapes)
+    words = words_of(full, prefix="b")
+    words_of_each = []
+    for shape in shapes:
+        skip = len(full) - len(shape)
+        pairs = zip(words[skip:], shape, full[skip:], strict=True)
+        words_of_each.append([word if size == n else "_" for word, size, n in pairs])
+    return words, words_of_each
+
+
+def at(dim: int, ndim: int) -> int:
+    """A dim counted from the front. A tensor without dims has dim 0, as in torch."""
+    return dim % max(ndim, 1)
+
+
+def all_at(dims: int | Sequence[int] | None, ndim: int) -> frozenset[int]:
+    """Dims counted from the front; None and an empty list mean all of them."""
+    if dims is None or (not isinstance(dims, int) and not len(dims)):
+        return frozenset(range(ndim))
+    return frozenset(at(d, ndim) for d in ([dims] if isinstance(dims, int) else dims))
+
+
+T = TypeVar("T")
+
+
+def look_up(table: Mapping[Any, T], target: Any) -> T | None:
+    """What a table says of a call's target, by the op or, of those that are registered
+    late, by its name."""
+    if target in table:
+        return table[target]
+    if isinstance(target, _torch.inductor.OpOverload):
+        return table.get(target.name())
+    return table.get(_torch.aot.higher_order_name(target))
+
+
+def keys(names: str, namespace: str = "aten") -> list[Any]:
+    """Table keys of op names separated by spaces: ``"add.Tensor relu"``.
+
+    An aten op is its overload, if this torch has it. Others are named by text, as they
+    may be registered later than this table.
+    """
+    if namespace != "aten":
+        return [f"{namespace}::{name}" for name in names.split()]
+    overloads = []
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        op = getattr(torch.ops.aten, packet, None)
+        op = getattr(op, overload or "default", None)
+        if op is not None:
+            overloads.append(op)
+    return overloads
+
+
+def rows(
+    names: str,
+    rule: str | RuleFunction | None,
+    namespace: str = "aten",
+    *,
+    facts: str = "",
+    local: Callable[..., Any] | None = None,
+    **marks: Any,
+) -> dict[Any, Row]:
+    """The same row for each of the named ops. ``facts``: of ``op_facts.OpFacts``, what
+    holds; ``marks``: fields of Row, and facts that have a value. No rule: the row says
+    what holds of an op that is made whole."""
+    values = {mark: marks.pop(mark) for mark in set(marks) - MARKS}
+    stated = dict.fromkeys(facts.split(), True) | values
+    row = Row(rule, **marks, local=local, facts=stated)
+    return dict.fromkeys(keys(names, namespace), row)
+
+
+def by_rank(
+    pattern: str,
+    ranks: Sequence[int],
+    rule: RuleFunction,
+    local: Callable[..., Any] | None = None,
+    **marks: Any,
+) -> dict[Any, Row]:
+    """Rows for ``pattern`` with each number of spatial dims put in, which the rule and
+    the local form take first."""
+    out: dict[Any, Row] = {}
+    for k in ranks:
+        op, form = pattern.format(k), local and partial(local, k)
+        out |= rows(f"{op} {op}.vec", partial(rule, k), local=form, **marks)
+    return out

@@ -1,0 +1,164 @@
+"""The table: ATen overload -> row. Looked up with ``rule_of``; users add with ``rule``.
+
+One module per family of ops, each a dict ``ROWS``: an op's rule, its local form, and
+what else holds of it (``op_facts``). Ops that are registered only once some part of
+torch is imported stand under their name, ``"prims::inductor_random"``. Local forms of
+attention and experts are added by ``fxpar/passes/``. A missing row is not an error
+here: ``rule_of`` returns None and the planner makes the op's operands whole, or raises
+under ``FXPAR_STRICT=1``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fxpar import _torch
+from fxpar.errors import RuleError
+from fxpar.sharding.factors import Rule, parse_rule
+from fxpar.sharding.op_table import MARKS, Row, evaluate, look_up
+from fxpar.sharding.ops import (
+    adaptive_pools,
+    antialiasing,
+    attention,
+    convolution,
+    custom_op_rules,
+    diagonals,
+    embedding,
+    index_lists,
+    indexing,
+    linalg,
+    matmul,
+    nn_attention,
+    normalization,
+    order,
+    padding,
+    pointwise,
+    pools,
+    reduction,
+    slicing,
+    sources,
+    statistics,
+    views,
+)
+
+FAMILIES = (
+    pointwise,
+    matmul,
+    linalg,
+    reduction,
+    order,
+    views,
+    padding,
+    slicing,
+    diagonals,
+    indexing,
+    index_lists,
+    embedding,
+    normalization,
+    convolution,
+    pools,
+    adaptive_pools,
+    antialiasing,
+    attention,
+    nn_attention,
+    sources,
+    statistics,
+    custom_op_rules,
+)
+
+# Families whose kernels refuse tensors that hold nothing, and those that refuse, or may
+# not make, a row of zeros instead.
+_FILLED = (normalization, convolution, pools, adaptive_pools, antialiasing, attention)
+_NEVER_EMPTY = (linalg, statistics, nn_attention)
+
+
+def _row_in(module: Any, row: Row) -> Row:
+    if row.empty is not None or module not in (*_FILLED, *_NEVER_EMPTY):
+        return row
+    return replace(row, empty="fill" if module in _FILLED else "never")
+
+
+_ROWS: dict[Any, Row] = {
+    op: _row_in(module, row) for module in FAMILIES for op, row in module.ROWS.items()
+}
+
+# What rows say, by op: rules, local forms (features add theirs), and facts.
+TABLE = {op: row for op, row in _ROWS.items() if row.rule is not None}
+LOCAL = {op: row.local for op, row in _ROWS.items() if row.local is not None}
+FACTS = {op: row.facts for op, row in _ROWS.items() if row.facts}
+
+# Of functions that passes put into a graph, which know them (``add_rows``).
+_OF_PASSES: dict[Any, Row] = {}
+
+_USER: dict[str, Row] = {}
+
+
+def has_user_rules() -> bool:
+    """Whether ``fxpar.rule`` was called in this process."""
+    return bool(_USER)
+
+
+def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
+    """Give a custom op a rule: ``fxpar.rule("mylib::op", "b s d, d -> b s d")``.
+
+    ``name``: the op as registered with torch.library, with or without an overload.
+    ``factors``: the rule, or a function of the op's arguments that returns it.
+    ``marks``: fields of ``Row`` (``linear``, ``monotone``, ``movement``, ``reduce``,
+    ``shape``, ``even``, ``empty``). Raises RuleError on a malformed name or rule.
+    """
+    namespace, colons, op = name.partition("::")
+    if not (colons and namespace and op):
+        raise RuleError(f"op name {name!r} is malformed", fix='write "namespace::op"')
+    if isinstance(factors, str):
+        parse_rule(factors)
+    unknown = set(marks) - MARKS
+    if unknown:
+        raise RuleError(
+            f"unknown marks {sorted(unknown)} for {name}", fix=f"use {sorted(MARKS)}"
+        )
+    for mark in ("linear", "monotone", "movement"):
+        text = marks.get(mark) or ""
+        if not (isinstance(text, str) and re.fullmatch(r"(\d+([+|]\d+)*)?", text)):
+            raise RuleError(
+                f"{mark}={text!r} for {name} names no arguments",
+                fix=f'name them by position: {mark}="0", "0|1" for each of two, "0+1" '
+                "for both at once",
+            )
+    _USER[name] = Row(factors, **{"empty": "never", **marks})
+
+
+def user_row_of(target: Any) -> Row | None:
+    """The row that ``fxpar.rule`` gave an op overload."""
+    if not _USER or not isinstance(target, _torch.inductor.OpOverload):
+        return None
+    full = target.name()
+    return _USER.get(full) or _USER.get(full.partition(".")[0])
+
+
+def row_of(target: Any) -> Row | None:
+    """The row of an op overload, the user's before the table's."""
+    if target in TABLE and not _USER:
+        return TABLE[target]
+    return user_row_of(target) or _OF_PASSES.get(target) or look_up(TABLE, target)
+
+
+def add_rows(rows: Mapping[Any, Row]) -> None:
+    """Rows of functions that a pass put into a graph, for when it is planned again."""
+    _OF_PASSES.update(rows)
+
+
+def rule_of(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Rule | None:
+    """The sized rule of one call, or None if there is none.
+
+    Arguments and result are the call's own with fake tensors. Raises RuleError if a
+    row does not fit the call it is given.
+    """
+    entry = row_of(target)
+    if entry is None:
+        return None
+    return evaluate(entry, args, dict(kwargs), result)

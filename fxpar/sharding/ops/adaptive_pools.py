@@ -1,0 +1,314 @@
+"""Pools that cut a dim into so many parts of nearly equal size.
+
+Part i of ``few`` begins at row ``i * many // few`` and ends, rounded up, at ``(i + 1) *
+many / few``, so neighbours may share a row. A rank reads the rows of its own parts
+(``Rule.windows``); where parts are of one length, and ranks have as many, these are its
+own, and the op pools them. Else each part is laid out after the one before it, in as
+many rows as the longest has, what is after its end filled: so all have one length, and
+the op pools them. A backward adds what it computed of such rows where they lie.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.graph.builder import Size
+from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
+from fxpar.sharding.op_table import by_rank, names, text
+from fxpar.sharding.ops.halos import (
+    add_halo_rows,
+    axes_of,
+    exchange_of,
+    split_dims,
+    windows_of,
+    with_halo_rows,
+)
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.pools import ShardWithHalo, reindexed, shards_with_halos
+from fxpar.sharding.ops.reduction import least
+from fxpar.sharding.ops.window_dims import each
+
+aten = torch.ops.aten
+
+
+def _reach(many: int, few: int) -> Reach:
+    """The rows of each of ``few`` parts, as many as the longest has."""
+    ends = range(1, few + 1)
+    span = max(-(-i * many // few) - (i - 1) * many // few for i in ends)
+    return Reach(many, few, span=span)
+
+
+def _parts(
+    many: Sequence[int], few: Sequence[int], first: int, position: int, other: int
+) -> tuple[list[str], list[str], tuple[RowWindow, ...]]:
+    """(words of dims that are cut, words of their parts, windows); ``first`` is the
+    first of these dims, ``position`` and ``other`` tell the tensors that have them."""
+    rows, parts, windows = [], [], []
+    for d, (n, count) in enumerate(zip(many, few, strict=True)):
+        are_known = isinstance(n, int) and isinstance(count, int)
+        if not are_known or min(n, count) <= 1:
+            rows.append("_")
+            parts.append("_")
+            continue
+        rows.append(f"o{d}")
+        parts.append(f"o{d}")
+        halo = None if n % count else (0, 0)
+        reach = _reach(n, count)
+        windows.append(RowWindow(position, first + d, other, n, count, reach, halo))
+    return rows, parts, tuple(windows)
+
+
+def _forward(k: int, results: int, x: torch.Tensor, few: int | Sequence[int]) -> Rule:
+    first = x.dim() - k
+    rows, parts, windows = _parts(x.shape[first:], each(few, k), first, 0, 1)
+    lead = names(first)
+    words = text([*lead, *rows], results=[[*lead, *parts]] * results)
+    return replace(parse_rule(words), windows=windows)
+
+
+def _backward(k: int, grad: torch.Tensor, x: torch.Tensor, *index: Any) -> Rule:
+    """``index``: where maxima lie."""
+    first, end = x.dim() - k, 2 + len(index)
+    rows, parts, windows = _parts(x.shape[first:], grad.shape[first:], first, end, 0)
+    lead = names(first)
+    read = [[*lead, *parts], [*lead, *rows], *[[*lead, *parts]] * len(index)]
+    words = text(*read, results=[[*lead, *rows]])
+    return replace(parse_rule(words), windows=windows)
+
+
+def _average(k: int, *args: Any) -> Rule:
+    return _forward(k, 1, *args)
+
+
+def _maximum(k: int, *args: Any) -> Rule:
+    return _forward(k, 2, *args)
+
+
+# Local forms
+
+
+@dataclass(frozen=True)
+class LaidOutParts:
+    """Parts of a dim that are not all as long, one behind the other on a rank."""
+
+    # The pool, or its backward.
+    call: LocalCall
+    # The rows that ranks read of the dim.
+    window: RowWindow
+    # Of each laid out row which of those that this rank has it is.
+    places: fx.Node
+    # Of each whether it is of its part, not behind its end.
+    inside: fx.Node
+    # Of each part how many rows it has.
+    lengths: fx.Node
+    # Of each where it begins in the whole dim, less where it is laid out.
+    shifts: fx.Node
+    # Laid out rows.
+    rows: Size
+
+    @property
+    def dim(self) -> int:
+        return self.window.dim
+
+    def laid_out(self, x: fx.Node, fill: int | float) -> fx.Node:
+        """The rows of ``x`` that parts are made of."""
+        build = self.call.build
+        x = build.call(aten.index.Tensor, x, [*[None] * self.dim, self.places])
+        return self.call.where(self._along(x, self.inside), x, fill)
+
+    def added(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        """What was computed of laid out rows, added where they lie in this shape."""
+        x = self.call.where(self._along(x, self.inside), x, 0)
+        zeros = self.call.full(shape, 0, x)
+        indices = [*[None] * self.dim, self.places]
+        return self.call.build.call(aten.index_put.default, zeros, indices, x, True)
+
+    def averaged(self, x: fx.Node) -> fx.Node:
+        """``x`` by the rows of each part, which is by those of the longest."""
+        build = self.call.build
+        lengths = build.cast(self.lengths, x.meta["val"].dtype)
+        x = build.call(aten.mul.Tensor, x, self.window.reach.span)
+        return build.call(aten.div.Tensor, x, self._along(x, lengths))
+
+    def as_shard(self, index: fx.Node) -> ShardWithHalo:
+        """As positions of maxima count rows, ``index`` those of each part."""
+
+        def start(sign: int) -> fx.Node:
+            shifts = self._along(index, self.shifts)
+            return self.call.build.call(aten.mul.Tensor, shifts, sign)
+
+        axes = axes_of(self.call, self.window.position, self.dim)
+        return ShardWithHalo(axes, self.window.rows, self.rows, start)
+
+    def _along(self, x: fx.Node, numbers: fx.Node) -> fx.Node:
+        """Numbers of the rows of the dim, to be broadcast."""
+        view = [-1, *[1] * (x.meta["val"].dim() - 1 - self.dim)]
+        return self.call.build.call(aten.reshape.default, numbers, view)
+
+
+def _laid_out(call: LocalCall, position: int, few: int) -> list[LaidOutParts]:
+    """Those of the dims of which ranks read windows, where parts are not alike.
+    ``position``, ``few``: of the tensors that have rows, and parts."""
+    unlike = (w for w in windows_of(call, position) if w.rows % w.count)
+    return [_parts_of(call, window, few) for window in unlike]
+
+
+def _parts_of(call: LocalCall, window: RowWindow, few: int) -> LaidOutParts:
+    build, late = call.build, few - len(call.operands)
+    device = call.node.all_input_nodes[0].meta["val"].device
+    shape = call.operand_shape(few) if late < 0 else call.local_shape(late)
+    count, span = shape[window.dim], window.reach.span
+    exchange, call_op = exchange_of(call, window), build.call
+    own = build.iota(count, device)
+    part = call_op(aten.add.Tensor, own, build.own_start(window.count, exchange.axes))
+    part = call_op(aten.clamp_max.default, part, window.count - 1)  # a spare one
+    begin = call_op(aten.mul.Tensor, part, window.rows)
+    end = call_op(aten.add.Tensor, begin, window.rows + window.count - 1)
+    floor = {"rounding_mode": "floor"}
+    begin = call_op(aten.div.Tensor_mode, begin, window.count, **floor)
+    end = call_op(aten.div.Tensor_mode, end, window.count, **floor)
+    column = [-1, 1]
+    rows = call_op(
+        aten.add.Tensor,
+        call_op(aten.reshape.default, begin, column),
+        build.iota(span, device),
+    )
+    inside = call_op(aten.lt.Tensor, rows, call_op(aten.reshape.default, end, column))
+    places = call_op(aten.sub.Tensor, rows, build.window_start(exchange))
+    last = build.compute(operator.sub, build.window_rows(exchange), 1)
+    places = call_op(aten.clamp.default, places, 0, last)
+    return LaidOutParts(
+        call,
+        window,
+        call_op(aten.reshape.default, places, [-1]),
+        call_op(aten.reshape.default, inside, [-1]),
+        call_op(aten.sub.Tensor, end, begin),
+        call_op(aten.sub.Tensor, begin, call_op(aten.mul.Tensor, own, span)),
+        build.compute(operator.mul, count, span),
+    )
+
+
+def _pooled(
+    k: int, call: LocalCall, x: fx.Node, fill: int | float
+) -> tuple[Any, list[LaidOutParts]]:
+    """What the op makes of a rank's parts, and those that were laid out."""
+    parts = _laid_out(call, 0, len(call.operands))
+    x = with_halo_rows(call, x, 0, fill)
+    for one in parts:
+        x = one.laid_out(x, fill)
+    return call.same(x, list(call.local_shape()[-k:])), parts
+
+
+def _local_average(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
+    pooled, parts = _pooled(k, call, x, 0)
+    for one in parts:
+        pooled = one.averaged(pooled)
+    return pooled
+
+
+def _local_maximum(k: int, call: LocalCall, x: fx.Node, few: Any) -> Any:
+    """The result says where in the whole maxima lie."""
+    pooled, parts = _pooled(k, call, x, least(x.meta["val"].dtype))
+    if not any(split_dims(call, 0, k)):
+        return pooled
+    values, index = (call.build.call(operator.getitem, pooled, i) for i in range(2))
+    dims = _shards(call, index, parts, (0, 0), k)
+    return values, reindexed(call, index, dims, inward=False)
+
+
+def _shards(
+    call: LocalCall,
+    index: fx.Node,
+    parts: Sequence[LaidOutParts],
+    positions: tuple[int, int],
+    k: int,
+) -> list[ShardWithHalo]:
+    """The last ``k`` dims of what is pooled. ``positions``: of that tensor, and of the
+    one that has windows."""
+    dims = shards_with_halos(call, *positions, k)
+    first = len(call.shapes[positions[0]]) - k
+    for one in parts:
+        dims[one.dim - first] = one.as_shard(index)
+    return dims
+
+
+def _local_average_backward(
+    k: int, call: LocalCall, grad: fx.Node, x: fx.Node
+) -> fx.Node:
+    parts = _laid_out(call, 2, 0)
+    for one in parts:
+        grad = one.averaged(grad)
+    return _added(call, parts, 2, call.same(grad, _alike(call, x, parts, 2)))
+
+
+def _local_maximum_backward(
+    k: int, call: LocalCall, grad: fx.Node, x: fx.Node, index: fx.Node
+) -> fx.Node:
+    parts = _laid_out(call, 3, 0)
+    if any(split_dims(call, 1, k)):
+        dims = _shards(call, index, parts, (1, 3), k)
+        index = reindexed(call, index, dims, inward=True)
+        # Of a spare part nothing is added, wherever that is.
+        index = call.build.call(aten.clamp_min.default, index, 0)
+    gradient = call.same(grad, _alike(call, x, parts, 3), index)
+    return _added(call, parts, 3, gradient)
+
+
+def _shape(call: LocalCall, position: int) -> list[Size]:
+    """Of the rows of what is pooled that a rank reads."""
+    shape: list[Size] = list(call.operand_shape(1))
+    for window in windows_of(call, position):
+        shape[window.dim] = call.build.window_rows(exchange_of(call, window))
+    return shape
+
+
+def _alike(
+    call: LocalCall, x: fx.Node, parts: Sequence[LaidOutParts], position: int
+) -> fx.Node:
+    """A tensor of the shape of what is pooled on a rank; its values mean nothing."""
+    if not windows_of(call, position):
+        return x
+    shape = _shape(call, position)
+    for one in parts:
+        shape[one.dim] = one.rows
+    return call.full(shape, 0, x)
+
+
+def _added(
+    call: LocalCall, parts: Sequence[LaidOutParts], position: int, gradient: fx.Node
+) -> fx.Node:
+    """Gradients of laid out rows as those of a rank's rows."""
+    shape = _shape(call, position)
+    for i, one in enumerate(parts):
+        own = list(shape)
+        for other in parts[i + 1 :]:
+            own[other.dim] = other.rows
+        gradient = one.added(gradient, own)
+    return add_halo_rows(call, gradient, position)
+
+
+ROWS = {
+    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _average, _local_average, linear="0"),
+    **by_rank("_adaptive_avg_pool{}d", (2, 3), _average, _local_average, linear="0"),
+    **by_rank(
+        "_adaptive_avg_pool{}d_backward",
+        (2, 3),
+        _backward,
+        _local_average_backward,
+        linear="0",
+    ),
+    **by_rank("adaptive_max_pool{}d", (2, 3), _maximum, _local_maximum),
+    **by_rank(
+        "adaptive_max_pool{}d_backward",
+        (2, 3),
+        _backward,
+        _local_maximum_backward,
+        linear="0",
+    ),
+}

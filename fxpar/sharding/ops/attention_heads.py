@@ -1,0 +1,145 @@
+"""Words of attention: how its tensors share batch, heads and the sequence.
+
+In: queries and keys of a call, fake tensors. Out: ``Heads``, a word per dim of each
+tensor of the call, of which the rows of ``attention`` and ``nn_attention`` make their
+rules. Query heads that share a key head (GQA) are a compound of factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxpar.sharding.factors import Merge, Rule, parse_rule
+from fxpar.sharding.op_table import text
+
+Maybe = torch.Tensor | None
+
+# Results that tell nothing of their operands: alike on every rank.
+FURTHER = ["~"]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Words per tensor of one call."""
+
+    # Of the queries, one per dim.
+    query: list[str]
+    # Of the keys.
+    key: list[str]
+    # Of the values.
+    value: list[str]
+    # Of the output.
+    out: list[str]
+    # Of [batch, query heads, queries, keys].
+    scores: list[str]
+    # Sizes of the scores' dims.
+    sizes: list[int]
+    # Query heads per key head.
+    groups: int
+    # Under a mask, which may leave weights of parts that count keys alone: parts of the
+    # keys are as large as one another.
+    masked: bool
+
+    @property
+    def inputs(self) -> tuple[list[str], list[str], list[str]]:
+        return self.query, self.key, self.value
+
+    @property
+    def splits_keys(self) -> bool:
+        return not self.scores[3].endswith("!")
+
+    @property
+    def logsumexp(self) -> list[str]:
+        return self.scores[:3]
+
+    @property
+    def merged(self) -> list[str]:
+        """The log-sum-exp that a forward gives: that of all keys on each rank."""
+        return [*self.logsumexp, "~t"]
+
+    @property
+    def padded(self) -> list[str]:
+        """A log-sum-exp whose last dim is not the queries'."""
+        return [*self.scores[:2], "_"]
+
+    def bias(self, x: Maybe) -> list[list[str]]:
+        """A mask or bias that broadcasts to the scores, if there is one."""
+        if not isinstance(x, torch.Tensor):
+            return []
+        if x.dim() < 2:
+            return [whole_dims(x)]
+        skip = 4 - x.dim()
+        return [
+            [
+                word if n == size else "_"
+                for word, n, size in zip(
+                    self.scores[skip:], x.shape, self.sizes[skip:], strict=True
+                )
+            ]
+        ]
+
+    def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
+        rule = parse_rule(text(*operands, results=results))
+        sizes = (("g", self.groups),) if self.groups > 1 else ()
+        evenly = frozenset("t") if self.masked and self.splits_keys else frozenset()
+        return replace(rule, sizes=sizes, evenly=evenly)
+
+    def forward(
+        self, *operands: Sequence[str], logsumexp: Sequence[str] | None = None
+    ) -> Rule:
+        """The rule of a forward that gives output, log-sum-exp and what goes with
+        them."""
+        results = [self.out, logsumexp or self.merged, FURTHER]
+        rule = self.rule(*operands, results=results)
+        if not self.splits_keys:
+            return rule
+        return replace(rule, merges=(Merge("t", len(operands) + 1),))
+
+
+def whole_dims(x: torch.Tensor) -> list[str]:
+    return ["_"] * x.dim()
+
+
+def heads_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    seq_first: bool = False,
+    queries: bool = False,
+    keys: bool = False,
+    masked: bool = False,
+) -> Heads | None:
+    """``seq_first``: tensors are [batch, sequence, heads, dim]; whether ``queries``,
+    and ``keys``, may be split along the sequence; whether there is a mask."""
+    h, s = (2, 1) if seq_first else (1, 2)
+    if q.dim() != 4 or q.shape[h] % k.shape[h]:
+        return None
+    groups = int(q.shape[h] // k.shape[h])
+    heads = "(h g)" if groups > 1 else "h"
+    places, seen = "s" if queries else "s!", "t" if keys else "t!"
+
+    def words(head: str, place: str, last: str) -> list[str]:
+        return ["b", place, head, last] if seq_first else ["b", head, place, last]
+
+    return Heads(
+        query=words(heads, places, "d!"),
+        key=words("h", seen, "d!"),
+        value=words("h", seen, "e!"),
+        out=words(heads, places, "e!"),
+        scores=["b", heads, places, seen],
+        sizes=[q.shape[0], q.shape[h], q.shape[s], k.shape[s]],
+        groups=groups,
+        masked=masked,
+    )
+
+
+def is_ragged(*starts: Maybe) -> bool:
+    """Whether sequences are packed, their starts given."""
+    return any(isinstance(x, torch.Tensor) and x.numel() for x in starts)
+
+
+def given_tensors(*tensors: Maybe) -> list[list[str]]:
+    return [whole_dims(x) for x in tensors if isinstance(x, torch.Tensor)]

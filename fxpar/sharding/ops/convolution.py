@@ -1,0 +1,256 @@
+"""Convolutions.
+
+Batch and channels are free. Input channels are contracted and groups are a compound of
+their own; the bias is added once, so where input channels are split it is partial as
+well. A spatial dim is free where windows are laid out evenly over it, as many of them
+as the dim has steps: a shard then needs rows around it, its halo. It is whole
+otherwise.
+
+Where such a dim is split a rank reads the rows around its shard that its windows reach,
+which stand for the padding too, and what a backward computes of such rows goes back to
+those whose they are (``halos``). Elsewhere the op pads as it did. It takes the local
+count of its groups.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.graph.builder import Size
+from fxpar.sharding.factors import Passage, Rule
+from fxpar.sharding.op_table import names, rows, text
+from fxpar.sharding.ops.halos import (
+    add_halo_rows,
+    halo_shaped,
+    split_dims,
+    unsplit_padding,
+    windows_of,
+    with_halo_rows,
+)
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.window_dims import (
+    SlidingWindow,
+    each,
+    sliding_rule,
+    spatial_dims,
+    windows,
+)
+
+aten = torch.ops.aten
+
+
+def _channels(transposed: bool, groups: int, k: int) -> tuple[str, str, list[str]]:
+    """Words of the channel dim of input and of output, and of the weight's dims."""
+    inside = [f"{word}!" for word in names(k, "k")]
+    first, second = ("ci", "co") if transposed else ("co", "ci")
+    if groups == 1:
+        return "ci", "co", [first, second, *inside]
+    return "(g ci)", "(g co)", [f"(g {first})", second, *inside]
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Rule | None:
+    if x.dim() != weight.dim():
+        return None
+    k = x.dim() - 2
+    ci, co, kernel = _channels(transposed, groups, k)
+    slid = windows(weight.shape[2:], stride, padding, dilation, k)
+    rows = [int(n) for n in x.shape[2:]]
+    if transposed:
+        more = zip(rows, slid, each(output_padding, k), strict=True)
+        result_rows = [
+            (n - 1) * w.stride - 2 * w.padding + w.dilation * (w.kernel - 1) + 1 + extra
+            for n, w, extra in more
+        ]
+        spatial = spatial_dims(slid, result_rows, rows)
+        operand_dims, result_dims = spatial.few, spatial.many
+    else:
+        result_rows = [w.count(n) for n, w in zip(rows, slid, strict=True)]
+        spatial = spatial_dims(slid, rows, result_rows)
+        operand_dims, result_dims = spatial.many, spatial.few
+    operands = [
+        ["n", ci, *operand_dims],
+        kernel,
+        *([["+", co]] if bias is not None else []),
+    ]
+    ends = (len(operands), 0) if transposed else (0, len(operands))
+    halos, read = spatial.halos(ends[0], 2), spatial.windows(ends[0], 2, ends[1])
+    words = text(*operands, results=[["n", co, *result_dims]])
+    rule = sliding_rule(words, spatial, halos, read, groups)
+    summed = (2,) if bias is not None else ()
+    return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
+
+
+def _convolution_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> Rule | None:
+    """A convolution reads rows around a shard for the weight's gradient, and gives back
+    what its own gradient is there; a transposed one reads such rows of ``grad``."""
+    if x.dim() != weight.dim():
+        return None
+    k = x.dim() - 2
+    ci, co, kernel = _channels(transposed, groups, k)
+    slid = windows(weight.shape[2:], stride, padding, dilation, k)
+    many, few = (grad, x) if transposed else (x, grad)
+    sizes = many.shape[2:], few.shape[2:]
+    spatial = spatial_dims(slid, *sizes, sliding=mask[0] or mask[1])
+    at_grad, at_x = spatial.few, spatial.many
+    halos = spatial.halos(1, 2) * mask[1] + spatial.halos(3, 2) * mask[0]
+    read = spatial.windows(1, 2, 0) * mask[1] + spatial.windows(3, 2, 0) * mask[0]
+    if transposed:
+        at_grad, at_x = spatial.many, spatial.few
+        halos = spatial.halos(0, 2) * (mask[0] or mask[1])
+        read = spatial.windows(0, 2, 1)
+    operand = ["n", ci, *at_x]
+    # The bias is not in the product, so a split of input channels leaves it complete.
+    gradients = zip([operand, kernel, [co, "~ci"]], mask, strict=True)
+    results = [dims for dims, is_asked in gradients if is_asked]
+    words = text(["n", co, *at_grad], operand, kernel, results=results)
+    return sliding_rule(words, spatial, halos, read, groups)
+
+
+# Local forms
+
+
+def _groups(call: LocalCall, channels: Size, per_group: Size) -> Size:
+    """Groups of a convolution, of its channels and those of one group."""
+    return call.build.compute(operator.floordiv, channels, per_group)
+
+
+def _output_padding(
+    call: LocalCall,
+    position: int,
+    extra: Sequence[int],
+    slid: Sequence[SlidingWindow],
+    split: Sequence[bool],
+) -> list[int]:
+    """Rows that a transposed convolution adds behind. ``position``: of the tensor that
+    has rows; of a shard they are those that no window reaches, of windows none."""
+    read = {window.dim - 2 for window in windows_of(call, position)}
+    own = [0 if d in read else max(0, -w.behind) for d, w in enumerate(slid)]
+    return [
+        n if cut else whole
+        for n, whole, cut in zip(own, each(extra, len(split)), split, strict=True)
+    ]
+
+
+def _local_convolution(
+    call: LocalCall,
+    x: fx.Node,
+    weight: fx.Node,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: Size,
+) -> fx.Node:
+    if isinstance(groups, int) and groups > 1:
+        channels = (call.local_shape() if transposed else call.operand_shape(0))[1]
+        groups = _groups(call, channels, call.operand_shape(1)[1])
+    k = len(call.shapes[0]) - 2
+    split = split_dims(call, 0, k)
+    if not any(split):
+        settings = stride, padding, dilation, transposed, output_padding, groups
+        return call.same(x, weight, bias, *settings)
+    padding = unsplit_padding(padding, split)
+    if not transposed:
+        settings = stride, padding, dilation, transposed, output_padding, groups
+        return call.same(with_halo_rows(call, x, 0), weight, bias, *settings)
+    slid = windows(call.shapes[1][2:], stride, call.node.args[4], dilation, k)
+    end = len(call.operands)  # of the result, which has rows
+    output_padding = _output_padding(call, end, output_padding, slid, split)
+    settings = stride, padding, dilation, transposed, output_padding, groups
+    result = add_halo_rows(call, call.same(x, weight, None, *settings), end)
+    if bias is None:
+        return result
+    bias = call.build.call(aten.reshape.default, bias, [-1, *[1] * k])
+    return call.build.call(aten.add.Tensor, result, bias)
+
+
+def _local_convolution_backward(
+    call: LocalCall,
+    grad: fx.Node,
+    x: fx.Node,
+    weight: fx.Node,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: Size,
+    mask: Sequence[bool],
+) -> Any:
+    channels_out = call.operand_shape(0)[1]
+    if isinstance(groups, int) and groups > 1:
+        channels = channels_out if transposed else call.operand_shape(1)[1]
+        groups = _groups(call, channels, call.operand_shape(2)[1])
+    if bias_sizes is not None:
+        bias_sizes = [channels_out]
+    k = len(call.shapes[0]) - 2
+    split, own = split_dims(call, 0, k), grad
+    if any(split):
+        slid = windows(call.shapes[2][2:], stride, padding, dilation, k)
+        padding = unsplit_padding(padding, split)
+        if transposed:
+            output_padding = _output_padding(call, 0, output_padding, slid, split)
+            grad = with_halo_rows(call, grad, 0)
+        else:
+            x = with_halo_rows(call, x, 1) if mask[1] else halo_shaped(call, x, 3)
+    settings = stride, padding, dilation, transposed, output_padding, groups
+    if not any(split):
+        return call.same(grad, x, weight, bias_sizes, *settings, mask)
+    results: list[Any] = [None, None, None]
+    if mask[0] or mask[1]:
+        which = [mask[0], mask[1], False]
+        gradients = call.same(grad, x, weight, None, *settings, which)
+        for i in range(2):
+            if mask[i]:
+                results[i] = call.build.call(operator.getitem, gradients, i)
+    if mask[0]:
+        results[0] = add_halo_rows(call, results[0], 3)
+    if mask[2]:
+        over = [0, *range(2, k + 2)]
+        results[2] = call.build.call(aten.sum.dim_IntList, own, over)
+    return tuple(results)
+
+
+ROWS = {
+    **rows(
+        "convolution", _convolution, local=_local_convolution, facts="chosen_strides"
+    ),
+    **rows(
+        "convolution_backward",
+        _convolution_backward,
+        linear="0",
+        local=_local_convolution_backward,
+        facts="chosen_strides",
+    ),
+}

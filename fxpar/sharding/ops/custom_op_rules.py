@@ -1,0 +1,512 @@
+"""fxpar's own ops, by name: they are registered by passes and runtime. Those of manual
+regions (``passes.regions``), and which nodes are inside; the one op by which a graph
+writes to its inputs, and what keeps effects in order.
+
+Inside a region a value is in the shape that is local along the region's axes, and other
+axes split it as any other. So that nothing splits it over the region's axes once more,
+each op inside has a factor for each of them, pinned to it: ``@tp``. No tensor inside
+has that factor. At an edge it is the major part of each dim that the region splits:
+what enters is ``(@tp d0) d1 -> d0 d1``, what leaves the reverse; a result that leaves
+partial is summed over a factor that nothing has.
+
+A contraction (``fxpar::dot``) is views around one mm or bmm. Factors of its equation
+fall into four classes: in both operands and the result (batch), in the left one (m), in
+the right one (n), in both operands only (k). Runs of one class are merged by views
+where they stand together, so that no data moves that the program before normalizing
+did not move. Rows of a shift are cut, sent on along a split dim, and joined.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder, Size, value_of
+from fxpar.sharding import rank_ints, shard_sizes
+from fxpar.sharding.factors import (
+    LINEAR,
+    MONOTONE,
+    MOVEMENT,
+    Passage,
+    RowMoves,
+    RowPiece,
+    Rule,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import COLLECTIVE, group_axes_of
+from fxpar.sharding.op_table import make, names, rows, whole, words_of
+from fxpar.sharding.ops import halos
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.moved_dims import moved, resized
+from fxpar.sharding.ops.pointwise import broadcast
+from fxpar.sharding.ops.views import contiguous
+from fxpar.sharding.spec import Spec
+
+aten = torch.ops.aten
+
+
+def _dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> str:
+    return equation
+
+
+def _random(*args: Any) -> Rule:
+    """A scalar seed in; every dim of the result is free: it counts by global index."""
+    return make([[]], [names(len(args[-1]))])
+
+
+def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rule:
+    """Every dim is free: ranks that split ``dim`` send rows to their neighbours."""
+    reductions = ("avg", *MONOTONE) if fill else MOVEMENT
+    n, passages = x.shape[dim], (Passage((0,), reductions),)
+    if fill is None:
+        start = by % n
+        pieces = [RowPiece(0, 0, n - start, start), RowPiece(0, 0, start, at=n - start)]
+    else:
+        pieces = [RowPiece(0, 0, max(n - abs(by), 0), max(by, 0), at=max(-by, 0))]
+    moves = RowMoves(dim, (n,), (n,), tuple(x for x in pieces if x.count), fill or 0)
+    return replace(broadcast(x), passages=passages, moves=(moves,))
+
+
+def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
+    """A rank sums those of its rows that are one; of the dim it has a part of all."""
+    words = words_of(x)
+    return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
+
+
+def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
+    """Row ``i`` of the last of ``k`` parts is row ``i * k + k - 1`` of the result."""
+    pieces = [
+        RowPiece(i, 0, x.shape[dim], at=i, stride=len(parts))
+        for i, x in enumerate(parts)
+    ]
+    whole = resized(parts[0], dim, sum(x.shape[dim] for x in parts))
+    return moved(parts, [whole], {dim: pieces})
+
+
+def _ctc_words(targets: torch.Tensor) -> tuple[list[list[str]], str]:
+    """Words of what a CTC loss reads, and of its batch: free where each sequence has a
+    row of targets; joined end to end, theirs begin where the lengths before say."""
+    if targets.dim() == 2:
+        return [["t!", "n", "c!"], ["n", "s!"], ["n"], ["n"]], "n"
+    return [["t!", "n!", "c!"], ["s!"], ["n!"], ["n!"]], "n!"
+
+
+def _ctc(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> Rule:
+    operands, batch = _ctc_words(targets)
+    return make(operands, [[batch]])
+
+
+def _ctc_backward(
+    grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any
+) -> Rule:
+    operands, batch = _ctc_words(targets)
+    return make([[batch], *operands], [operands[0]])
+
+
+def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
+    """An input is written where it rests, in whole."""
+    ndim = target.dim()
+    words = [f"{name}!" for name in names(ndim)]
+    return make([words, words_of(source, range(source.dim()), "s")], [words])
+
+
+def _in_order(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Rule | None:
+    """An op with an effect, such as a check that raises: all ranks do it alike, on
+    whole operands. One with results could be split, for which there is no rule."""
+    if _torch.objects.schema_of(op).returns:
+        return None
+    return whole(token, *args, **kwargs)
+
+
+# By name: the ops are registered by ``passes``.
+ENTER, LEAVE = "fxpar.enter_region.default", "fxpar.leave_region.default"
+INDEX = "fxpar.axis_index.default"
+REGION_OPS = frozenset((ENTER, LEAVE, COLLECTIVE, INDEX))
+
+# Which dims a collective names, of its argument ``dims``, need to be whole.
+_NAMED = ("all_gather", "reduce_scatter", "all_to_all")
+
+Sizes = Mapping[str, int]
+
+
+def factor(axis: str) -> str:
+    """The factor that is pinned to an axis."""
+    return f"@{axis}"
+
+
+def pinned(rule: Rule, sizes: Sizes) -> Rule:
+    """The rule of an op inside regions over these axes."""
+    added = {axis: size for axis, size in sizes.items() if axis not in rule.pin}
+    if not added:
+        return rule
+    return replace(
+        rule,
+        sizes=(*rule.sizes, *((factor(axis), size) for axis, size in added.items())),
+        pinned=(*rule.pinned, *((factor(axis), (axis,)) for axis in added)),
+    )
+
+
+def _edge(x: torch.Tensor, lies: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
+    words = [f"d{d}" for d in range(x.dim())]
+    outside = [
+        (*map(factor, axes), word) for axes, word in zip(lies.dims, words, strict=True)
+    ]
+    factor_sizes = {factor(axis): size for axis, size in sizes.items()}
+    for word, n, axes in zip(words, x.shape, lies.dims, strict=True):
+        count = 1 if leaves else _count(axes, sizes)
+        factor_sizes[word] = int(n) // count
+    split = [f"~{factor(axis)}" for axis in lies.sharded_axes]
+    rule = (
+        make([words], [outside], factor_sizes)
+        if leaves
+        else make([outside], [[*words, *split]], factor_sizes)
+    )
+    return replace(
+        rule,
+        reductions=tuple((factor(axis), op) for axis, op in lies.partial),
+        passages=(Passage((0,), MOVEMENT),),
+        pinned=tuple((factor(axis), (axis,)) for axis in sizes),
+        summed=frozenset(factor(axis) for axis in lies.partial_axes),
+        even=True,
+    )
+
+
+def _count(axes: Sequence[str], sizes: Sizes) -> int:
+    out = 1
+    for axis in axes:
+        out *= sizes[axis]
+    return out
+
+
+@lru_cache(maxsize=256)
+def _sizes(mesh: str, axes: str) -> dict[str, int]:
+    """Of the axes, joined by ``+``, those of more than one rank."""
+    all_sizes = Mesh.parse(mesh).sizes
+    return {axis: all_sizes[axis] for axis in axes.split("+") if all_sizes[axis] > 1}
+
+
+def _lies(spec: str, sizes: Sizes) -> Spec:
+    """A spec of an edge without axes of one rank."""
+    lies = Spec.parse(spec)
+    alone = [axis for axis in lies.axes if axis not in sizes]
+    partial = [(axis, op) for axis, op in lies.partial if axis in sizes]
+    return Spec.of(lies.without(alone).dims, partial)
+
+
+def _enter(x: torch.Tensor, spec: str, mesh: str, axes: str, _: int) -> Rule:
+    sizes = _sizes(mesh, axes)
+    return _edge(x, _lies(spec, sizes), sizes, leaves=False)
+
+
+def _leave(x: torch.Tensor, spec: str, mesh: str, axes: str, _: int) -> Rule:
+    sizes = _sizes(mesh, axes)
+    return _edge(x, _lies(spec, sizes), sizes, leaves=True)
+
+
+def _collective(
+    x: torch.Tensor, kind: str, dims: Sequence[int], op: str, *_: Any
+) -> Rule:
+    whole = {d % x.dim() for d in dims} if kind in _NAMED else set()
+    words = ["_" if d in whole else f"d{d}" for d in range(x.dim())]
+    linear = op in ("", "sum", "avg")
+    passes: tuple[str, ...] = LINEAR if linear else ()
+    if op in MONOTONE:
+        passes = MONOTONE
+    if kind in ("all_gather", "all_to_all", "permute"):
+        passes = MOVEMENT
+    passages = (Passage((0,), passes),) if passes else ()
+    return replace(make([words], [words], passages=passages), even=True)
+
+
+def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
+    """The nodes inside manual regions and at their edges, with the axes of the regions
+    and their sizes: what is computed from what entered, until it leaves."""
+    if not any(str(node.target) in REGION_OPS for node in graph.nodes):
+        return {}
+    region_axes: dict[fx.Node, dict[str, int]] = {}
+    axes_of: dict[fx.Node, Sizes] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        axes: dict[str, int] = {}
+        for read in node.all_input_nodes:
+            axes |= region_axes.get(read, {})
+        op_axes = dict(sizes_of(node))
+        if op_axes or axes:
+            axes_of[node] = axes | op_axes
+        left = op_axes if str(node.target) == LEAVE else {}
+        region_axes[node] = {a: n for a, n in (axes | op_axes).items() if a not in left}
+    return axes_of
+
+
+def axes_inside(node: fx.Node, manual: Mapping[fx.Node, Sizes]) -> tuple[str, ...]:
+    """The axes of the regions that a node's results lie in, by ``manual_axes``."""
+    if node not in manual:
+        return ()
+    left = dict(sizes_of(node)) if str(node.target) == LEAVE else {}
+    return tuple(axis for axis in manual[node] if axis not in left)
+
+
+def sizes_of(node: fx.Node) -> Sizes:
+    """The axes that an op of a region names itself, with their sizes; none for any
+    other op."""
+    kind, args = str(node.target), node.args
+    if kind in (ENTER, LEAVE):
+        return _sizes(args[2], args[3])
+    if kind == INDEX:
+        return _sizes(args[1], args[0])
+    if kind == COLLECTIVE:
+        return _sizes(node.args[-2], "+".join(group_axes_of(node)))
+    return {}
+
+
+# Local forms
+
+
+def emit_dot(
+    build: Builder,
+    lhs: fx.Node,
+    rhs: fx.Node,
+    equation: str,
+    shapes: Sequence[Sequence[Size]] | None = None,
+) -> fx.Node:
+    """Append the views and the product; returns the result in the equation's order.
+    ``shapes``: of the operands, where their fake values do not say it."""
+    operands, _, result = equation.partition("->")
+    left, right = (part.split() for part in operands.split(","))
+    out = result.split()
+    of_left, of_right = shapes or (lhs.meta["val"].shape, rhs.meta["val"].shape)
+    size: dict[str, Size] = dict(zip(left, of_left, strict=True))
+    size.update(zip(right, of_right, strict=True))
+    batch = [f for f in left if f in right and f in out]
+    k = [f for f in left if f in right and f not in out]
+    m = [f for f in left if f not in right]
+    n = [f for f in right if f not in left]
+    a = _merge(build, lhs, left, [batch, m, k] if batch else [m, k], size)
+    b = _merge(build, rhs, right, [batch, k, n] if batch else [k, n], size)
+    target = aten.bmm.default if batch else aten.mm.default
+    product = build.call(target, a, b)
+    product_factors = [*batch, *m, *n]
+    return reorder(build, product, product_factors, out, size)
+
+
+def reorder(
+    build: Builder,
+    node: fx.Node,
+    factors: Sequence[str],
+    target_factors: Sequence[str],
+    size: Mapping[str, Size],
+) -> fx.Node:
+    """View a product as its factors and permute them to ``target_factors``."""
+    shape = [size[f] for f in factors]
+    if list(node.meta["val"].shape) != value_of(shape):
+        node = build.reshape(node, shape)
+    if list(factors) != list(target_factors):
+        node = build.call(
+            aten.permute.default, node, [factors.index(f) for f in target_factors]
+        )
+    return node
+
+
+def _merge(
+    build: Builder,
+    node: fx.Node,
+    words: list[str],
+    groups: list[list[str]],
+    size: Mapping[str, Size],
+) -> fx.Node:
+    """``node`` with dims ``words`` as one dim per group, groups in the given order."""
+    place = {f: i for i, group in enumerate(groups) for f in group}
+    runs = [list(run) for _, run in itertools.groupby(words, key=lambda f: place[f])]
+    filled = [group for group in groups if group]
+    if sorted(runs) != sorted(filled):
+        order = [words.index(f) for group in groups for f in group]
+        if order != list(range(len(order))):
+            node = build.call(aten.permute.default, node, order)
+        runs = filled
+    shape = [build.product(size[f] for f in run) for run in runs]
+    if list(node.meta["val"].shape) != value_of(shape):
+        node = build.reshape(node, shape)
+    order = [runs.index(group) for group in filled]
+    if order != list(range(len(order))):
+        node = build.call(aten.permute.default, node, order)
+    if len(filled) < len(groups):
+        full = [build.product(size[f] for f in group) for group in groups]
+        node = build.reshape(node, full)
+    return node
+
+
+def _local_shift(
+    call: LocalCall, x: fx.Node, dim: int, by: int, fill: float | None = None
+) -> fx.Node:
+    axes, size = call.operands[0].dims[dim], x.meta["val"].shape[dim]
+    shifted = halos.rows(call, x, axes, dim, by, by + size, fill)
+    if shifted is x:
+        return call.build.call(
+            aten.clone.default, x, memory_format=torch.contiguous_format
+        )
+    return shifted
+
+
+def _local_sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.Node:
+    """Rows of a shard stand where they lie in as many turns as it may reach into."""
+    build, axes = call.build, call.operands[0].dims[dim]
+    shape, (all_rows, n) = (
+        list(call.operand_shape(0)),
+        (s[dim] for s in (call.shapes[0], call.result_shape())),
+    )
+    if build.mesh.count(axes) > 1:
+        most = x.meta["val"].shape[dim]
+        even = shard_sizes.is_even(all_rows, build.mesh, axes) and most % n == 0
+        turns = most // n if even else min(turns, -(-most // n) + 1)
+        if not even:
+            start = build.own_start(all_rows, axes)
+            before = build.compute(operator.mod, start, n)
+            behind = build.compute(operator.add, before, shape[dim])
+            behind = build.compute(operator.sub, turns * n, behind)
+            amounts = [0, 0] * (len(shape) - 1 - dim)
+            x = build.pad_ends(x, [*amounts, before, behind])
+    shape[dim : dim + 1] = [turns, n]
+    parts = build.call(aten.reshape.default, x, shape)
+    return build.call(aten.sum.dim_IntList, parts, [dim])
+
+
+def _local_interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx.Node:
+    """Of rows that all ranks have: those of the parts beside one another, then in one
+    dim, without the rows that the last parts have not."""
+    build, shape = call.build, list(call.local_shape())
+    rows, missing = [], 0
+    for i, x in enumerate(parts):
+        if call.operand_shape(i)[dim] != call.operand_shape(0)[dim]:
+            missing += 1
+            behind = len(shape) - 1 - dim
+            x = build.pad_ends(x, [0, 0] * behind + [0, 1])
+        rows.append(build.call(aten.unsqueeze.default, x, dim + 1))
+    stacked = build.call(aten.cat.default, rows, dim + 1)
+    shape[dim] += missing
+    whole = build.call(aten.reshape.default, stacked, shape)
+    if not missing:
+        return whole
+    cut = build.call(aten.slice.Tensor, whole, dim, 0, shape[dim] - missing)
+    return contiguous(call, cut)
+
+
+def _local_dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
+    shapes = call.operand_shape(0), call.operand_shape(1)
+    return emit_dot(call.build, lhs, rhs, equation, shapes)
+
+
+def _local_identity(call: LocalCall, x: fx.Node, _: Any) -> fx.Node:
+    return x
+
+
+def _local_random(call: LocalCall, *args: Any) -> fx.Node:
+    """The shard counts by global index: same seed, same numbers as one device."""
+    *head, size, starts = args
+    axes = call.results[0].dims
+    local = list(call.local_shape())
+    offsets = [
+        _slice_start(call, start, a, n) if a else start
+        for start, a, n in zip(starts, axes, call.result_shape(), strict=True)
+    ]
+    if head and isinstance(head[0], (list, tuple)):  # fxpar::random: size comes first
+        head = [local, *head[1:]]
+    else:  # fxpar::randint: low, high, size, seed
+        head = [*head[:2], local, *head[3:]]
+    return call.build.call(call.node.target, *head, size, offsets)
+
+
+def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
+    """Where the slices over ``axes`` begin, of a dim of ``rows`` that begins at
+    ``start``: a number, or the offset of a dim that other axes split already."""
+    build = call.build
+    if not isinstance(start, fx.Node):
+        return build.own_start(rows, axes, start)
+    if start.target is not rank_ints.offset or rows % build.mesh.count(axes):
+        raise PlanError(f"{call.node.name} is cut into shards that are not alike")
+    _, before, stride, base = value_of(start.args)
+    if stride != rows:
+        raise PlanError(f"{call.node.name} is cut across shards of {stride}")
+    return build.offset((*before, *axes), rows // build.mesh.count(axes), base)
+
+
+def _local_collective(
+    call: LocalCall,
+    x: fx.Node,
+    kind: str,
+    dims: Sequence[int],
+    op: str,
+    _: str,
+    axes: str,
+) -> fx.Node:
+    step_args = (tuple(dims),) if kind == "permute" else dims
+    args = (*step_args, op) if op else step_args
+    node = collective_nodes.NODES[kind]
+    return collective_nodes.step(call.build, node, x, *args, tuple(axes.split("+")))
+
+
+def _local_axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
+    place = call.build.offset((axis,), 1)
+    return call.build.call(aten.full.default, [], place, dtype=torch.int64)
+
+
+ROWS = {
+    # Made by passes of what was planned.
+    **rows("accumulate", None, "fxpar", facts="alone over_first"),
+    **rows(
+        "accumulate_product",
+        None,
+        "fxpar",
+        product=1,
+        equation="m k, k n -> m n",
+        facts="over_first",
+    ),
+    **rows("grouped_mm grouped_outer", None, "fxpar", product=0),
+    **rows("with_effects", _in_order, "higher_order"),
+    **rows("copy_", _write),
+    **rows("dot", _dot, "fxpar", linear="0|1", local=_local_dot),
+    **rows("seeds", "-> n!", "fxpar"),
+    **rows(
+        "random randint",
+        _random,
+        "fxpar",
+        local=_local_random,
+        work="draw",
+        facts="random",
+    ),
+    **rows("orthogonal", "m! n! -> m! n!", "fxpar"),
+    **rows(
+        "constrain mean_over_ranks",
+        broadcast,
+        "fxpar",
+        movement="0",
+        local=_local_identity,
+    ),
+    **rows("with_gradient_of", broadcast, "fxpar", local=_local_identity),
+    **rows("shift", _shift, "fxpar", local=_local_shift),
+    **rows("sum_turns", _sum_turns, "fxpar", linear="0", local=_local_sum_turns),
+    **rows("ctc", _ctc, "fxpar"),
+    **rows("ctc_backward", _ctc_backward, "fxpar", linear="0"),
+    **rows(
+        "interleave",
+        _interleave,
+        "fxpar",
+        movement="0",
+        local=_local_interleave,
+        facts="copies moves",
+    ),
+    **rows("enter_region", _enter, "fxpar", local=contiguous),
+    **rows("leave_region", _leave, "fxpar", local=contiguous),
+    **rows("collective", _collective, "fxpar", local=_local_collective),
+    **rows("axis_index", lambda *_: make([], [[]]), "fxpar", local=_local_axis_index),
+}

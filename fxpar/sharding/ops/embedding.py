@@ -1,0 +1,446 @@
+"""Embeddings: what is looked up in a table by index, one by one or in bags.
+
+Rows of the table may be split, but where a maximum is looked up; columns may always be.
+
+A rank that has some of the bags counts them, and where they begin, from its first. Of a
+table that is split it sums those rows of each bag that it has, so that results add up,
+and of a gradient it keeps those. The further results of a forward go by indices and
+bags alone, and so are had of a table of two rows: what counts, and what is left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.graph.builder import Size
+from fxpar.sharding.factors import Dims, Rule
+from fxpar.sharding.op_table import make, names, rows, text
+from fxpar.sharding.ops.local_call import LocalCall, Localizer
+from fxpar.sharding.ops.own_rows import part_of, rows_at, trailing, without_spares
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+MAX = 2  # the mode of bags, of which 0 is a sum and 1 a mean
+
+
+def _embedding(weight: torch.Tensor, index: torch.Tensor, *_: Any) -> str:
+    words = names(index.dim(), "i")
+    return text(["s", "e"], words, results=[[*words, "e"]])
+
+
+def _embedding_backward(
+    grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, by_count: bool
+) -> str:
+    # The count of an index is its count in the whole batch.
+    words = [w + "!" * by_count for w in names(index.dim(), "i")]
+    return text([*words, "e"], words, results=[["s", "e"]])
+
+
+# Bags: where one begins says a count of the indices before it, so both are whole, but
+# for bags of one length (``in_even_bags``)
+
+
+def _bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Rule:
+    """Further results: the bag of each index, the size of each bag and, of a maximum,
+    where it was found in each column, for which a table is whole."""
+    weights = [["_"]] * (per_sample_weights is not None)
+    rows, alike = ("_", []) if mode == MAX else ("s", ["~s"])
+    where = ["_", "e"] if mode == MAX else ["_", "~e", *alike]
+    bags = [["_", "~e", *alike], ["_", "~e", *alike], where]
+    return make([[rows, "e"], ["_"], ["_"], *weights], [["_", "e"], *bags])
+
+
+def _bag_backward(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    bag_of: torch.Tensor,
+    sizes: torch.Tensor,
+    where: torch.Tensor,
+    rows: int,
+    by_count: bool,
+    mode: int,
+    scales: torch.Tensor | None,
+    padding: int = -1,
+) -> Rule:
+    """A sum over the indices, but for a maximum, which goes through bags. Counts of
+    indices are counts in the whole batch, of the whole table."""
+    table = "_" if by_count else "s"
+    index = "_" if by_count or mode == MAX or bag_of.shape != indices.shape else "i"
+    places = ["_", "e"] if mode == MAX else ["_"]
+    weights = [[index]] * (scales is not None)
+    operands = [["_", "e"], [index], [index], ["_"], places]
+    return make([*operands, *weights], [[table, "e"]])
+
+
+def _bag_any_backward(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bag_of: torch.Tensor,
+    sizes: torch.Tensor,
+    where: torch.Tensor,
+    rows: int,
+    by_count: bool,
+    mode: int,
+    sparse: bool,
+    scales: torch.Tensor | None,
+    padding: int = -1,
+) -> Rule | None:
+    """As the dense one, which it calls; a sparse gradient has no rule."""
+    if sparse:
+        return None
+    rule = _bag_backward(
+        grad, indices, bag_of, sizes, where, rows, by_count, mode, scales, padding
+    )
+    first, second, *rest = rule.operands
+    return replace(rule, operands=(first, second, ((),), *rest))
+
+
+def _bag_scales_backward(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bag_of: torch.Tensor,
+    mode: int,
+    padding: int = -1,
+) -> Rule:
+    index = "i" if bag_of.shape == indices.shape else "_"
+    operands = [["_", "e"], ["s", "e"], [index], ["_"], [index]]
+    return make(operands, [[index]])
+
+
+# Of the tensors of an op, operands then results, those that have a row for each bag,
+# "b", or for each index, "i"; a last operand, if it is there, are weights of these.
+_ALONG = {
+    aten._embedding_bag.default: ("wib", "bibb"),
+    aten._embedding_bag_forward_only.default: ("wib", "bibb"),
+    aten._embedding_bag_backward.default: ("bibibb", "w"),
+    aten._embedding_bag_per_sample_weights_backward.default: ("bwibi", "i"),
+}
+_BY_COUNT = 7  # which argument of a gradient says that it is scaled by counts
+
+
+def begins_at(target: Any) -> int | None:
+    """Which argument of an op, behind the indices, says where bags begin."""
+    return _ALONG[target][0].index("ib") + 1 if target in _ALONG else None
+
+
+def in_even_bags(
+    rule: Rule,
+    target: Any,
+    args: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    length: int,
+) -> Rule:
+    """The rule of a call of such an op, of tensors of these shapes, where each bag has
+    ``length`` indices: bags are a factor, of which indices are a compound. A gradient
+    that is scaled by counts counts all."""
+    operands, results = _ALONG[target]
+    operands += "i" * (len(rule.operands) - len(operands))
+    (bags,), count = shapes[operands.index("ib") + 1], {"b": 1, "i": length}
+    is_backward = target is aten._embedding_bag_backward.default
+    rows = zip(operands + results, shapes, strict=True)
+    if (
+        is_backward
+        and args[_BY_COUNT]
+        or any(n != bags * count[along] for along, (n, *_) in rows if along != "w")
+    ):
+        return rule
+    factors = {"b": ("b",), "i": ("b", "l") if length > 1 else ("b",)}
+
+    def tensor(dims: Dims, along: str) -> Dims:
+        return (factors[along], *dims[1:]) if along in factors else dims
+
+    return replace(
+        rule,
+        operands=tuple(map(tensor, rule.operands, operands)),
+        results=tuple(map(tensor, rule.results, results)),
+        sizes=(
+            *((f, n) for f, n in rule.sizes if f != "i"),
+            ("b", bags),
+            ("l", length),
+        ),
+        whole=rule.whole.union("l"),
+    ).with_sizes(shapes)
+
+
+# Local forms
+
+
+def _local_embedding(
+    call: LocalCall, weight: fx.Node, index: fx.Node, *settings: Any
+) -> fx.Node:
+    part = part_of(call, 0, index)
+    if part is None:
+        return call.same(weight, index, *settings)
+    rows = call.same(part.rows_of(weight), part.read(), *settings)
+    return call.where(trailing(call, part.inside, 1), rows, 0)
+
+
+def _local_embedding_backward(
+    call: LocalCall,
+    grad: fx.Node,
+    index: fx.Node,
+    rows: int,
+    padding: int,
+    by_count: bool,
+) -> fx.Node:
+    part = part_of(call, 0, index, result=True)
+    if part is None:
+        return call.same(grad, index, rows, padding, by_count)
+    # The spare row takes the padding as well, so that no local row is taken for it.
+    n, own = part.n, call.build.call(aten.ne.Scalar, index, padding)
+    own = call.build.call(aten.bitwise_and.Tensor, own, part.inside)
+    places = call.where(own, part.place, n)
+    rows_and_spare = call.build.compute(operator.add, n, 1)
+    return without_spares(
+        call, call.same(grad, places, rows_and_spare, n, by_count), [part]
+    )
+
+
+def _first_bag(call: LocalCall, position: int, by: int = 1) -> Size:
+    """Where this rank's bags begin, times a number; ``position``: of a tensor that has
+    a row for each bag."""
+    axes = (*call.operands, *call.results)[position].dims[0]
+    start = call.build.own_start(call.shapes[position][0], axes)
+    return 0 if start == 0 else call.build.compute(operator.mul, start, by)
+
+
+def _begins(call: LocalCall, offsets: fx.Node, position: int) -> fx.Node:
+    """Where bags begin among this rank's indices."""
+    first = _first_bag(call, position, call.rule.size.get("l", 1))
+    return _less(call, offsets, first)
+
+
+def _less(call: LocalCall, x: fx.Node, first: Size) -> fx.Node:
+    return x if first == 0 else call.build.call(aten.sub.Tensor, x, first)
+
+
+def _local_bag(
+    call: LocalCall,
+    weight: fx.Node,
+    indices: fx.Node,
+    offsets: fx.Node,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: fx.Node | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    build, begins, padding = call.build, _begins(call, offsets, 2), padding_idx
+    scales, first = per_sample_weights, _first_bag(call, len(call.operands))
+    rest = scale_grad_by_freq, mode, sparse, scales, include_last_offset
+    is_split = bool(call.operands[0].dims[0])
+    if is_split:
+        counted = build.call(aten.ne.Scalar, indices, padding)
+        table = call.full([2, 1], 0, weight)
+        read = build.cast(counted, indices.meta["val"].dtype)
+        left_out = 0 if padding >= 0 else -1
+        results = call.same(table, read, begins, *rest, left_out)
+        total = _summed(call, weight, indices, begins, mode, scales, counted)
+    else:
+        results = call.same(weight, indices, begins, *rest, padding)
+    total_or_none, bag_of, *others = (
+        build.call(operator.getitem, results, i) for i in range(4)
+    )
+    if first != 0:
+        bag_of = build.call(aten.add.Tensor, bag_of, first)
+    return (total if is_split else total_or_none, bag_of, *others)
+
+
+def _summed(
+    call: LocalCall,
+    weight: fx.Node,
+    indices: fx.Node,
+    begins: fx.Node,
+    mode: int,
+    scales: fx.Node | None,
+    counted: fx.Node,
+) -> fx.Node:
+    """Of each bag the sum of the rows that this rank has, or its share of the mean."""
+    build, like = call.build, weight.meta["val"]
+    part = part_of(call, 0, indices)
+    assert part is not None
+    dtype = torch.float32 if like.dtype.itemsize < 4 else like.dtype
+    bags, columns = call.local_shape()
+    rows = build.cast(rows_at(call, part.rows_of(weight), 0, part.read()), dtype)
+    read = build.call(aten.bitwise_and.Tensor, counted, part.inside)
+    rows = call.where(trailing(call, read, 1), rows, 0)
+    if scales is not None:
+        scale = trailing(call, build.cast(scales, dtype), 1)
+        rows = build.call(aten.mul.Tensor, rows, scale)
+    bag = build.iota(call.operand_shape(1)[0], like.device)
+    begins = build.cast(begins, torch.int64)
+    bag = build.call(aten.searchsorted.Tensor, begins, bag, right=True)
+    bag = build.call(aten.sub.Tensor, bag, 1)
+    # Of offsets that say where the last bag ends there is one more.
+    bag = build.call(aten.clamp.default, bag, 0, _before(call, bags))
+    zeros = call.full([bags, columns], 0, rows)
+    total = build.call(aten.index_put.default, zeros, [bag], rows, True)
+    if mode:
+        empty = call.full([bags, 1], 0, rows)
+        ones = trailing(call, build.cast(counted, dtype), 1)
+        count = build.call(aten.index_put.default, empty, [bag], ones, True)
+        count = build.call(aten.clamp.default, count, 1)
+        total = build.call(aten.div.Tensor, total, count)
+    return build.cast(total, like.dtype)
+
+
+def _before(call: LocalCall, n: Size) -> Size:
+    return call.build.compute(operator.sub, n, 1)
+
+
+def _local_backward(
+    call: LocalCall,
+    grad: fx.Node,
+    indices: fx.Node,
+    offsets: fx.Node,
+    bag_of: fx.Node,
+    sizes: fx.Node,
+    where: fx.Node,
+    rows: Any,
+    by_count: bool,
+    mode: int,
+    sparse: bool,
+    scales: fx.Node | None,
+    padding: int = -1,
+) -> fx.Node:
+    begins = _begins(call, offsets, 2)
+    bag_of = _less(call, bag_of, _first_bag(call, 0))
+    rest = by_count, mode, sparse, scales
+    part = part_of(call, 0, indices, result=True)
+    if part is None:
+        args = grad, indices, begins, bag_of, sizes, where, rows
+        return call.same(*args, *rest, padding)
+    places = _own_places(call, indices, padding)
+    if mode == MAX:
+        where = _own_places(call, where, padding)
+    more = call.build.compute(operator.add, part.n, 1)
+    args = grad, places, begins, bag_of, sizes, where, more
+    return without_spares(call, call.same(*args, *rest, part.n), [part])
+
+
+def _own_places(call: LocalCall, x: fx.Node, padding: int) -> fx.Node:
+    """Rows among those that this rank makes; others, and what counts for none, are the
+    spare row behind them."""
+    part = part_of(call, 0, x, result=True)
+    assert part is not None
+    own = call.build.call(aten.ne.Scalar, x, padding)
+    own = call.build.call(aten.bitwise_and.Tensor, own, part.inside)
+    return call.where(own, part.place, part.n)
+
+
+def _local_dense_backward(
+    call: LocalCall,
+    grad: fx.Node,
+    indices: fx.Node,
+    bag_of: fx.Node,
+    sizes: fx.Node,
+    where: fx.Node,
+    rows: Any,
+    by_count: bool,
+    mode: int,
+    scales: fx.Node | None,
+    padding: int = -1,
+) -> fx.Node:
+    part = part_of(call, 0, indices, result=True)
+    if part is None:
+        args = grad, indices, bag_of, sizes, where, rows
+        return call.same(*args, by_count, mode, scales, padding)
+    places = _own_places(call, indices, padding)
+    if mode == MAX:
+        where = _own_places(call, where, padding)
+    more = call.build.compute(operator.add, part.n, 1)
+    args = grad, places, bag_of, sizes, where, more
+    return without_spares(
+        call, call.same(*args, by_count, mode, scales, part.n), [part]
+    )
+
+
+def _local_scales_backward(
+    call: LocalCall,
+    grad: fx.Node,
+    weight: fx.Node,
+    indices: fx.Node,
+    offsets: fx.Node,
+    bag_of: fx.Node,
+    mode: int,
+    padding: int = -1,
+) -> fx.Node:
+    begins = _begins(call, offsets, 3)
+    bag_of = _less(call, bag_of, _first_bag(call, 0))
+    part = part_of(call, 0, indices, operand=1)
+    if part is None:
+        return call.same(grad, weight, indices, begins, bag_of, mode, padding)
+    counted = call.build.call(aten.ne.Scalar, indices, padding)
+    own = call.build.call(aten.bitwise_and.Tensor, part.inside, counted)
+    part = replace(part, inside=own)
+    rest = begins, bag_of, mode, -1
+    products = call.same(grad, part.rows_of(weight), part.read(), *rest)
+    return call.where(own, products, 0)
+
+
+def _local_by_rows(local: Localizer, call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+    """The local form where bags or rows of a table are split; else the op itself."""
+    specs = *call.operands, *call.results
+    is_split = any(spec.dims and spec.dims[0] for spec in specs)
+    return (local if is_split else LocalCall.same)(call, *args, **kwargs)
+
+
+ROWS = {
+    **rows(
+        "embedding", _embedding, movement="0", local=_local_embedding, facts="gathers"
+    ),
+    **rows(
+        "embedding_dense_backward",
+        _embedding_backward,
+        linear="0",
+        local=_local_embedding_backward,
+        facts="scatters",
+    ),
+    **rows(
+        "_embedding_bag _embedding_bag_forward_only",
+        _bag,
+        local=partial(_local_by_rows, _local_bag),
+        facts="gathers",
+    ),
+    **rows(
+        "_embedding_bag_backward",
+        _bag_any_backward,
+        linear="0",
+        local=partial(_local_by_rows, _local_backward),
+    ),
+    **rows(
+        "_embedding_bag_dense_backward",
+        _bag_backward,
+        linear="0",
+        local=partial(_local_by_rows, _local_dense_backward),
+        facts="scatters",
+    ),
+    **rows(
+        "_embedding_bag_per_sample_weights_backward",
+        _bag_scales_backward,
+        linear="0|1",
+        local=partial(_local_by_rows, _local_scales_backward),
+    ),
+}

@@ -1,0 +1,289 @@
+"""Rows around a shard of a dim that is split, in the local graph.
+
+In: a local call and one of its tensors. Out: the tensor with rows of its neighbours
+(``with_halo_rows``), or what was computed of such rows added to those whose they are
+(``add_halo_rows``), which is the other's transpose. Rows go by permutes, from as many
+shards on as it takes; what lies beyond the ends of the dim is a constant, or dropped.
+Where several dims are split the corners come with the rows of the later ones.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+
+from fxpar.graph import collective_nodes, size_nodes
+from fxpar.graph.builder import Size
+from fxpar.sharding.factors import Axes, Halo, RowWindow
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.window_dims import each
+from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.shift_messages import as_halo, exchange_of_window, pieces
+
+aten = torch.ops.aten
+
+
+def axes_of(call: LocalCall, position: int, dim: int) -> Axes:
+    """The axes that split a dim of one of a call's tensors, operands then results."""
+    return (*call.operands, *call.results)[position].dims[dim]
+
+
+def is_split(call: LocalCall, position: int, dim: int) -> bool:
+    """Whether ranks hold different rows of a dim."""
+    return call.build.mesh.count(axes_of(call, position, dim)) > 1
+
+
+def halos_of(call: LocalCall, position: int) -> list[Halo]:
+    """The halos of one of a call's tensors, of dims that are split."""
+    fitting = (_as_halo(call, window) for window in call.rule.windows)
+    return [
+        halo
+        for halo in (*call.rule.halos, *filter(None, fitting))
+        if halo.position == position
+        and is_split(call, position, halo.dim)
+        and halo.before + halo.after
+    ]
+
+
+def _as_halo(call: LocalCall, window: RowWindow) -> Halo | None:
+    axes = axes_of(call, window.position, window.dim)
+    return as_halo(window, axes, call.build.mesh)
+
+
+def windows_of(call: LocalCall, position: int) -> list[RowWindow]:
+    """The windows of rows of one of a call's tensors, of dims that are split, but for
+    those that are halos."""
+    return [
+        window
+        for window in call.rule.windows
+        if window.position == position
+        and is_split(call, position, window.dim)
+        and _as_halo(call, window) is None
+    ]
+
+
+def exchange_of(
+    call: LocalCall, window: RowWindow, fill: bool | int | float = 0
+) -> Exchange:
+    """How ranks exchange the rows of a window; those of a result are added."""
+    adds = window.position >= len(call.operands)
+    axes = axes_of(call, window.position, window.dim)
+    return exchange_of_window(window, axes, adds=adds, fill=fill)
+
+
+def with_halo_rows(
+    call: LocalCall, x: fx.Node, position: int, fill: bool | int | float = 0
+) -> fx.Node:
+    """``x``, a shard of the tensor at this position, with the rows of its halos, and
+    the windows of its rows in its place."""
+    for halo in halos_of(call, position):
+        axes, size = axes_of(call, position, halo.dim), _size(x, halo.dim)
+        start, end = -halo.before, size + halo.after
+        x = rows(call, x, axes, halo.dim, start, end, fill)
+    for window in windows_of(call, position):
+        x = _exchanged(call, x, exchange_of(call, window, fill))
+    return x
+
+
+def _exchanged(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
+    args = exchange.text, exchange.axes
+    present = _present_call(x, collective_nodes.move_rows, x, *args)
+    return present or collective_nodes.exchange_step(call.build, x, exchange)
+
+
+def add_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
+    """The shard of the tensor at this position, of its summands ``x`` for the shard and
+    the rows of its halos, or for its window."""
+    for window in reversed(windows_of(call, position)):
+        x = _exchanged(call, x, exchange_of(call, window))
+    for halo in reversed(halos_of(call, position)):
+        axes = axes_of(call, position, halo.dim)
+        x = _add_halo(call, x, axes, halo)
+    return x
+
+
+def rows(
+    call: LocalCall,
+    x: fx.Node,
+    axes: Axes,
+    dim: int,
+    start: int,
+    end: int,
+    fill: bool | int | float | None,
+) -> fx.Node:
+    """Rows ``[start, end)`` of a dim, counted from where this rank's shard ``x`` of it
+    begins: around the end, or, with ``fill``, that constant beyond it."""
+    read = list(pieces(_size(x, dim), start, end))
+    cuts = [cut(call, x, dim, piece.start, piece.end) for piece in read]
+    parts = _all_sent(call, cuts, axes, [piece.further for piece in read])
+    if fill is not None:
+        parts = [
+            _fill_beyond(call, part, axes, piece.further, fill)
+            if piece.further
+            else part
+            for part, piece in zip(parts, read, strict=True)
+        ]
+    if len(parts) == 1:
+        return parts[0]
+    present = _present_call(parts[0], aten.cat.default, parts, dim)
+    return present or call.build.call(aten.cat.default, parts, dim)
+
+
+def _all_sent(
+    call: LocalCall, parts: Sequence[fx.Node], axes: Axes, further: Sequence[int]
+) -> list[fx.Node]:
+    """Of each part what the rank holds whose shard is so many further on. All permutes
+    start before the result of one is read, so that none waits for another."""
+    shards = call.build.mesh.count(axes)
+    return [
+        _rows_of_rank(call, part, axes, by) if by % shards else part
+        for part, by in zip(parts, further, strict=True)
+    ]
+
+
+def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
+    """Rows of a local tensor; itself if that is all of them."""
+    if start == 0 and end == _size(x, dim):
+        return x
+    args = size_nodes.as_nodes(x.graph, (x, dim, start, end))
+    present = _present_call(x, aten.slice.Tensor, *args)
+    return present or call.build.call(aten.slice.Tensor, *args)
+
+
+def _present_call(x: fx.Node, *call: Any) -> fx.Node | None:
+    """The node of a call on ``x`` that is there already: a backward reads the rows
+    around a shard that the forward has got."""
+    return next((user for user in x.users if (user.target, *user.args) == call), None)
+
+
+def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
+    build, dim = call.build, halo.dim
+    size = _size(x, dim) - halo.before - halo.after
+    own = cut(call, x, dim, halo.before, halo.before + size)
+    around, cuts, first = [], [], 0
+    for piece in pieces(size, -halo.before, size + halo.after):
+        end = first + piece.end - piece.start
+        if piece.further:
+            around.append(piece)
+            cuts.append(cut(call, x, dim, first, end))
+        first = end
+    parts = _all_sent(call, cuts, axes, [-piece.further for piece in around])
+    for piece, part in zip(around, parts, strict=True):
+        part = _fill_beyond(call, part, axes, -piece.further, 0)
+        # Zeros around it: rows put back in their place would be a kernel in which each
+        # piece holds what the one before computes.
+        amounts = [0] * (2 * x.meta["val"].dim())
+        at = len(amounts) - 2 * (dim + 1)
+        amounts[at : at + 2] = piece.start, size - piece.end
+        if any(amounts):
+            amounts = size_nodes.as_nodes(x.graph, amounts)
+            part = build.pad_ends(part, amounts)
+        own = build.call(aten.add.Tensor, own, part)
+    return own
+
+
+def _rows_of_rank(call: LocalCall, x: fx.Node, axes: Axes, further: int) -> fx.Node:
+    """What the rank holds whose shard is so many further on."""
+    mesh = call.build.mesh
+    args = _sources(call, axes, further), mesh.ordered(axes)
+    present = _present_call(x, collective_nodes.permute, x, *args)
+    return present or collective_nodes.step(
+        call.build, collective_nodes.permute, x, *args
+    )
+
+
+def _sources(call: LocalCall, axes: Sequence[str], further: int) -> tuple[int, ...]:
+    """For each member of a group, in mesh order, the member that holds the shard so
+    many further on."""
+    mesh = call.build.mesh
+    shard = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
+    holder = {s: i for i, s in enumerate(shard)}
+    return tuple(holder[(s + further) % len(shard)] for s in shard)
+
+
+def _fill_beyond(
+    call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any
+) -> Any:
+    """``x`` where there is a shard so many further on, else the constant."""
+    build, shards = call.build, call.build.mesh.count(axes)
+    before = further < 0
+    test = aten.ge.Scalar if before else aten.lt.Scalar
+    bound = -further if before else shards - further
+    present = _present_fill(x, axes, (test, bound), fill)
+    if present is not None:
+        return present
+    index = build.call(
+        aten.full.default,
+        [],
+        build.offset(axes, 1),
+        dtype=torch.int64,
+        device=x.meta["val"].device,
+    )
+    return call.where(build.call(test, index, bound), x, fill)
+
+
+def _present_fill(
+    x: fx.Node, axes: Axes, test: tuple[Any, int], fill: Any
+) -> fx.Node | None:
+    """``x`` with that constant in the place of it on the same ranks, if that is there:
+    a backward reads what the forward joined."""
+    for user in x.users:
+        if user.target is not aten.where.self or user.args[1] is not x:
+            continue
+        condition, _, constant = user.args
+        index = condition.args[0] if condition.args else None
+        if (condition.target, *condition.args[1:]) != test or not _is_full(index):
+            continue
+        place = index.args[1]
+        same_ranks = isinstance(place, fx.Node) and place.args[1:3] == (axes, 1)
+        if same_ranks and _is_full(constant) and constant.args[1] == fill:
+            return user
+    return None
+
+
+def _is_full(x: Any) -> TypeGuard[fx.Node]:
+    return isinstance(x, fx.Node) and x.target is aten.full.default
+
+
+def _size(x: fx.Node, dim: int) -> int:
+    """Rows of a local tensor; of a size that is left open its symbol."""
+    return x.meta["val"].shape[dim]
+
+
+def split_dims(call: LocalCall, position: int, k: int) -> list[bool]:
+    """Of the last ``k`` dims of one of a call's tensors, which are split."""
+    first = len(call.shapes[position]) - k
+    return [is_split(call, position, first + d) for d in range(k)]
+
+
+def unsplit_padding(padding: int | Sequence[int], split: Sequence[bool]) -> list[int]:
+    """Padding where a dim is not split."""
+    amounts = each(padding, len(split))
+    return [0 if cut else n for n, cut in zip(amounts, split, strict=True)]
+
+
+def halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
+    """A tensor of the shape of ``x`` with the rows of another one's halos; of those its
+    values mean nothing."""
+    windows = windows_of(call, position)
+    if windows:
+        shape: list[Size] = list(call.operand_shape(1))
+        for halo in halos_of(call, position):
+            shape[halo.dim] = call.build.compute(
+                operator.add, shape[halo.dim], halo.before + halo.after
+            )
+        for window in windows:
+            rows = call.build.window_rows(exchange_of(call, window))
+            shape[window.dim] = rows
+        return call.full(shape, 0, x)
+    if not halos_of(call, position):
+        return x
+    amounts = [0] * (2 * len(call.shapes[position]))
+    for halo in halos_of(call, position):
+        at = 2 * (len(call.shapes[position]) - 1 - halo.dim)
+        amounts[at : at + 2] = halo.before, halo.after
+    return call.build.pad_ends(x, amounts)

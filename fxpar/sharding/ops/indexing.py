@@ -1,0 +1,452 @@
+"""Ops that read or write a tensor where an index tensor points, along one dim.
+
+Dims of the index pass through, and so do the operand's dims that are not indexed. An
+indexed dim may be split as well: each rank looks up what falls into its part and puts
+zero elsewhere, so the result is partial; an update keeps only what falls into its part
+(``own_rows``). Updates that accumulate may be split along the index too: each rank then
+holds a summand of the result, its operand included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_table import names, rows, text, whole
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.own_rows import part_of, trailing, with_spares, without_spares
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def align(shape: Sequence[int], full: Sequence[int], words: Sequence[str]) -> list[str]:
+    """Words of a tensor that broadcasts to ``full``; a stretched dim has none."""
+    skip = len(full) - len(shape)
+    return [
+        word if n == size else "_"
+        for word, n, size in zip(words[skip:], shape, full[skip:], strict=True)
+    ]
+
+
+def updated(words: Sequence[str], accumulate: bool) -> list[str]:
+    """An updated operand: added in where updates accumulate."""
+    return ["+", *words] if accumulate else list(words)
+
+
+# One index along one dim
+
+
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **_: Any) -> str | Rule:
+    if x.dim() != index.dim() or not x.dim():
+        return whole(x, index)
+    dim %= x.dim()
+    operand, places = [], []
+    for d, (n, size) in enumerate(zip(x.shape, index.shape, strict=True)):
+        if d == dim:
+            operand.append("s!" if x.dtype is torch.bool else "s")
+            places.append("i")
+        else:
+            shared = f"d{d}" if n == size else "_"
+            operand.append(shared)
+            places.append(shared)
+    return text(operand, places, results=[places])
+
+
+def _scatter(accumulate: bool):
+    """Scatter into ``x`` along ``dim``, from ``src`` or of one scalar."""
+
+    def factors(
+        x: torch.Tensor, dim: int, index: torch.Tensor, src: Any, *_: Any, **__: Any
+    ) -> str | Rule:
+        tensors = [index, src] if isinstance(src, torch.Tensor) else [index]
+        if not x.dim() or any(t.dim() != x.dim() for t in tensors):
+            return whole(x, *tensors)
+        dim %= x.dim()
+        operand, updates = [], []
+        for d, n in enumerate(x.shape):
+            sizes = [t.shape[d] for t in tensors]
+            # Only the first part of a longer src is read, at the index's own place.
+            alike = len(set(sizes)) == 1
+            if d == dim:
+                operand.append("s")
+                updates.append("i" if accumulate and alike else "_")
+            else:
+                operand.append(f"d{d}" if alike and sizes[0] == n else "_")
+                updates.append(operand[-1])
+        return text(
+            updated(operand, accumulate), *[updates] * len(tensors), results=[operand]
+        )
+
+    return factors
+
+
+def _scatter_reduce(*args: Any, reduce: str | None = None, **kwargs: Any) -> str | Rule:
+    """A sum accumulates; the other reductions need all updates of a place at once."""
+    name = reduce if reduce is not None else args[4]
+    adds = name in ("sum", "add") and kwargs.get("include_self", True)
+    return _scatter(adds)(*args[:4])
+
+
+def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> str | Rule:
+    if not x.dim():
+        return whole(x, index)
+    operand = names(x.dim())
+    operand[dim] = "s!" if x.dtype is torch.bool else "s"
+    result = names(x.dim())
+    result[dim] = place = "i" if index.dim() else "_"
+    return text(operand, [place] * index.dim(), results=[result])
+
+
+def _index_update(accumulate: bool):
+    """Update of slices of ``x`` along ``dim``: index_add, _copy, _fill, _reduce."""
+
+    def factors(
+        x: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *_: Any, **__: Any
+    ) -> str | Rule | None:
+        if not x.dim():
+            return whole(x, index, source)
+        dim %= x.dim()
+        operand, updates = names(x.dim()), names(x.dim())
+        operand[dim] = "s"
+        updates[dim] = "i" if accumulate and index.dim() else "_"
+        tensors = [[updates[dim]] * index.dim()]
+        if isinstance(source, torch.Tensor):
+            if source.dim() not in (0, x.dim()):
+                return None
+            tensors.append(updates if source.dim() else [])
+        return text(updated(operand, accumulate), *tensors, results=[operand])
+
+    return factors
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> str:
+    words = names(index.dim(), "i")
+    return text(["_"] * x.dim(), words, results=[words])
+
+
+# Losses and searches
+
+
+def _nll(x: torch.Tensor, spatial: bool = False) -> tuple[list[str], list[str]]:
+    """Words of the scores and of the target: classes are whole."""
+    if not spatial:
+        return (["n", "c!"], ["n"]) if x.dim() == 2 else (["c!"], [])
+    return ["n", "c!", "h", "w"], ["n", "h", "w"]
+
+
+def _nll_forward(spatial: bool):
+    def factors(
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore: int,
+    ) -> str:
+        scores, places = _nll(x, spatial)
+        classes = [["c!"]] if weight is not None else []
+        if reduction == 0:
+            weights = [f"~{f}" for f in places]  # a zero, not a sum
+            return text(scores, places, *classes, results=[places, weights])
+        if reduction == 1:
+            # A mean divides by the total weight, which no rank knows alone.
+            scores = [f.rstrip("!") + "!" for f in scores]
+        return text(scores, places, *classes, results=[[], []])
+
+    return factors
+
+
+def _nll_backward(spatial: bool):
+    def factors(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore: int,
+        total: torch.Tensor,
+    ) -> str:
+        scores, places = _nll(x, spatial)
+        classes = [["c!"]] if weight is not None else []
+        grads = places if reduction == 0 else []
+        return text(grads, scores, places, *classes, [], results=[scores])
+
+    return factors
+
+
+def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> str:
+    words = names(x.dim())
+    return text(words, ["k"], results=[words])
+
+
+def _searchsorted(
+    sequence: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    sorter: torch.Tensor | None = None,
+    **_: Any,
+) -> str:
+    """Shards of the sequence have so many rows each before an element of ``x``."""
+    words, rows = names(x.dim()), "k" if sorter is None else "k!"
+    ordered = [*words[:-1], rows] if sequence.dim() > 1 else [rows]
+    sorters = [ordered] if sorter is not None else []
+    return text(ordered, words, *sorters, results=[words])
+
+
+def _masked_scatter_backward(
+    grad: torch.Tensor, mask: torch.Tensor, shape: Sequence[int]
+) -> str:
+    """Where an element goes says the mask's count of those before it: the mask is
+    whole, and each rank puts its elements among zeros."""
+    return text(names(grad.dim()), ["_"] * mask.dim(), results=[["_"] * len(shape)])
+
+
+# Local forms
+
+
+def _local_gather(
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, **settings: Any
+) -> fx.Node:
+    part = part_of(call, dim, index)
+    if part is None:
+        return call.same(x, dim, index, **settings)
+    elements = call.same(part.rows_of(x), dim, part.read(), **settings)
+    return call.where(part.inside, elements, 0)
+
+
+def _local_index_select(
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node
+) -> fx.Node:
+    part = part_of(call, dim, index)
+    if part is None:
+        return call.same(x, dim, index)
+    ndim = x.meta["val"].dim()
+    inside = trailing(call, part.inside, ndim - 1 - dim % ndim)
+    return call.where(inside, call.same(part.rows_of(x), dim, part.read()), 0)
+
+
+def _one_per_row(
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: Any
+) -> bool:
+    """Whether each row of ``x`` along ``dim`` gets exactly one update."""
+    want = list(x.meta["val"].shape)
+    want[dim] = 1
+    shapes = [list(t.meta["val"].shape) for t in (index, src) if isinstance(t, fx.Node)]
+    return all(shape == want for shape in shapes)
+
+
+def _index_mask(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+    """Where ``x`` is hit by an index of size 1 along ``dim``: pointwise, unlike a
+    scatter, so it fuses with what comes before and after."""
+    like, build = index.meta["val"], call.build
+    rows, axes = call.shapes[0][dim], call.operands[0].dims[dim]
+    iota = build.call(
+        prims.iota.default,
+        build.own_size(rows, axes),
+        start=build.own_start(rows, axes),
+        step=1,
+        dtype=like.dtype,
+        device=like.device,
+        requires_grad=False,
+    )
+    rows = trailing(call, iota, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
+    return build.call(aten.eq.Tensor, rows, index)
+
+
+def _local_scatter(
+    call: LocalCall,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    src: Any,
+    *settings: Any,
+    **options: Any,
+) -> fx.Node:
+    if not call.operands[0].dims[dim]:
+        return call.same(x, dim, index, src, *settings, **options)
+    if not settings and not options and _one_per_row(call, x, dim, index, src):
+        hit = _index_mask(call, x, dim, index)
+        if not isinstance(src, fx.Node):
+            src = call.full([], src, x)
+        return call.build.call(aten.where.self, hit, src, x)
+    part = part_of(call, dim, index)
+    assert part is not None
+    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
+    put = call.same(spare, dim, part.store(), src, *settings, **options)
+    return without_spares(call, put, [part])
+
+
+def _local_scatter_add(
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: fx.Node
+) -> fx.Node:
+    if not call.operands[0].dims[dim]:
+        return call.same(x, dim, index, src)
+    if _one_per_row(call, x, dim, index, src):
+        update = call.where(_index_mask(call, x, dim, index), src, 0)
+        return call.build.call(aten.add.Tensor, x, update)
+    part = part_of(call, dim, index)
+    assert part is not None
+    if index.meta["val"].shape != src.meta["val"].shape or part.empty:
+        return _local_scatter(call, x, dim, index, src)
+    return call.same(x, dim, part.fold(), call.where(part.inside, src, 0))
+
+
+def _local_index_add(
+    call: LocalCall,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    source: fx.Node,
+    **settings: Any,
+) -> fx.Node:
+    part = part_of(call, dim, index)
+    if part is None:
+        return call.same(x, dim, index, source, **settings)
+    ndim = source.meta["val"].dim()
+    inside = part.inside
+    if part.empty:
+        spare = with_spares(call, x, [part.dim])
+        return without_spares(
+            call, call.same(spare, dim, part.store(), source, **settings), [part]
+        )
+    if ndim:
+        inside = trailing(call, inside, ndim - 1 - dim % ndim)
+    source = call.where(inside, source, 0)
+    return call.same(x, dim, part.fold(), source, **settings)
+
+
+def _local_index_store(
+    call: LocalCall,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    *settings: Any,
+    **options: Any,
+) -> fx.Node:
+    part = part_of(call, dim, index, signed=True)
+    if part is None:
+        return call.same(x, dim, index, *settings, **options)
+    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
+    return without_spares(
+        call, call.same(spare, dim, part.store(), *settings, **options), [part]
+    )
+
+
+def _local_masked_scatter_backward(
+    call: LocalCall, grad: fx.Node, mask: fx.Node, shape: Sequence[int]
+) -> fx.Node:
+    """The mask counts as a whole; this rank's elements go to their places, others to a
+    spare one past the end."""
+    spec, build = call.operands[0], call.build
+    if not spec.sharded_axes:
+        return call.same(grad, mask, shape)
+    n, whole = math.prod(shape), list(call.shapes[0])
+    flat = build.call(aten.expand.default, mask, whole)
+    flat = build.call(aten.reshape.default, flat, [-1])
+    place = build.call(aten.cumsum.default, flat, 0)
+    place = build.call(aten.sub.Tensor, place, 1)
+    low = build.call(aten.lt.Scalar, place, n)
+    selected = build.call(aten.bitwise_and.Tensor, flat, low)
+    place = build.call(aten.reshape.default, call.where(selected, place, n), whole)
+    for dim, axes in enumerate(spec.dims):
+        if axes:
+            start = build.own_start(whole[dim], axes)
+            end = build.own_end(whole[dim], axes)
+            place = build.call(aten.slice.Tensor, place, dim, start, end)
+    zeros = call.full([n + 1], 0, grad)
+    scattered = build.call(aten.index_put.default, zeros, [place], grad)
+    scattered = build.call(aten.slice.Tensor, scattered, 0, 0, n)
+    return build.call(aten.reshape.default, scattered, list(shape))
+
+
+ROWS = {
+    # Inductor makes these of others.
+    **rows(
+        "index_put_ _index_put_impl _index_put_impl_ index_add_ index_copy_ "
+        "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce "
+        "scatter_add_ scatter_reduce_.two",
+        None,
+        facts="scatters",
+    ),
+    # How many there are is in the data.
+    **rows(
+        "nonzero nonzero_numpy unique_dim unique_consecutive unique_dim_consecutive",
+        None,
+        facts="alone",
+    ),
+    **rows(
+        "gather", _gather, movement="0", local=_local_gather, along=1, facts="gathers"
+    ),
+    **rows(
+        "index_select",
+        _index_select,
+        movement="0",
+        local=_local_index_select,
+        facts="gathers",
+    ),
+    **rows("take", _take, movement="0", facts="gathers"),
+    **rows(
+        "scatter.src scatter.value",
+        _scatter(False),
+        linear="0+3",
+        local=_local_scatter,
+        along=1,
+        facts="scatters",
+    ),
+    **rows(
+        "scatter.reduce scatter.value_reduce scatter_reduce.two",
+        _scatter_reduce,
+        local=_local_scatter,
+        facts="scatters",
+    ),
+    **rows(
+        "scatter_add",
+        _scatter(True),
+        linear="0+3",
+        local=_local_scatter_add,
+        along=1,
+        facts="scatters",
+    ),
+    **rows(
+        "index_add",
+        _index_update(True),
+        linear="0+3",
+        local=_local_index_add,
+        facts="scatters",
+    ),
+    **rows(
+        "index_copy",
+        _index_update(False),
+        linear="0+3",
+        local=_local_index_store,
+        facts="scatters",
+    ),
+    **rows(
+        "index_fill.int_Scalar index_fill.int_Tensor",
+        _index_update(False),
+        linear="0+3",
+        local=_local_index_store,
+    ),
+    **rows(
+        "index_reduce", _index_update(False), local=_local_index_store, facts="scatters"
+    ),
+    **rows("nll_loss_forward", _nll_forward(False)),
+    **rows("nll_loss2d_forward", _nll_forward(True)),
+    **rows("nll_loss_backward", _nll_backward(False), linear="0"),
+    **rows("nll_loss2d_backward", _nll_backward(True), linear="0"),
+    **rows("bucketize.Tensor", _bucketize),
+    **rows("searchsorted.Tensor", _searchsorted),
+    **rows("masked_scatter", whole),
+    **rows(
+        "masked_scatter_backward",
+        _masked_scatter_backward,
+        linear="0",
+        local=_local_masked_scatter_backward,
+    ),
+    **rows("nonzero_static", whole, facts="alone"),
+}

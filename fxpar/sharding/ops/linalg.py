@@ -1,0 +1,178 @@
+"""Rows of linear algebra on batches of matrices: batch dims are free, the dims of one
+matrix are whole.
+
+A row is a form such as ``"... _ _, ... _ k -> ... _ k"``: ``...`` are the batch dims,
+aligned from the right and broadcast among the operands; ``_`` is whole. Columns of a
+right-hand side (``k``) are free too: every rank solves for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_table import aligned, make, rows, tensors_of
+
+Form = list[list[str]]
+
+
+def _parse(form: str) -> tuple[Form, Form]:
+    """The words of operands and results that follow the batch dims."""
+    sides = form.replace("...", "").split("->")
+    left, right = ([t.split() for t in side.split(",")] for side in sides)
+    return left, right
+
+
+def _rule(
+    form: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    empty: Sequence[int] = (),
+    like: dict[int, int] | None = None,
+) -> Rule:
+    """The rule of one call. ``empty``: results the call leaves out, one dim of size 0.
+    ``like``: result -> operand whose own batch dims it has instead of the common."""
+    operand_cores, result_cores = _parse(form)
+    batch, batch_words = aligned(
+        [
+            t.shape[: t.ndim - len(c)]
+            for t, c in zip(tensors, operand_cores, strict=True)
+        ]
+    )
+    operands = [b + core for b, core in zip(batch_words, operand_cores, strict=True)]
+    factors = dict.fromkeys(w for words in operands for w in words if w != "_")
+    results = []
+    for i, core in enumerate(result_cores):
+        lead = batch_words[like[i]] if like and i in like else batch
+        words = ["_"] if i in empty else lead + core
+        results.append(words + [f"~{f}" for f in factors if f not in words])
+    return make(operands, results)
+
+
+def batched(form: str) -> Callable[..., Rule]:
+    """All tensor arguments by this form, whatever the others say."""
+
+    def rule_of_call(*args: Any, **kwargs: Any) -> Rule:
+        return _rule(form, tensors_of((args, kwargs)))
+
+    return rule_of_call
+
+
+def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
+    """Vectors along ``dim`` are whole."""
+    common, own = aligned([a.shape, b.shape])
+    whole = common[dim]
+    *operands, result = (["_" if w == whole else w for w in x] for x in (*own, common))
+    return make(operands, [result])
+
+
+def svd(a: torch.Tensor, full: bool = False, vectors: bool = True, **_: Any) -> Rule:
+    form = "... _ _ -> ... _ _, ... _, ... _ _"
+    return _rule(form, [a], empty=() if vectors else (0, 2))
+
+
+def eigh(a: torch.Tensor, half: str = "L", vectors: bool = True) -> Rule:
+    return _rule("... _ _ -> ... _, ... _ _", [a], empty=() if vectors else (1,))
+
+
+def qr(a: torch.Tensor, mode: str = "reduced") -> Rule:
+    form = "... _ _ -> ... _ _, ... _ _"
+    return _rule(form, [a], empty=(0,) if mode == "r" else ())
+
+
+def lu(a: torch.Tensor, *, pivot: bool = True) -> Rule:
+    form = "... _ _ -> ... _ _, ... _ _, ... _ _"
+    return _rule(form, [a], empty=() if pivot else (0,))
+
+
+def lu_unpack(
+    a: torch.Tensor, pivots: torch.Tensor, data: bool = True, permutation: bool = True
+) -> Rule:
+    empty = [0] * (not permutation) + [1, 2] * (not data)
+    form = "... _ _, ... _ -> ... _ _, ... _ _, ... _ _"
+    return _rule(form, [a, pivots], empty=empty)
+
+
+def pinv(a: torch.Tensor, *tolerances: Any, **options: Any) -> Rule:
+    tensors = tensors_of((tolerances, options))
+    form = "... _ _" + ", ..." * len(tensors) + " -> ... _ _"
+    return _rule(form, [a, *tensors])
+
+
+def _columns(left: bool) -> str:
+    """A right-hand side, on the left of the matrix or on its right."""
+    return "... _ k" if left else "... k _"
+
+
+def solve_ex(
+    a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False
+) -> Rule:
+    """``b`` holds vectors where it has the shape of ``a`` less a dim."""
+    vectors = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    side = "... _" if vectors else _columns(left)
+    form = f"... _ _, {side} -> {side}, ... _ _, ... _, ..."
+    return _rule(form, [a, b], like={1: 0, 2: 0, 3: 0})
+
+
+def solve_triangular(
+    a: torch.Tensor, b: torch.Tensor, *, left: bool = True, **_: Any
+) -> Rule:
+    side = _columns(left)
+    return _rule(f"... _ _, {side} -> {side}", [a, b])
+
+
+def lu_solve(
+    a: torch.Tensor,
+    pivots: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    left: bool = True,
+    adjoint: bool = False,
+) -> Rule:
+    side = _columns(left)
+    return _rule(f"... _ _, ... _, {side} -> {side}", [a, pivots, b])
+
+
+def ormqr(
+    a: torch.Tensor, tau: torch.Tensor, c: torch.Tensor, left: bool = True, *_: Any
+) -> Rule:
+    side = _columns(left)
+    return _rule(f"... _ _, ... _, {side} -> {side}", [a, tau, c])
+
+
+MATRIX = batched("... _ _ -> ... _ _")
+MATRIX_INFO = batched("... _ _ -> ... _ _, ...")
+FACTORS = batched("... _ _ -> ... _ _, ... _, ...")
+BY_MATRIX = batched("... _ k, ... _ _ -> ... _ k")
+
+ROWS = {
+    **rows("linalg_cholesky cholesky cholesky_inverse linalg_matrix_exp", MATRIX),
+    **rows("linalg_cholesky_ex linalg_inv_ex", MATRIX_INFO),
+    **rows("linalg_lu_factor_ex linalg_ldl_factor_ex", FACTORS),
+    **rows("_linalg_svd", svd),
+    **rows("_linalg_eigh", eigh),
+    **rows("linalg_eig", batched("... _ _ -> ... _, ... _ _")),
+    **rows("linalg_eigvals _linalg_eigvals", batched("... _ _ -> ... _")),
+    **rows("linalg_cross", cross, linear="0|1"),
+    **rows("linalg_qr", qr),
+    **rows("geqrf", batched("... _ _ -> ... _ _, ... _")),
+    **rows("linalg_householder_product", batched("... _ _, ... _ -> ... _ _")),
+    **rows("ormqr", ormqr, linear="2"),
+    **rows("linalg_lu", lu),
+    **rows("lu_unpack", lu_unpack),
+    **rows("_linalg_det", batched("... _ _ -> ..., ... _ _, ... _")),
+    **rows("_linalg_slogdet", batched("... _ _ -> ..., ..., ... _ _, ... _")),
+    **rows("_linalg_solve_ex", solve_ex),
+    **rows("linalg_solve_triangular", solve_triangular, linear="1"),
+    **rows("triangular_solve", batched("... _ k, ... _ _ -> ... _ k, ... _ _")),
+    **rows("linalg_lu_solve", lu_solve, linear="2"),
+    **rows(
+        "linalg_ldl_solve", batched("... _ _, ... _, ... _ k -> ... _ k"), linear="2"
+    ),
+    **rows("cholesky_solve _cholesky_solve_helper", BY_MATRIX, linear="0"),
+    **rows("linalg_pinv.atol_rtol_tensor linalg_pinv.rcond_tensor", pinv),
+    **rows("linalg_pinv linalg_pinv.atol_rtol_float", pinv),
+}

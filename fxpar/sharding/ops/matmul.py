@@ -1,0 +1,459 @@
+"""Rows of contractions: each is its own einsum, linear in every operand. Products by
+expert are among them, with what brings rows to their experts.
+
+A contracted factor makes the result partial. Where a bias is added inside the op it
+stays whole: every rank would add the bias to its summand.
+
+Of ``groups`` groups of experts a rank has one or more, and the rows that count there
+(``fxpar/passes/experts/expert_ops.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.sharding.factors import Passage, Rule
+from fxpar.sharding.op_table import Word, aligned, make, rows, words_of
+from fxpar.sharding.ops.local_call import LocalCall
+
+aten = torch.ops.aten
+
+# Partial values that pass an op that adds a bias: the bias with one of the two others.
+BIASED = "0+1|0+2"
+
+
+def _biased(*tensors: str) -> Callable[..., Rule]:
+    """A contraction of operands 1 and 2 added to operand 0, which may be broadcast."""
+    *operands, result = [t.split() for t in tensors]
+
+    def rule_of_call(bias: torch.Tensor, *_: Any, **__: Any) -> Rule:
+        last = [w.rstrip("!") for w in result[len(result) - bias.ndim :]]
+        words = [
+            "_" if size == 1 else word
+            for size, word in zip(bias.shape, last, strict=True)
+        ]
+        return make([words, *operands], [result])
+
+    return rule_of_call
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Rule:
+    batch = words_of(x.shape[:-1])
+    result = batch + ["n"] * (weight.ndim == 2)
+    if bias is None:
+        tensors = [[*batch, "k"], ["n", "k"][-weight.ndim :]]
+        return make(tensors, [result], passages=[Passage((0,)), Passage((1,))])
+    tensors = [[*batch, "k!"], ["n", "k!"][-weight.ndim :], ["n"][: bias.ndim]]
+    return make(tensors, [result], passages=[Passage((0, 2)), Passage((1, 2))])
+
+
+def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
+    """Batch dims are aligned from the right; a matrix may be a vector."""
+    x_words = ["m", "k"][-x.ndim :]
+    y_words = ["k", "n"][: y.ndim]
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    words = words_of(batch)
+
+    def broadcast(shape: Sequence[int]) -> list[str]:
+        last = len(batch) - len(shape)
+        return [
+            word if size == full else "_"
+            for word, size, full in zip(words[last:], shape, batch[last:], strict=True)
+        ]
+
+    result = [*words, *x_words[:-1], *y_words[1:]]
+    return make(
+        [broadcast(x.shape[:-2]) + x_words, broadcast(y.shape[:-2]) + y_words], [result]
+    )
+
+
+def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | None:
+    """Letters are factors; the dims of ``...`` align from the right, as in torch.
+
+    A letter twice in one operand takes a diagonal, for which there is no rule.
+    """
+    operand_terms, arrow, result_term = (
+        equation.replace(" ", "").replace("...", "@").partition("->")
+    )
+    terms = operand_terms.split(",")
+    extra = [
+        t.ndim - len(term.replace("@", ""))
+        for t, term in zip(tensors, terms, strict=True)
+    ]
+    most = max((n for n, t in zip(extra, terms, strict=True) if "@" in t), default=0)
+    if not arrow:
+        letters = "".join(terms).replace("@", "")
+        once = sorted(c for c in set(letters) if letters.count(c) == 1)
+        result_term = "@" * ("@" in operand_terms) + "".join(once)
+
+    def spell(term: str, n: int) -> list[str]:
+        dots = [f"e{i}" for i in range(most - n, most)]
+        return [w for c in term for w in (dots if c == "@" else [c])]
+
+    operands = [spell(term, n) for term, n in zip(terms, extra, strict=True)]
+    if any(len(set(words)) < len(words) for words in operands):
+        return None
+    size: dict[str, int] = {}
+    for words, t in zip(operands, tensors, strict=True):
+        for word, n in zip(words, t.shape, strict=True):
+            if size.get(word, 1) == 1:
+                size[word] = n
+    stretched = [
+        ["_" if n == 1 else word for word, n in zip(words, t.shape, strict=True)]
+        for words, t in zip(operands, tensors, strict=True)
+    ]
+    result = ["_" if size[w] == 1 else w for w in spell(result_term, most)]
+    passages = [Passage((i,)) for i in range(len(tensors))]
+    return make(stretched, [result], passages=passages)
+
+
+def _trilinear(
+    x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, *dims: Sequence[int], **_: Any
+) -> Rule:
+    """The product of three tensors, each with dims of size 1 put in, summed over some
+    dims."""
+    *inserted, summed = dims[:4]
+    ndim = x.ndim + len(inserted[0])
+    shapes = []
+    for t, inserted_dims in zip((x, y, z), inserted, strict=True):
+        sizes = iter(t.shape)
+        shapes.append([1 if d in inserted_dims else next(sizes) for d in range(ndim)])
+    words, words_by_operand = aligned(shapes)
+    operands = [
+        [w for d, w in enumerate(words) if d not in inserted_dims]
+        for words, inserted_dims in zip(words_by_operand, inserted, strict=True)
+    ]
+    return make(operands, [[w for d, w in enumerate(words) if d not in summed]])
+
+
+def _scaled_mm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *_: Any,
+    **__: Any,
+) -> Rule | None:
+    """Scales of the whole tensor or of its rows and columns; blocks have no rule."""
+    m, n = x.shape[0], y.shape[1]
+    scales: list[Sequence[Word]] = []
+    for scale, shape, words in (
+        (scale_x, (m, 1), ["m", "_"]),
+        (scale_y, (1, n), ["_", "n"]),
+    ):
+        if scale.numel() == 1:
+            scales.append(["_"] * scale.ndim)
+        elif tuple(scale.shape) == shape and scale.dtype == torch.float32:
+            scales.append(words)
+        else:
+            return None
+    # A summand cannot be rounded to fp8, nor be given the bias of the sum.
+    sums = bias is None and scale_result is None and (out_dtype or x.dtype).itemsize > 1
+    sizes: dict[str, int] = {}
+    columns = _in_units("n", n, 16, sizes)
+    k = _in_units("k", x.shape[1], 16, sizes) if sums else "k!"
+    if isinstance(columns, tuple):
+        scales = [[columns if w == "n" else w for w in words] for words in scales]
+    more: list[list[Word]] = [[columns]] * (bias is not None)
+    more += [["_"] * scale_result.ndim] if scale_result is not None else []
+    return make([["m", k], [k, columns], *scales, *more], [["m", columns]], sizes)
+
+
+def _in_units(name: str, n: int, unit: int, sizes: dict[str, int]) -> Word:
+    """A dim that a kernel wants to be a multiple of ``unit``, so that shards are too;
+    whole where it is none. Enters its factors into ``sizes``."""
+    if n % unit or not n:
+        return f"{name}!"
+    sizes[name], sizes[f"{name}u"] = n // unit, unit
+    return (name, f"{name}u!")
+
+
+# By torch.nn.functional.ScalingType: one scale, or one a row and one a column.
+_TENSORWISE, _ROWWISE = 0, 1
+
+
+def _scaled_mm_v2(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    scales_x: Sequence[torch.Tensor],
+    recipes_x: Sequence[int],
+    swizzles_x: Sequence[int],
+    scales_y: Sequence[torch.Tensor],
+    recipes_y: Sequence[int],
+    swizzles_y: Sequence[int],
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction: Sequence[int] = (),
+    fast: bool = False,
+) -> Rule | None:
+    """Blocks and swizzled scales have no rule."""
+    recipes = {*map(int, recipes_x), *map(int, recipes_y)}
+    if recipes not in ({_TENSORWISE}, {_ROWWISE}) or contraction:
+        return None
+    if any(map(int, [*swizzles_x, *swizzles_y])) or len([*scales_x, *scales_y]) != 2:
+        return None
+    return _scaled_mm(x, y, scales_x[0], scales_y[0], bias, None, out_dtype)
+
+
+# Grouped: which rows are a group's says a running count, ``offs``. A rank that holds
+# some of the rows counts from its first.
+
+
+def counted_dim(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
+    """(operand, dim) of a grouped product that the offsets count along."""
+    return (1, 1) if x.ndim == 3 else (0, 0 if y.ndim == 3 else 1)
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Rule | None:
+    """A kernel wants rows of 16 bytes: a shard of a dim that has whole ones has too."""
+    if bias is not None:
+        return None
+    sizes: dict[str, int] = {}
+    m, k, n = (
+        _in_units(name, size, 16 // x.dtype.itemsize, sizes)
+        for name, size in zip("mkn", (*x.shape[-2:], y.shape[-1]), strict=True)
+    )
+    if offs is None:
+        return make([["g", m, k], ["g", k, n]], [["g", m, n]], sizes)
+    left = ["_"] * (x.ndim - 2) + [m, k]
+    right = ["_"] * (y.ndim - 2) + [k, n]
+    result = ["_"] * (x.ndim == y.ndim) + [m, n]
+    return make([left, right, ["_"]], [result], sizes)
+
+
+MM, BMM = "m k, k n -> m n", "b m k, b k n -> b m n"
+
+
+def _expert_words(
+    experts: int, count: int, ids: int, groups: int
+) -> tuple[Word, Word, Word, Any]:
+    """(word of the rows, of the experts, of the ids, sizes of their factors)."""
+    if groups == 1:
+        return "s", "e!", "s", {"s": count, "e": experts}
+    sizes = {"g": groups, "s": count // groups, "e": experts // groups}
+    by_row: Word = ("g", "s")
+    return by_row, ("g", "e!"), by_row if ids == count else "s", sizes
+
+
+def _columns(name: str, count: int) -> list[Word]:
+    """A word for each of so many dims of columns."""
+    return [name] if count == 1 else [f"{name}{i}" for i in range(count)]
+
+
+def _expert_mm(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, _: float
+) -> Rule:
+    counts = weight.shape[0], x.shape[0], ids.shape[0], groups
+    by_row, experts, expert_ids, sizes = _expert_words(*counts)
+    k, n = _columns("k", x.dim() - 1), _columns("n", weight.dim() - x.dim())
+    operands = [[by_row, *k], [experts, *k, *n], [expert_ids]]
+    return make(operands, [[by_row, *n]], sizes)
+
+
+def _expert_outer(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    count: int,
+    groups: int,
+    _: float,
+) -> Rule:
+    counts = count, x.shape[0], ids.shape[0], groups
+    by_row, experts, expert_ids, sizes = _expert_words(*counts)
+    k, n = _columns("k", x.dim() - 1), _columns("n", y.dim() - 1)
+    operands = [[by_row, *k], [by_row, *n], [expert_ids]]
+    return make(operands, [[experts, *k, *n]], sizes)
+
+
+def _own_expert_mm(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: Any
+) -> Rule:
+    k, n = _columns("k", x.dim() - 1), _columns("n", weight.dim() - x.dim())
+    return make([["s", *k], ["e!", *k, *n], ["s"]], [["s", *n]])
+
+
+def _own_expert_outer(
+    x: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, *_: Any
+) -> Rule:
+    k, n = _columns("k", x.dim() - 1), _columns("n", y.dim() - 1)
+    return make([["s", *k], ["s", *n], ["s"]], [["e!", *k, *n]])
+
+
+def _dispatch_slots(
+    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int, _: bool
+) -> Rule:
+    by_row: Word = ("s", "r!")
+    sizes = {"s": sources, "r": ids.shape[0] // sources}
+    results: list[list[Word]] = [["g!", "s", "c!"], [by_row], ["s"]]
+    rule = make([[by_row]], results, sizes)
+    return replace(rule, evenly=frozenset("s"))
+
+
+def _dispatch_rows(x: torch.Tensor, slots: torch.Tensor, _: int, fill: int) -> Rule:
+    """Summands may be sent where slots without a row are zero."""
+    sources, columns = slots.shape[1], words_of(x)[1:]
+    sizes = {"s": sources, "t": x.shape[0] // sources}
+    operands: list[list[Word]] = [[("s", "t!"), *columns], ["g!", "s", "c!"]]
+    sums = [Passage((0,))] if x.is_floating_point() and not fill else []
+    rule = make(operands, [["g!", "s", "c!", *columns]], sizes, passages=sums)
+    return replace(rule, evenly=frozenset("s"))
+
+
+def _combine_rows(y: torch.Tensor, slots: torch.Tensor) -> Rule:
+    sources, columns = y.shape[1], words_of(y)[3:]
+    by_row: Word = ("s", "r!")
+    sizes = {"s": sources, "r": slots.shape[0] // sources}
+    rule = make([["g!", "s", "c!", *columns], [by_row]], [[by_row, *columns]], sizes)
+    return replace(rule, evenly=frozenset("s"))
+
+
+def _exchange_slots(slots: torch.Tensor, _: str) -> Rule:
+    return _slots_as_rows(slots, slots.shape[:3], [0, 1])
+
+
+def _return_slots(rows: torch.Tensor, groups: int, sources: int, _: str) -> Rule:
+    room = rows.shape[0] // (groups * sources)
+    return _slots_as_rows(rows[:, None, None], (groups, sources, room), [1, 0])
+
+
+def _slots_as_rows(x: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> Rule:
+    """Slots and the same as rows, or in the other ``order``."""
+    columns = words_of(x)[3:]
+    tensors: list[list[Word]] = [
+        ["g!", "s!", "c!", *columns],
+        [("g!", "s!", "c!"), *columns],
+    ]
+    first, second = (tensors[i] for i in order)
+    return make([first], [second], dict(zip("gsc", sizes, strict=True)))
+
+
+def _within(x: torch.Tensor, most: torch.Tensor, *_: Any) -> Rule:
+    """The most of each part lies as the dim 1 that parts are."""
+    words = words_of(x)
+    return make([words, words[1 : 1 + most.dim()]], [words])
+
+
+# Local forms
+
+
+def _counted(call: LocalCall, offs: fx.Node, operand: int, dim: int) -> fx.Node:
+    """A running count along a dim of an operand, of this rank's part of the dim."""
+    axes, n = call.operands[operand].dims[dim], call.operand_shape(operand)[dim]
+    if not axes:
+        return offs
+    first = call.build.own_start(call.shapes[operand][dim], axes)
+    count = call.build.call(aten.sub.Tensor, offs, first)
+    return call.build.call(aten.clamp.default, count, 0, n)
+
+
+def _local_grouped_mm(
+    call: LocalCall,
+    x: fx.Node,
+    y: fx.Node,
+    offs: Any = None,
+    *args: Any,
+    **options: Any,
+) -> fx.Node:
+    if offs is not None:
+        at = counted_dim(x.meta["val"], y.meta["val"])
+        offs = _counted(call, offs, *at)
+    return call.same(x, y, offs, *args, **options)
+
+
+def _local_grouped_mm_fallback(
+    call: LocalCall, x: fx.Node, weight: fx.Node, offs: fx.Node, *grad: fx.Node
+) -> fx.Node:
+    return call.same(x, weight, _counted(call, offs, 0, 0), *grad)
+
+
+ROWS = {
+    **rows(
+        "mm", MM, linear="0|1", product=0, equation="m k, k n -> m n", facts="by_row"
+    ),
+    **rows("mm.dtype", MM, linear="0|1", product=0, facts="by_row"),
+    **rows("_int_mm", MM, linear="0|1"),
+    **rows("bmm", BMM, linear="0|1", product=0, equation="b m k, b k n -> b m n"),
+    **rows("bmm.dtype", BMM, linear="0|1", product=0),
+    **rows(
+        "addmm",
+        _biased("m k!", "k! n", "m n"),
+        linear=BIASED,
+        product=1,
+        equation="m k, k n -> m n",
+    ),
+    **rows("addmm.dtype", _biased("m k!", "k! n", "m n"), linear=BIASED, product=1),
+    **rows("_addmm_activation", _biased("m k!", "k! n", "m n")),
+    **rows(
+        "baddbmm",
+        _biased("b m k!", "b k! n", "b m n"),
+        linear=BIASED,
+        product=1,
+        equation="b m k, b k n -> b m n",
+    ),
+    **rows("baddbmm.dtype", None, product=1),
+    **rows("addbmm", _biased("b! m k!", "b! k! n", "m n"), linear=BIASED),
+    **rows("addmv", _biased("m k!", "k!", "m"), linear=BIASED, empty="fill"),
+    **rows("addr", _biased("m", "n", "m n"), linear=BIASED),
+    **rows("mv", "m k, k -> m", linear="0|1"),
+    **rows("dot vdot matmul", _matmul, linear="0|1"),
+    **rows("linear", _linear),
+    **rows("einsum", _einsum),
+    **rows("_scaled_mm", _scaled_mm, product=0),
+    **rows("_scaled_mm_v2", _scaled_mm_v2),
+    **rows("_trilinear", _trilinear, linear="0|1|2"),
+    **rows("_grouped_mm", _grouped_mm, linear="0|1", local=_local_grouped_mm),
+    **rows(
+        "grouped_mm_fallback",
+        "m k, _ k n, _ -> m n",
+        "transformers",
+        linear="0|1",
+        local=_local_grouped_mm_fallback,
+    ),
+    **rows(
+        "grouped_mm_fallback_backward",
+        "m k, _ k n, _, m n -> m k, _ k n",
+        "transformers",
+        linear="3",
+        local=_local_grouped_mm_fallback,
+    ),
+    **rows("expert_mm", _expert_mm, "fxpar", linear="0|1", product=0),
+    **rows("expert_outer", _expert_outer, "fxpar", linear="0|1", product=0),
+    **rows(
+        "own_expert_mm",
+        _own_expert_mm,
+        "fxpar",
+        linear="0|1",
+        product=0,
+        facts="by_row",
+    ),
+    **rows(
+        "own_expert_outer",
+        _own_expert_outer,
+        "fxpar",
+        linear="0|1",
+        product=0,
+        facts="by_row",
+    ),
+    **rows("dispatch_slots", _dispatch_slots, "fxpar"),
+    **rows("dispatch_rows", _dispatch_rows, "fxpar"),
+    **rows("combine_rows", _combine_rows, "fxpar", linear="0"),
+    **rows("exchange_slots", _exchange_slots, "fxpar"),
+    **rows("return_slots", _return_slots, "fxpar"),
+    **rows("within", _within, "fxpar"),
+}

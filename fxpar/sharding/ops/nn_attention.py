@@ -1,0 +1,247 @@
+"""Rows of ``torch.nn.attention``: flex_attention, and documents packed in one dim.
+
+Heads are free, as in ``attention``. Of flex_attention the batch is free too; a block
+mask is split with them where it has them. So are queries and keys, block by block of
+the mask: functions of scores count both by global index
+(``local_flex``). Gradients of keys are sums over queries; where keys are
+split outputs are summands that ranks weight (``Merge``), and gradients of queries sums.
+Tensors that a score or mask function captures are whole, since it may look up anything
+in them, and their gradients are sums over all scores, so partial.
+
+Of ``varlen`` queries are split too, where a window that has an end at one side has one
+behind them, and keys, where there is no window or a causal one: where documents begin
+on a rank is data (``passes.attention.local_documents``). With pages of a cache a call
+has no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any
+
+import torch
+
+from fxpar import _torch
+from fxpar.sharding.factors import Merge, Rule
+from fxpar.sharding.op_table import Word, make, rows, tensors_of
+from fxpar.sharding.ops.attention_heads import Heads, heads_of
+
+# Of several tensors, and of one.
+Names = list[list[str]]
+Words = list[Word]
+
+
+def _captured(*groups: Sequence[Any]) -> Names:
+    return [["_"] * x.dim() for x in tensors_of(groups)]
+
+
+def _flex_words(
+    q: torch.Tensor, k: torch.Tensor, queries: bool, keys: bool
+) -> Heads | None:
+    """Those of the tensors; a batch of one key serves all queries."""
+    heads = heads_of(q, k, queries=queries, keys=keys, masked=True)
+    if heads is None or k.shape[0] == q.shape[0]:
+        return heads
+    return replace(heads, key=["_", *heads.key[1:]], value=["_", *heads.value[1:]])
+
+
+def _lists(heads: Heads, mask: Sequence[Any], query_block: str) -> Names | None:
+    """The tensors of a block mask: of each batch and head, or of all; the first four
+    have a row for each block of queries. Those by block of keys are whole: a mask makes
+    them of the others, and they are small."""
+    out, by_query = [], tensors_of(mask[2:6])
+    for i, x in enumerate(tensors_of(mask)):
+        sizes = [int(n) for n in x.shape[:2]]
+        if len(sizes) < 2 or any(
+            n not in (1, size) for n, size in zip(sizes, heads.sizes, strict=False)
+        ):
+            return None
+        pairs = zip(heads.scores, sizes, heads.sizes, strict=False)
+        word = [name if n == size else "_" for name, n, size in pairs]
+        block = query_block if i < len(by_query) else "_"
+        out.append([*word, *[block, "_"][: x.dim() - 2]])
+    return out
+
+
+def _in_blocks(
+    q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
+) -> tuple[int | None, int | None]:
+    """In how many blocks a mask has queries and keys; None if it ends within one, or
+    gives an order of all blocks, in which a backward is to write."""
+    if any(x is not None for x in mask[10:-3]):
+        return None, None
+    counts: list[int | None] = []
+    for x, size in ((q, mask[-3]), (k, mask[-2])):
+        rows = x.shape[2]
+        count = None if rows % size else int(rows // size)
+        counts.append(1 if size >= rows else count)
+    return counts[0], counts[1]
+
+
+@dataclass(frozen=True)
+class FlexWords:
+    """Words of one call."""
+
+    # Of queries, keys, values and results.
+    heads: Heads
+    # Of the tensors of the mask.
+    lists: Names
+    # (factor, size), of dims that are several blocks.
+    sizes: tuple[tuple[str, int], ...]
+
+    def rule(self, *operands: Sequence[str], results: Names) -> Rule:
+        """The rule of these words; blocks are alike on all ranks."""
+        rule = self.heads.rule(*operands, results=results)
+        evenly = rule.evenly.union({"s"} if "s" in dict(self.sizes) else ())
+        return replace(rule, sizes=(*rule.sizes, *self.sizes), evenly=evenly)
+
+
+def _words_of(
+    q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
+) -> FlexWords | None:
+    """Words of a call, whose queries and keys are blocks of the mask if it has several;
+    None where these do not fit."""
+    query_blocks, key_blocks = _in_blocks(q, k, mask)
+    splits = query_blocks is not None, key_blocks is not None
+    heads = _flex_words(q, k, *splits)
+    if heads is None:
+        return None
+    query_block = "_"
+    sizes: list[tuple[str, int]] = []
+    if query_blocks is not None and query_blocks > 1:
+        query_block, words = "s", (heads.query, heads.out, heads.scores)
+        query, out, scores = ([*x[:2], "(s r!)", *x[3:]] for x in words)
+        heads = replace(heads, query=query, out=out, scores=scores)
+        sizes += [("s", query_blocks), ("r", mask[-3])]
+    if key_blocks is not None and key_blocks > 1:
+        key, value = ([*x[:2], "(t u!)", x[3]] for x in (heads.key, heads.value))
+        heads = replace(heads, key=key, value=value)
+        sizes += [("t", key_blocks), ("u", mask[-2])]
+    lists = _lists(heads, mask, query_block)
+    return None if lists is None else FlexWords(heads, lists, tuple(sizes))
+
+
+def _flex(
+    q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
+) -> Rule | None:
+    words = _words_of(q, k, mask)
+    if words is None:
+        return None
+    heads = words.heads
+    operands = [*heads.inputs, *words.lists, *_captured(score_others, mask_others)]
+    rule = words.rule(*operands, results=[heads.out, heads.merged, heads.merged])
+    merge = Merge("t", len(operands) + 1)
+    return replace(rule, merges=(merge,)) if heads.splits_keys else rule
+
+
+def _flex_backward(
+    q, k, v, out, lse, grad, grad_lse, forward, joint, mask, scale, options,
+    score_others=(), mask_others=(),
+) -> Rule | None:  # fmt: skip
+    words = _words_of(q, k, mask)
+    if words is None:
+        return None
+    heads = words.heads
+    grads = [heads.out] * (grad is not None)
+    grads += [heads.logsumexp] * (grad_lse is not None)
+    captured_dims = _captured(score_others, mask_others)
+    is_result = _torch.aot.gives_gradients(joint, score_others)
+    results = [*heads.inputs, *_captured(list(compress(score_others, is_result)))]
+    return words.rule(
+        *heads.inputs, heads.out, heads.logsumexp, *grads, *words.lists, *captured_dims,
+        results=results,
+    )  # fmt: skip
+
+
+def _varlen_words(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    window: Sequence[int] | None,
+) -> tuple[Words, Words, Words, Words, Words, dict[str, int]] | None:
+    """Words of queries, keys, values, output and log-sum-exp, and sizes of factors.
+    None where these are not [tokens, heads, features]."""
+    if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
+        return None
+    shared = int(q.shape[1] // k.shape[1])
+    heads: Word = ("h", "g") if shared > 1 else "h"
+    sizes = {"h": int(k.shape[1]), "g": shared} if shared > 1 else {}
+    left, right = window or (-1, -1)
+    splits = starts_k is not None and (right >= 0 or left == right == -1)
+    queries = "s" if splits else "s!"
+    keys = "t" if splits and left == -1 and right <= 0 else "t!"
+    out, logsumexp = [queries, heads, "e!"], [heads, queries, "~t"]
+    return (
+        [queries, heads, "d!"],
+        [keys, "h", "d!"],
+        [keys, "h", "e!"],
+        out,
+        logsumexp,
+        sizes,
+    )
+
+
+def _loose(*tensors: Any) -> list[Words]:
+    return [["_"] * x.dim() for x in tensors if isinstance(x, torch.Tensor)]
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+    *settings: Any,
+    **rest: Any,
+) -> Rule | None:
+    words = _varlen_words(q, k, starts_k, window)
+    paged = [x for x in (*settings, *rest.values()) if isinstance(x, torch.Tensor)]
+    if words is None or paged:
+        return None
+    query, key, value, out, logsumexp, sizes = words
+    operands = [query, key, value, *_loose(starts_q, starts_k)]
+    state: Words = ["_", "~s", "~t", *(f"~{name}" for name in sizes or "h")]
+    rule = make(operands, [out, logsumexp, state], sizes)
+    splits_keys = "t!" not in key
+    merge = Merge("t", len(operands) + 1)
+    return replace(rule, merges=(merge,)) if splits_keys else rule
+
+
+def _varlen_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: torch.Tensor,
+    lse: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    state: torch.Tensor,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+) -> Rule | None:
+    words = _varlen_words(q, k, starts_k, window)
+    if words is None:
+        return None
+    query, key, value, out, logsumexp, sizes = words
+    whole_dims = _loose(starts_q, starts_k, state)
+    operands = [out, query, key, value, out, logsumexp[:2], *whole_dims]
+    return make(operands, [query, key, value], sizes)
+
+
+ROWS = {
+    **rows("flex_attention", _flex, "higher_order", facts="orders"),
+    **rows("flex_attention_backward", _flex_backward, "higher_order", facts="orders"),
+    **rows("_varlen_attn", _varlen, "torch_attn", facts="orders"),
+    **rows("_varlen_attn_backward", _varlen_backward, "torch_attn", facts="orders"),
+}

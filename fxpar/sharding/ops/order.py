@@ -1,0 +1,390 @@
+"""Ops that go by the order of rows along a dim: scans, and choices of some.
+
+Along the dim, too, they may be split: each rank scans its own rows, or chooses among
+them, and ranks gather what stands for a shard (``Rule.gathered``): the total of a scan,
+the candidates of a choice with their places. Then each adds what the shards before its
+own come to, or chooses among all candidates. What cannot be put together so (sorts,
+medians, choices of half of the rows) needs the dim whole.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.graph import collective_nodes
+from fxpar.sharding.factors import LINEAR, Axes, GatheredRows, Passage, Rule
+from fxpar.sharding.op_table import at, make, rows, words_of
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.own_rows import is_within, rows_at
+from fxpar.sharding.ops.reduction import filled, least, most, over
+
+aten = torch.ops.aten
+
+# Bytes of an index.
+_INDEX = 8
+
+
+def scan(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
+    """Ops called as ``(x, dim, ...)`` whose rows are of those up to each."""
+    words = words_of(x)
+    rule = make([words], [words])
+    if x.ndim == 0:
+        return rule
+    return replace(rule, gathered=(GatheredRows(0, at(dim, x.ndim), 1),))
+
+
+def running_choice(x: torch.Tensor, dim: int) -> Rule:
+    """Ops called as ``(x, dim)`` that give the largest or smallest row up to each, and
+    where it is."""
+    words = words_of(x)
+    rule = make([words], [words] * 2)
+    if x.ndim == 0:
+        return rule
+    dim = at(dim, x.ndim)
+    last = GatheredRows(0, dim, 1), GatheredRows(0, dim, 1, _INDEX)
+    return replace(rule, gathered=last, empty="never")
+
+
+def choice(*, results: int = 1) -> Callable[..., Rule]:
+    """Ops called as ``(x, dim, keepdim=False)`` that give one row of each column, or
+    where it is."""
+
+    def rule_of_call(
+        x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **_: Any
+    ) -> Rule:
+        if dim is None or x.ndim == 0:
+            return over(results=results)(x, dim, keepdim)
+        rows = 1 if keepdim else None
+        return _top_rows(x, at(dim, x.ndim), rows, results)
+
+    return rule_of_call
+
+
+def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
+    if x.ndim == 0:
+        return make([[]], [[], []])
+    dim = at(dim, x.ndim)
+    return _with_candidates(_top_rows(x, dim, k, 2), dim, k)
+
+
+def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
+    """The candidates of a shard are its ``k`` smallest rows."""
+    if x.ndim == 0:
+        return make([[]], [[], []])
+    dim = at(dim, x.ndim)
+    rule = _top_rows(x, dim, 1 if keepdim else None, 2, candidates=k)
+    return _with_candidates(rule, dim, k)
+
+
+def _with_candidates(rule: Rule, dim: int, k: int) -> Rule:
+    """Ranks gather as many candidates of each shard, so all have ``k``, or all have as
+    many rows."""
+    return replace(rule, least=tuple((f, k) for f in rule.operands[0][dim]))
+
+
+def _top_rows(
+    x: torch.Tensor, dim: int, count: int | None, results: int, candidates: int = 0
+) -> Rule:
+    """``count`` rows of a dim, or None where the results lack it. Every rank chooses
+    among the ``candidates`` of all, by default as many of a shard."""
+    of_shard = candidates or count or 1
+    # Of half of the rows each of two ranks would give all that it has.
+    all_rows = of_shard > 1 and 2 * of_shard >= x.shape[dim]
+    words = words_of(x, {dim} if all_rows else ())
+    mark = [f"~{words[dim]}"] if words[dim] != "_" and not all_rows else []
+    result = [
+        "_" if i == dim else word
+        for i, word in enumerate(words)
+        if i != dim or count is not None
+    ]
+    rule = make([words], [[*result, *mark]] * results)
+    if all_rows:
+        return rule
+    marks = GatheredRows(0, dim, of_shard), GatheredRows(0, dim, of_shard, _INDEX)
+    return replace(rule, gathered=marks)
+
+
+def _scan_back(x: torch.Tensor, dim: int, kind: str) -> Rule:
+    """A sum from the last row on may be of partial values."""
+    passages = (Passage((0,), LINEAR),) if kind == "cumsum" else ()
+    return replace(scan(x, dim), passages=passages)
+
+
+def _choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> Rule:
+    """Ranks gather what the rows of a shard come to that were chosen before it, and
+    where that was."""
+    words = words_of(grad)
+    rule = make([words, words], [words])
+    marks = tuple(GatheredRows(i, at(dim, grad.ndim), 1) for i in range(2))
+    return replace(rule, gathered=marks, empty="never")
+
+
+# Local forms
+
+# Beyond the end of any dim.
+_END = 2**63 - 1
+
+# A dtype -> what is not chosen among numbers of it.
+Never = Callable[[torch.dtype], int | float | bool]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """How shards of a scan are put together."""
+
+    # What a shard comes to, called as ``(x, dim)``; keeps the dim.
+    total: Callable[[LocalCall, fx.Node, int], fx.Node]
+    # What changes nothing.
+    identity: float
+    # Puts what shards before come to together with a row.
+    join: Any
+
+
+def _sum(call: LocalCall, x: fx.Node, dim: int) -> fx.Node:
+    dtype = call.node.meta["val"].dtype
+    return call.build.call(aten.sum.dim_IntList, x, [dim], True, dtype=dtype)
+
+
+def _product(call: LocalCall, x: fx.Node, dim: int) -> fx.Node:
+    dtype = call.node.meta["val"].dtype
+    return call.build.call(aten.prod.dim_int, x, dim, True, dtype=dtype)
+
+
+def _logsumexp(call: LocalCall, x: fx.Node, dim: int) -> fx.Node:
+    return call.build.call(aten.logsumexp.default, x, [dim], True)
+
+
+_SCANS = {
+    aten.cumsum.default: Scan(_sum, 0.0, aten.add.Tensor),
+    aten.cumprod.default: Scan(_product, 1.0, aten.mul.Tensor),
+    aten.logcumsumexp.default: Scan(_logsumexp, -math.inf, aten.logaddexp.default),
+}
+
+
+def _axes(call: LocalCall, x: fx.Node, dim: int | None) -> tuple[int, Axes]:
+    """(dim from the front, axes that split it)."""
+    ndim = x.meta["val"].dim()
+    if dim is None or ndim == 0:
+        return 0, ()
+    axes = call.operands[0].dims[dim % ndim]
+    return dim % ndim, axes if call.build.mesh.count(axes) > 1 else ()
+
+
+def _gather(call: LocalCall, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
+    """What all shards gave, in order."""
+    split, shape = list(call.operands[0].dims), list(call.shapes[0])
+    shape[dim] = call.build.mesh.count(axes) * x.meta["val"].shape[dim]
+    before = tuple(split)
+    split[dim] = ()
+    cut = collective_nodes.Cut(tuple(shape), before, tuple(split), (dim,))
+    step = collective_nodes.all_gather
+    return collective_nodes.step(call.build, step, x, dim, axes, cut=cut)
+
+
+def _local_scan(call: LocalCall, x: fx.Node, dim: int, **settings: Any) -> fx.Node:
+    own, (d, axes) = call.same(x, dim, **settings), _axes(call, x, dim)
+    return _joined(call, x, own, d, axes, _SCANS[call.node.target], aten.lt.Scalar)
+
+
+def _local_scan_back(call: LocalCall, x: fx.Node, dim: int, scan: str) -> fx.Node:
+    """From the last row to the first: what the shards behind come to is put to it."""
+    build, target, (d, axes) = call.build, getattr(aten, scan), _axes(call, x, dim)
+    turned = build.call(aten.flip.default, x, [d])
+    own = build.call(target.default, turned, d)
+    own = build.call(aten.flip.default, own, [d])
+    return _joined(call, x, own, d, axes, _SCANS[target.default], aten.gt.Scalar)
+
+
+def _joined(
+    call: LocalCall,
+    x: fx.Node,
+    own: fx.Node,
+    d: int,
+    axes: Axes,
+    kind: Scan,
+    comes_first: Any,
+) -> fx.Node:
+    """The scan ``own`` of a rank's rows ``x`` with what all shards come to that come
+    first: compared with this rank's by their number."""
+    if not axes:
+        return own
+    build = call.build
+    totals = _gather(call, kind.total(call, x, d), d, axes)
+    shards = build.mesh.count(axes)
+    device, ndim = x.meta["val"].device, x.meta["val"].dim()
+    number = build.call(aten.arange.default, shards, device=device)
+    shape = [shards if i == d else 1 for i in range(ndim)]
+    number = build.call(aten.view.default, number, shape)
+    before = build.call(comes_first, number, build.offset(axes, 1))
+    before = call.where(before, totals, kind.identity)
+    return build.call(kind.join, own, kind.total(call, before, d))
+
+
+def _candidates(
+    call: LocalCall, values: fx.Node, places: fx.Node, d: int, axes: Axes
+) -> tuple[fx.Node, fx.Node]:
+    """Those of all shards, with their places in the whole dim."""
+    start = call.build.own_start(call.shapes[0][d], axes)
+    places = call.build.call(aten.add.Tensor, places, start)
+    return _gather(call, values, d, axes), _gather(call, places, d, axes)
+
+
+def _results(call: LocalCall, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    values, places = (call.build.call(operator.getitem, node, i) for i in range(2))
+    return values, places
+
+
+def _squeezed(call: LocalCall, x: fx.Node, d: int, keepdim: bool) -> fx.Node:
+    return x if keepdim else call.build.call(aten.squeeze.dim, x, d)
+
+
+def _local_place(
+    never: Never,
+    call: LocalCall,
+    x: fx.Node,
+    dim: int | None = None,
+    keepdim: bool = False,
+) -> fx.Node:
+    """Where the largest or smallest row is."""
+    d, axes = _axes(call, x, dim)
+    if not axes:
+        return call.same(x, dim, keepdim)
+    build = call.build
+    x = filled(call, x, [d], never(x.meta["val"].dtype))
+    own = call.same(x, d, True)
+    values = build.call(aten.gather.default, x, d, own)
+    values, places = _candidates(call, values, own, d, axes)
+    winner = call.same(values, d, True)
+    return _squeezed(
+        call, build.call(aten.gather.default, places, d, winner), d, keepdim
+    )
+
+
+def _local_row(
+    never: Never, call: LocalCall, x: fx.Node, dim: int, keepdim: bool = False
+) -> Any:
+    """The largest or smallest row, and where it is."""
+    d, axes = _axes(call, x, dim)
+    if not axes:
+        return call.same(x, dim, keepdim)
+    x = filled(call, x, [d], never(x.meta["val"].dtype))
+    values, places = _results(call, call.same(x, d, True))
+    values, places = _candidates(call, values, places, d, axes)
+    values, winner = _results(call, call.same(values, d, True))
+    places = call.build.call(aten.gather.default, places, d, winner)
+    return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
+
+
+def _local_running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
+    """The largest or smallest row up to each, and where it is. Of equal rows it is the
+    last one, and of rows that are no number too."""
+    d, axes = _axes(call, x, dim)
+    if not axes:
+        return call.same(x, dim)
+    build = call.build
+    values, places = _results(call, call.same(x, d))
+    last, its_place = (
+        build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)
+    )
+    totals, total_places = _candidates(call, last, its_place, d, axes)
+    totals, winner = _results(call, call.same(totals, d))
+    total_places = build.call(aten.gather.default, total_places, d, winner)
+    device, shard = x.meta["val"].device, build.offset(axes, 1)
+    before = build.call(aten.full.default, [1], shard, dtype=torch.int64, device=device)
+    is_first = build.call(aten.eq.Scalar, before, 0)
+    before = build.call(aten.sub.Tensor, before, 1)
+    before = build.call(aten.clamp.default, before, 0)
+    total, total_places = (rows_at(call, n, d, before) for n in (totals, total_places))
+    places = build.call(
+        aten.add.Tensor, places, build.own_start(call.shapes[0][d], axes)
+    )
+    own = build.call(wins, values, total)
+    for always in (build.call(aten.ne.Tensor, values, values), is_first):
+        own = build.call(aten.bitwise_or.Tensor, own, always)
+    pairs = (values, total), (places, total_places)
+    return tuple(build.call(aten.where.self, own, *pair) for pair in pairs)
+
+
+def _local_choice_back(
+    call: LocalCall, grad: fx.Node, places: fx.Node, dim: int
+) -> fx.Node:
+    """Rows that were chosen in a shard before are the first of this one, and all one
+    row: ranks gather what they come to and its place, and add what is theirs."""
+    build, (d, axes) = call.build, _axes(call, grad, dim)
+    shape = call.operand_shape(0)
+    zeros = call.full(shape, 0, grad)
+    if not axes:
+        return build.call(aten.scatter_add.default, zeros, d, places, grad)
+    start = build.own_start(call.shapes[0][d], axes)
+    totals = _gather(call, _chosen_before(call, grad, places, start, d), d, axes)
+    first = build.call(aten.slice.Tensor, places, d, 0, 1)
+    first = _gather(call, first, d, axes)
+    grad = build.call(aten.cat.default, [grad, totals], d)
+    places = build.call(aten.cat.default, [places, first], d)
+    places = build.call(aten.sub.Tensor, places, start)
+    is_own = is_within(call, places, shape[d])
+    places, grad = (call.where(is_own, x, 0) for x in (places, grad))
+    return build.call(aten.scatter_add.default, zeros, d, places, grad)
+
+
+def _chosen_before(
+    call: LocalCall, grad: fx.Node, places: fx.Node, start: Any, d: int
+) -> fx.Node:
+    """The sum of the rows whose places lie before this shard."""
+    before = call.build.call(aten.lt.Scalar, places, start)
+    rows = call.where(before, grad, 0)
+    return call.build.call(aten.sum.dim_IntList, rows, [d], True)
+
+
+def _local_topk(
+    call: LocalCall, x: fx.Node, k: int, dim: int = -1, *settings: Any, **options: Any
+) -> Any:
+    d, axes = _axes(call, x, dim)
+    if not axes:
+        return call.same(x, k, dim, *settings, **options)
+    rows = x.meta["val"].shape[d]
+    values, places = _results(call, call.same(x, min(k, rows), d, *settings, **options))
+    values, places = _candidates(call, values, places, d, axes)
+    values, winner = _results(call, call.same(values, k, d, *settings, **options))
+    return values, call.build.call(aten.gather.default, places, d, winner)
+
+
+def _local_kthvalue(
+    call: LocalCall, x: fx.Node, k: int, dim: int = -1, keepdim: bool = False
+) -> Any:
+    """The row of which ``k`` are no larger, and where it is: ranks gather as many of
+    their smallest rows."""
+    d, axes = _axes(call, x, dim)
+    if not axes:
+        return call.same(x, k, dim, keepdim)
+    build, count = call.build, min(k, x.meta["val"].shape[d])
+    smallest = build.call(aten.topk.default, x, count, d, False, True)
+    values, places = _candidates(call, *_results(call, smallest), d, axes)
+    values, winner = _results(call, call.same(values, k, d, True))
+    places = build.call(aten.gather.default, places, d, winner)
+    return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
+
+
+ROWS = {
+    **rows("cumsum", scan, linear="0", local=_local_scan, rows=1),
+    **rows("cumprod", scan, local=_local_scan, rows=1),
+    **rows("logcumsumexp", scan, local=_local_scan),
+    **rows("cummax", running_choice, local=partial(_local_running, aten.ge.Tensor)),
+    **rows("cummin", running_choice, local=partial(_local_running, aten.le.Tensor)),
+    **rows("argmax", choice(), local=partial(_local_place, least), places=0),
+    **rows("argmin", choice(), local=partial(_local_place, most), places=0),
+    **rows("max.dim", choice(results=2), local=partial(_local_row, least), places=1),
+    **rows("min.dim", choice(results=2), local=partial(_local_row, most), places=1),
+    **rows("topk", topk, local=_local_topk, places=1, facts="orders alone"),
+    **rows("kthvalue", kthvalue, local=_local_kthvalue, places=1, facts="orders"),
+    **rows("scan_back", _scan_back, "fxpar", local=_local_scan_back),
+    **rows("choice_back", _choice_back, "fxpar", linear="0", local=_local_choice_back),
+}

@@ -1,0 +1,327 @@
+"""Rows of pointwise ops: every dim of the result is a factor, broadcast dims are not.
+
+Also here: copies and casts, and the activations' backward formulas, which are linear in
+the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.sharding.factors import LINEAR, MONOTONE, MOVEMENT, Passage, Rule
+from fxpar.sharding.op_table import make, rows, tensors_of, words_of
+from fxpar.sharding.ops.local_call import LocalCall
+
+aten = torch.ops.aten
+
+
+def align(shapes: Sequence[Sequence[int]], results: int = 1) -> Rule:
+    """Align operands from the right; a dim that is stretched gets no factor."""
+    full = torch.broadcast_shapes(*shapes)
+    result = words_of(full)
+    operands = [
+        [
+            word if n == size else "_"
+            for word, n, size in zip(
+                result[len(full) - len(s) :], s, full[len(full) - len(s) :], strict=True
+            )
+        ]
+        for s in shapes
+    ]
+    return make(operands, [result] * results)
+
+
+def broadcast(*args: Any, **kwargs: Any) -> Rule:
+    """Any operands, one result."""
+    return align([t.shape for t in tensors_of((args, kwargs))])
+
+
+def broadcast_two(*args: Any, **kwargs: Any) -> Rule:
+    """Any operands, two results."""
+    return align([t.shape for t in tensors_of((args, kwargs))], results=2)
+
+
+def _passing(reductions: Callable[..., Sequence[str]], *operands: int) -> Callable:
+    """A pointwise rule where ``operands`` may be partial with the reductions that
+    ``reductions`` finds for the call."""
+
+    def rule_of_call(*args: Any, **kwargs: Any) -> Rule:
+        passing = tuple(reductions(*args, **kwargs))
+        passages = (Passage(operands, passing),) if passing else ()
+        return replace(broadcast(*args, **kwargs), passages=passages)
+
+    return rule_of_call
+
+
+def _exact(source: torch.dtype, target: torch.dtype) -> Sequence[str]:
+    """Reductions that pass through a cast.
+
+    Whole numbers wrap, fp8 saturates and float16 has no room for every summand, so only
+    casts that keep order pass a max, and only casts between wider numbers a sum.
+    """
+    if source == target:
+        return MOVEMENT
+    if target.is_complex or source.is_complex:
+        return LINEAR if target.is_complex else ()
+    if target.is_floating_point:
+        wide = target.itemsize > 1 and target != torch.float16 and source != torch.bool
+        if source.is_floating_point and source.itemsize == 1:
+            return MONOTONE
+        return LINEAR + MONOTONE if wide else MONOTONE
+    if target == torch.bool or source.is_floating_point:
+        return ()
+    signs = source.is_signed, target.is_signed
+    grows = source.itemsize < target.itemsize and signs != (True, False)
+    return MONOTONE if source == torch.bool or grows else ()
+
+
+def _to_copy(x: torch.Tensor, *, dtype: Any = None, **_: Any) -> Sequence[str]:
+    return _exact(x.dtype, dtype or x.dtype)
+
+
+def _convert(x: torch.Tensor, dtype: torch.dtype) -> Sequence[str]:
+    return _exact(x.dtype, dtype)
+
+
+def _copy(x: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> Sequence[str]:
+    return _exact(source.dtype, x.dtype)
+
+
+def _blend(value: Any) -> Sequence[str]:
+    """Elsewhere the result is this constant, on every rank alike."""
+    return LINEAR + MONOTONE if value == 0 else MONOTONE
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Sequence[str]:
+    return _blend(value)
+
+
+def _where_other(condition: Any, x: Any, other: Any) -> Sequence[str]:
+    return _blend(other)
+
+
+def _where_self(condition: Any, x: Any, other: Any) -> Sequence[str]:
+    return _blend(x)
+
+
+def _division(x: Any, other: Any, *, rounding_mode: str | None) -> Sequence[str]:
+    return LINEAR if rounding_mode is None else ()
+
+
+def _leaky_relu(x: Any, slope: float = 0.01) -> Sequence[str]:
+    return MONOTONE if slope >= 0 else ()
+
+
+def _extremum(reduction: str) -> Callable[..., Rule]:
+    """Maximum of two is monotone in each, and passes maxima of both at once."""
+
+    def rule_of_call(x: torch.Tensor, y: torch.Tensor) -> Rule:
+        passages = (
+            Passage((0, 1), (reduction,)),
+            Passage((0,), MONOTONE),
+            Passage((1,), MONOTONE),
+        )
+        return replace(broadcast(x, y), passages=passages)
+
+    return rule_of_call
+
+
+def log_sigmoid(x: torch.Tensor) -> Rule | None:
+    """On an accelerator the second result is an empty tensor, which has no factors."""
+    return broadcast_two(x) if x.device.type == "cpu" else None
+
+
+def log_sigmoid_backward(grad: Any, x: torch.Tensor, buffer: Any) -> Rule | None:
+    return broadcast(grad, x, buffer) if x.device.type == "cpu" else None
+
+
+def elementwise_loss(*args: Any) -> Rule | None:
+    """Backward of a loss. Of a mean it divides by the global number of elements, which
+    no rank's shard shows, so only sums and unreduced losses have a rule."""
+    return None if args[-1] == 1 else broadcast(*args)
+
+
+def scaled_loss(grad: Any, x: Any, y: Any, reduction: int, scale: float) -> Rule | None:
+    return None if reduction == 1 else broadcast(grad, x, y)
+
+
+def bce_backward(
+    grad: Any, x: Any, y: Any, weight: Any = None, reduction: int = 1
+) -> Rule | None:
+    return None if reduction == 1 else broadcast(grad, x, y, weight)
+
+
+# Nothing passes through these while partial.
+NONLINEAR = """
+    abs acos acosh angle asin atan2 atanh celu copysign.Scalar copysign.Tensor cosh
+    digamma elu erfc erfinv fmax fmin fmod.Scalar fmod.Tensor frac gcd hardshrink
+    hardswish heaviside hypot i0 igamma igammac lcm ldexp.Tensor lgamma log10 log2
+    logaddexp logaddexp2 logit mish mvlgamma nan_to_num nextafter polygamma
+    pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor remainder.Scalar
+    remainder.Scalar_Tensor remainder.Tensor round.decimals rsub.Scalar sgn sign
+    silu sinc softplus softshrink square sub.Scalar add.Scalar tan threshold
+    xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor floor_divide
+    floor_divide.Scalar special_erfcx special_log_ndtr special_ndtri special_entr
+    special_i0e special_i1 special_i1e special_xlog1py special_xlog1py.other_scalar
+    special_xlog1py.self_scalar special_zeta special_zeta.other_scalar
+    special_zeta.self_scalar special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_spherical_bessel_j0 _add_relu.Tensor
+"""
+
+TESTS = """
+    eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
+    le.Scalar le.Tensor lt.Scalar lt.Tensor isfinite isinf isnan isneginf isposinf
+    signbit logical_and logical_not logical_or logical_xor bitwise_and.Scalar
+    bitwise_and.Scalar_Tensor bitwise_and.Tensor bitwise_left_shift.Scalar_Tensor
+    bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_not
+    bitwise_or.Scalar bitwise_or.Scalar_Tensor bitwise_or.Tensor
+    bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor
+    bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar bitwise_xor.Scalar_Tensor
+    bitwise_xor.Tensor __lshift__.Scalar __lshift__.Tensor __rshift__.Scalar
+    __rshift__.Tensor where.Scalar
+"""
+
+POLYNOMIALS = " ".join(
+    f"special_{name}{overload}"
+    for name in (
+        *(f"chebyshev_polynomial_{kind}" for kind in "tuvw"),
+        *(f"shifted_chebyshev_polynomial_{kind}" for kind in "tuvw"),
+        *("hermite_polynomial_h", "hermite_polynomial_he"),
+        *("laguerre_polynomial_l", "legendre_polynomial_p"),
+    )
+    for overload in ("", ".n_scalar", ".x_scalar")
+)
+
+# Increasing on all numbers, and NaN where the operand is NaN.
+INCREASING = """
+    asinh atan ceil clamp clamp.Tensor clamp_max clamp_max.Tensor clamp_min
+    clamp_min.Tensor exp2 expm1 floor hardsigmoid hardtanh relu relu6 round selu
+    sinh trunc
+"""
+
+PLAIN = "neg deg2rad rad2deg real imag _conj_physical _neg_view"
+
+# Backward formulas whose first tensor is the gradient, in which they are linear.
+GRADIENTS = """
+    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward
+    hardswish_backward hardtanh_backward leaky_relu_backward logit_backward
+    mish_backward native_dropout_backward sigmoid_backward silu_backward
+    softplus_backward softshrink_backward tanh_backward threshold_backward
+"""
+
+COPIES = "alias_copy detach_copy lift lift_fresh _conj _conj_copy"
+
+
+def _local_copy_strided(call: LocalCall, x: fx.Node, stride: Any) -> fx.Node:
+    """A copy with the dims in this order in memory."""
+    shape, build = call.local_shape(), call.build
+    local, step = list(stride), build.product(())
+    for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        local[d] = step
+        step = build.product((step, build.compute(max, shape[d], 1)))
+    return call.same(x, local)
+
+
+ROWS = {
+    **rows(NONLINEAR, broadcast),
+    **rows("cos sin", broadcast, work="sin"),
+    **rows("gelu", broadcast, work="erf"),
+    **rows("log log1p", broadcast, work="log"),
+    **rows("reciprocal rsqrt sqrt", broadcast, work="root"),
+    **rows(TESTS, broadcast),
+    **rows(POLYNOMIALS, broadcast),
+    **rows(INCREASING, broadcast, monotone="0"),
+    **rows("erf", broadcast, monotone="0", work="erf"),
+    **rows("exp sigmoid", broadcast, monotone="0", work="exp"),
+    **rows("tanh", broadcast, monotone="0", work="tanh"),
+    **rows("leaky_relu", _passing(_leaky_relu, 0)),
+    **rows("frexp.Tensor", broadcast_two),
+    **rows("log_sigmoid_forward", log_sigmoid),
+    **rows("log_sigmoid_backward", log_sigmoid_backward, linear="0"),
+    **rows("maximum", _extremum("max")),
+    **rows("minimum", _extremum("min")),
+    **rows(
+        "add.Tensor sub.Tensor rsub.Tensor addcdiv lerp.Scalar lerp.Tensor complex",
+        broadcast,
+        linear="0+1",
+    ),
+    **rows("mul.Tensor", broadcast, linear="0|1", facts="scales"),
+    **rows("div.Tensor div.Scalar", broadcast, linear="0", work="root", facts="scales"),
+    **rows(
+        "div.Tensor_mode div.Scalar_mode",
+        _passing(_division, 0),
+        work="root",
+        facts="scales",
+    ),
+    **rows(PLAIN, broadcast, linear="0"),
+    **rows("mul.Scalar", broadcast, linear="0", facts="scales"),
+    **rows(GRADIENTS, broadcast, linear="0"),
+    **rows("rrelu_with_noise_backward polar", broadcast, linear="0"),
+    **rows("_prelu_kernel", broadcast),
+    **rows("_prelu_kernel_backward", broadcast_two, linear="0"),
+    **rows("mse_loss_backward", elementwise_loss, linear="0"),
+    **rows("huber_loss_backward smooth_l1_loss_backward", scaled_loss, linear="0"),
+    **rows("binary_cross_entropy_backward", bce_backward, linear="0"),
+    **rows("addcmul", broadcast, linear="0+1|0+2"),
+    **rows("where.self", broadcast, movement="1+2", monotone="1|2"),
+    **rows("where.ScalarOther", _passing(_where_other, 1)),
+    **rows("where.ScalarSelf", _passing(_where_self, 1)),
+    **rows("masked_fill.Scalar", _passing(_masked_fill, 0)),
+    **rows("masked_fill.Tensor", broadcast, movement="0+2", monotone="0|2"),
+    **rows(COPIES, broadcast, movement="0"),
+    **rows("alias", broadcast, movement="0", facts="keeps_order renames by_row"),
+    **rows("clone", broadcast, movement="0", facts="keeps_order copies moves sinks"),
+    **rows("detach", broadcast, movement="0", facts="keeps_order renames"),
+    **rows("lift_fresh_copy", broadcast, movement="0", facts="keeps_order moves"),
+    **rows("_lazy_clone", broadcast, movement="0", facts="moves"),
+    **rows("_to_copy", _passing(_to_copy, 0), facts="copies casts"),
+    **rows("copy", _passing(_copy, 1)),
+    **rows("fill.Tensor", broadcast, linear="1"),
+    **rows(
+        "abs acos acosh asin atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e "
+        "bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor cosh "
+        "digamma eq erf_inv erfc erfcx fmax fmin fmod gcd ge gt hypot igamma igammac "
+        "isfinite le lgamma log10 log2 lt ndtri ne nextafter pow remainder shift_left "
+        "shift_right_arithmetic sign signbit spherical_bessel_j0 tan zeta",
+        broadcast,
+        "prims",
+    ),
+    **rows("cos sin", broadcast, "prims", work="sin"),
+    **rows("log log1p", broadcast, "prims", work="log"),
+    **rows("reciprocal rsqrt sqrt", broadcast, "prims", work="root"),
+    **rows(
+        "asinh atan cbrt ceil exp2 expm1 floor round sinh trunc",
+        broadcast,
+        "prims",
+        monotone="0",
+    ),
+    **rows("erf", broadcast, "prims", monotone="0", work="erf"),
+    **rows("exp", broadcast, "prims", monotone="0", work="exp"),
+    **rows("tanh", broadcast, "prims", monotone="0", work="tanh"),
+    **rows("frexp", broadcast_two, "prims"),
+    **rows("maximum", _extremum("max"), "prims"),
+    **rows("minimum", _extremum("min"), "prims"),
+    **rows("add sub", broadcast, "prims", linear="0+1"),
+    **rows("mul", broadcast, "prims", linear="0|1"),
+    **rows("div", broadcast, "prims", linear="0", work="root"),
+    **rows("neg real imag conj_physical", broadcast, "prims", linear="0"),
+    **rows("fma", broadcast, "prims", linear="0+2|1+2"),
+    **rows("where", broadcast, "prims", movement="1+2", monotone="1|2"),
+    **rows("clone conj device_put view_of", broadcast, "prims", movement="0"),
+    **rows(
+        "copy_strided",
+        lambda x, stride: broadcast(x),
+        "prims",
+        movement="0",
+        local=_local_copy_strided,
+    ),
+    **rows("convert_element_type", _passing(_convert, 0), "prims", facts="casts"),
+}

@@ -1,0 +1,596 @@
+"""Pools, resampling and patches of images.
+
+Leading dims are free. Dims over which windows slide are as those of a ``convolution``;
+where something is resampled they are whole.
+
+A rank pools the rows that its windows read, and says where maxima are in the whole dim.
+Where windows at the ends count fewer rows than others, which a shard cannot know, an
+average adds up what they read, in a dtype that holds their sum, and divides by the rows
+that each of them counts, by its place in the whole dim.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.graph.builder import Size
+from fxpar.sharding import shard_sizes
+from fxpar.sharding.factors import Rule, parse_rule
+from fxpar.sharding.op_table import by_rank, names, rows, tensors_of, text
+from fxpar.sharding.ops.halos import (
+    add_halo_rows,
+    axes_of,
+    exchange_of,
+    halo_shaped,
+    halos_of,
+    split_dims,
+    unsplit_padding,
+    windows_of,
+    with_halo_rows,
+)
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.reduction import least
+from fxpar.sharding.ops.window_dims import (
+    SlidingWindow,
+    SpatialDims,
+    each,
+    sliding_rule,
+    spatial_dims,
+    windows,
+)
+from fxpar.sharding.row_moves import Exchange
+
+aten = torch.ops.aten
+
+Numbers = int | Sequence[int]
+MaySplit = Callable[[SlidingWindow], bool]
+
+
+# Windows
+
+
+def _spatial(k: int, *args: Any, **kwargs: Any) -> str:
+    """Every tensor has the same leading dims; the last ``k`` are whole."""
+    words = [*names(args[0].dim() - k), *["_"] * k]
+    return text(*[words] * len(tensors_of((args, kwargs))), results=[words])
+
+
+def _pooled(
+    x: torch.Tensor,
+    slid: Sequence[SlidingWindow],
+    few: Sequence[int],
+    may: MaySplit,
+    sliding: bool,
+) -> tuple[SpatialDims, list[str], list[str]]:
+    """(dims, words of what is pooled, words of what is made of it)."""
+    k = len(slid)
+    spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
+    lead = names(x.dim() - k)
+    return spatial, [*lead, *spatial.many], [*lead, *spatial.few]
+
+
+def _pool(
+    x: torch.Tensor,
+    slid: Sequence[SlidingWindow],
+    few: Sequence[int],
+    may: MaySplit,
+    results: int = 1,
+    sliding: bool = True,
+) -> Rule:
+    """A pool: windows over the last dims, ``few`` of them."""
+    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
+    first = x.dim() - len(slid)
+    ends = spatial.halos(0, first), spatial.windows(0, first, 1)
+    return sliding_rule(text(rows, results=[slid_rows] * results), spatial, *ends)
+
+
+def _pool_backward(
+    x: torch.Tensor,
+    slid: Sequence[SlidingWindow],
+    few: Sequence[int],
+    may: MaySplit,
+    n: int = 1,
+    sliding: bool = True,
+) -> Rule:
+    """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
+    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
+    first = x.dim() - len(slid)
+    ends = spatial.halos(n + 1, first), spatial.windows(n + 1, first, 0)
+    words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
+    return sliding_rule(words, spatial, *ends)
+
+
+def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
+    """So many windows of each of the last dims."""
+    rows = x.shape[-len(slid) :]
+    return [w.count(int(n), ceil) for w, n in zip(slid, rows, strict=True)]
+
+
+def _even(ceil: bool) -> MaySplit:
+    """A window that begins behind the padding would be dropped of a shard, so with
+    ``ceil`` none may end before its rows do."""
+    return lambda window: not ceil or window.behind >= 0
+
+
+# Windows over the last ``k`` dims, as the arguments of a pool behind its tensors say:
+# these, whether they are rounded up, which may be split as halos are, and whether
+# others may be split at all.
+_Windows = tuple[list[SlidingWindow], bool, MaySplit, bool]
+
+
+def _max_windows(
+    k: int,
+    kernel: Numbers,
+    stride: Numbers = (),
+    padding: Numbers = 0,
+    dilation: Numbers = 1,
+    ceil: bool = False,
+    *_: Any,
+) -> _Windows:
+    return windows(kernel, stride, padding, dilation, k), ceil, _even(ceil), True
+
+
+def _average_windows(
+    k: int,
+    kernel: Numbers,
+    stride: Numbers = (),
+    padding: Numbers = 0,
+    ceil: bool = False,
+    count_padding: bool = True,
+    divisor: int | None = None,
+) -> _Windows:
+    """All windows of a dim must count as many rows, if it is split as halos are."""
+    even, alike = _even(ceil), count_padding and not ceil
+    return (
+        windows(kernel, stride, padding, 1, k),
+        ceil,
+        lambda w: even(w) and (divisor is not None or w.counts_all(count_padding)),
+        k > 1 or alike,  # in one dim no divisor can be given
+    )
+
+
+def _pool_of(read: Callable[..., _Windows], results: int = 1) -> Callable[..., Rule]:
+    """Rules of pools with so many results."""
+
+    def rule(k: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
+        slid, ceil, may, sliding = read(k, *args, **kwargs)
+        return _pool(x, slid, _counts(x, slid, ceil), may, results, sliding)
+
+    return rule
+
+
+def _pool_backward_of(read: Callable[..., _Windows], n: int = 1) -> Callable[..., Rule]:
+    """Rules of their backwards, as ``_pool_backward`` has them."""
+
+    def rule(k: int, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Rule:
+        slid, _, may, sliding = read(k, *args)
+        return _pool_backward(x, slid, grad.shape[-k:], may, n, sliding)
+
+    return rule
+
+
+def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule:
+    return _pool_of(_max_windows, 2)(len(kernel), x, kernel, *rest)
+
+
+def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> Rule:
+    """Positions by where a window lies, and in it."""
+    words = names(x.dim())
+    return parse_rule(text(words, results=[words]))
+
+
+def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
+    """Where windows begin says a sample per image and channel."""
+    samples, k = args[-1], args[-1].shape[-1]
+    words = [*names(x.dim() - k), *["_"] * k]
+    batch = ["_"] * (samples.dim() - 1 - (x.dim() - k)) + words[:-k] + ["_"]
+    return text(words, batch, results=[words, words])
+
+
+def _fractional_pool_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str:
+    return _spatial(len(args[0]), grad, x, args[-1])
+
+
+def _columns(to_image: bool) -> Callable[..., Rule]:
+    """Patches of an image as columns, ``[n, c * window, columns]``."""
+
+    def factors(x: torch.Tensor, *args: Any) -> Rule:
+        kernel = args[1] if to_image else args[0]
+        lead = ["n"] if x.dim() == (3 if to_image else 4) else []
+        image, columns = [*lead, "c", "_", "_"], [*lead, "(c k!)", "_"]
+        here, there = (columns, image) if to_image else (image, columns)
+        window = math.prod(kernel) if len(kernel) == 2 else kernel[0] ** 2
+        rule = parse_rule(text(here, results=[there]))
+        return replace(rule, sizes=(("k", window),))
+
+    return factors
+
+
+def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *_: Any) -> str:
+    k = x.dim() - 2
+    places = names(k)
+    return text(
+        ["n", "c", *["_"] * k], ["n", *places, "_"], results=[["n", "c", *places]]
+    )
+
+
+def _grid_sampler_backward(
+    grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any
+) -> str:
+    k = x.dim() - 2
+    places = names(k)
+    image, at = ["n", "c", *["_"] * k], ["n", *places, "_"]
+    # The gradient of the grid is made whether it is asked for or not.
+    results = [image, at] if args[3][0] else [at]
+    return text(["n", "c", *places], image, at, results=results)
+
+
+# Local forms
+
+
+def pool(
+    k: int,
+    fill: int | float,
+    call: LocalCall,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    *settings: Any,
+) -> fx.Node:
+    """A pool of a shard with the rows around it; ``fill`` stands for padding."""
+    padding = unsplit_padding(padding, split_dims(call, 0, k))
+    return call.same(
+        with_halo_rows(call, x, 0, fill), kernel, stride, padding, *settings
+    )
+
+
+def pool_backward(
+    k: int,
+    call: LocalCall,
+    grad: fx.Node,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    *settings: Any,
+) -> fx.Node:
+    """Its gradient; that of the rows around the shard goes where they are."""
+    position = len(call.operands)  # of the result, which has the halos
+    padding = unsplit_padding(padding, split_dims(call, 1, k))
+    x = halo_shaped(call, x, position)
+    return add_halo_rows(
+        call, call.same(grad, x, kernel, stride, padding, *settings), position
+    )
+
+
+def _max_pool(
+    k: int,
+    call: LocalCall,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil: bool = False,
+) -> Any:
+    """The result says where in its window a maximum lies."""
+    return pool(
+        k, least(x.meta["val"].dtype), call, x, kernel, stride, padding, dilation, ceil
+    )
+
+
+def _local_max_pool_with_indices(
+    k: int, call: LocalCall, x: fx.Node, *args: Any
+) -> Any:
+    pooled = _max_pool(k, call, x, *args)
+    if not any(split_dims(call, 0, k)):
+        return pooled
+    values, index = (call.build.call(operator.getitem, pooled, i) for i in range(2))
+    return values, reindexed(
+        call, index, shards_with_halos(call, 0, 0, k), inward=False
+    )
+
+
+def _local_offsets_to_indices(
+    call: LocalCall,
+    offsets: fx.Node,
+    kernel: Sequence[int],
+    size: Sequence[int],
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> fx.Node:
+    """Windows are counted from where this rank's begin."""
+    index = call.same(offsets, kernel, size, stride, padding, dilation)
+    k = len(kernel)
+    first = len(call.shapes[0]) - k
+    for d, step in enumerate(each(stride, k)):
+        axes, rows = call.operands[0].dims[first + d], call.shapes[0][first + d]
+        if call.build.mesh.count(axes) > 1:
+            start = _times(call, rows, axes, step * math.prod(size[d + 1 :]))
+            index = call.build.call(aten.add.Tensor, index, start)
+    return index
+
+
+def _times(
+    call: LocalCall, rows: int, axes: Sequence[str], by: int, base: int = 0
+) -> Size:
+    """``base`` + a number times the first row that a rank holds."""
+    build = call.build
+    if shard_sizes.is_even(rows, build.mesh, axes):
+        return build.offset(axes, rows // build.mesh.count(axes) * by, base)
+    start = build.compute(operator.mul, build.own_start(rows, axes), by)
+    return build.compute(operator.add, start, base)
+
+
+def _local_max_pool_backward(
+    k: int, call: LocalCall, grad: fx.Node, x: fx.Node, *args: Any
+) -> fx.Node:
+    """``args``: what says how windows slide, and where in them maxima lie."""
+    *settings, index = args
+    if any(split_dims(call, 1, k)):
+        index = reindexed(call, index, shards_with_halos(call, 1, 3, k), inward=True)
+    return pool_backward(k, call, grad, x, *settings, index)
+
+
+@dataclass(frozen=True)
+class ShardWithHalo:
+    """One dim of a shard with the rows around it."""
+
+    # That split the dim.
+    axes: tuple[str, ...]
+    # Rows of the dim.
+    whole: int
+    # Rows of the shard with those around it.
+    width: Size
+    # Number -> where these begin in the dim, times the number.
+    start: Callable[[int], Size]
+
+
+def shards_with_halos(
+    call: LocalCall, at: int, halos: int, k: int
+) -> list[ShardWithHalo]:
+    """The last ``k`` dims of the tensor at a position, with another one's halos."""
+    first, shards = len(call.shapes[at]) - k, []
+    ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
+    read = {window.dim: window for window in windows_of(call, halos)}
+    for d in range(first, first + k):
+        axes, whole = axes_of(call, at, d), call.shapes[at][d]
+        if d in read:
+            shards.append(_window(call, whole, exchange_of(call, read[d])))
+            continue
+        size, (before, after) = call.build.own_size(whole, axes), ends.get(d, (0, 0))
+        width = call.build.compute(operator.add, size, before + after)
+        start = partial(_shard_start, call, whole, axes, before)
+        shards.append(ShardWithHalo(axes, whole, width, start))
+    return shards
+
+
+def _shard_start(
+    call: LocalCall, rows: int, axes: Sequence[str], before: int, by: int
+) -> Size:
+    return _times(call, rows, axes, by, -by * before)
+
+
+def _window(call: LocalCall, whole: int, exchange: Exchange) -> ShardWithHalo:
+    """A dim of which a rank reads a window."""
+    build = call.build
+    start = build.window_start(exchange)
+    width = build.window_rows(exchange)
+    return ShardWithHalo(
+        exchange.axes, whole, width, partial(build.compute, operator.mul, start)
+    )
+
+
+def reindexed(
+    call: LocalCall, index: fx.Node, dims: Sequence[ShardWithHalo], inward: bool
+) -> fx.Node:
+    """Positions in the shard with the rows around it as those in the whole; ``inward``:
+    the other way."""
+    build, total = call.build, None
+    local = [dim.width for dim in dims]
+    sizes = [[dim.whole for dim in dims], local][:: 1 if inward else -1]
+    for d, dim in enumerate(dims):
+        below, above = (build.product(n[d + 1 :]) for n in sizes)
+        place = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
+        if d:
+            place = build.call(aten.remainder.Scalar, place, sizes[0][d])
+        start = dim.start(-1 if inward else 1)
+        if start != 0:
+            place = build.call(aten.add.Tensor, place, start)
+        place = build.call(aten.mul.Tensor, place, above)
+        total = place if total is None else build.call(aten.add.Tensor, total, place)
+    assert total is not None
+    return total
+
+
+def _local_low_memory_pool(
+    call: LocalCall, x: fx.Node, kernel: Any, *settings: Any
+) -> Any:
+    return _max_pool(len(kernel), call, x, kernel, *settings)
+
+
+def _local_average(
+    k: int,
+    call: LocalCall,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil: bool = False,
+    count_padding: bool = True,
+    divisor: int | None = None,
+) -> fx.Node:
+    settings = (ceil, count_padding) if k == 1 else (ceil, count_padding, divisor)
+    slid = windows(kernel, stride, padding, 1, k)
+    if not _counts_by_place(call, 0, divisor, slid, ceil, count_padding):
+        return pool(k, 0, call, x, kernel, stride, padding, *settings)
+    dtype = x.meta["val"].dtype
+    x = call.build.cast(x, torch.promote_types(dtype, torch.float32))
+    total = pool(k, 0, call, x, kernel, stride, padding, ceil, count_padding, 1)
+    mean = _divided(call, total, 0, len(call.operands), slid, count_padding)
+    return call.build.cast(mean, dtype)
+
+
+def _local_average_backward(
+    k: int,
+    call: LocalCall,
+    grad: fx.Node,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    ceil: bool,
+    count_padding: bool,
+    divisor: int | None,
+) -> fx.Node:
+    slid = windows(kernel, stride, padding, 1, k)
+    if _counts_by_place(call, 2, divisor, slid, ceil, count_padding):
+        grad, divisor = _divided(call, grad, 1, 0, slid, count_padding), 1
+    settings = kernel, stride, padding, ceil, count_padding, divisor
+    return pool_backward(k, call, grad, x, *settings)
+
+
+def _counts_by_place(
+    call: LocalCall,
+    position: int,
+    divisor: int | None,
+    slid: Sequence[SlidingWindow],
+    ceil: bool,
+    count_padding: bool,
+) -> bool:
+    """Whether windows of a dim of which ranks read windows of rows, of the tensor at
+    this position, may count fewer rows at its ends."""
+    padded = not count_padding and any(window.padding for window in slid)
+    return divisor is None and (ceil or padded) and bool(windows_of(call, position))
+
+
+def _divided(
+    call: LocalCall,
+    x: fx.Node,
+    many: int,
+    few: int,
+    slid: Sequence[SlidingWindow],
+    count_padding: bool,
+) -> fx.Node:
+    """``x`` by the rows that each window counts. ``many``, ``few``: positions of the
+    tensors that have rows, and windows."""
+    value, k = x.meta["val"], len(slid)
+    first = value.dim() - k
+    for d, window in enumerate(slid, first):
+        counted = _counted(call, window, (many, few), d, count_padding)
+        counted = call.build.cast(counted, value.dtype)
+        view = [-1, *[1] * (value.dim() - 1 - d)]
+        counted = call.build.call(aten.reshape.default, counted, view)
+        x = call.build.call(aten.div.Tensor, x, counted)
+    return x
+
+
+def _counted(
+    call: LocalCall,
+    window: SlidingWindow,
+    positions: tuple[int, int],
+    d: int,
+    count_padding: bool,
+) -> fx.Node:
+    """How many rows each window of a rank counts, of dim ``d`` of the tensors at these
+    positions, that has rows and that has windows."""
+    build, (many, few) = call.build, positions
+    rows, late = call.shapes[many][d], few - len(call.operands)
+    shape = call.operand_shape(few) if late < 0 else call.local_shape(late)
+    start = build.own_start(call.shapes[few][d], axes_of(call, few, d))
+    place = build.iota(shape[d], call.node.meta["val"].device)
+    place = build.call(aten.add.Tensor, place, start)
+    place = build.call(aten.mul.Tensor, place, window.stride)
+    first = build.call(aten.sub.Tensor, place, window.padding)
+    end = build.call(aten.add.Tensor, first, window.kernel)
+    ends = (-window.padding, rows + window.padding) if count_padding else (0, rows)
+    first = build.call(aten.clamp_min.default, first, ends[0])
+    end = build.call(aten.clamp_max.default, end, ends[1])
+    return build.call(aten.sub.Tensor, end, first)
+
+
+# What a window is and which argument says how large it is.
+_POOL: dict[str, Any] = {"work": "pool", "window": 1}
+_POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
+
+ROWS = {
+    **rows(
+        "_low_memory_max_pool_with_offsets",
+        _low_memory_pool,
+        "prims",
+        local=_local_low_memory_pool,
+        **_POOL,
+    ),
+    **rows(
+        "_low_memory_max_pool_offsets_to_indices",
+        _low_memory_indices,
+        "prims",
+        local=_local_offsets_to_indices,
+    ),
+    **rows("fractional_max_pool2d fractional_max_pool3d", _fractional_pool),
+    **rows(
+        "fractional_max_pool2d_backward fractional_max_pool3d_backward",
+        _fractional_pool_backward,
+        linear="0",
+    ),
+    **rows("im2col", _columns(False), linear="0"),
+    **rows("col2im", _columns(True), linear="0"),
+    **rows("grid_sampler_2d grid_sampler_3d", _grid_sampler, linear="0"),
+    **rows(
+        "grid_sampler_2d_backward grid_sampler_3d_backward",
+        _grid_sampler_backward,
+        linear="0",
+    ),
+    **by_rank(
+        "max_pool{}d_with_indices",
+        (2, 3),
+        _pool_of(_max_windows, 2),
+        _local_max_pool_with_indices,
+        **_POOL,
+    ),
+    **by_rank(
+        "max_pool{}d_with_indices_backward",
+        (2, 3),
+        _pool_backward_of(_max_windows, 2),
+        _local_max_pool_backward,
+        linear="0",
+        **_POOL_BACKWARD,
+    ),
+    **by_rank(
+        "avg_pool{}d",
+        (1, 2, 3),
+        _pool_of(_average_windows),
+        _local_average,
+        linear="0",
+        **_POOL,
+    ),
+    **by_rank(
+        "avg_pool{}d_backward",
+        (2, 3),
+        _pool_backward_of(_average_windows),
+        _local_average_backward,
+        linear="0",
+        **_POOL_BACKWARD,
+    ),
+}
+
+for _pattern, _ranks in (
+    ("upsample_nearest{}d", (1, 2, 3)),
+    ("_upsample_nearest_exact{}d", (1, 2, 3)),
+    ("upsample_linear{}d", (1,)),
+    ("upsample_bilinear{}d", (2,)),
+    ("upsample_bicubic{}d", (2,)),
+    ("upsample_trilinear{}d", (3,)),
+):
+    ROWS |= by_rank(_pattern, _ranks, _spatial, linear="0")
+    ROWS |= by_rank(_pattern + "_backward", _ranks, _spatial, linear="0", shape=2)

@@ -1,0 +1,440 @@
+"""Ops along some dims of one tensor: reductions, sorts, softmax.
+
+A reduced dim that is split leaves the result partial with the op's own reduction, where
+there is one. Where shards cannot be combined by one of those (variance, sorts, softmax)
+the touched dims are whole. Scans and choices of rows are in ``order``.
+
+A mean of a shard divides by the rows of the shard; the mean of such means is the whole
+one only where shards have one size. Else each rank sums, in a dtype that holds the sum,
+and divides by what makes the average over ranks the global mean. The largest of no rows
+does not exist: where some rank has none, shards are first filled with what never wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.sharding import shard_sizes
+from fxpar.sharding.factors import Passage, Rule
+from fxpar.sharding.op_table import all_at, at, make, rows, tensors_of, words_of
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.pointwise import align
+
+aten = torch.ops.aten
+
+Dim = int | Sequence[int] | None
+
+
+def _reduced(
+    x: torch.Tensor,
+    dims: frozenset[int],
+    keepdim: bool = False,
+    *,
+    whole: bool = True,
+    results: int = 1,
+    passes: tuple[str, ...] = (),
+) -> Rule:
+    """``x`` with ``dims`` gone, or ``_`` if kept. No backend multiplies complex numbers
+    of ranks."""
+    whole = whole or ("product" in passes and x.dtype.is_complex)
+    words = words_of(x, dims if whole else ())
+    result = [
+        "_" if i in dims else word
+        for i, word in enumerate(words)
+        if keepdim or i not in dims
+    ]
+    passages = (Passage((0,), passes),) if passes else ()
+    return make([words], [result] * results, passages=passages)
+
+
+def over(default: Dim = None, **how: Any) -> Callable[..., Rule]:
+    """Reduction called as ``(x, dim, keepdim=False)``; ``how`` as in _reduced."""
+
+    def rule_of_call(
+        x: torch.Tensor, dim: Dim = default, keepdim: bool = False, **_: Any
+    ) -> Rule:
+        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
+
+    return rule_of_call
+
+
+def truth(reduction: str) -> Callable[..., Rule]:
+    """Any and all. A partial operand passes only as bools: a partial integer may be
+    zero where the whole one is not. An empty list of dims reduces none."""
+
+    def rule_of_call(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
+        dims = frozenset() if dim == [] or dim == () else all_at(dim, x.ndim)
+        passes = (reduction,) if x.dtype == torch.bool else ()
+        return _reduced(x, dims, keepdim, whole=False, passes=passes)
+
+    return rule_of_call
+
+
+def over_all(**how: Any) -> Callable[..., Rule]:
+    """Reduction of all dims, whatever the other arguments."""
+
+    def rule_of_call(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
+        return _reduced(x, all_at(None, x.ndim), **how)
+
+    return rule_of_call
+
+
+def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
+    """A mean. Of shards that are not alike what ranks average is up to as many times
+    the mean as there are ranks, for which float16 may have no room."""
+
+    def rule_of_call(x: torch.Tensor, *args: Any, **how: Any) -> Rule:
+        mean = rule(x, *args, **how)
+        if (how.get("dtype") or x.dtype) != torch.float16:
+            return mean
+        return replace(mean, evenly=mean.contracted)
+
+    return rule_of_call
+
+
+def over_third(**how: Any) -> Callable[..., Rule]:
+    """Reduction called as ``(x, dim, unbiased, keepdim)``."""
+
+    def rule_of_call(
+        x: torch.Tensor, dim: Dim, unbiased: bool = True, keepdim: bool = False
+    ) -> Rule:
+        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
+
+    return rule_of_call
+
+
+def over_prims(**how: Any) -> Callable[..., Rule]:
+    """Reduction called as ``(x, dims, ...)``."""
+
+    def rule_of_call(
+        x: torch.Tensor, dims: Sequence[int] | None, *_: Any, **__: Any
+    ) -> Rule:
+        return _reduced(x, all_at(dims, x.ndim), **how)
+
+    return rule_of_call
+
+
+# The norms that shards combine to without a root, by order.
+_NORM_REDUCTION = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}
+
+
+def norm(
+    x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
+) -> Rule:
+    """Vector norm over dims."""
+    reduction = _NORM_REDUCTION.get(2 if order is None else order)
+    dims = all_at(dim, x.ndim)
+    words = words_of(x, () if reduction else dims)
+    reductions = {f"d{i}": reduction for i in dims if reduction and x.shape[i] != 1}
+    result_words = [
+        "_" if i in dims else w for i, w in enumerate(words) if keepdim or i not in dims
+    ]
+    return make([words], [result_words], reductions=reductions)
+
+
+def power_sum(
+    x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
+) -> Rule:
+    return _reduced(x, all_at(dim, x.ndim), keepdim, whole=False)
+
+
+def along(*, results: int = 1) -> Callable[..., Rule]:
+    """Ops called as ``(x, dim, ...)`` that keep the shape and need ``dim`` whole."""
+
+    def rule_of_call(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
+        words = words_of(x, {at(dim, x.ndim)})
+        return make([words], [words] * results)
+
+    return rule_of_call
+
+
+def sort_stable(x: torch.Tensor, *, dim: int = -1, **_: Any) -> Rule:
+    return along(results=2)(x, dim)
+
+
+def argsort_stable(x: torch.Tensor, *, dim: int = -1, **_: Any) -> Rule:
+    return along()(x, dim)
+
+
+def softmax_parts(x: torch.Tensor, dim: int) -> Rule:
+    return _reduced(x, all_at(dim, x.ndim), True, results=2)
+
+
+def spectrum(x: torch.Tensor, dims: Sequence[int], *_: Any) -> Rule:
+    """Fourier transforms; the last dim may change its size."""
+    words = words_of(x, all_at(dims, x.ndim))
+    last = at(dims[-1], x.ndim)
+    return make([words], [["_" if i == last else w for i, w in enumerate(words)]])
+
+
+def trace(x: torch.Tensor) -> Rule:
+    return make([words_of(x, (0, 1))], [[]])
+
+
+def glu(x: torch.Tensor, dim: int = -1) -> Rule:
+    """The dim is halved: its two halves lie in different shards."""
+    dim = at(dim, x.ndim)
+    words = words_of(x, {dim})
+    return make([words], [[*words[:dim], "_", *words[dim + 1 :]]])
+
+
+def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
+    rule = glu(x, dim)
+    return replace(rule, operands=rule.results + rule.operands, results=rule.operands)
+
+
+def loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any) -> Rule:
+    """Element by element, then the mean (1), the sum (2) or nothing (0)."""
+    return _weighted((x, target), reduction)
+
+
+def weighted_loss(
+    x: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1
+) -> Rule:
+    return _weighted((x, target, weight), reduction)
+
+
+def logits_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any = None,
+    positive: Any = None,
+    reduction: int = 1,
+) -> Rule:
+    return _weighted((x, target, weight, positive), reduction)
+
+
+def _weighted(args: Sequence[Any], reduction: int) -> Rule:
+    rule = align([t.shape for t in tensors_of(args)])
+    if reduction == 0:
+        return rule
+    reductions = dict.fromkeys(rule.free, "avg") if reduction == 1 else {}
+    even = reduction == 1
+    kinds = tuple(reductions.items())
+    return Rule(rule.operands, ((),), (), rule.whole, kinds, even=even)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor | None,
+    reduction: str,
+    *rest: Any,
+) -> Rule:
+    """A loss of chunks of the batch and its gradients. A mean divides by the total
+    weight, which no rank knows alone."""
+    batch = "n" if reduction == "sum" else "n!"
+    operands = _logits(batch, target, bias, classes)
+    gradients = [[batch, "d!"], ["c!", "d!"], ["c!"]]
+    results = [
+        words if is_asked else ["_"] * len(words) + ["~n"] * (reduction == "sum")
+        for words, is_asked in zip(gradients, rest[-3:], strict=True)
+    ]
+    return make(operands, [[], *results])
+
+
+def linear_cross_entropies(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor | None,
+    *_: Any,
+) -> Rule:
+    """The loss of each sample."""
+    return make(_logits("n", target, bias, classes), [["n"]])
+
+
+def _logits(
+    batch: str,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor | None,
+) -> list[list[str]]:
+    extras = [["c!"] for t in (bias, classes) if t is not None]
+    targets = [batch, "c!"][: target.ndim]
+    return [[batch, "d!"], ["c!", "d!"], targets, *extras]
+
+
+SUM: dict[str, Any] = {"linear": "0"}
+MEAN: dict[str, Any] = {"linear": "0", "reduce": "avg"}
+ADDED: dict[str, Any] = {"whole": False}
+MAX: dict[str, Any] = {"whole": False, "passes": ("max",)}
+MIN: dict[str, Any] = {"whole": False, "passes": ("min",)}
+PRODUCT: dict[str, Any] = {"whole": False, "passes": ("product",)}
+
+LINEAR_LOSS = "_linear_cross_entropy_batch_chunked"
+
+
+# Local forms
+
+
+def _reduced_dims(call: LocalCall) -> list[int]:
+    """The split dims of the operand that the result lacks."""
+    (result, *_), dims = call.rule.contracted_by, call.rule.operands[0]
+    split = enumerate(zip(dims, call.operands[0].dims, strict=True))
+    return [d for d, (dim, axes) in split if axes and result.intersection(dim)]
+
+
+def _local_mean(call: LocalCall, x: fx.Node, *dims: Any, **settings: Any) -> fx.Node:
+    shape, split, mesh = call.shapes[0], call.operands[0].dims, call.build.mesh
+    reduced = _reduced_dims(call)
+    if all(shard_sizes.is_even(shape[d], mesh, split[d]) for d in reduced):
+        return call.same(x, *dims, **settings)
+    ranks = math.prod(mesh.count(split[d]) for d in reduced)
+    rows = math.prod(shape) // math.prod(call.result_shape())
+    target, dtype = _SUM[call.node.target], call.node.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    total = call.build.call(target, x, *dims, **settings | {"dtype": wide})
+    mean = call.build.call(aten.mul.Tensor, total, ranks / rows)
+    return call.build.cast(mean, dtype)
+
+
+_SUM = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+
+
+def least(dtype: torch.dtype) -> int | float | bool:
+    """What is never larger than another."""
+    if dtype.is_floating_point:
+        return -math.inf
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def most(dtype: torch.dtype) -> int | float | bool:
+    """What is never smaller than another."""
+    if dtype.is_floating_point:
+        return math.inf
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def filled(
+    call: LocalCall, x: fx.Node, dims: Sequence[int], identity: int | float | bool
+) -> fx.Node:
+    """The operand with as many rows of these dims on each rank as the largest shard
+    has, if some rank has none."""
+    spec, shape, build = call.operands[0], call.shapes[0], call.build
+    if not any(call.is_empty(spec, shape, d) for d in dims):
+        return x
+    room = spec.local_shape(build.mesh, shape)
+    own = call.operand_shape(0)
+    padding = [
+        build.missing(room[d], own[d]) if d in dims else 0 for d in range(len(shape))
+    ]
+    return build.pad(x, padding, identity)
+
+
+def _local_largest(call: LocalCall, x: fx.Node, *args: Any, **settings: Any) -> fx.Node:
+    return call.same(
+        filled(call, x, _reduced_dims(call), least(x.meta["val"].dtype)),
+        *args,
+        **settings,
+    )
+
+
+def _local_smallest(
+    call: LocalCall, x: fx.Node, *args: Any, **settings: Any
+) -> fx.Node:
+    return call.same(
+        filled(call, x, _reduced_dims(call), most(x.meta["val"].dtype)),
+        *args,
+        **settings,
+    )
+
+
+def _local_norm(
+    call: LocalCall, x: fx.Node, order: Any = 2, *args: Any, **settings: Any
+):
+    """Of absolute values the largest is at least 0, the smallest at most infinite."""
+    identity = math.inf if order == -math.inf else 0.0
+    return call.same(
+        filled(call, x, _reduced_dims(call), identity), order, *args, **settings
+    )
+
+
+ROWS = {
+    **rows("sum", over_all(**ADDED), **SUM, facts="by_row of_all"),
+    **rows("sum.dim_IntList", over(**ADDED), **SUM, along=1, facts="by_row"),
+    **rows(
+        "mean",
+        averaged(over_all(**ADDED)),
+        **MEAN,
+        local=_local_mean,
+        facts="by_row of_all",
+    ),
+    **rows(
+        "mean.dim",
+        averaged(over(**ADDED)),
+        **MEAN,
+        local=_local_mean,
+        along=1,
+        facts="by_row",
+    ),
+    **rows("nansum count_nonzero.dim_IntList", over(**ADDED)),
+    **rows("count_nonzero", over(**ADDED), facts="of_all"),
+    **rows(
+        "amax", over(**MAX), reduce="max", local=_local_largest, along=1, facts="by_row"
+    ),
+    **rows(
+        "amin",
+        over(**MIN),
+        reduce="min",
+        local=_local_smallest,
+        along=1,
+        facts="by_row",
+    ),
+    **rows("max", over_all(**MAX), reduce="max", local=_local_largest, facts="of_all"),
+    **rows("min", over_all(**MIN), reduce="min", local=_local_smallest, facts="of_all"),
+    **rows("any any.dim any.dims", truth("max"), reduce="max"),
+    **rows("all all.dim all.dims", truth("min"), reduce="min"),
+    **rows("prod", over_all(**PRODUCT), reduce="product"),
+    **rows("prod.dim_int", over(**PRODUCT), reduce="product"),
+    **rows("median.dim", over(results=2), facts="orders alone"),
+    **rows("nanmedian.dim", over(results=2), facts="orders"),
+    **rows("aminmax var_mean.correction std_mean.correction", over(results=2)),
+    **rows("var.correction std.correction hash_tensor", over()),
+    **rows("logsumexp", over(), along=1),
+    **rows("median", over_all(), facts="orders alone"),
+    **rows("nanmedian", over_all(), facts="orders"),
+    **rows("var.dim std.dim", over_third()),
+    **rows("var_mean.dim std_mean.dim", over_third(results=2)),
+    **rows("var std", over_all()),
+    **rows("var_mean std_mean", over_all(results=2)),
+    **rows("mode", over(-1, results=2), facts="orders"),
+    **rows(
+        "linalg_vector_norm norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.Scalar "
+        "norm.ScalarOpt_dtype",
+        norm,
+        local=_local_norm,
+    ),
+    **rows("linalg__powsum", power_sum),
+    **rows("_softmax", along(), rows=1, work="exp", along=1, facts="by_row"),
+    **rows("_log_softmax", along(), rows=1, work="exp", along=1),
+    **rows("_safe_softmax", along()),
+    **rows("sort", along(results=2), places=1, facts="orders alone"),
+    **rows("argsort", along(), facts="orders"),
+    **rows("sort.stable", sort_stable, places=1, facts="orders alone"),
+    **rows("argsort.stable", argsort_stable, facts="orders"),
+    **rows("trace", trace, linear="0"),
+    **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),
+    **rows("glu", glu),
+    **rows("glu_backward", glu_backward, linear="0"),
+    **rows("mse_loss huber_loss smooth_l1_loss", loss),
+    **rows("binary_cross_entropy", weighted_loss),
+    **rows("binary_cross_entropy_with_logits", logits_loss),
+    **rows(LINEAR_LOSS, linear_cross_entropy, "torch_nn"),
+    **rows(f"{LINEAR_LOSS}_no_reduction", linear_cross_entropies, "torch_nn"),
+    **rows("sum", over_prims(**ADDED), "prims", **SUM),
+    **rows("amax", over_prims(**MAX), "prims", reduce="max", local=_local_largest),
+    **rows("amin", over_prims(**MIN), "prims", reduce="min", local=_local_smallest),
+    **rows("prod", over_prims(**PRODUCT), "prims", reduce="product"),
+    **rows("var xor_sum", over_prims(), "prims"),
+    **rows("prepare_softmax_online", softmax_parts, "prims"),
+}

@@ -1,0 +1,519 @@
+"""Ops that cut, join, shift or repeat rows of a dim by position.
+
+The touched dim may be split, as all others: it is one factor, of which tensors have
+unlike numbers of rows, and ranks exchange those that change ranks (``Rule.moves``, by
+``passes.local.local_moves``). Of few rows that are cut out each rank gives those it has
+and zero elsewhere, so the result is partial; few rows that are put in are whole, and
+each rank takes its own. Every partial value may pass, but where a constant is filled in
+only with a reduction that leaves the constant as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar._torch.symbols import Inexpressible
+from fxpar.sharding.factors import Reach, RowPiece, RowWindow, Rule
+from fxpar.sharding.op_table import all_at, at, make, rows, words_of
+from fxpar.sharding.ops.halos import (
+    add_halo_rows,
+    exchange_of,
+    windows_of,
+    with_halo_rows,
+)
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.moved_dims import around, moved, resized
+from fxpar.sharding.ops.own_rows import is_within, part_of, rows_at, trailing
+from fxpar.sharding.ops.pointwise import broadcast
+from fxpar.sharding.ops.views import Shape, moves, transpose
+
+aten = torch.ops.aten
+
+
+def cut(
+    x: torch.Tensor,
+    dims: Sequence[int] | frozenset[int],
+    *,
+    drop: bool = False,
+    results: int = 1,
+) -> Rule:
+    """``dims`` whole in ``x``, and in the results of another size, or gone."""
+    dims = frozenset(at(d, x.ndim) for d in dims)
+    words = words_of(x, dims)
+    result_words = ["_" if i in dims else w for i, w in enumerate(words)]
+    if drop:
+        result_words = [w for i, w in enumerate(words) if i not in dims]
+    return make([words], [result_words] * results)
+
+
+# An all-reduce of the rows that are cut out sends twice their bytes, and more cuts of
+# one tensor would share its gather.
+_FEW = 4
+
+
+# A part that is joined to one so many times as large may have fewer rows than there are
+# ranks, for which nobody would split the large one. It is whole, which sends as little.
+_FEWER = 16
+
+
+def is_few(rows: int, of: int) -> bool:
+    """Whether ranks sum rows that are cut out of so many, rather than exchange them."""
+    return _FEW * rows <= of
+
+
+# So many rows that lie apart all over a dim lie on all ranks. (With fewer rows than
+# ranks the dim would be gathered.)
+_MANY = 64
+
+
+def is_summed(rows: int, of: int, step: int) -> bool:
+    """Whether ranks sum the rows of a slice, rather than exchange them."""
+    is_all_over = rows >= _MANY and not is_few(step * rows, of)
+    return is_few(rows, of) and not is_all_over
+
+
+def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Rule:
+    """So many rows of a dim."""
+    # A sum over ranks has no meaning for booleans.
+    if x.ndim == 0 or x.dtype == torch.bool or not is_few(rows, x.shape[dim]):
+        return cut(x, [dim], drop=drop)
+    dim, words = at(dim, x.ndim), words_of(x)
+    result_words = ["_" if i == dim else word for i, word in enumerate(words)]
+    if drop:
+        del result_words[dim]
+    return make([words], [result_words])
+
+
+def _spread(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
+    """Backward of a cut: ``grad`` lands somewhere in zeros of this shape.
+
+    ``added``: the dim is new to the result.
+    """
+    dim = at(dim, len(shape))
+    words = words_of(shape, {dim})
+    landed = ["_" if i == dim else w for i, w in enumerate(words)]
+    if added:
+        del landed[dim]
+    return make([landed], [words])
+
+
+def _is_full(n: int, start: int | None, end: int | None, step: int) -> bool:
+    start, end, _ = slice(start, end).indices(n)
+    return step == 1 and start == 0 and end >= n
+
+
+def slice_(
+    x: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Rule:
+    n = x.shape[dim]
+    if _is_full(n, start, end, step):
+        return broadcast(x)
+    positions = range(n)[start:end:step]
+    rows = len(positions)
+    if is_summed(rows, n, step) and x.dtype != torch.bool:
+        return _cut_rows(x, dim, rows)
+    return _sliced(x, at(dim, x.ndim), [rows], [positions.start], step)
+
+
+def _sliced(
+    x: torch.Tensor, dim: int, rows: Shape, starts: Iterable[int], step: int = 1
+) -> Rule:
+    """Rows of a dim from some places on, ``step`` apart, as results."""
+    pieces = [
+        RowPiece(0, i, n, first, step)
+        for i, (n, first) in enumerate(zip(rows, starts, strict=False))
+    ]
+    results = [resized(x, dim, n) for n in rows]
+    return moved([x], results, {dim: pieces}) or cut(x, [dim], results=len(rows))
+
+
+def slice_backward(
+    grad: torch.Tensor, shape: Shape, dim: int, start: int, end: int, step: int
+) -> Rule:
+    if _is_full(shape[dim], start, end, step):
+        return broadcast(grad)
+    rows, first = grad.shape[dim], range(shape[dim])[start:end:step].start
+    if is_few(rows, shape[dim]):
+        return _spread(grad, shape, dim)
+    pieces = {at(dim, grad.ndim): [RowPiece(0, 0, rows, at=first, stride=step)]}
+    return moved([grad], [shape], pieces) or _spread(grad, shape, dim)
+
+
+def slice_scatter(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Rule:
+    if _is_full(x.shape[dim], start, end, step):
+        return broadcast(x, source)
+    dim, rows = at(dim, x.ndim), source.shape[dim]
+    if not is_few(rows, x.shape[dim]) and step <= _FEW:
+        pieces = around(x.shape[dim], range(x.shape[dim])[start:end:step])
+        rule = moved([x, source], [tuple(x.shape)], {dim: pieces})
+        if rule is not None:
+            return rule
+    spread = into(x, _spread(source, x.shape, dim))
+    return _open(spread, x, dim) if step == 1 else spread
+
+
+def into(x: torch.Tensor, spread: Rule) -> Rule:
+    """What ``spread`` puts into zeros is put into ``x``, its first operand, instead."""
+    return replace(spread, operands=spread.results + spread.operands)
+
+
+def _open(rule: Rule, x: torch.Tensor, dim: int) -> Rule:
+    """The rule with that dim of ``x`` no longer whole."""
+    return replace(rule, whole=rule.whole.difference(rule.operands[0][at(dim, x.ndim)]))
+
+
+def select(x: torch.Tensor, dim: int, index: int) -> Rule:
+    return _cut_rows(x, dim, 1, drop=True)
+
+
+def select_backward(grad: torch.Tensor, shape: Shape, dim: int, index: int) -> Rule:
+    return _spread(grad, shape, dim, added=True)
+
+
+def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> Rule:
+    return _open(into(x, _spread(source, x.shape, dim, added=True)), x, dim)
+
+
+def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> Rule:
+    first = start + x.shape[dim] * (start < 0)
+    return _sliced(x, at(dim, x.ndim), [length], [first])
+
+
+def split(x: torch.Tensor, size: int, dim: int = 0) -> Rule:
+    n = x.shape[dim]
+    starts = range(0, n, size) if size else range(0)
+    return split_with_sizes(x, [min(size, n - i) for i in starts] or [n], dim)
+
+
+def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
+    return _sliced(x, at(dim, x.ndim), sizes, itertools.accumulate(sizes, initial=0))
+
+
+def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
+    """Each row as ``select`` gives it."""
+    dim, words = at(dim, x.ndim), words_of(x)
+    if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
+        return cut(x, [dim], drop=True, results=x.shape[dim])
+    return make([words], [words[:dim] + words[dim + 1 :]] * x.shape[dim])
+
+
+def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
+    """An operand of shape (0,) is left out by torch, whatever the others' shape."""
+    ndim = max(x.ndim for x in tensors)
+    dim = at(dim, ndim)
+    if len({(x.ndim, x.dtype) for x in tensors}) == 1:
+        sizes = [x.shape[dim] for x in tensors]
+        starts = itertools.accumulate(sizes, initial=0)
+        pieces = [
+            RowPiece(i, 0, n, at=first)
+            for i, (n, first) in enumerate(zip(sizes, starts, strict=False))
+        ]
+        whole = resized(tensors[0], dim, sum(sizes))
+        few = [i for i, n in enumerate(sizes) if 0 < _FEWER * n <= max(sizes)]
+        rule = moved(tensors, [whole], {dim: pieces}, few=few)
+        if rule is not None:
+            return rule
+    model = next(x for x in tensors if x.ndim == ndim)
+    words = ["_" if i == dim else w for i, w in enumerate(words_of(model))]
+    return make([words if x.ndim == ndim else ["_"] for x in tensors], [words])
+
+
+def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
+    words = words_of(tensors[0])
+    dim = at(dim, len(words) + 1)
+    return make([words] * len(tensors), [[*words[:dim], "_", *words[dim:]]])
+
+
+def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
+    """Which elements stay depends on their position in the matrix."""
+    words = words_of(x, {x.ndim - 2, x.ndim - 1})
+    return make([words], [words])
+
+
+def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
+    """Windows of rows, of which a rank reads those of its own."""
+    count = (x.shape[dim] - size) // step + 1 if x.ndim else 1
+    if not isinstance(count, int) or count <= 1:
+        rule = cut(x, [dim] if x.ndim else [])
+        return replace(rule, results=((*rule.results[0], ()),))
+    words, dim = words_of(x), at(dim, x.ndim)
+    window = RowWindow(0, dim, 1, x.shape[dim], count, Reach(step, span=size))
+    return replace(make([words], [[*words, "_"]]), windows=(window,))
+
+
+def unfold_backward(
+    grad: torch.Tensor, shape: Shape, dim: int, size: int, step: int
+) -> Rule:
+    """Windows of rows added where they lie; along dims that ``grad`` has one row of, it
+    is broadcast."""
+    count = grad.shape[dim] if shape else 1
+    is_whole = not all(isinstance(n, int) for n in (*shape, count)) or count <= 1
+    dim = at(dim, len(shape))
+    words = words_of(shape, {dim} if is_whole else ())
+    rows = grad.shape[: len(shape)]
+    own = [
+        "_" if i == dim and is_whole or i != dim and n == 1 else words[i]
+        for i, n in enumerate(rows)
+    ]
+    rule = make([[*own, "_"]], [words])
+    if is_whole:
+        return rule
+    window = RowWindow(1, dim, 0, shape[dim], count, Reach(step, span=size))
+    return replace(rule, windows=(window,))
+
+
+def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
+    """Rows in the other order."""
+    turned = sorted(all_at(dims, x.ndim)) if dims and x.ndim else []
+    backwards = {d: [RowPiece(0, 0, n := x.shape[d], n - 1, -1)] for d in turned}
+    return moved([x], [tuple(x.shape)], backwards) or flip(x, dims)
+
+
+def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
+    words = words_of(x, {at(d, x.ndim) for d in dims})
+    return make([words], [words])
+
+
+def roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Rule:
+    """Without dims those of the flat tensor are rolled."""
+    whole = flip(x, sorted(all_at(dims, x.ndim)))
+    dims = [dims] if isinstance(dims, int) else dims
+    if not dims or len(set(all_at(dims, x.ndim))) < len(dims):
+        return whole
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    pieces = {}
+    for dim, by in zip(dims, shifts, strict=True):
+        n = x.shape[dim]
+        back = by % n if n else 0
+        ends = [RowPiece(0, 0, back, n - back), RowPiece(0, 0, n - back, at=back)]
+        pieces[at(dim, x.ndim)] = [piece for piece in ends if piece.count]
+    return moved([x], [tuple(x.shape)], pieces) or whole
+
+
+def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
+    """A half turn is a flip; an odd number of quarters swaps the two dims as well."""
+    turned = flip(x, dims)
+    if k % 2 == 0:
+        return turned
+    swapped = transpose(x, *dims)
+    return replace(swapped, whole=turned.whole)
+
+
+def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
+    """Dims repeated once are factors; of others ranks exchange rows. Copies of one row
+    are a factor of the result alone; beside those, and dims that are new, others that
+    are repeated stay whole."""
+    new = len(repeats) - x.ndim
+    repeated = {i: n for i in range(x.ndim) if (n := repeats[new + i]) != 1}
+    pieces = {
+        i: [RowPiece(0, 0, x.shape[i])]
+        for i, n in repeated.items()
+        if new == 0 and n and x.shape[i] > 1
+    }
+    if pieces and len(pieces) == len(repeated):
+        shape = [n * size for n, size in zip(repeats, x.shape, strict=True)]
+        rule = moved([x], [shape], pieces, turns=repeated)
+        if rule is not None:
+            return rule
+    rows, words = [1] * new + list(x.shape), words_of(x, repeated)
+    copies = [
+        f"r{i}" if n == 1 < m else "_"
+        for i, (n, m) in enumerate(zip(rows, repeats, strict=True))
+    ]
+    result = [
+        w if m == 1 else c
+        for w, c, m in zip(["_"] * new + words, copies, repeats, strict=True)
+    ]
+    return make([words], [result])
+
+
+# Local forms
+
+
+def _is_split(call: LocalCall, dim: int) -> bool:
+    return bool(call.operands[0].dims and call.operands[0].dims[dim])
+
+
+def _positions(call: LocalCall, dim: int, *cut: Any) -> range:
+    """The rows of a dim of the first operand that a slice names."""
+    rows = call.shapes[0][dim]
+    if not all(n is None or isinstance(n, int) for n in (rows, *cut)):
+        raise Inexpressible("rows are cut out of a dim whose size is left open")
+    return range(rows)[slice(*cut)]
+
+
+def _own_rows(call: LocalCall, x: fx.Node, dim: int, positions: range) -> fx.Node:
+    """Of the rows at these positions those that this rank has, else zero."""
+    build, device = call.build, x.meta["val"].device
+    index = build.iota(len(positions), device, positions.step)
+    index = build.call(aten.add.Tensor, index, positions.start)
+    part = part_of(call, dim, index)
+    assert part is not None
+    rows = rows_at(call, part.rows_of(x), dim, part.read())
+    ndim = x.meta["val"].dim()
+    return call.where(trailing(call, part.inside, ndim - 1 - dim), rows, 0)
+
+
+def _local_slice(
+    call: LocalCall,
+    x: fx.Node,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = 1,
+) -> fx.Node:
+    dim %= max(len(call.shapes[0]), 1)
+    if not _is_split(call, dim) or call.results[0].dims[dim]:  # not at all, or no cut
+        return call.same(x, dim, start, end, step)
+    return _own_rows(call, x, dim, _positions(call, dim, start, end, step))
+
+
+def _local_select(call: LocalCall, x: fx.Node, dim: int, index: int) -> fx.Node:
+    dim %= len(call.shapes[0])
+    if not _is_split(call, dim):
+        return call.same(x, dim, index)
+    row = _own_rows(call, x, dim, _positions(call, dim, index, index + 1 or None))
+    return call.build.call(aten.squeeze.dim, row, dim)
+
+
+def _local_unbind(call: LocalCall, x: fx.Node, *dims: int) -> fx.Node:
+    dim = sum(dims) % len(call.shapes[0])
+    if not _is_split(call, dim):
+        return call.same(x, *dims)
+    rows = _own_rows(call, x, dim, _positions(call, dim, None))
+    return call.same(rows, dim)
+
+
+def _put(
+    call: LocalCall, x: fx.Node, source: fx.Node, dim: int, positions: range
+) -> fx.Node:
+    """``x`` with the rows of ``source`` that fall into this rank's."""
+    build, device = call.build, x.meta["val"].device
+    shape, axes = call.shapes[0], call.operands[0].dims[dim]
+    index = build.iota(build.own_size(shape[dim], axes), device)
+    first = build.own_start(shape[dim], axes, -positions.start)
+    place = build.call(aten.add.Tensor, index, first)
+    inside = is_within(call, place, len(positions))
+    place = call.where(inside, place, 0)
+    source_rows = rows_at(call, source, dim, place)
+    inside = trailing(call, inside, len(shape) - 1 - dim)
+    return build.call(aten.where.self, inside, source_rows, x)
+
+
+def _local_slice_scatter(
+    call: LocalCall,
+    x: fx.Node,
+    source: fx.Node,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = 1,
+) -> fx.Node:
+    dim %= max(len(call.shapes[0]), 1)
+    if not _is_split(call, dim) or call.operands[1].dims[dim]:
+        return call.same(x, source, dim, start, end, step)
+    positions = _positions(call, dim, start, end, step)
+    return _put(call, x, source, dim, positions) if positions else x
+
+
+def _local_select_scatter(
+    call: LocalCall, x: fx.Node, source: fx.Node, dim: int, index: int
+) -> fx.Node:
+    dim %= len(call.shapes[0])
+    if not _is_split(call, dim):
+        return call.same(x, source, dim, index)
+    row = call.build.call(aten.unsqueeze.default, source, dim)
+    positions = _positions(call, dim, index, index + 1 or None)
+    return _put(call, x, row, dim, positions)
+
+
+def _local_unfold(call: LocalCall, x: fx.Node, *settings: int) -> fx.Node:
+    return call.same(with_halo_rows(call, x, 0), *settings)
+
+
+def _local_unfold_backward(
+    call: LocalCall, grad: fx.Node, shape: Any, dim: int, size: int, step: int
+) -> fx.Node:
+    own = list(call.local_shape())
+    for window in windows_of(call, 1):
+        own[window.dim] = call.build.window_rows(exchange_of(call, window))
+    return add_halo_rows(call, call.same(grad, own, dim, size, step), 1)
+
+
+def _local_repeat(call: LocalCall, x: fx.Node, repeats: Sequence[int]) -> fx.Node:
+    """Of one row as many copies as this rank has."""
+    new = len(repeats) - len(call.shapes[0])
+    rows, own = (1,) * new + call.shapes[0], call.local_shape()
+    triples = zip(rows, own, repeats, strict=True)
+    return call.same(x, [k if n == 1 else m for n, k, m in triples])
+
+
+ROWS = {
+    **moves(
+        "slice.Tensor slice_copy.Tensor",
+        slice_,
+        local=_local_slice,
+        facts="sinks by_row",
+    ),
+    **moves("slice_backward", slice_backward, shape=1, facts="by_row"),
+    **rows(
+        "slice_scatter",
+        slice_scatter,
+        movement="0+1",
+        local=_local_slice_scatter,
+        facts="moves by_row",
+    ),
+    **moves("select.int select_copy.int", select, local=_local_select, facts="by_row"),
+    **moves("select_backward", select_backward, shape=1),
+    **rows(
+        "select_scatter",
+        select_scatter,
+        movement="0+1",
+        local=_local_select_scatter,
+        facts="moves",
+    ),
+    **moves("narrow_copy", narrow),
+    **moves("split.Tensor split_copy.Tensor", split, facts="splits by_row"),
+    **moves(
+        "split_with_sizes split_with_sizes_copy",
+        split_with_sizes,
+        facts="splits by_row",
+    ),
+    **moves("unsafe_split.Tensor", split),
+    **moves("unsafe_split_with_sizes", split_with_sizes),
+    **moves("unbind.int unbind_copy.int", unbind, local=_local_unbind),
+    **moves("cat", cat, facts="copies pointwise by_row"),
+    **moves("stack _stack", stack),
+    **moves("tril triu", triangle),
+    **moves("unfold unfold_copy", unfold, local=_local_unfold),
+    **rows(
+        "unfold_backward",
+        unfold_backward,
+        linear="0",
+        shape=1,
+        local=_local_unfold_backward,
+    ),
+    **moves("flip", mirror),
+    **moves("roll", roll),
+    **moves("rot90", rot90),
+    **moves("repeat", repeat, local=_local_repeat, facts="copies"),
+    **moves("rev", mirror, namespace="prims"),
+    **moves("cat", cat, namespace="prims"),
+}

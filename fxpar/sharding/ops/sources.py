@@ -1,0 +1,164 @@
+"""Rows of ops that make tensors: constants, ranges and random numbers.
+
+Every dim of a constant is a factor of its own, free for whoever reads it. A range
+counts by position and a random op draws in order, so both are whole (a reader slices
+them, which costs nothing), except where the random op counts by global index itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_table import make, rows, words_of
+from fxpar.sharding.ops.pointwise import broadcast, broadcast_two
+
+Shape = Sequence[int]
+
+
+def filled(shape: Shape, *_: Any, **__: Any) -> Rule:
+    """The same constant everywhere."""
+    return make([], [words_of(shape)])
+
+
+def fresh(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
+    """A new tensor, of the kind of ``x``. Dims that both have are factors of both, so
+    that ``x`` may lie as it likes."""
+    result = words_of(shape)
+    shared = dict(enumerate(zip(shape, result, strict=True)))
+    shared = shared if x.ndim == len(shape) else {}
+    operand = [
+        shared[i][1] if i in shared and shared[i][0] == n else f"x{i}!"
+        for i, n in enumerate(x.shape)
+    ]
+    return make([operand], [result])
+
+
+def scalar(*_: Any, **__: Any) -> Rule:
+    """A result without dims."""
+    return make([], [[]])
+
+
+def ranged(*_: Any, **__: Any) -> Rule:
+    """One dim that counts."""
+    return make([], [["n!"]])
+
+
+def matrix(*_: Any, **__: Any) -> Rule:
+    """Two dims that count."""
+    return make([], [["m!", "n!"]])
+
+
+def drawn(place: int) -> Callable[..., Rule]:
+    """Random numbers drawn in order; argument ``place`` is the shape."""
+
+    def rule_of_call(*args: Any, **_: Any) -> Rule:
+        shape = args[place]
+        return make([], [words_of(shape, range(len(shape)))])
+
+    return rule_of_call
+
+
+def drawn_like(x: torch.Tensor, *more: Any, **_: Any) -> Rule:
+    """Random numbers drawn in order, one per element of the operands."""
+    tensors = [t for t in (x, *more) if isinstance(t, torch.Tensor)]
+    operands = [words_of(t, range(t.ndim), f"x{i}") for i, t in enumerate(tensors)]
+    shape = torch.broadcast_shapes(*[t.shape for t in tensors])
+    return make(operands, [words_of(shape, range(len(shape)))])
+
+
+def multinomial(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
+    """Categories drawn in order, from one distribution a row."""
+    words = words_of(x, range(x.ndim))
+    return make([words], [[*words[:-1], "_"]])
+
+
+def dropout(x: torch.Tensor, p: float, train: bool | None) -> Rule:
+    """Nothing is drawn where nothing is dropped."""
+    if train is False or p == 0:
+        return broadcast_two(x)
+    words = words_of(x, range(x.ndim))
+    return make([words], [words, words])
+
+
+def lookup_seed(seeds: torch.Tensor, index: int) -> Rule:
+    return make([["n!"]], [[]])
+
+
+def indexed(place: int) -> Callable[..., Rule]:
+    """Random numbers that Inductor counts by index, from a seed that is a tensor."""
+
+    def rule_of_call(*args: Any, **_: Any) -> Rule:
+        shape, seed = args[place], args[place + 1]
+        return make([["_"] * seed.ndim], [words_of(shape)])
+
+    return rule_of_call
+
+
+def offsets(count: Sequence[int], *_: Any) -> Rule:
+    return make([], [["n!", "_"]])
+
+
+ROWS = {
+    **rows(
+        "full zeros ones empty.memory_format empty_permuted empty_strided "
+        "_efficientzerotensor",
+        filled,
+        shape=0,
+        constant="filled",
+    ),
+    **rows("full_like zeros_like ones_like empty_like", broadcast, constant="filled"),
+    **rows("fill.Scalar", broadcast),
+    **rows(
+        "new_full new_zeros new_ones new_empty new_empty_strided",
+        fresh,
+        shape=1,
+        constant="filled",
+    ),
+    **rows("scalar_tensor", scalar, constant="filled"),
+    **rows(
+        "arange arange.start arange.start_step linspace logspace fft_fftfreq "
+        "fft_rfftfreq",
+        ranged,
+        constant="counted",
+    ),
+    **rows("randperm", ranged),
+    **rows("eye eye.m tril_indices triu_indices", matrix, constant="counted"),
+    **rows("rand rand.generator randn randn.generator", drawn(0)),
+    **rows("randint randint.generator", drawn(1), work="draw"),
+    **rows("randint.low randint.low_generator", drawn(2), work="draw"),
+    **rows("normal.float_float", drawn(2)),
+    **rows(
+        "rand_like randn_like randint_like randint_like.low_dtype bernoulli "
+        "bernoulli.p normal.Tensor_float poisson normal.Tensor_Tensor "
+        "normal_functional exponential uniform cauchy geometric log_normal",
+        drawn_like,
+    ),
+    **rows("random random.from random.to", drawn_like, work="draw"),
+    **rows("normal.float_Tensor", lambda mean, std, **_: drawn_like(std)),
+    **rows("multinomial", multinomial),
+    **rows("native_dropout", dropout),
+    **rows(
+        "full empty empty_permuted empty_strided",
+        filled,
+        "prims",
+        shape=0,
+        constant="filled",
+    ),
+    **rows("full_like", broadcast, "prims", constant="filled"),
+    **rows("fill", broadcast, "prims"),
+    **rows("scalar_tensor", scalar, "prims", constant="filled"),
+    **rows("inductor_seed", scalar, "prims"),
+    **rows("iota", ranged, "prims", constant="counted"),
+    **rows("inductor_seeds inductor_rand_eager_offset", ranged, "prims"),
+    **rows("normal uniform", drawn(0), "prims"),
+    **rows("inductor_lookup_seed", lookup_seed, "prims", facts="random"),
+    **rows(
+        "inductor_random", indexed(0), "prims", shape=0, work="draw", facts="random"
+    ),
+    **rows("inductor_randint", indexed(2), "prims", shape=2, facts="random"),
+    **rows("inductor_rand_eager_offsets", offsets, "prims"),
+}

@@ -1,0 +1,182 @@
+"""Rows of counts, segments and distances between points.
+
+Counts of shards add up where the bins do not depend on the data; a distance between
+points adds up over their coordinates where it is no root.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_table import aligned, at, make, rows, tensors_of, words_of
+
+Maybe = torch.Tensor | None
+
+
+# Histograms
+
+
+def _counted(
+    points: Sequence[str], edges: int, weight: Maybe, counts: int, ends: int, adds: bool
+) -> Rule:
+    """``points``: words of the data, whole unless the counts of shards are ``adds``.
+    ``edges``: how many tensors beside it say where bins end. Results: counts over
+    ``counts`` bins, and ``ends`` tensors of ends, the same on every rank."""
+    words = [w if adds or w == "_" else f"{w}!" for w in points]
+    weights = [words[: weight.ndim]] if weight is not None else []
+    alike = [f"~{w.rstrip('!')}" for w in words if w != "_"]
+    results = [["_"] * counts] * bool(counts) + [["_", *alike]] * ends
+    return make([words, *[["_"]] * edges, *weights], results)
+
+
+def histc(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Rule:
+    """Bins depend on the least and largest element unless both ends are given."""
+    return _counted(words_of(x), 0, None, 1, 0, low != high)
+
+
+def histogram(
+    x: torch.Tensor,
+    bins: torch.Tensor | int = 100,
+    *,
+    range: Sequence[float] | None = None,
+    weight: Maybe = None,
+    density: bool = False,
+) -> Rule:
+    """Counts, or their density, which no rank knows alone; and the edges of bins."""
+    edges = int(isinstance(bins, torch.Tensor))
+    adds = (bool(edges) or range is not None) and not density
+    return _counted(words_of(x), edges, weight, 1, 1, adds)
+
+
+def _points(x: torch.Tensor) -> list[str]:
+    return [*words_of(x.shape[:-1]), "_"]
+
+
+def histogramdd(
+    x: torch.Tensor,
+    bins: Sequence[torch.Tensor] | Sequence[int],
+    *,
+    range: Sequence[float] | None = None,
+    weight: Maybe = None,
+    density: bool = False,
+) -> Rule:
+    edges = len(tensors_of(bins))
+    adds = (bool(edges) or range is not None) and not density
+    return _counted(_points(x), edges, weight, len(bins), 0, adds)
+
+
+def histogramdd_edges(
+    x: torch.Tensor,
+    bins: Sequence[int],
+    *,
+    range: Sequence[float] | None = None,
+    weight: Maybe = None,
+    density: bool = False,
+) -> Rule:
+    return _counted(_points(x), 0, weight, 0, len(bins), range is not None)
+
+
+# Segments of one dim
+
+
+def segment_reduce(
+    x: torch.Tensor,
+    reduce: str,
+    *,
+    lengths: Maybe = None,
+    indices: Maybe = None,
+    offsets: Maybe = None,
+    axis: int = 0,
+    **_: Any,
+) -> Rule:
+    full, cut, counts = _segments(x, axis)
+    segments = [counts for t in (lengths, indices, offsets) if t is not None]
+    return make([full, *segments], [cut])
+
+
+def segment_reduce_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    reduce: str,
+    *,
+    lengths: Maybe = None,
+    offsets: Maybe = None,
+    axis: int = 0,
+    **_: Any,
+) -> Rule:
+    full, cut, counts = _segments(x, axis)
+    segments = [counts for t in (lengths, offsets) if t is not None]
+    return make([cut, cut, full, *segments], [full])
+
+
+def _segments(x: torch.Tensor, axis: int) -> tuple[list[str], list[str], list[str]]:
+    """Words of the data, of what segments reduce to, and of their lengths."""
+    axis = at(axis, x.ndim)
+    full = words_of(x, {axis})
+    cut = [*full[:axis], "_", *full[axis + 1 :]]
+    return full, cut, [*full[:axis], "_"]
+
+
+# Distances
+
+# The norms that coordinates add up to without a root, by order.
+_REDUCTION = {math.inf: "max", 1: "sum", 0: "sum"}
+
+
+def _coordinate(p: float) -> tuple[str, dict[str, str]]:
+    """(word of the dim of coordinates, its reduction)."""
+    reduction = _REDUCTION.get(p)
+    return ("k", {"k": reduction}) if reduction else ("k!", {})
+
+
+def cdist(x: torch.Tensor, y: torch.Tensor, p: float, mode: int | None) -> Rule:
+    k, reductions = _coordinate(p)
+    batch, (left, right) = aligned([x.shape[:-2], y.shape[:-2]])
+    operands = [[*left, "m", k], [*right, "n", k]]
+    return make(operands, [[*batch, "m", "n"]], reductions=reductions)
+
+
+def cdist_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    p: float,
+    distance: torch.Tensor,
+) -> Rule:
+    """Once distances are known, coordinates are free."""
+    tensors = (grad, x, y, distance)
+    batch, own = aligned([t.shape[:-2] for t in tensors])
+    cores = (["m", "n"], ["m", "k"], ["n", "k"], ["m", "n"])
+    operands = [b + core for b, core in zip(own, cores, strict=True)]
+    return make(operands, [[*batch, "m", "k"]])
+
+
+def pdist(x: torch.Tensor, p: float = 2.0) -> Rule:
+    k, reductions = _coordinate(p)
+    return make([["_", k]], [["_"]], reductions=reductions)
+
+
+def pdist_backward(
+    grad: torch.Tensor, x: torch.Tensor, p: float, distance: torch.Tensor
+) -> Rule:
+    return make([["_"], ["_", "k"], ["_"]], [["_", "k"]])
+
+
+ROWS = {
+    **rows("histc", histc),
+    **rows("histogram.bins_tensor histogram.bin_ct", histogram),
+    **rows("_histogramdd_from_bin_cts _histogramdd_from_bin_tensors", histogramdd),
+    **rows("_histogramdd_bin_edges", histogramdd_edges),
+    **rows("segment_reduce", segment_reduce),
+    **rows("_segment_reduce_backward", segment_reduce_backward, linear="0"),
+    **rows("_cdist_forward", cdist),
+    **rows("_cdist_backward", cdist_backward, linear="0"),
+    **rows("_pdist_forward", pdist),
+    **rows("_pdist_backward", pdist_backward, linear="0"),
+}

@@ -1,0 +1,566 @@
+"""Views that keep every element: reshapes, permutations, expansion.
+
+A reshape is the common factorisation of its two shapes.
+
+A shard may lie in memory as the whole did not. Its strides can forbid a view that those
+of the whole allowed, so a change of shape is a reshape, which copies only then. A split
+dim of local size 1 is not a dim of size 1, so squeezing names the dims that go. Strides
+among the arguments are those of the whole: the rule says which reshape or permutation
+they stood for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.graph.builder import value_of
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_table import Word, at, make, rows, words_of
+from fxpar.sharding.ops import views
+from fxpar.sharding.ops.local_call import LocalCall
+
+aten = torch.ops.aten
+
+Shape = Sequence[int]
+
+
+def moves(
+    names: str, rule: Callable[..., Rule | None], facts: str = "", **marks: Any
+) -> dict:
+    """Rows of ops that only move elements: every partial value may pass."""
+    return rows(names, rule, movement="0", facts=f"moves {facts}", **marks)
+
+
+# Views of the same elements in the same order
+
+
+def regroup(source: Shape, target: Shape) -> Rule:
+    """The common factorisation of two shapes of equally many elements.
+
+    From the left, the greatest common divisor of the two open dims is a factor of both.
+    Where they have none in common, dims are joined until the products meet; what is
+    left of those dims is whole, and so is all that is minor to it in the same dim.
+    """
+    sizes: dict[str, int] = {}
+
+    def factor(n: int, whole: bool = False) -> str:
+        name = f"f{len(sizes)}"
+        sizes[name] = n
+        return name + "!" * whole
+
+    if 0 in source or 0 in target:
+        before, after = ([factor(n, True) for n in s] for s in (source, target))
+        return make([before], [after], sizes)
+
+    source_words: list[list[str]] = [[] for _ in source]
+    target_words: list[list[str]] = [[] for _ in target]
+    i = j = 0
+    a = b = 1
+    while True:
+        while a == 1 and i < len(source):
+            a, i = source[i], i + 1
+        while b == 1 and j < len(target):
+            b, j = target[j], j + 1
+        if a == 1 and b == 1:
+            break
+        common = math.gcd(a, b)
+        if common > 1:
+            name = factor(common)
+            source_words[i - 1].append(name)
+            target_words[j - 1].append(name)
+            a, b = a // common, b // common
+            if a == 1 or b == 1:
+                continue
+        # No further divisor in common: the rest is whole until the products meet.
+        rest_left, rest_right = a, b
+        source_words[i - 1].append(factor(a, True))
+        target_words[j - 1].append(factor(b, True))
+        while rest_left != rest_right:
+            if rest_left < rest_right:
+                source_words[i].append(factor(source[i], True))
+                rest_left, i = rest_left * source[i], i + 1
+            else:
+                target_words[j].append(factor(target[j], True))
+                rest_right, j = rest_right * target[j], j + 1
+        a = b = 1
+
+    def words(dims: list[list[str]]) -> list[Word]:
+        return [tuple(dim) if dim else "_" for dim in dims]
+
+    return make([words(source_words)], [words(target_words)], sizes)
+
+
+def _complete(numel: int, shape: Shape) -> list[int]:
+    """A shape with its -1 filled in."""
+    product = math.prod(n for n in shape if n != -1)
+    return [numel // max(product, 1) if n == -1 else n for n in shape]
+
+
+def view(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
+    return regroup(x.shape, _complete(x.numel(), shape))
+
+
+def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule:
+    """Bits read as another type; a change of width rescales the last dim."""
+    words = words_of(x)
+    if x.element_size() == dtype.itemsize:
+        return make([words], [words])
+    return make([[*words[:-1], "bits!"]], [[*words[:-1], "_"]])
+
+
+def collapse(x: torch.Tensor, start: int, end: int) -> Rule:
+    """Dims ``start`` to ``end``, inclusive, become one."""
+    shape = list(x.shape)
+    product = [math.prod(shape[start : end + 1])]
+    return regroup(shape, shape[:start] + product + shape[end + 1 :])
+
+
+def split_dim(x: torch.Tensor, dim: int, outer: int) -> Rule:
+    words = words_of(x, {dim})
+    return make([words], [[*words[:dim], "_", "_", *words[dim + 1 :]]])
+
+
+# Views in another order or with dims of size 1 more or less
+
+
+def permute(x: torch.Tensor, dims: Sequence[int]) -> Rule:
+    words = words_of(x)
+    return make([words], [[words[at(d, x.ndim)] for d in dims]])
+
+
+def transpose(x: torch.Tensor, first: int, second: int) -> Rule:
+    order = list(range(x.ndim))
+    if order:
+        a, b = at(first, x.ndim), at(second, x.ndim)
+        order[a], order[b] = b, a
+    return permute(x, order)
+
+
+def t(x: torch.Tensor) -> Rule:
+    return permute(x, range(x.ndim)[::-1])
+
+
+def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> Rule:
+    """Only dims of size 1 go, also of those named. A dim of another size that is split
+    into shards of size 1 stays, which partitioning must see to."""
+    asked_dims = (
+        range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    )
+    squeezable = {at(d, x.ndim) for d in asked_dims}
+    words = words_of(x)
+    result_words = [
+        w for i, w in enumerate(words) if not (i in squeezable and x.shape[i] == 1)
+    ]
+    return make([words], [result_words])
+
+
+def unsqueeze(x: torch.Tensor, dim: int) -> Rule:
+    words = words_of(x)
+    dim = at(dim, x.ndim + 1)
+    return make([words], [[*words[:dim], "_", *words[dim:]]])
+
+
+def expand(x: torch.Tensor, shape: Shape, **_: Any) -> Rule:
+    """A stretched dim is a factor of the result alone."""
+    new = len(shape) - x.ndim
+    source = [1] * new + list(x.shape)
+    result = [m if n == -1 else n for n, m in zip(shape, source, strict=True)]
+    return _stretch(x, result, range(new, len(shape)))
+
+
+def broadcast_in_dim(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
+    return _stretch(x, shape, places)
+
+
+def _stretch(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
+    words = words_of(shape)
+    operand = [
+        words[p] if n == shape[p] else "_" for p, n in zip(places, x.shape, strict=True)
+    ]
+    return make([operand], [words])
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A use of strides as what it stands for: ``x`` cut along dims, then permuted."""
+
+    # The places taken along each dim of ``x``.
+    cuts: tuple[range, ...]
+    # For each dim of the result the dim of ``x`` it is; None where it is stretched or
+    # of size 1.
+    source: tuple[int | None, ...]
+
+
+def strided(
+    x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
+) -> Strided | None:
+    """What strides stand for; None if they are no cut of single dims. An element of
+    ``x`` lies where its own strides say, so indices that give the same place, and are
+    within bounds, name the same element."""
+    dims = sorted((d for d, n in enumerate(x.shape) if n != 1), key=x.stride)[::-1]
+    offset_left = 0 if offset is None else offset - x.storage_offset()
+    if offset_left < 0:
+        return None
+    starts = dict.fromkeys(range(x.ndim), 0)
+    for d in dims:
+        starts[d] = min(offset_left // max(x.stride(d), 1), x.shape[d] - 1)
+        offset_left -= starts[d] * x.stride(d)
+    if offset_left or 0 in x.shape or 0 in shape:
+        return None
+    cuts = {d: range(start, start + 1) for d, start in starts.items()}
+    source: list[int | None] = []
+    for n, step in zip(shape, stride, strict=True):
+        if n == 1 or step == 0:
+            source.append(None)
+            continue
+        dim = next((d for d in dims if 0 < x.stride(d) <= step), None)
+        if dim is None or dim in source or step % x.stride(dim):
+            return None
+        step //= x.stride(dim)
+        cuts[dim] = range(starts[dim], starts[dim] + (n - 1) * step + 1, step)
+        source.append(dim)
+        if cuts[dim][-1] >= x.shape[dim]:
+            return None
+    return Strided(tuple(cuts[d] for d in range(x.ndim)), tuple(source))
+
+
+def is_reshape(
+    x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
+) -> bool:
+    """Whether strides read a contiguous tensor in its own order."""
+    dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    plain = all(s == d for n, s, d in zip(shape, stride, dense, strict=True) if n != 1)
+    begins = offset is None or offset == x.storage_offset()
+    return begins and plain and math.prod(shape) == x.numel() and x.is_contiguous()
+
+
+def as_strided(
+    x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
+) -> Rule | None:
+    """Only where it is a reshape of a contiguous tensor, or cuts dims, in any order,
+    with some stretched."""
+    if is_reshape(x, shape, stride, offset):
+        return regroup(x.shape, shape)
+    form = strided(x, shape, stride, offset)
+    if form is None:
+        return None
+    words = [
+        word if cut == range(n) else "_"
+        for word, cut, n in zip(words_of(x), form.cuts, x.shape, strict=True)
+    ]
+    result = [
+        words[d] if d is not None else "_" if n == 1 else f"s{j}"
+        for j, (d, n) in enumerate(zip(form.source, shape, strict=True))
+    ]
+    return make([words], [result])
+
+
+def as_strided_scatter(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    shape: Shape,
+    stride: Shape,
+    offset: int | None = None,
+) -> Rule | None:
+    """The source put where ``as_strided`` reads; not where it reads a place twice."""
+    rule = as_strided(x, shape, stride, offset)
+    if rule is None or math.prod(shape) > x.numel():
+        return None
+    if any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True)):
+        return None
+    return replace(rule, operands=rule.operands + rule.results, results=rule.operands)
+
+
+def add_pair(x: torch.Tensor) -> Rule:
+    """Complex numbers as pairs of real ones."""
+    words = words_of(x)
+    return make([words], [[*words, "two!"]])
+
+
+def drop_pair(x: torch.Tensor) -> Rule:
+    words = words_of(x.shape[:-1])
+    return make([[*words, "two!"]], [words])
+
+
+def pixel_shuffle(x: torch.Tensor, r: int) -> Rule:
+    """Blocks of ``r`` by ``r`` channels become pixels."""
+    return _pixels(x, r, x.shape[-3] // (r * r) if r else 1, x.shape[-2], x.shape[-1])
+
+
+def pixel_unshuffle(x: torch.Tensor, r: int) -> Rule:
+    rule = _pixels(x, r, x.shape[-3], x.shape[-2] // r, x.shape[-1] // r)
+    return replace(rule, operands=rule.results, results=rule.operands)
+
+
+def _pixels(x: torch.Tensor, r: int, c: int, h: int, w: int) -> Rule:
+    batch: list[Word] = [*words_of(x.shape[:-3])]
+    deep: list[Word] = [*batch, ("c", "i!", "j!"), "h", "w"]
+    wide: list[Word] = [*batch, "c", ("h", "i!"), ("w", "j!")]
+    return make([deep], [wide], {"c": c, "h": h, "w": w, "i": r, "j": r})
+
+
+def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
+    """Channels change places."""
+    words = words_of(x, whole=[1])
+    return make([words], [words])
+
+
+# Local forms
+
+
+def contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
+    """What a rank holds, row by row in memory."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _local_reshape(call: LocalCall, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
+    return call.build.reshape(x, call.local_shape())
+
+
+def _local_squeeze(call: LocalCall, x: fx.Node, dims: Any = None) -> fx.Node:
+    shape = call.shapes[0]
+    listed = range(len(shape)) if dims is None else dims
+    listed = [listed] if isinstance(listed, int) else listed
+    squeezed = [d % len(shape) for d in listed if shape and shape[d] == 1]
+    return call.build.call(aten.squeeze.dims, x, squeezed)
+
+
+def _local_reread(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
+    """Bits read as another type, of another width: neighbours must lie together."""
+    return call.same(contiguous(call, x), *args)
+
+
+def _local_as_strided(
+    call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None = None
+) -> fx.Node:
+    args = value_of((call.node.args[0], shape, stride, offset))
+    if views.is_reshape(*args):
+        return _local_reshape(call, x)
+    form = views.strided(*args)
+    if form is None:
+        return _by_strides(call, x, shape, stride, offset)
+    build, x = call.build, _cuts(call, x, form)[-1]
+    size = x.meta["val"].shape
+    narrow = [1 if d is None else size[d] for d in form.source]
+    x = build.call(aten.permute.default, x, _order(form))
+    x = build.call(aten.reshape.default, x, narrow)
+    return build.call(aten.expand.default, x, list(call.local_shape()))
+
+
+def _order(form: views.Strided) -> list[int]:
+    """Dims as the result has them, then those that were cut to one place."""
+    order = [d for d in form.source if d is not None]
+    return order + [d for d in range(len(form.cuts)) if d not in order]
+
+
+def _cut_dims(call: LocalCall, form: views.Strided) -> list[int]:
+    return [d for d, cut in enumerate(form.cuts) if cut != range(call.shapes[0][d])]
+
+
+def _cuts(call: LocalCall, x: fx.Node, form: views.Strided) -> list[fx.Node]:
+    """``x``, and ``x`` with one dim after another cut."""
+    out = [x]
+    for d in _cut_dims(call, form):
+        cut = form.cuts[d]
+        ends = cut.start, cut.stop, cut.step
+        out.append(call.build.call(aten.slice.Tensor, out[-1], d, *ends))
+    return out
+
+
+def _local_as_strided_scatter(
+    call: LocalCall,
+    x: fx.Node,
+    source: fx.Node,
+    shape: Any,
+    stride: Any,
+    offset: int | None = None,
+) -> fx.Node:
+    build, global_args = call.build, list(value_of(call.node.args))
+    if views.as_strided_scatter(*global_args) is None:
+        first = _from_start(call, offset)
+        _refuse_beyond(call, shape, stride, first)
+        return call.same(_laid_out(call, x), source, shape, stride, first)
+    del global_args[1]
+    if views.is_reshape(*global_args):
+        return build.call(aten.reshape.default, source, list(call.local_shape()))
+    form = views.strided(*global_args)
+    assert form is not None
+    parts = _cuts(call, x, form)
+    order, size = _order(form), parts[-1].meta["val"].shape
+    source = build.call(aten.reshape.default, source, [size[d] for d in order])
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    source = build.call(aten.permute.default, source, inverse)
+    for d, part in zip(_cut_dims(call, form)[::-1], parts[-2::-1], strict=True):
+        cut = form.cuts[d]
+        ends = cut.start, cut.stop, cut.step
+        source = build.call(aten.slice_scatter.default, part, source, d, *ends)
+    return source
+
+
+def _by_strides(
+    call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None
+) -> fx.Node:
+    """Any other use of strides: on the whole tensor."""
+    first = _from_start(call, offset)
+    _refuse_beyond(call, shape, stride, first)
+    return call.same(_laid_out(call, x), shape, stride, first)
+
+
+def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None:
+    """Memory that is around a tensor is no part of its value."""
+    ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
+    if 0 not in shape and not 0 <= first <= first + sum(ends) < math.prod(
+        call.shapes[0]
+    ):
+        raise PlanError(
+            f"{call.node.name} reads memory beyond the tensor by strides",
+            fix="index or slice the tensor that owns the memory",
+        )
+
+
+def _from_start(call: LocalCall, offset: int | None) -> int:
+    """An offset into memory counted from the tensor's own start."""
+    first = call.node.args[0].meta["val"].storage_offset()
+    return 0 if offset is None else offset - first
+
+
+def _laid_out(call: LocalCall, x: fx.Node) -> fx.Node:
+    """A whole tensor, laid out as it was."""
+    global_x, build = call.node.args[0].meta["val"], call.build
+    order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    x = build.call(aten.permute.default, x, order)
+    x = build.call(aten.permute.default, contiguous(call, x), inverse)
+    if x.meta["val"].stride() != global_x.stride():
+        raise PlanError(
+            f"{call.node.name} reads a tensor by strides that skip over memory",
+            fix="index or slice the tensor instead of torch.as_strided",
+        )
+    return x
+
+
+ROWS = {
+    **moves(
+        "view",
+        view,
+        shape=1,
+        local=_local_reshape,
+        facts="reshapes keeps_order by_row renames sinks",
+    ),
+    **moves(
+        "view_copy _reshape_copy _reshape_alias _reshape_alias_copy",
+        view,
+        shape=1,
+        local=_local_reshape,
+    ),
+    **moves(
+        "_unsafe_view",
+        view,
+        shape=1,
+        local=_local_reshape,
+        facts="reshapes keeps_order by_row",
+    ),
+    **moves(
+        "reshape",
+        view,
+        shape=1,
+        local=_local_reshape,
+        view=False,
+        facts="reshapes keeps_order sinks by_row",
+    ),
+    **rows(
+        "view.dtype view_copy.dtype", view_dtype, local=_local_reread, facts="moves"
+    ),
+    **moves("permute permute_copy", permute, facts="permutes sinks by_row"),
+    **moves("transpose.int transpose_copy.int", transpose, facts="permutes by_row"),
+    **moves("t t_copy", t, facts="permutes by_row"),
+    **moves("expand expand_copy", expand, shape=1, facts="by_row"),
+    **moves(
+        "squeeze squeeze.dim",
+        squeeze,
+        local=_local_squeeze,
+        along=1,
+        facts="keeps_order by_row",
+    ),
+    **moves(
+        "squeeze.dims",
+        squeeze,
+        local=_local_squeeze,
+        along=1,
+        facts="keeps_order by_row sinks",
+    ),
+    **moves(
+        "squeeze_copy squeeze_copy.dim squeeze_copy.dims", squeeze, local=_local_squeeze
+    ),
+    **moves(
+        "unsqueeze unsqueeze_copy", unsqueeze, along=1, facts="keeps_order sinks by_row"
+    ),
+    **moves(
+        "as_strided as_strided_copy",
+        as_strided,
+        even=True,
+        local=_local_as_strided,
+        facts="by_strides",
+    ),
+    **rows(
+        "as_strided_scatter",
+        as_strided_scatter,
+        movement="0+1",
+        even=True,
+        local=_local_as_strided_scatter,
+        facts="moves by_strides",
+    ),
+    **rows("view_as_real view_as_real_copy", add_pair, linear="0", facts="moves"),
+    **rows(
+        "view_as_complex view_as_complex_copy",
+        drop_pair,
+        linear="0",
+        local=_local_reread,
+        facts="moves",
+    ),
+    **moves("pixel_shuffle", pixel_shuffle, empty="fill"),
+    **moves("pixel_unshuffle", pixel_unshuffle, empty="fill"),
+    **moves("native_channel_shuffle", channel_shuffle),
+    **moves("broadcast_in_dim", broadcast_in_dim, namespace="prims", shape=1),
+    **moves(
+        "reshape",
+        view,
+        namespace="prims",
+        shape=1,
+        local=_local_reshape,
+        facts="reshapes",
+    ),
+    **moves(
+        "collapse collapse_view", collapse, namespace="prims", local=_local_reshape
+    ),
+    **moves("split_dim", split_dim, namespace="prims", local=_local_reshape),
+    **moves("squeeze", squeeze, namespace="prims", local=_local_squeeze),
+    **moves("transpose", permute, namespace="prims"),
+    **moves(
+        "as_strided",
+        as_strided,
+        namespace="prims",
+        even=True,
+        local=_local_as_strided,
+        facts="by_strides",
+    ),
+    **rows(
+        "as_strided_scatter",
+        as_strided_scatter,
+        "prims",
+        movement="0+1",
+        even=True,
+        local=_local_as_strided_scatter,
+        facts="moves by_strides",
+    ),
+    **rows("view_of_dtype", view_dtype, "prims", local=_local_reread),
+}
