@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpar.passes.order import layer_segments
+
 # How a wrapper defines a kernel: its name, and its text.
 _KERNEL = re.compile(
     r"^\w+ = async_compile\.triton\('(\w+)', '''\n(.*?)'''", re.M | re.S
@@ -175,7 +177,7 @@ class _Stop(BaseException):
 @contextlib.contextmanager
 def generating() -> Iterator[list[Generated]]:
     """Inside, what Inductor is to compile is for a GPU that is pretended, and is not
-    compiled but listed; called, it gives fakes."""
+    compiled but listed; called, it gives fakes. Layers that repeat are one body."""
     from torch._inductor import compile_fx
     from torch._inductor.graph import GraphLowering
 
@@ -211,6 +213,7 @@ def generating() -> Iterator[list[Generated]]:
         pretended(),
         mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)),
         mock.patch.object(compile_fx, "compile_fx_inner", generate),
+        mock.patch.object(layer_segments, "DEVICES", {"cpu", "cuda"}),
     ):
         yield made
 

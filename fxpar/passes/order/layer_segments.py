@@ -45,8 +45,9 @@ GATHER = torch.ops.fxpar.all_gather_into_tensor.default
 # A body is called so often at least, and has so many ops.
 LEAST_CALLS, LEAST_OPS = 3, 5
 
-# Where Inductor's bodies are proved; on others layers stay as they are.
-DEVICES = {"cpu", "cuda"}
+# Where steps of bodies were timed, and are as fast. On CUDA their code was generated
+# without a GPU, forward only.
+DEVICES = {"cpu"}
 
 
 @dataclass(frozen=True)
