@@ -41,7 +41,6 @@ from fxpar.fusion.schedule_attempts import (
     Attempts,
     SimulatedRun,
     is_better,
-    with_room,
 )
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.unlike_shards import UnlikeOp, closed
@@ -419,9 +418,9 @@ def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
 
 def _by_phase(state: Attempts) -> None:
     """Sizes of buckets and gathers under way, where communication is waited for. More
-    hold more: a share of the peak memory is worth as much as one of the seconds. What
-    gives an order that was tried is not tried again."""
-    most = with_room(state.now)
+    hold more: where parameters are gathered a share of the peak memory is worth as much
+    as one of the seconds. What gives an order that was tried is not tried again."""
+    most = state.most_bytes()
     room = most - state.now.peak_bytes
     first, *rest = (int(share * room) for share in _AGAIN)
     changes: list[dict[str, int]] = [
@@ -449,7 +448,8 @@ def _by_phase(state: Attempts) -> None:
         then = state.timeline(schedule)
         if then.peak_bytes <= most:
             state.simulated[schedule] = then
-            if then.seconds * then.peak_bytes < now.seconds * now.peak_bytes:
+            product = then.seconds * then.peak_bytes
+            if not state.gathers or product < now.seconds * now.peak_bytes:
                 state.take(schedule, then)
 
 

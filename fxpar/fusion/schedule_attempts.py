@@ -33,8 +33,9 @@ LEAST = 1e-3
 # A schedule with which a step takes no more than so many times as long comes near.
 _CLOSE = 1.25
 
-# By what share of it buckets and gathers under way may raise a step's peak memory.
-_ROOM = 0.1
+# By what share of it buckets and gathers under way may raise a step's peak memory, and
+# by how many bytes buckets of gradients of whole parameters may at least.
+_ROOM, _LITTLE = 0.1, 8 << 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class SimulatedRun:
 class Attempts:
     """The schedule so far, and how long a step takes with it. ``simulated``: of each
     that may be tried on the mesh; ``left``: others that may, by what a step of fewer
-    layers takes. ``keep_gathered``: the backward gathers no parameters again."""
+    layers takes. ``keep_gathered``: the backward gathers no parameters again;
+    ``gathers``: whether parameters are gathered at all."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Attempts:
     ) -> None:
         self.first, self.mesh, self.hardware = graph, mesh, hardware
         self.keep_gathered = keep_gathered
+        self.gathers = any(x.meta.get("fxpar_parameter") for x in graph.nodes)
         self.machine = Machine(mesh, hardware)
         self.near: list[str] = []
         self.left: list[Schedule] = []
@@ -82,9 +85,15 @@ class Attempts:
         memory than it, the fastest first."""
         return tuple(dict.fromkeys([*self.by_seconds(), *self.left]))
 
+    def most_bytes(self) -> int:
+        """Return the peak that another schedule may have."""
+        peak = self.now.peak_bytes
+        room = int(_ROOM * peak)
+        return peak + (room if self.gathers else max(room, _LITTLE))
+
     def by_seconds(self) -> tuple[Schedule, ...]:
         """Those simulated but the one taken, and those that need much more memory."""
-        most = with_room(self.now)
+        most = self.most_bytes()
         schedules = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
         fits = (s for s in schedules if self.simulated[s].peak_bytes <= most)
         return tuple(s for s in fits if s != self.schedule)
@@ -159,11 +168,6 @@ class Attempts:
         """Make a simulated schedule the current one."""
         self.schedule, self.now = schedule, self.simulated[schedule]
         self.run = self._run_of(schedule)
-
-
-def with_room(now: Timeline) -> int:
-    """Bytes that a step may take at most instead."""
-    return int((1 + _ROOM) * now.peak_bytes)
 
 
 def is_better(then: Timeline, now: Timeline, least: float = LEAST) -> bool:
