@@ -290,7 +290,7 @@ class Pass:
     run: Run
     # FXPAR_DISABLE may leave it out.
     optional: bool = True
-    # The stage that the graph is in after it, as docs/concepts.md calls it; "" where
+    # The stage that the graph is in after it, by its name in the docs; "" where
     # another step ends the stage.
     stage: str = ""
 
