@@ -1,9 +1,9 @@
-"""Tracing a plain call to one ATen graph, on one process, with fake tensors.
+"""Trace a plain call to one ATen graph, on one process, with fake tensors.
 
-A ``TracedCall`` knows how the arguments and results of a function map to the flat
-tensors of its graph: parameters and buffers of every module the function uses are graph
-inputs, with ``grad`` the graph is forward and backward in one. Nodes carry the user's
-lines.
+In: a function and the arguments of a call. Out: a ``TracedCall``, which knows how the
+arguments and results map to the flat tensors of the graph: parameters and buffers of
+every module the function uses are graph inputs; with ``grad`` the graph is forward and
+backward in one. Nodes carry the user's lines. Never: computed values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of a traced program gives."""
+    """Holds what a run of a traced program returns."""
 
     # As the callable returns it.
     result: Any
@@ -47,7 +47,7 @@ class Outcome:
     mutations: dict[str, torch.Tensor]
 
 
-# What a program does that is not one graph, and the one thing to do about it.
+# What a program does that cannot be in one graph, and one fix for it.
 _REFUSED = {
     "value": (
         "reads the value of a tensor in Python",
@@ -85,7 +85,7 @@ _REFUSED = {
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The innermost line outside torch and fxpar that an error came through."""
+    """Return the innermost line outside torch and fxpar that an error came through."""
     line, at = None, error.__traceback__
     while at is not None:
         path = at.tb_frame.f_code.co_filename
@@ -96,7 +96,7 @@ def raised_at(error: BaseException) -> str | None:
 
 
 def users_line() -> str | None:
-    """The innermost line outside torch and fxpar that is running."""
+    """Return the innermost line outside torch and fxpar that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -111,7 +111,8 @@ def _line(path: str, number: int) -> str:
 
 
 def _refused(error: BaseException, fn: Callable[..., Any]) -> PlanError | None:
-    """What to say of a program that is not one graph; None if it is something else."""
+    """Return the error for a program that is not one graph; None for any other
+    error."""
     kind = _torch.aot.untraceable(error)
     if kind is None:
         return None
@@ -127,7 +128,7 @@ class UserLines(TorchFunctionMode):
     """Gives every traced node the user's line that called the torch function."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if torch.compiler.is_dynamo_compiling():  # a body, which Dynamo gives lines
+        if torch.compiler.is_dynamo_compiling():  # Dynamo gives the lines of a body
             return func(*args, **(kwargs or {}))
         frame: FrameType | None = sys._getframe(1)
         lines: list[str] = []
@@ -146,7 +147,8 @@ class UserLines(TorchFunctionMode):
 
 
 def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Modules a callable is, belongs to, or closes over, by the name it uses."""
+    """Return the modules that a callable is, belongs to, or closes over, by the names
+    it uses."""
     if isinstance(fn, nn.Module):
         return {"": fn}
     modules: dict[str, nn.Module] = {}
@@ -164,7 +166,7 @@ def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
 
 
 class _Program(nn.Module):
-    """The traced callable as a module of flat tensors: tensor arguments in, tensor
+    """Is the traced callable as a module of flat tensors: tensor arguments in, tensor
     results out. Parameters and buffers of all modules it uses are its own, each once,
     so that a tied weight is one input with one gradient."""
 
@@ -222,7 +224,7 @@ class _Program(nn.Module):
 def _apart(
     results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Results as tensors of their own, so that each has a gradient of its own: those
+    """Return results as separate tensors, so that each has a gradient of its own: those
     that are views of an input or of an earlier result are copied."""
 
     def base(x: torch.Tensor) -> int:
@@ -238,15 +240,15 @@ def _apart(
 
 @dataclass(frozen=True)
 class UsedModule:
-    """A module the callable uses."""
+    """Is a module that the callable uses."""
 
-    # By which the callable reaches it; "" for the callable itself.
+    # The name by which the callable reaches it; "" for the callable itself.
     name: str
     # Its parameters and buffers are inputs of the graph.
     module: nn.Module
 
     def full(self, name: str) -> str:
-        """A parameter's name as the user knows it."""
+        """Return a parameter's name as the user knows it."""
         return f"{self.name}.{name}" if self.name else name
 
     def tensor_names(self) -> list[str]:
@@ -257,7 +259,7 @@ class UsedModule:
 
 
 class TracedCall:
-    """How a call's arguments and results map to the flat tensors of its graph."""
+    """Maps a call's arguments and results to the flat tensors of its graph."""
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, grad: bool
@@ -275,7 +277,7 @@ class TracedCall:
 
     @property
     def count(self) -> int:
-        """Number of tensor arguments."""
+        """Return the number of tensor arguments."""
         return len(self.places)
 
     @property
@@ -309,7 +311,7 @@ class TracedCall:
         return _torch.fake.tree_unflatten(leaves, self.tree)
 
     def trace(self) -> tuple[fx.GraphModule, Any]:
-        """The traced graph on fake tensors, flat in and out, and their mode.
+        """Return the traced graph on fake tensors, flat in and out, and their mode.
 
         Raises PlanError where the program is not one graph of fixed shapes.
         """
@@ -362,7 +364,7 @@ class TracedCall:
     def declare(
         self, kind: str, payload: Any, node: fx.Node, specs: Sequence[Spec | None]
     ) -> Input:
-        """The Input of the next placeholder; remembers what to feed it."""
+        """Return the Input of the next placeholder, and remember what to feed it."""
         value = node.meta.get("val")
         self.feeds.append((kind, payload, value))
         if kind == "input":
@@ -372,10 +374,11 @@ class TracedCall:
         return Input(f"{kind}_{len(self.feeds)}", kind)
 
     def inputs(self, args: tuple, kwargs: dict) -> list[Any]:
-        """Values of all placeholders for a call; tangents of results are ones, those of
-        inputs that the program writes are zeros.
+        """Return the values of all placeholders for a call; tangents of results are
+        ones, those of inputs that the program writes are zeros.
 
-        Raises PlanError if the arguments are not like those traced.
+        Raises PlanError if structure, shapes or dtypes of arguments differ from those
+        traced.
         """
         leaves, tree = _torch.fake.tree_flatten((args, kwargs))
         if tree != self.tree:
@@ -411,7 +414,7 @@ class TracedCall:
         return values
 
     def outcome(self, signature: Signature, values: Sequence[Any]) -> Outcome:
-        """Flat graph outputs as the user's result, gradients and new buffers."""
+        """Return flat graph outputs as the user's result, gradients and new buffers."""
         tensors, gradients, mutations = {}, {}, {}
         for declared, value in zip(signature.outputs, values, strict=True):
             if declared.kind == "output":
