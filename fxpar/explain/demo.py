@@ -148,6 +148,7 @@ _Lines = Sequence[tuple[str, float]]
 
 
 def _losses(lines: _Lines) -> dict[int, float]:
+    """Return the loss of each step that was printed."""
     matches = (_LOSS.match(line) for line, _ in lines)
     return {int(match[1]): float(match[2]) for match in matches if match}
 

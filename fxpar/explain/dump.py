@@ -179,6 +179,7 @@ _WHOLE = "the plan splits nothing"
 
 
 def _why_whole(plan: Plan) -> str:
+    """Return why a plan splits nothing."""
     if any(note.startswith(("search: ", "found before")) for note in plan.notes):
         return "by the cost model every split takes longer than it saves"
     return "no axis divides a dim that its ops can split, or hints keep them whole"

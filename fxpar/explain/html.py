@@ -116,6 +116,7 @@ class _ValueRow:
     dtype: str | None = None
 
     def plain(self, text: _Texts) -> list[Any]:
+        """Return the data of the page for this value."""
         dtype = text(short_dtype(self.dtype)) if self.dtype else -1
         specs = text(self.settled), text(self.made_spec)
         return [text(self.name), dtype, self.shape, *specs, self.row]
@@ -141,6 +142,7 @@ class _Row:
     about: str = ""
 
     def plain(self, text: _Texts) -> list[Any]:
+        """Return the data of the page for this row."""
         reads = [x for v, spec in self.reads for x in (v, text(spec))]
         line = text(self.line) if self.line else -1
         return [
@@ -171,6 +173,7 @@ class _Edge:
     target: Spec | None = None
 
     def plain(self, text: _Texts) -> list[Any]:
+        """Return the data of the page for this reshard."""
         steps = [[text(kind), text(axes), n] for kind, axes, n in self.steps]
         specs = [-1 if s is None else text(s) for s in (self.source, self.target)]
         return [self.row, int(self.early), steps, self.value, *specs]
@@ -189,10 +192,12 @@ class _Page:
 
 
 def _decision(plan: Plan) -> Decision | None:
+    """Return the decision that a traced plan holds, None for a plan that was loaded."""
     return getattr(getattr(plan, "result", None), "decision", None)
 
 
 def _page(plan: Plan) -> _Page:
+    """Return the rows, values and edges of a plan."""
     decision = _decision(plan)
     values = [_ValueRow(name, spec, spec) for name, spec in plan.values]
     index = {value.name: v for v, value in enumerate(values)}
@@ -217,6 +222,7 @@ def _page(plan: Plan) -> _Page:
 def _op_row(
     node: NodePlan, index: Mapping[str, int], values: Sequence[_ValueRow]
 ) -> _Row:
+    """Return the row of an op, and note the specs, shapes and dtypes of its results."""
     n = len(node.operands)
     makes = []
     for i, (made_spec, settled) in enumerate(
@@ -261,12 +267,14 @@ def _input_rows(
 
 
 def _result_names(node: NodePlan) -> Iterator[str]:
+    """Yield the names that results of an op may have."""
     yield node.name
     for i in range(len(node.results)):
         yield f"{node.name}.{i}"
 
 
 def _output_rows(plan: Plan, decision: Decision | None) -> list[_Row]:
+    """Return a row for every output of the program."""
     ends_of_plan: list[tuple[str, str, int, Spec]] = []
     if decision is not None:
         outputs = decision.program.signature.outputs
@@ -335,6 +343,7 @@ def _charged(
 
 
 def _tree(page: _Page) -> list[ModuleGroup | int]:
+    """Return the rows as a tree of modules, identical layers folded."""
     edges: dict[int, list[Any]] = defaultdict(list)
     for e in page.edges:
         edges[e.row].append((e.early, *e.steps, e.source, e.target))
@@ -349,6 +358,7 @@ def _tree(page: _Page) -> list[ModuleGroup | int]:
 
 
 def _plain(item: ModuleGroup | int) -> Any:
+    """Return the data of the page for an item of the tree."""
     if isinstance(item, int):
         return item
     return [item.label, int(item.alike), [_plain(inner) for inner in item.items]]

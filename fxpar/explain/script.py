@@ -1,7 +1,8 @@
 """Run a user's own script for the command line, or take one call from it.
 
-In: a path and its arguments, or the name of a factory. Out: the script's effects, or a
-``PlanTarget``. Never: a graph compiled for fxpar when a call is taken.
+In: a path and its arguments, or the name of a factory. Out: the script's effects, or
+the function or module to plan with its arguments. Never: a graph compiled for fxpar
+when a call is taken.
 """
 
 from __future__ import annotations

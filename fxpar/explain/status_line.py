@@ -46,6 +46,7 @@ class _Status:
         self.now = (step, count)
 
     def _on_terminal(self) -> None:
+        """Show one line that renews itself."""
         if self.over.wait(DELAY):
             return
         with tqdm(
@@ -65,6 +66,7 @@ class _Status:
                     return
 
     def _in_log(self) -> None:
+        """Print plain lines, each after twice the time of the one before."""
         due = _FIRST_LINE
         while not self.over.wait(max(0.0, self.begun + due - time.monotonic())):
             step, count = self.now

@@ -103,6 +103,7 @@ def _arguments(event: Event, specs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the bytes in use over time."""
     for time, nbytes in timeline.memory:
         args = {"bytes": nbytes}
         yield {"ph": "C", "tid": 0, "name": "memory", "ts": _micro(time), "args": args}

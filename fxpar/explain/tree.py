@@ -56,6 +56,7 @@ def _nest(paths: Sequence[tuple[list[str], int]]) -> list[ModuleGroup | int]:
 
 
 def _named(label: str, items: list[ModuleGroup | int]) -> list[ModuleGroup | int]:
+    """Return a module's group, or its layers with the module's name in front."""
     groups = [item for item in items if isinstance(item, ModuleGroup)]
     if len(groups) == len(items) and all(g.label[0].isdigit() for g in groups):
         return [replace(g, label=f"{label}.{g.label}") for g in groups]
@@ -89,6 +90,8 @@ def _fold(
 def _runs(
     items: Sequence[ModuleGroup | int], same: Sequence[int]
 ) -> Iterator[ModuleGroup | int]:
+    """Yield the items, runs of neighbouring layers that do the same as one group
+    each."""
     pairs = zip(items, same, strict=True)
     for _, run in groupby(pairs, lambda pair: pair[1]):
         members = [item for item, _ in run]

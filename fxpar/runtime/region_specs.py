@@ -25,6 +25,7 @@ def entries_of(specs: Any, name: str) -> tuple[Entry | None | str, ...]:
 
 
 def _entry(spec: Any, name: str) -> Entry | None | str:
+    """Return the entry of one spec, or text that says what is wrong with it."""
     if spec is None:
         return None
     if isinstance(spec, Spec):

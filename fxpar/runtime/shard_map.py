@@ -143,6 +143,7 @@ def _give_up() -> None:
 
 @torch.compiler.assume_constant_result
 def _leave() -> None:
+    """Close the innermost region."""
     _regions.open.pop()
     if not any(region.mesh for region in _regions.open):
         _torch.distributed.name_axes(None)

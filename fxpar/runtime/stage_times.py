@@ -43,6 +43,8 @@ _TOTAL = "together"
 
 @dataclass
 class _Stages:
+    """Holds the seconds counted in this process."""
+
     # Of each stage without the stages inside it, since the last table.
     seconds: dict[str, float] = field(default_factory=dict)
     # What torch had counted when the last table was made.

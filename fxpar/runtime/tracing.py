@@ -29,7 +29,7 @@ from fxpar.runtime.traced_losses import AsOneGraph
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.spec import Spec
 
-TENSOR = object()  # stands for a tensor among the leaves of a result
+TENSOR = object()  # takes the place of a tensor among the leaves of a result
 
 # In paths of code that is not the user's: torch, fxpar, and code made from text.
 _NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
@@ -107,6 +107,7 @@ def users_line() -> str | None:
 
 
 def _line(path: str, number: int) -> str:
+    """Return a line of code with its file and number."""
     return f"{path}:{number}: {linecache.getline(path, number).strip()}"
 
 
@@ -190,6 +191,7 @@ class _Program(nn.Module):
         return key
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Run the callable on the traced tensors, and return its tensor results."""
         args, kwargs = self.call.unflatten(tensors)
         self._swap_tensors()
         with UserLines():
@@ -282,9 +284,11 @@ class TracedCall:
 
     @property
     def result_count(self) -> int:
+        """Return the number of tensor results."""
         return sum(leaf is TENSOR for leaf in self.out_leaves)
 
     def _argument_names(self, args: tuple, kwargs: dict) -> list[str]:
+        """Return a name for each tensor argument, from the parameter it is bound to."""
         try:
             fn = self.fn.forward if isinstance(self.fn, nn.Module) else self.fn
             bound = inspect.signature(fn).bind(*args, **kwargs).arguments
@@ -305,6 +309,7 @@ class TracedCall:
         ]
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
+        """Return args and kwargs of a call, with ``tensors`` in place of its own."""
         leaves = list(self.leaves)
         for i, tensor in zip(self.places, tensors, strict=True):
             leaves[i] = tensor

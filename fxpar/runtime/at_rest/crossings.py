@@ -29,6 +29,7 @@ Entry = str | Iterable[str] | None
 
 
 def _word(entry: Entry) -> str:
+    """Return one entry of a hint as text."""
     if entry is None:
         return "_"
     return entry if isinstance(entry, str) else "+".join(entry)

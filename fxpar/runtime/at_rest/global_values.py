@@ -67,6 +67,7 @@ def part_held(x: Any, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(x: Any) -> tuple[Mesh, Spec]:
+    """Return the mesh and the spec of a DTensor."""
     mesh = Mesh.from_device_mesh(x.device_mesh)
     return mesh, Spec.from_placements(x.placements, mesh, x.dim())
 
@@ -79,7 +80,7 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if not _torch.objects.is_mutable(op):
         return _views(op, *args, **kwargs)
     wholes: dict[int, torch.Tensor] = {}  # by the id of the DTensor
-    operands: dict[int, Any] = {}  # by the id of its global value
+    operands: dict[int, Any] = {}  # by the id of the value that is used for it
 
     def whole(x: Any) -> Any:
         if not isinstance(x, DTensor):

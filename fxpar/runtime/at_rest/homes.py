@@ -1,4 +1,4 @@
-"""Define the data that sharded parameters of one model share, and those of each.
+"""Define the data that all sharded parameters of a model share, and the data of each.
 
 In: reads of parameters by eager code. Out: a ``Home`` on each adopted module
 (``sharded_modules``) and each of its parameters, a ``ParameterAtRest`` on the module
@@ -105,6 +105,7 @@ class EagerRead:
 
     @staticmethod
     def of(value: torch.Tensor, parameter: str, line: str) -> EagerRead:
+        """Record a read of ``value``, in the user's ``line``."""
         counter = value.detach()  # shares the count of writes
         counter.data = value.new_empty(0)
         writes, memory = _torch.objects.version_of(value), _memory(value)
@@ -186,6 +187,7 @@ def note_read(
 
 
 def written_parameter(parameter: str, line: str | None) -> ShardError:
+    """Return the error for a parameter that the forward writes to."""
     return ShardError(
         f"the forward writes to a parameter of a model that fxpar.shard split, "
         f"{parameter}",

@@ -38,6 +38,7 @@ class Holder:
 
     @property
     def rest(self) -> ParameterAtRest:
+        """Return the layout of the parameter in this place."""
         rest: ParameterAtRest = self.module.__dict__[RESTS][self.key]
         return rest
 
@@ -57,6 +58,7 @@ class Movable:
 
     @property
     def spec(self) -> Spec:
+        """Return the spec in which the parameter is stored now."""
         mesh = Mesh.from_device_mesh(self.parameter.device_mesh)
         ndim = self.parameter.dim()
         return Spec.from_placements(self.parameter.placements, mesh, ndim)

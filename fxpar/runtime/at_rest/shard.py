@@ -174,12 +174,16 @@ def _reduce_later(model: nn.Module, home: Home) -> None:
 
 
 def _reduce(parameter: Any) -> None:
+    """Reduce a gradient that is partial over batch axes to the layout of its
+    parameter."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _refuse(model: nn.Module) -> None:
+    """Raise ShardError for a model that cannot be sharded: it was before, a parameter
+    has no shape yet or is a DTensor, or an optimizer holds one."""
     if any(HOME in module.__dict__ for module in model.modules()):
         raise ShardError(
             "fxpar.shard was called on this model before",

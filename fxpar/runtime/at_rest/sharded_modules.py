@@ -95,6 +95,9 @@ def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _property(name: str) -> property:
+    """Return the property that reads a sharded parameter: its global value in a
+    forward, else the DTensor itself."""
+
     def read(self: nn.Module) -> Any:
         if name not in self._parameters:  # e.g. while it gets another name
             raise AttributeError(f"{type(self).__name__} has no parameter {name!r}")
@@ -201,10 +204,12 @@ class _Summed(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def to_global_unreduced(parameter: Any, *how: Any) -> torch.Tensor:
+    """Return the global value of a parameter whose gradient is left unreduced."""
     return _Summed.apply(parameter, *how)
 
 
 def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
+    """Return the placements of a gradient that is partial over the batch axes."""
     names = parameter.device_mesh.mesh_dim_names
     return [
         Partial() if name in batch else placement

@@ -83,6 +83,7 @@ def swap_parameters(
 
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of more than one rank that split the batch."""
     return tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
 
 

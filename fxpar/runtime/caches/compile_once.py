@@ -37,7 +37,8 @@ from fxpar.runtime.stage_times import INDUCTOR, stage
 CHUNK = 4 << 20
 
 # A rank that waits asks at least so often, in seconds; one that waits long, after this
-# share of its wait: asking costs 0.2 ms, and as much on the rank that answers.
+# share of its wait, at most the last number of seconds: asking costs 0.2 ms, and as
+# much on the rank that answers.
 SLOWEST_POLL, OF_WAIT, LONGEST_PAUSE = 0.05, 0.01, 0.2
 
 # Compiles; takes a text that replaces the graph in the keys of Inductor's cache.
@@ -55,6 +56,7 @@ def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
 
 
 def _once(graph: fx.Graph, what: str, generate: Generate) -> Any:
+    """Compile a graph here, or take over what another rank compiled."""
     channel = all_ranks()
     if _torch.inductor.caches_disabled() or not _is_text(graph):
         return generate(None)
@@ -107,6 +109,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
 
 
 def _digest(graph: fx.Graph) -> str:
+    """Return a digest of the lines of a graph and its bodies."""
     text = hashlib.sha256()
     for line in _lines(graph):
         text.update(line.encode() + b"\n")

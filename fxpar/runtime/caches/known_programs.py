@@ -329,6 +329,7 @@ def text_of(
 
 
 def _groups_of(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """Return the axes of the process groups that a graph uses, in order."""
     names = (
         arg
         for node in all_nodes(graph)

@@ -40,6 +40,7 @@ class NamedInput:
 
 
 def _source(node: fx.Node) -> str:
+    """Return the Python expression by which Dynamo found an input."""
     grapharg = node.meta.get("grapharg")
     source = getattr(grapharg, "source", None)
     if source is None:
@@ -49,6 +50,8 @@ def _source(node: fx.Node) -> str:
 
 
 def _name_input(source: str, example: Any) -> NamedInput:
+    """Return the name and kind of an input, from the expression by which Dynamo found
+    it."""
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -92,7 +95,8 @@ def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
 
 _NUMBERS = (int, torch.SymInt)
 
-# Text for an offset that Dynamo hands on to bodies: of an input in a larger tensor.
+# Text for the storage offset of an input inside a larger tensor, which Dynamo hands on
+# to bodies.
 BEGINS = "begins inside a larger tensor"
 
 # Types whose text is the same in every process.
@@ -103,6 +107,7 @@ _PRINTED = (
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the placeholders of a graph, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
@@ -336,6 +341,7 @@ def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:
 
 
 def digest(text: str) -> str:
+    """Return 16 hexadecimal digits of the hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -41,6 +41,7 @@ def take_kernels(told: Mapping[str, Any], *, is_folder_shared: bool) -> None:
 
 
 def _refusal(what: str) -> RankMismatchError:
+    """Return the error for a key or path that this rank must not use."""
     return RankMismatchError(
         f"another rank told this one to use {what}",
         fix="let ranks of one machine have one TORCHINDUCTOR_CACHE_DIR, and start all "

@@ -100,6 +100,7 @@ def _base() -> Hardware:
 
 
 def _memory(probe: Probe) -> float:
+    """Return the bytes of memory for this rank."""
     if probe.device.type == "cuda":
         return float(torch.cuda.get_device_properties(probe.device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -132,6 +132,7 @@ class Probe:
 
     @property
     def suite(self) -> Suite:
+        """Return what is measured on this device."""
         kind = self.device.type
         return _SUITES[f"quick {kind}" if self.quick else kind]
 
@@ -186,6 +187,7 @@ class Probe:
         return start.elapsed_time(end) / 1e3 / calls
 
     def _worst(self, *values: float) -> list[float]:
+        """Return the largest of each value over all ranks."""
         texts = consensus.gather("calibrate", " ".join(map(repr, values)))
         return [max(column) for column in zip(*map(_numbers, texts), strict=True)]
 
@@ -395,7 +397,7 @@ def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
         yield from _family(probe, dtype, "attention", _attended, suite.attended)
 
 
-# Operands, the op, flops forward and backward, dims.
+# A case: operands, the op, flops forward and backward, dims.
 _Case = tuple[
     list[torch.Tensor], Callable[..., torch.Tensor], float, float, ProductDims
 ]
@@ -408,6 +410,7 @@ def _family(
     make: Callable[..., _Case],
     shapes: tuple[Shape, ...],
 ) -> Iterator[tuple[str, Peak]]:
+    """Yield the peaks of one family of ops, forward and backward, in one dtype."""
     points: dict[str, list[ContractionPoint]] = {name: [], f"{name} backward": []}
     for shape in shapes:
         operands, op, flops, late_flops, dims = make(probe.device, dtype, *shape)
@@ -448,6 +451,7 @@ def masked(probe: Probe) -> float | None:
 
 
 def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
+    """Return a case of a convolution."""
     samples, before, after, side, window = shape
     x = torch.rand(samples, before, side, side, device=device, dtype=dtype)
     weight = torch.rand(after, before, window, window, device=device, dtype=dtype)
@@ -458,6 +462,7 @@ def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
 
 
 def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
+    """Return a case of attention."""
     samples, heads, length, width = shape
     x = [torch.rand(*shape, device=device, dtype=dtype) for _ in range(3)]
     pairs = float(samples * heads * length * length * width)

@@ -343,6 +343,7 @@ def _draws(node: fx.Node) -> bool:
 
 @cache
 def _draws_whole(target: Any) -> bool:
+    """Return whether an op of ATen draws random numbers."""
     return (
         isinstance(target, _torch.inductor.OpOverload)
         and target.namespace == "aten"

@@ -45,10 +45,12 @@ from fxpar.sharding.read_program import with_open_sizes
 
 
 def insert_reshards(graph: fx.Graph, state: JointState) -> fx.Graph:
+    """Return the graph with a reshard wherever an op reads a value in another spec."""
     return resharding.insert_reshards(graph, _open_decision(state))
 
 
 def localize(graph: fx.Graph, state: JointState) -> fx.Graph:
+    """Return the local graph: the same program in the shapes of one rank."""
     return partition(graph, _open_decision(state), state.fake_mode)
 
 
@@ -76,8 +78,8 @@ def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
 
 
 def pair_reductions(graph: fx.Graph, state: JointState) -> None:
-    """Send the two reductions that normalize a softmax along a split dim in one
-    message, where that pays."""
+    """Replace the all-reduces that normalize a softmax along a split dim by one
+    exchange, where that pays."""
     hardware, mesh = state.request.hardware, state.decided.mesh
     if hardware is not None and mesh.size > 1 and state.decided.is_even:
         exchange_pairs(graph, state.build, hardware.at_speed(mesh.slowest).on(mesh))
@@ -142,11 +144,15 @@ _SETTINGS_ALONE = (
 
 
 def lower(graph: fx.Graph, state: JointState) -> fx.Graph:
+    """Lower all steps of the graph to collectives, in place; of a graph that is to be
+    tuned, in a copy."""
     graph = copy_of(graph) if graph is state.unscheduled else graph
     return lower_graph(graph, state.decided.mesh, state.fake_mode)
 
 
 def regather(graph: fx.Graph, state: JointState) -> None:
+    """Tag what the forward saves and what the backward computes again, such as gathered
+    parameters."""
     forward_backward.save_of_stages(graph)
     if not state.request.keep_gathered:
         forward_backward.regather(graph)
@@ -155,6 +161,7 @@ def regather(graph: fx.Graph, state: JointState) -> None:
 
 
 def bind(graph: fx.Graph, state: RankState) -> fx.Graph:
+    """Return the bound graph of this rank."""
     ranks = state.ranks
     return binding.bind(
         graph,
@@ -169,6 +176,8 @@ def bind(graph: fx.Graph, state: RankState) -> fx.Graph:
 
 
 def put_writes(graph: fx.Graph, state: RankState) -> None:
+    """Turn the last results into writes to inputs, and keep values that are read after
+    them."""
     phase = "update" if state.request.step else None
     writes_as_results.put(graph, state.writes, phase)
     writes_as_results.keep_read(graph, state.copied)

@@ -77,6 +77,8 @@ def absorb_regions(graph: fx.Graph, state: JointState) -> None:
 
 
 def show_bodies(graph: fx.Graph, state: JointState) -> None:
+    """Give nodes that stand for bodies of branches and loops these bodies as values.
+    Raises PlanError if sizes are open and there are bodies."""
     graph_bodies.show_bodies(graph, graph.owning_module)
     if state.open and any(map(graph_bodies.body_of, graph.nodes)):
         raise PlanError("the sizes in branches and loops are known")
@@ -253,5 +255,6 @@ def _across(
 
 
 def drop_dead(graph: fx.Graph, _: JointState) -> None:
+    """Remove nodes that nothing reads."""
     graph.eliminate_dead_code()
     graph.lint()

@@ -107,6 +107,7 @@ class JointState(PipelineState):
 
     @property
     def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        """Return the specs in which the results of each node settle."""
         program, specs = self.decided.program, defaultdict[fx.Node, list[Spec]](list)
         for (node, _), value in sorted(
             program.value_of.items(), key=lambda item: item[0][1]
@@ -127,6 +128,7 @@ class JointState(PipelineState):
 
     @property
     def decided(self) -> Decision:
+        """Return the decision, which must be made already."""
         assert self.decision is not None, "the step plan comes first"
         return self.decision
 

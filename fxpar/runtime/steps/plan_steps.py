@@ -151,11 +151,10 @@ def _chooses_schedule(request: Request) -> bool:
 
 
 def expand_moments(graph: fx.Graph, state: JointState) -> None:
-    """Expand moments (variances, norms) into sums.
+    """Expand moments (``var``, ``var_mean``) into two sums.
 
     Before a search all are expanded: it would not split what their rules keep whole.
-    Without one, only those are whose dims a first decision splits although they must be
-    whole.
+    Otherwise only those of which a first decision splits a dim that must be whole.
     """
     request, program = state.request, state.program
     moments = normalize.moments_of(program)
@@ -168,9 +167,9 @@ def expand_moments(graph: fx.Graph, state: JointState) -> None:
 
 
 def join_pool_gradients(graph: fx.Graph, state: JointState) -> None:
-    """Join the gradients of pools whose rows or columns are split, where nothing is
-    searched or hints say so: a search does not begin with a form that only such a plan
-    takes."""
+    """Turn the backwards of pools whose rows or columns are split into one op each,
+    where nothing is searched or hints say so: a search does not begin with a form that
+    only such a plan takes."""
     request = state.request
     nodes = normalize.pool_gradients_of(state.graph)
     if not nodes or state.recalled or request.meshes:
@@ -198,7 +197,7 @@ def _searches(request: Request) -> bool:
 
 
 def make_plan(graph: fx.Graph, state: JointState) -> None:
-    """Decide the plan: recall it, search it or propagate it."""
+    """Make the decision: recall it, search it or propagate it."""
     if state.recalled is not None:
         try:
             _recall(state, state.recalled)

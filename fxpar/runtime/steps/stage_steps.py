@@ -117,6 +117,7 @@ def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
 
 
 def _refuse_schedule(request: Request) -> None:
+    """Raise ScheduleError if a schedule of compute and collectives is given."""
     if request.schedule not in ("auto", "none"):
         raise ScheduleError(
             "a schedule of compute and collectives is for programs without stages",

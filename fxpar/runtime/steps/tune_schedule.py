@@ -114,6 +114,7 @@ NOTHING = (
 
 
 def _table(seconds: Mapping[int, float], best: int) -> str:
+    """Return the note on all times, in milliseconds."""
     times = ", ".join(f"{each * 1e3:.4g}" for each in seconds.values())
     return (
         f"schedule: of {len(seconds)} measured, in the order predicted, number "
@@ -223,6 +224,8 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
 
 
 def _seconds(step: Step) -> float:
+    """Return the seconds of one step on this rank, which begins when all ranks are
+    ready."""
     worlds.barrier()
     _synchronize()
     start = time.perf_counter()

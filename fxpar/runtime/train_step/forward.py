@@ -178,6 +178,8 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
 
 def loss_of(results: Any, forward: Forward) -> torch.Tensor:
+    """Return the loss, the first result. Raises PlanError if it is no scalar, or needs
+    no gradient."""
     loss = results[0] if results else None
     what = "what loss_fn gives first is the loss: "
     where = user_line(forward.module.graph.output_node().all_input_nodes[0])
@@ -227,6 +229,7 @@ def _extent(x: Any) -> tuple[int, int, int] | None:
 
 
 def _overlap(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
+    """Return whether two extents share memory."""
     return (
         a is not None
         and b is not None

@@ -56,6 +56,7 @@ class GradientOptions:
 
     @property
     def scales(self) -> bool:
+        """Return whether the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
 

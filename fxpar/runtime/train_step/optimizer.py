@@ -64,10 +64,13 @@ class Slot:
 
 
 def is_number(x: Any) -> bool:
+    """Return whether ``x`` is a number, and no flag."""
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
+    """Yield the place, the position and the entries of each group and each parameter's
+    state."""
     for i, group in enumerate(optimizer.param_groups):
         yield "group", i, group
     state = optimizer.state
@@ -216,6 +219,7 @@ def _replaced(
     index: int,
     values: Mapping[Slot, torch.Tensor],
 ) -> dict[str, Any]:
+    """Return entries of a group or of state with traced values in place of its own."""
     out: dict[str, Any] = {}
     for key, value in entries.items():
         if isinstance(value, (tuple, list)) and key != "params":
@@ -271,8 +275,8 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-# By the name of a torch function: the keyword by which it takes a number, and the
-# factor that the number, as a tensor, is multiplied with.
+# By the name of a torch function: the keyword by which it takes a number, and how its
+# other operands are combined into the factor of that number.
 _SCALED: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "add": ("alpha", lambda other: other),
     "sub": ("alpha", lambda other: other),
@@ -363,6 +367,7 @@ class Numbers(TorchFunctionMode):
         return x.copy_(new)
 
     def _answer(self, x: torch.Tensor, relation: str, other: Any) -> bool:
+        """Return the answer of a comparison for the current number, and record it."""
         slot, value = self.by_id[id(x)]
         holds = bool(_COMPARISONS[relation](value, other))
         self.answers.append(TracedComparison(slot, relation, other, holds))

@@ -273,6 +273,8 @@ class _Stage:
     def _find(
         self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> _Variant | None:
+        """Return a variant that was traced for the same state and numbers, None if
+        there is none."""
         for variant in self.variants.get(self._key(slot_values, places, how), ()):
             if all(
                 answer.stands(slot_values[answer.slot])
@@ -288,6 +290,7 @@ class _Stage:
         slot_values: Mapping[Slot, Any],
         how: StepCall,
     ) -> _Variant:
+        """Trace and compile a variant, and keep it."""
         with refusing_data(self.forward.module):
             step = self._trace(places, slot_values, how)
         values = [*args, *(slot_values[slot] for slot in step.read)]
@@ -350,6 +353,7 @@ class _Stage:
     def _traced(
         self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> TracedStep:
+        """Return the step as traced with the numbers that are inputs now."""
         numbers = {
             slot: x
             for slot, x in slot_values.items()
@@ -360,6 +364,7 @@ class _Stage:
         return trace(self.forward, self.examples, owner.optimizer, places, numbers, how)
 
     def _warn_fixed(self, fixed: set[Slot], error: PlanError) -> None:
+        """Warn that numbers are constants of the compiled step."""
         names = ", ".join(sorted({slot.key for slot in fixed}))
         warn(
             f"{names} of {type(self.owner.optimizer).__name__} is a constant of the "
@@ -371,6 +376,8 @@ class _Stage:
     def _run(
         self, variant: _Variant, args: Sequence[Any], slot_values: Mapping[Slot, Any]
     ) -> Any:
+        """Run a variant on this rank's parts, update the optimizer, and return the
+        results of the forward."""
         step, how, owner = variant.step, variant.how, self.owner
         gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():

@@ -70,9 +70,9 @@ class TracedStep:
     module: fx.GraphModule
     # Slots of the optimizer that it reads.
     read: tuple[Slot, ...]
-    # What its inputs are.
+    # Name, kind and layout of each input.
     ends: tuple[StepInput, ...]
-    # Of its inputs.
+    # Fake values of its inputs.
     fakes: tuple[Any, ...]
     # Positions of inputs that it writes.
     written: frozenset[int]
@@ -82,7 +82,7 @@ class TracedStep:
     result_slots: tuple[Slot, ...]
     # Global shapes of those values.
     shapes: tuple[tuple[int, ...], ...]
-    # What the optimizer asked of numbers.
+    # Comparisons that the optimizer made of numbers.
     answers: tuple[TracedComparison, ...]
     # Values that a step gives whatever its inputs are.
     fixed: Mapping[Slot, Any]
@@ -101,7 +101,7 @@ class _Findings:
     result_slots: list[Slot] = field(default_factory=list)
     # Values that the step gives whatever its inputs are.
     fixed: dict[Slot, Any] = field(default_factory=dict)
-    # What the optimizer asked of numbers.
+    # Comparisons that the optimizer made of numbers.
     answers: list[TracedComparison] = field(default_factory=list)
     # Numbers that the step changes though they are no inputs.
     counted: set[Slot] = field(default_factory=set)
@@ -411,6 +411,7 @@ def _gradient_end(parameter: StepInput) -> StepInput:
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
+    """Return the error for an optimizer whose step cannot be traced."""
     kind = type(optimizer).__name__
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "_local_scalar_dense" in reason:
@@ -427,6 +428,7 @@ def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
 def _counts(
     optimizer: torch.optim.Optimizer, double: torch.optim.Optimizer
 ) -> PlanError:
+    """Return the error for an optimizer whose step changes one of its attributes."""
     before, after = attributes(optimizer), attributes(double)
     changed = [key for key in after if after[key] != before.get(key, after)]
     return PlanError(

@@ -72,6 +72,7 @@ def refuse_inside(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Non
 
 
 def unseen(optimizer: torch.optim.Optimizer, does: str) -> PlanError:
+    """Return the error for an optimizer whose step ``does`` what no graph can."""
     return PlanError(
         f"the step of {type(optimizer).__name__} {does}, which a graph of it cannot",
         fix="keep a tensor, or a number, under each key of the state of a parameter, "
@@ -102,6 +103,7 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in a container, at any depth, keys included."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, _CONTAINERS):
@@ -112,6 +114,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _copied(value: Any) -> Any:
+    """Return a value, with copies of the dicts, lists and sets in it."""
     if isinstance(value, dict):
         twin = copy.copy(value)
         twin.update({key: _copied(x) for key, x in value.items()})
