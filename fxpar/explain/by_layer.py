@@ -118,8 +118,7 @@ def _paths(plan: Plan, signature: Signature, graph: fx.Graph) -> dict[str, str]:
 
 
 def _path(node: fx.Node, paths: Mapping[str, str]) -> str:
-    """Return the module that a node of a local graph belongs to; "" if there is
-    none."""
+    """Return the module that a node of a local graph belongs to, or ""."""
     return paths.get(node.name) or paths.get(source_of(node).partition(" (")[0], "")
 
 

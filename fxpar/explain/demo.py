@@ -44,8 +44,7 @@ _WARNING = re.compile(r"FxparWarning: (.*\n(?:  (?:at|fix): .*\n)*)")
 
 
 class ChildFailed(Exception):
-    """Says that a run ended with an error or ran out of time; the message says
-    which."""
+    """Says that a run ended with an error or ran out of time, by its message."""
 
 
 def demo(
@@ -97,7 +96,7 @@ def demo(
 def report(
     device_losses: Mapping[int, float], mesh_losses: Mapping[int, float], mesh: str
 ) -> int:
-    """Print losses side by side. Returns 0 if they agree, 1 if not or if steps are
+    """Print losses side by side. Returns 0 if they agree, 1 if not or if some are
     missing."""
     print(f"\n{'step':>4}  {'one device':>14}  {mesh:>14}  relative difference")
     worst = 0.0
@@ -124,8 +123,7 @@ def _environment(
     codegen: str | None = None,
     plain: bool = False,
 ) -> dict[str, str]:
-    """Return the children's environment: one thread per rank, cores shared for
-    compiling."""
+    """Return the children's environment: a thread per rank, cores shared to compile."""
     out = {k: v for k, v in os.environ.items() if k != "FXPAR_MESH"}
     out.setdefault("OMP_NUM_THREADS", "1")
     out.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -178,8 +176,8 @@ def _run(
     timeout: float,
     logs: Path | None = None,
 ) -> list[tuple[str, float]]:
-    """Run a command, show its lines as they come, and return each with its time.
-    Raises ChildFailed."""
+    """Run a command, show its lines as they come, and return each with its time. Raises
+    ChildFailed if it fails or takes too long."""
     begun, lines = time.monotonic(), []
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -253,7 +251,7 @@ def _ended(child: subprocess.Popen[str]) -> Iterator[None]:
 
 def _tail(errors: str, logs: Path | None) -> str:
     """Return the end of what the first failing rank wrote, else of what the child
-    wrote."""
+    did."""
     title = "stderr ends with:"
     for rank, text in _written(logs):
         if _ERROR.search(text):

@@ -35,7 +35,7 @@ _OPS = 12
 
 
 def node_text(node: fx.Node, specs: Sequence[Spec] = ()) -> str:
-    """Return one line for a node: result, shape, ``specs`` of its tensors, call, user
+    """Return a node's line: result, shape, ``specs`` of its tensors, call, user
     line."""
 
     def shape(val: Any) -> str:

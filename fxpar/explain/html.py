@@ -365,7 +365,7 @@ def _plain(item: ModuleGroup | int) -> Any:
 
 
 def _step(timeline: Any) -> list[float] | None:
-    """Return the seconds of a step, of its kernels, and of kernels that wait for
+    """Return seconds of a step, of its kernels, and of kernels waiting for
     collectives."""
     names = ("seconds", "compute_seconds", "exposed_seconds")
     if not all(hasattr(timeline, name) for name in names):
@@ -382,8 +382,8 @@ def _layers(plan: Plan) -> str:
 
 
 def _axes(plan: Plan) -> list[list[Any]]:
-    """Return [axis, ranks, ops it splits, parameters it splits, bytes sent along it]
-    per axis."""
+    """Return [axis, ranks, ops it splits, parameters it splits, bytes sent] per
+    axis."""
     ops, parameters, sent = (Counter[str]() for _ in range(3))
     for node in plan.nodes:
         ops.update({axis_of(a) for _, axes in node.factors for a in axes})

@@ -86,8 +86,7 @@ def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
 
 
 def _names(place: str) -> Mapping[str, Any]:
-    """Return what a file or an importable module defines. Raises OptionError without
-    it."""
+    """Return what a file or module defines. Raises OptionError if there is none."""
     is_file = place.endswith(".py") or os.path.sep in place
     if is_file and not os.path.isfile(place):
         raise OptionError(f"there is no script {place!r}", fix=FORM)

@@ -24,8 +24,7 @@ _LINE = "{desc}: {postfix[0]}, step {n_fmt} of {total_fmt}, {elapsed}"
 
 
 class _Status:
-    """Is one graph's progress. ``now``: the step that runs, and its number from 1
-    on."""
+    """Is one graph's progress. ``now``: the step that runs, and its number from 1."""
 
     def __init__(self, name: str, steps: Sequence[str], stream: TextIO) -> None:
         self.name, self.steps, self.stream = name, steps, stream

@@ -38,8 +38,8 @@ def tree(
 
 
 def _nest(paths: Sequence[tuple[list[str], int]]) -> list[ModuleGroup | int]:
-    """Return groups at the place of their first row. Lists of layers are replaced by
-    the layers."""
+    """Return groups where their first row is. Lists of layers are replaced by
+    layers."""
     members: dict[str, list[tuple[list[str], int]]] = {}
     order: list[str | int] = []
     for path, i in paths:
@@ -90,8 +90,7 @@ def _fold(
 def _runs(
     items: Sequence[ModuleGroup | int], same: Sequence[int]
 ) -> Iterator[ModuleGroup | int]:
-    """Yield the items, runs of neighbouring layers that do the same as one group
-    each."""
+    """Yield the items; neighbouring layers that do the same become one group."""
     pairs = zip(items, same, strict=True)
     for _, run in groupby(pairs, lambda pair: pair[1]):
         members = [item for item, _ in run]
@@ -110,6 +109,5 @@ def _runs(
 
 
 def _stem(label: str) -> str:
-    """Return a label without its numbers, which are all that differs between equal
-    layers."""
+    """Return a label without its numbers, by which equal layers differ."""
     return ".".join("#" if part.isdigit() else part for part in label.split("."))

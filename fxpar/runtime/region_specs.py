@@ -17,8 +17,8 @@ Entry = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
 
 
 def entries_of(specs: Any, name: str) -> tuple[Entry | None | str, ...]:
-    """Return entries as (axes per dim, partial axes); one that is wrong is text that
-    says why."""
+    """Return entries as (axes per dim, partial axes), or text on what is wrong with
+    one."""
     if specs is None or isinstance(specs, (Spec, str)):
         specs = (specs,)
     return tuple(_entry(spec, f"{name}[{i}]") for i, spec in enumerate(specs))
@@ -49,8 +49,7 @@ def misfit(
     sizes: dict[str, int],
     name: str,
 ) -> tuple[str, str]:
-    """Return what is wrong with specs, and what to do about it; "" twice if they
-    fit."""
+    """Return what is wrong with specs, and what to do about it; both "" if they fit."""
     what = "arguments" if name == "in_specs" else "results"
     if len(entries) != len(tensors):
         wrong = f"{name} has {len(entries)} entries for {len(tensors)} tensor {what}"

@@ -40,8 +40,7 @@ _MESH: ContextVar[Callable[[], Mesh | None] | None] = ContextVar(
 
 @contextlib.contextmanager
 def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
-    """Trace the code inside for this mesh; for None, for one rank or for an unknown
-    mesh."""
+    """Trace the code inside for this mesh; None: for one rank, or an unknown mesh."""
     token = _MESH.set(mesh)
     try:
         yield
@@ -89,8 +88,8 @@ def _traced_mesh() -> Mesh | None:
 
 
 def mesh_of(options: Options | None) -> Mesh | None:
-    """Return the mesh of these options; None if there is none, an error that is raised
-    elsewhere."""
+    """Return the mesh of these options; None without one, as others report the
+    error."""
     if options is None:
         return None
     try:
@@ -300,8 +299,8 @@ def _unlike(results: list[list[Any]], trees: list[Any]) -> str:
 
 @torch.compiler.assume_constant_result
 def _fork() -> int:
-    """Return a number for a region whose body is to be chosen; -1 where every axis has
-    one rank."""
+    """Return a number for a region with several bodies; -1 if every axis has one
+    rank."""
     _regions.begin()
     return -1 if _traced_mesh() is None else next(_regions.numbers)
 

@@ -65,8 +65,7 @@ class Elapsed:
 
 @contextlib.contextmanager
 def stage(name: str, *, nested: bool = False) -> Iterator[Elapsed]:
-    """Count the seconds inside for a stage; if it is ``nested``, only where it is
-    inside another."""
+    """Count the seconds inside for a stage; a ``nested`` one only inside another."""
     inside: list[float] = _OPEN.__dict__.setdefault("inside", [])
     if nested and not inside:
         yield Elapsed()
@@ -87,7 +86,7 @@ def _add(name: str, seconds: float) -> None:
 
 
 def table() -> str:
-    """Return the seconds of each stage since the last table, a line each, and their
+    """Return the seconds of each stage since the last table, a line each, and the
     sum."""
     now = _torch.dynamo.seconds_by_phase()
     spent = {key: now[key] - _STAGES.torch.get(key, 0.0) for key in now}

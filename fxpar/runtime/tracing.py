@@ -112,8 +112,7 @@ def _line(path: str, number: int) -> str:
 
 
 def _refused(error: BaseException, fn: Callable[..., Any]) -> PlanError | None:
-    """Return the error for a program that is not one graph; None for any other
-    error."""
+    """Return the error for a program that is not one graph; None for other errors."""
     kind = _torch.aot.untraceable(error)
     if kind is None:
         return None
@@ -148,8 +147,7 @@ class UserLines(TorchFunctionMode):
 
 
 def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Return the modules that a callable is, belongs to, or closes over, by the names
-    it uses."""
+    """Return modules a callable is, belongs to, or closes over, by the name it uses."""
     if isinstance(fn, nn.Module):
         return {"": fn}
     modules: dict[str, nn.Module] = {}

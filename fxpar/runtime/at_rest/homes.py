@@ -87,7 +87,7 @@ class Home:
 
 @dataclass(frozen=True)
 class EagerRead:
-    """Records that eager code read the global value of a parameter, which it must not
+    """Records that eager code read a parameter's global value, which it must not
     write."""
 
     # "Class.name" of the parameter.
@@ -135,8 +135,7 @@ def live_homes() -> list[Home]:
 
 @dataclass(frozen=True)
 class ParameterAtRest:
-    """Holds the layout of a parameter at rest, and the hint on its use in the
-    program."""
+    """Holds the layout of a parameter at rest, and the hint on its use in programs."""
 
     # Shape of the global value.
     shape: tuple[int, ...]

@@ -174,8 +174,7 @@ def _reduce_later(model: nn.Module, home: Home) -> None:
 
 
 def _reduce(parameter: Any) -> None:
-    """Reduce a gradient that is partial over batch axes to the layout of its
-    parameter."""
+    """Reduce a gradient that is partial over batch axes to its parameter's layout."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)

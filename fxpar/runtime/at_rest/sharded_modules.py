@@ -56,7 +56,7 @@ def adopt(
 
 @functools.cache
 def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
-    """Return one subclass per class and names, so that equal layers stay equal to
+    """Return one subclass per class and names, so that equal layers are so for
     Dynamo."""
     members: dict[str, Any] = {name: _property(name) for name in names}
     if issubclass(cls, nn.RNNBase):
@@ -139,8 +139,7 @@ def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) ->
 
 @contextlib.contextmanager
 def _counting_writes() -> Iterator[None]:
-    """Let tensors made inside count writes in inference mode too, whose own tensors do
-    not."""
+    """Let new tensors count writes, which those made in inference mode do not."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -149,8 +148,7 @@ def _counting_writes() -> Iterator[None]:
 
 
 def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Tensor:
-    """Return the global value of a parameter, differentiable with respect to its
-    part."""
+    """Return the global value of a parameter, differentiable to its part."""
     if home.batch and (home.waiting or home.unreduced):
         whole = to_global_unreduced(
             parameter,

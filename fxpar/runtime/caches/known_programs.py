@@ -54,8 +54,7 @@ FORMAT = "fxpar program 4"
 
 
 class PlanMisfit(Exception):
-    """Says that the known plan of a program does not fit the program as it is
-    traced."""
+    """Says that a program's known plan does not fit the program as it is traced."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,7 @@ def describe(
 
 
 def describe_asked(program: KnownProgram, error: DivisorsAsked) -> dict[str, Any]:
-    """Return, as data, what is known of a program whose plan requires its open sizes to
-    be multiples."""
+    """Return as data a program whose plan requires its open sizes to be multiples."""
     return describe(program, error.plan, {}, (), fx.Graph(), divisors=error.divisors)
 
 
@@ -236,7 +234,7 @@ class Leader:
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Let the others wait for what runs inside; they hear of a failure, and of the
+        """Let the others wait while this runs; they hear of a failure, and of the
         end."""
         with presence.works(f"compiles {self.name} for all ranks"):
             try:

@@ -34,8 +34,7 @@ FORMAT = "fxpar plan on disk 2"
 
 
 def allowed() -> bool:
-    """Return whether torch's own caches are in use
-    (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
+    """Return whether torch's caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
     return not _torch.inductor.caches_disabled()
 
 

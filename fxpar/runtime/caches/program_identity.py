@@ -40,7 +40,7 @@ class NamedInput:
 
 
 def _source(node: fx.Node) -> str:
-    """Return the Python expression by which Dynamo found an input."""
+    """Return the Python text by which Dynamo found an input."""
     grapharg = node.meta.get("grapharg")
     source = getattr(grapharg, "source", None)
     if source is None:
@@ -50,8 +50,7 @@ def _source(node: fx.Node) -> str:
 
 
 def _name_input(source: str, example: Any) -> NamedInput:
-    """Return the name and kind of an input, from the expression by which Dynamo found
-    it."""
+    """Return the name and kind of an input, from the text by which Dynamo found it."""
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -230,15 +229,13 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
 def content(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str:
-    """Return all that compiling a graph depends on in this process, except its
-    sizes."""
+    """Return all that compiling a graph depends on in this process, without sizes."""
     objects = (str(id(x)) for x in _objects(gm))
     return "\n".join([_text(gm, inputs, examples), *objects])
 
 
 def _objects(gm: fx.GraphModule) -> Iterator[Any]:
-    """Yield what a graph and its bodies call and hold, which may have one name and
-    differ."""
+    """Yield objects that a graph and its bodies call or hold; they may share a name."""
     yield from _torch.node_texts.unknown_functions(gm.graph)
     yield gm.meta.get(_torch.aot.CHOOSES_SAVED)
     for node in gm.graph.nodes:
@@ -253,8 +250,8 @@ def _objects(gm: fx.GraphModule) -> Iterator[Any]:
 def _text(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str:
-    """Return the nodes of a graph and of its bodies, and the forms of its inputs,
-    without sizes."""
+    """Return nodes of a graph and its bodies, and forms of its inputs, without
+    sizes."""
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):

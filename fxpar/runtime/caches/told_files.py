@@ -21,8 +21,7 @@ _KEY = re.compile("[a-z][a-z2-7]{6,63}")
 
 
 def checked_key(key: Any) -> str:
-    """Return a key of torch's caches, which is part of file names, if it has their
-    form."""
+    """Return a key of torch's caches, used in file names, if it has their form."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise _refusal(f"{key!r}, which is no key of torch's caches")
     return key

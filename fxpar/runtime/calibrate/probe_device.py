@@ -192,8 +192,8 @@ class Probe:
         return [max(column) for column in zip(*map(_numbers, texts), strict=True)]
 
     def compiled(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """Return ``fn`` through Inductor; ``fn`` itself if quick, or if that fails on
-        any rank."""
+        """Return ``fn`` through Inductor, or itself if quick or if that fails on a
+        rank."""
         compiled, failed = fn, ""
         if not self.quick:
             try:
@@ -241,8 +241,7 @@ _LINUX = hasattr(os, "sched_getaffinity")
 
 
 def launches(probe: Probe) -> tuple[float | None, float | None]:
-    """Return the seconds of a tiny op: run eagerly, and one more in a compiled
-    graph."""
+    """Return the seconds of a tiny op: run eagerly, and in a compiled graph."""
     x = torch.zeros(8, 8, device=probe.device)
     eager = probe.median(partial(torch.add, x, x), launches=True)
     if probe.device.type == "cuda":
@@ -282,8 +281,8 @@ _LIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def light(probe: Probe) -> Iterator[tuple[str, float]]:
-    """Yield, by class, how many operations on elements a compiled kernel does in a
-    second."""
+    """Yield how many operations on elements a compiled kernel does a second, by
+    class."""
     if probe.quick or probe.device.type != "cpu":
         return
     x = torch.rand(_ELEMENTS)
@@ -324,7 +323,7 @@ _POOLED = 2 * 9 * _ELEMENTS // 4
 
 def _pooled(x: torch.Tensor) -> torch.Tensor:
     """Compute a maximum over windows, with its place as in training, and its
-    backward."""
+    gradient."""
     windows = [3, 3], [2, 2], [1, 1], [1, 1], False
     images = x.view(4, -1, 32, 32)
     most, places = aten.max_pool2d_with_indices(images, *windows)
@@ -374,8 +373,7 @@ _COLD = 1 << 26
 def _in_turn(
     fn: Callable[..., Any], *operands: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that calls ``fn`` with one copy of its operands after the
-    other."""
+    """Return a function that calls ``fn`` on one copy of its operands after another."""
     nbytes = sum(x.nbytes for x in operands)
     copies = [operands]
     for _ in range(min(_COLD // nbytes, 256)):

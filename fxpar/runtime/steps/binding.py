@@ -196,7 +196,7 @@ def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _with_group(args: Any, group_of: GroupOf) -> Any:
-    """Return arguments with symbolic group names replaced by those of process
+    """Return arguments with symbolic group names replaced by names of process
     groups."""
     if str not in map(type, args):
         return args
@@ -231,8 +231,7 @@ def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
 
 
 def _order_of(launch: fx.Node) -> str:
-    """Return "max" or "min" if a collective chooses that among its operands, else
-    ""."""
+    """Return "max" or "min" if a collective chooses it among its operands, else ""."""
     kind = launch.args[1] if launch.target in _REDUCES else ""
     return kind if kind in ("max", "min") else ""
 

@@ -57,7 +57,7 @@ def _(first, launches, what, mesh, manual):
 
 
 def compare_places(graph: fx.Graph, state: PhaseState) -> None:
-    """Add to a graph with collectives between places an op that compares them at each
+    """Add an op that compares collectives between places, if there are any, at each
     run."""
     manual = state.request.manual
     if manual is None:

@@ -151,8 +151,7 @@ def lower(graph: fx.Graph, state: JointState) -> fx.Graph:
 
 
 def regather(graph: fx.Graph, state: JointState) -> None:
-    """Tag what the forward saves and what the backward computes again, such as gathered
-    parameters."""
+    """Tag what the forward saves, and what the backward computes or gathers again."""
     forward_backward.save_of_stages(graph)
     if not state.request.keep_gathered:
         forward_backward.regather(graph)
@@ -176,8 +175,7 @@ def bind(graph: fx.Graph, state: RankState) -> fx.Graph:
 
 
 def put_writes(graph: fx.Graph, state: RankState) -> None:
-    """Turn the last results into writes to inputs, and keep values that are read after
-    them."""
+    """Turn the last results into writes to inputs, and keep values read after them."""
     phase = "update" if state.request.step else None
     writes_as_results.put(graph, state.writes, phase)
     writes_as_results.keep_read(graph, state.copied)
@@ -208,8 +206,7 @@ def fuse_regions(graph: fx.Graph, state: PhaseState) -> None:
 
 
 def outline_repeated(graph: fx.Graph, state: PhaseState) -> None:
-    """Turn layers that repeat into calls of one body, where Inductor is to compile
-    them."""
+    """Turn layers that repeat into calls of one body, where Inductor compiles them."""
     if state.inductor:
         outline_layers(graph, even=state.even)
 

@@ -51,8 +51,8 @@ def share_by_speed(graph: fx.Graph, state: JointState) -> None:
 
 
 def _first_rows(state: JointState) -> int:
-    """Return the rows of dim 0 of the first plain input that has dims, the batch's;
-    else 0."""
+    """Return the rows of the batch: of dim 0 of the first plain input with dims, else
+    0."""
     nodes = state.graph.find_nodes(op="placeholder")
     for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
         value = node.meta.get("val")
@@ -62,8 +62,8 @@ def _first_rows(state: JointState) -> int:
 
 
 def absorb_regions(graph: fx.Graph, state: JointState) -> None:
-    """Check manual regions, and name their collectives. Raises PlanError if sizes are
-    open."""
+    """Check manual regions and name their collectives. Raises PlanError for open
+    sizes."""
     request = state.request
     if state.open and any(n.target in EDGES for n in graph.nodes):
         raise PlanError("the sizes in manual regions are known")
@@ -85,8 +85,8 @@ def show_bodies(graph: fx.Graph, state: JointState) -> None:
 
 
 def split_batch(graph: fx.Graph, state: JointState) -> None:
-    """Keep a batch that its axes do not divide, or whose sequence is split, as a dim of
-    its own."""
+    """Keep a batch as a separate dim if its axes do not divide it or its sequence is
+    split."""
     if state.open:  # a plan may split open sizes only where the axes divide them
         return
     mesh = state.request.mesh
@@ -104,7 +104,7 @@ def split_batch(graph: fx.Graph, state: JointState) -> None:
 
 
 def interleave_rows(graph: fx.Graph, state: JointState) -> None:
-    """Let rows that are repeated one by one be split into uneven shards."""
+    """Let rows that are repeated one by one be split unevenly."""
     mesh = state.request.mesh
     if state.open or mesh.size == 1:
         return
@@ -117,8 +117,7 @@ def interleave_rows(graph: fx.Graph, state: JointState) -> None:
 
 
 def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
-    """Let rows that are taken from several tensors in turn be split into uneven
-    shards."""
+    """Let rows that are taken from several tensors in turn be split unevenly."""
     mesh = state.request.mesh
     if state.open or mesh.size == 1:
         return

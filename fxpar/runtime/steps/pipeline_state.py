@@ -50,15 +50,13 @@ class PipelineState:
 
     @property
     def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
-        """Return the specs of the tensors that nodes make, empty before they are
-        decided."""
+        """Return the specs of the results of nodes, empty before they are decided."""
         return {}
 
 
 @dataclass(kw_only=True)
 class JointState(PipelineState):
-    """Is the program while it is planned; at the end it holds the decision and the
-    plan."""
+    """Is the program while it is planned; at the end it holds decision and plan."""
 
     # Mode of the fake values in the graphs.
     fake_mode: Any
@@ -117,8 +115,8 @@ class JointState(PipelineState):
 
     @property
     def local(self) -> fx.Graph:
-        """Return the graph that each rank runs, identical on all, once the last step is
-        done."""
+        """Return the graph that each rank runs, identical on all, after the last
+        step."""
         return self.graph
 
     def noted(self, *notes: str) -> JointState:

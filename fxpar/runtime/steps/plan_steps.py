@@ -103,8 +103,8 @@ def _as_planned(plan: Plan, request: Request) -> Plan:
 
 
 def _on(state: JointState, mesh: Mesh) -> Request:
-    """Return the request of the state for the given mesh, after putting it into the
-    state."""
+    """Put a mesh into the state's request, if it has another one, and return the
+    request."""
     if mesh is not state.request.mesh:
         state.request = _searchable(state.request.on(mesh))
         signature = state.request.laid
@@ -119,7 +119,7 @@ def _is_kept(state: JointState) -> bool:
 
 
 def _searchable(request: Request) -> Request:
-    """Return the request, changed to propagate if its mesh has too many axes for a
+    """Return the request; its mode is propagate if its mesh has too many axes to
     search."""
     if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
         request.mesh
@@ -226,8 +226,7 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
 
 
 def _recall(state: JointState, plan: Plan) -> None:
-    """Make the decision that a plan describes. Raises PlanError if the plan does not
-    fit."""
+    """Make the decision that a plan describes. Raises PlanError if it does not fit."""
     # Moments that the plan does not contain were expanded before it was made.
     planned_names = {node.name for node in plan.nodes}
     pools = normalize.pool_gradients_of(state.graph)

@@ -101,7 +101,7 @@ def fastest(
 
 
 def _fastest(seconds: Mapping[int, float]) -> int:
-    """Return the first schedule in predicted order, unless another is faster by
+    """Return the predicted best schedule, or the fastest if it is faster by
     ``LEAST``."""
     best, predicted = min(seconds, key=seconds.__getitem__), min(seconds)
     return best if seconds[best] <= (1 - LEAST) * seconds[predicted] else predicted
@@ -174,8 +174,7 @@ def made_up(graph: fx.Graph) -> list[Any]:
 
 
 def _random_like(value: Any) -> Any:
-    """Return a random tensor like ``value``; integers are 0, which is always a valid
-    index."""
+    """Return a random tensor like ``value``; integers are 0, always a valid index."""
     if not isinstance(value, torch.Tensor):
         return value
     shape, stride, device = tuple(value.shape), value.stride(), value.device
@@ -224,8 +223,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
 
 
 def _seconds(step: Step) -> float:
-    """Return the seconds of one step on this rank, which begins when all ranks are
-    ready."""
+    """Return the seconds of a step on this rank, begun when all ranks are ready."""
     worlds.barrier()
     _synchronize()
     start = time.perf_counter()

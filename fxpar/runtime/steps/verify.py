@@ -74,8 +74,7 @@ def _module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:
-    """Return copies of tensors: graphs that write to their inputs may not see the
-    user's own."""
+    """Return copies of tensors, as graphs may write to their inputs."""
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in values]
 
 

@@ -140,8 +140,7 @@ def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
 
 
 def fake_of(x: Any, mode: Any) -> Any:
-    """Return a fake of the global value of ``x``, with memory of its own; no tensor as
-    is."""
+    """Return a fake of the global value of ``x``, in memory of its own; else ``x``."""
     if not isinstance(x, torch.Tensor):
         return x
     if isinstance(x, DTensor):
@@ -178,8 +177,8 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
 
 def loss_of(results: Any, forward: Forward) -> torch.Tensor:
-    """Return the loss, the first result. Raises PlanError if it is no scalar, or needs
-    no gradient."""
+    """Return the loss, the first result. Raises PlanError for no scalar or no
+    gradient."""
     loss = results[0] if results else None
     what = "what loss_fn gives first is the loss: "
     where = user_line(forward.module.graph.output_node().all_input_nodes[0])
@@ -218,8 +217,8 @@ def refuse_shared_memory(
 
 
 def _extent(x: Any) -> tuple[int, int, int] | None:
-    """Return storage, first and last element's address in bytes; None for what has
-    none."""
+    """Return storage, first and last element's address in bytes; None without
+    memory."""
     x = x.to_local() if isinstance(x, DTensor) else x
     if not isinstance(x, torch.Tensor) or not x.numel():
         return None

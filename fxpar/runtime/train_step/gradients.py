@@ -132,8 +132,7 @@ def unscale(
 
 @contextlib.contextmanager
 def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore tensors that are written inside to their old values if ``bad`` is
-    positive."""
+    """Restore tensors written inside to their old values if ``bad`` is positive."""
     if bad is None:
         yield
         return

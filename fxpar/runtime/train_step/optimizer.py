@@ -69,8 +69,7 @@ def is_number(x: Any) -> bool:
 
 
 def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
-    """Yield the place, the position and the entries of each group and each parameter's
-    state."""
+    """Yield place, position and entries of each group and of each parameter's state."""
     for i, group in enumerate(optimizer.param_groups):
         yield "group", i, group
     state = optimizer.state
@@ -303,8 +302,7 @@ class TracedComparison:
     holds: bool
 
     def stands(self, value: Any) -> bool:
-        """Return whether the comparison has the same answer for another value of the
-        number."""
+        """Return whether the comparison has the same answer for another ``value``."""
         return bool(_COMPARISONS[self.relation](value, self.other)) == self.holds
 
 

@@ -156,7 +156,7 @@ class _Variant:
 
 
 class _Stage:
-    """Is one forward with its backward; it has a variant for each state of the
+    """Is one forward with its backward, and a variant for each state of the
     optimizer."""
 
     def __init__(
@@ -227,8 +227,8 @@ class _Stage:
         )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
-        """Return, by the position of a parameter in the optimizer, its position among
-        the inputs."""
+        """Map the position of each parameter in the optimizer to that among the
+        inputs."""
         optimizer = self.owner.optimizer
         inputs = {id(args[i]): i for i in self.forward.trained}
         order = enumerate(parameters_of(optimizer))
@@ -249,7 +249,7 @@ class _Stage:
     def _key(
         self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> Any:
-        """Return all that a graph was traced with, except the numbers that are its
+        """Return all that a graph was traced with, except numbers that are its
         inputs."""
         if not how.updates:
             return how
@@ -309,7 +309,7 @@ class _Stage:
         return variant
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
-        """Return the sharded parameter in whose layout new state of this shape is, or
+        """Return the sharded parameter that new state of this shape is split like, or
         None."""
         if slot.place == "group":
             return None

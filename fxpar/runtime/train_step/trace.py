@@ -197,8 +197,7 @@ def _read(
     places: Mapping[int, int],
     numbers: Mapping[Slot, Any],
 ) -> dict[Slot, Any]:
-    """Return the values that the optimizer's step reads and that are inputs, by
-    slot."""
+    """Return the values that the optimizer's step reads as inputs, by slot."""
     return {
         slot: x
         for slot, x in slots(optimizer)
@@ -298,7 +297,7 @@ def _update(
     clip: float | None,
     findings: _Findings,
 ) -> list[torch.Tensor]:
-    """Clip, and let the optimizer step; return the new values that it does not write in
+    """Clip and let the optimizer step; return new values that it does not write in
     place."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
@@ -394,7 +393,7 @@ def _end(
     places: Mapping[int, int],
     optimizer: torch.optim.Optimizer,
 ) -> StepInput:
-    """Return the input for a slot: state is named for its parameter, and has its own
+    """Return the input for a slot: state is named for its parameter, and has its
     spec."""
     key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
     if slot.place == "state":
@@ -405,8 +404,7 @@ def _end(
 
 
 def _gradient_end(parameter: StepInput) -> StepInput:
-    """Return the input for a gradient of earlier calls, which has its parameter's
-    spec."""
+    """Return the input for a gradient of earlier calls, split like its parameter."""
     return StepInput(f"gradient.{parameter.name}", "buffer", parameter.rest)
 
 
