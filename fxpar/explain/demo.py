@@ -1,5 +1,4 @@
-"""Run one training script on one device, then on a mesh, and compare the losses: the
-demo.
+"""Compare the losses of one script on one device and on a mesh: the demo.
 
 In: a script and a mesh. Out: the losses side by side, and an exit status. The first run
 is plain PyTorch, with torch.compile switched off, so that fxpar is compared with
@@ -96,8 +95,7 @@ def demo(
 def report(
     device_losses: Mapping[int, float], mesh_losses: Mapping[int, float], mesh: str
 ) -> int:
-    """Print losses side by side. Returns 0 if they agree, 1 if not or if some are
-    missing."""
+    """Print losses side by side, and return 0 if all are there and agree, else 1."""
     print(f"\n{'step':>4}  {'one device':>14}  {mesh:>14}  relative difference")
     worst = 0.0
     for step in sorted(device_losses.keys() | mesh_losses.keys()):
@@ -250,8 +248,7 @@ def _ended(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _tail(errors: str, logs: Path | None) -> str:
-    """Return the end of what the first failing rank wrote, else of what the child
-    did."""
+    """Return the end of what the first failing rank wrote, else of the child's."""
     title = "stderr ends with:"
     for rank, text in _written(logs):
         if _ERROR.search(text):

@@ -1,5 +1,4 @@
-"""Write every stage as readable text and runnable Python: ``FXPAR_DUMP``,
-``FXPAR_DEBUG``.
+"""Write every stage as text and as Python: ``FXPAR_DUMP`` and ``FXPAR_DEBUG``.
 
 In: a graph after a step, or a plan. Out: ``DUMP/<graph>/<n>_<stage>.txt`` holds one
 line per node with its shape and the user's line; ``.py`` the stage as a module; the log
@@ -35,8 +34,7 @@ _OPS = 12
 
 
 def node_text(node: fx.Node, specs: Sequence[Spec] = ()) -> str:
-    """Return a node's line: result, shape, ``specs`` of its tensors, call, user
-    line."""
+    """Return a line for a node: its result, shape, ``specs``, call and user line."""
 
     def shape(val: Any) -> str:
         if isinstance(val, torch.Tensor):

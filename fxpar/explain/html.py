@@ -365,8 +365,7 @@ def _plain(item: ModuleGroup | int) -> Any:
 
 
 def _step(timeline: Any) -> list[float] | None:
-    """Return seconds of a step, of its kernels, and of kernels waiting for
-    collectives."""
+    """Return seconds of a step, of its kernels, and of kernels that wait."""
     names = ("seconds", "compute_seconds", "exposed_seconds")
     if not all(hasattr(timeline, name) for name in names):
         return None
@@ -382,7 +381,7 @@ def _layers(plan: Plan) -> str:
 
 
 def _axes(plan: Plan) -> list[list[Any]]:
-    """Return [axis, ranks, ops it splits, parameters it splits, bytes sent] per
+    """Return [axis, ranks, ops split, parameters split, bytes sent along it] per
     axis."""
     ops, parameters, sent = (Counter[str]() for _ in range(3))
     for node in plan.nodes:

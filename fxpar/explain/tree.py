@@ -38,8 +38,7 @@ def tree(
 
 
 def _nest(paths: Sequence[tuple[list[str], int]]) -> list[ModuleGroup | int]:
-    """Return groups where their first row is. Lists of layers are replaced by
-    layers."""
+    """Return groups at their first row. Lists of layers are replaced by the layers."""
     members: dict[str, list[tuple[list[str], int]]] = {}
     order: list[str | int] = []
     for path, i in paths:

@@ -17,8 +17,7 @@ Entry = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
 
 
 def entries_of(specs: Any, name: str) -> tuple[Entry | None | str, ...]:
-    """Return entries as (axes per dim, partial axes), or text on what is wrong with
-    one."""
+    """Return entries as (axes per dim, partial axes), or text on what is wrong."""
     if specs is None or isinstance(specs, (Spec, str)):
         specs = (specs,)
     return tuple(_entry(spec, f"{name}[{i}]") for i, spec in enumerate(specs))

@@ -88,8 +88,7 @@ def _traced_mesh() -> Mesh | None:
 
 
 def mesh_of(options: Options | None) -> Mesh | None:
-    """Return the mesh of these options; None without one, as others report the
-    error."""
+    """Return the mesh of these options, None if it cannot be made: others say why."""
     if options is None:
         return None
     try:
@@ -299,8 +298,7 @@ def _unlike(results: list[list[Any]], trees: list[Any]) -> str:
 
 @torch.compiler.assume_constant_result
 def _fork() -> int:
-    """Return a number for a region with several bodies; -1 if every axis has one
-    rank."""
+    """Return a number for a region with several bodies, -1 on axes of one rank."""
     _regions.begin()
     return -1 if _traced_mesh() is None else next(_regions.numbers)
 

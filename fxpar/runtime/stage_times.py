@@ -86,8 +86,7 @@ def _add(name: str, seconds: float) -> None:
 
 
 def table() -> str:
-    """Return the seconds of each stage since the last table, a line each, and the
-    sum."""
+    """Return the seconds of each stage since the last table, by line, and their sum."""
     now = _torch.dynamo.seconds_by_phase()
     spent = {key: now[key] - _STAGES.torch.get(key, 0.0) for key in now}
     frame = spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)

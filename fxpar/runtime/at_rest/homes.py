@@ -87,8 +87,7 @@ class Home:
 
 @dataclass(frozen=True)
 class EagerRead:
-    """Records that eager code read a parameter's global value, which it must not
-    write."""
+    """Records that eager code read a parameter's global value, and may not write it."""
 
     # "Class.name" of the parameter.
     parameter: str
@@ -105,7 +104,7 @@ class EagerRead:
 
     @staticmethod
     def of(value: torch.Tensor, parameter: str, line: str) -> EagerRead:
-        """Record a read of ``value``, in the user's ``line``."""
+        """Return the record of a read of ``value`` in the user's ``line``."""
         counter = value.detach()  # shares the count of writes
         counter.data = value.new_empty(0)
         writes, memory = _torch.objects.version_of(value), _memory(value)

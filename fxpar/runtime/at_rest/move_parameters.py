@@ -153,8 +153,7 @@ def _memory(x: DTensor) -> int:
 
 
 def _is_bare(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that does not say which shard of a tensor it
-    is."""
+    """Return whether ``x`` is a tensor that does not say which part it is."""
     if isinstance(x, DTensor):
         return not _torch.dtensor.holds_plain(x)
     return isinstance(x, torch.Tensor) and x.dim() > 0

@@ -127,8 +127,7 @@ def _hint_of(
     table: Mapping[str, Entries],
     uses: Uses,
 ) -> Hint:
-    """Return the last hint on a parameter, else its use as a hint, in the mesh's
-    axes."""
+    """Return the last hint on a parameter, else its use as a hint, in mesh axes."""
     hits = [
         (pattern, hint)
         for pattern, hint in table.items()

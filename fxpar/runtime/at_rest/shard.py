@@ -1,10 +1,10 @@
-"""Lay out a model's parameters as DTensors, each rank holding its part:
-``fxpar.shard``.
+"""Lay out a model's parameters as DTensors: ``fxpar.shard``.
 
 In: a module with plain parameters (on any device, or on meta), before an optimizer is
 made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
-say (``parameter_layouts``), its classes swapped (``swap_parameters``) so that its code
-still sees global tensors. Never: a change to buffers.
+say (``parameter_layouts``), each rank holding its part, its classes swapped
+(``swap_parameters``) so that its code still sees global tensors. Never: a change to
+buffers.
 """
 
 from __future__ import annotations

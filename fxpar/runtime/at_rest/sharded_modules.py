@@ -56,8 +56,7 @@ def adopt(
 
 @functools.cache
 def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
-    """Return one subclass per class and names, so that equal layers are so for
-    Dynamo."""
+    """Return one subclass per class and names: equal layers stay equal to Dynamo."""
     members: dict[str, Any] = {name: _property(name) for name in names}
     if issubclass(cls, nn.RNNBase):
         members |= _torch.dynamo.recurrent_members(cls)

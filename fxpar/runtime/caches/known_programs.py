@@ -234,8 +234,7 @@ class Leader:
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Let the others wait while this runs; they hear of a failure, and of the
-        end."""
+        """Let the others wait while this runs, and hear of a failure or of the end."""
         with presence.works(f"compiles {self.name} for all ranks"):
             try:
                 yield

@@ -250,8 +250,7 @@ def _objects(gm: fx.GraphModule) -> Iterator[Any]:
 def _text(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str:
-    """Return nodes of a graph and its bodies, and forms of its inputs, without
-    sizes."""
+    """Return the nodes of a graph and its bodies, and the forms of inputs but sizes."""
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):

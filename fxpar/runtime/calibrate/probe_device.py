@@ -192,8 +192,7 @@ class Probe:
         return [max(column) for column in zip(*map(_numbers, texts), strict=True)]
 
     def compiled(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """Return ``fn`` through Inductor, or itself if quick or if that fails on a
-        rank."""
+        """Return ``fn`` through Inductor, or itself if quick or if any rank fails."""
         compiled, failed = fn, ""
         if not self.quick:
             try:
@@ -281,8 +280,8 @@ _LIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def light(probe: Probe) -> Iterator[tuple[str, float]]:
-    """Yield how many operations on elements a compiled kernel does a second, by
-    class."""
+    """Yield by class how many operations on elements a compiled kernel does a
+    second."""
     if probe.quick or probe.device.type != "cpu":
         return
     x = torch.rand(_ELEMENTS)
@@ -322,8 +321,7 @@ _POOLED = 2 * 9 * _ELEMENTS // 4
 
 
 def _pooled(x: torch.Tensor) -> torch.Tensor:
-    """Compute a maximum over windows, with its place as in training, and its
-    gradient."""
+    """Compute a maximum over windows, with its place as in training, and a gradient."""
     windows = [3, 3], [2, 2], [1, 1], [1, 1], False
     images = x.view(4, -1, 32, 32)
     most, places = aten.max_pool2d_with_indices(images, *windows)

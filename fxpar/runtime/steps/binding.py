@@ -196,8 +196,7 @@ def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _with_group(args: Any, group_of: GroupOf) -> Any:
-    """Return arguments with symbolic group names replaced by names of process
-    groups."""
+    """Return arguments with symbolic group names replaced by real ones."""
     if str not in map(type, args):
         return args
     return tuple(

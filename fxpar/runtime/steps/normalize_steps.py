@@ -51,8 +51,7 @@ def share_by_speed(graph: fx.Graph, state: JointState) -> None:
 
 
 def _first_rows(state: JointState) -> int:
-    """Return the rows of the batch: of dim 0 of the first plain input with dims, else
-    0."""
+    """Return the batch's rows: of dim 0 of the first plain input with dims, else 0."""
     nodes = state.graph.find_nodes(op="placeholder")
     for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
         value = node.meta.get("val")
@@ -62,8 +61,7 @@ def _first_rows(state: JointState) -> int:
 
 
 def absorb_regions(graph: fx.Graph, state: JointState) -> None:
-    """Check manual regions and name their collectives. Raises PlanError for open
-    sizes."""
+    """Check manual regions and name their collectives. PlanError for open sizes."""
     request = state.request
     if state.open and any(n.target in EDGES for n in graph.nodes):
         raise PlanError("the sizes in manual regions are known")
@@ -85,8 +83,7 @@ def show_bodies(graph: fx.Graph, state: JointState) -> None:
 
 
 def split_batch(graph: fx.Graph, state: JointState) -> None:
-    """Keep a batch as a separate dim if its axes do not divide it or its sequence is
-    split."""
+    """Keep a batch as a dim if its axes do not divide it or its sequence is split."""
     if state.open:  # a plan may split open sizes only where the axes divide them
         return
     mesh = state.request.mesh

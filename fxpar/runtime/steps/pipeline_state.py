@@ -115,8 +115,8 @@ class JointState(PipelineState):
 
     @property
     def local(self) -> fx.Graph:
-        """Return the graph that each rank runs, identical on all, after the last
-        step."""
+        """Return the graph that each rank runs, identical on all, once all steps
+        ran."""
         return self.graph
 
     def noted(self, *notes: str) -> JointState:

@@ -103,8 +103,7 @@ def _as_planned(plan: Plan, request: Request) -> Plan:
 
 
 def _on(state: JointState, mesh: Mesh) -> Request:
-    """Put a mesh into the state's request, if it has another one, and return the
-    request."""
+    """Put another mesh into the state's request, and return the request."""
     if mesh is not state.request.mesh:
         state.request = _searchable(state.request.on(mesh))
         signature = state.request.laid
@@ -119,7 +118,7 @@ def _is_kept(state: JointState) -> bool:
 
 
 def _searchable(request: Request) -> Request:
-    """Return the request; its mode is propagate if its mesh has too many axes to
+    """Return the request, with mode propagate if its mesh has too many axes to
     search."""
     if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
         request.mesh

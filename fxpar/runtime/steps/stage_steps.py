@@ -156,8 +156,7 @@ def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
 
 
 def _refuse_writes(graph: fx.Graph) -> None:
-    """Raise PlanError if an op writes to a value in place, as a later op may read
-    it."""
+    """Raise PlanError if an op writes in place, as a later op may read the value."""
     for node in graph.nodes:
         if op_facts_of(node.target).mutates:
             raise PlanError(

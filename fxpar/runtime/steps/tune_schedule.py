@@ -101,8 +101,7 @@ def fastest(
 
 
 def _fastest(seconds: Mapping[int, float]) -> int:
-    """Return the predicted best schedule, or the fastest if it is faster by
-    ``LEAST``."""
+    """Return the fastest if it is faster by ``LEAST``, else the predicted best."""
     best, predicted = min(seconds, key=seconds.__getitem__), min(seconds)
     return best if seconds[best] <= (1 - LEAST) * seconds[predicted] else predicted
 

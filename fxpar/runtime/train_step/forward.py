@@ -177,8 +177,7 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
 
 def loss_of(results: Any, forward: Forward) -> torch.Tensor:
-    """Return the loss, the first result. Raises PlanError for no scalar or no
-    gradient."""
+    """Return the first result. Raises PlanError if it is no scalar with a gradient."""
     loss = results[0] if results else None
     what = "what loss_fn gives first is the loss: "
     where = user_line(forward.module.graph.output_node().all_input_nodes[0])
@@ -217,8 +216,7 @@ def refuse_shared_memory(
 
 
 def _extent(x: Any) -> tuple[int, int, int] | None:
-    """Return storage, first and last element's address in bytes; None without
-    memory."""
+    """Return storage, first and last element's address in bytes; None if empty."""
     x = x.to_local() if isinstance(x, DTensor) else x
     if not isinstance(x, torch.Tensor) or not x.numel():
         return None

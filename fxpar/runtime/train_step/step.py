@@ -156,8 +156,7 @@ class _Variant:
 
 
 class _Stage:
-    """Is one forward with its backward, and a variant for each state of the
-    optimizer."""
+    """Is a forward with its backward, in a variant for each state of the optimizer."""
 
     def __init__(
         self,
@@ -227,7 +226,7 @@ class _Stage:
         )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
-        """Map the position of each parameter in the optimizer to that among the
+        """Map a parameter's position in the optimizer to its position among the
         inputs."""
         optimizer = self.owner.optimizer
         inputs = {id(args[i]): i for i in self.forward.trained}
@@ -249,8 +248,7 @@ class _Stage:
     def _key(
         self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> Any:
-        """Return all that a graph was traced with, except numbers that are its
-        inputs."""
+        """Return all that a graph was traced with, except numbers that are inputs."""
         if not how.updates:
             return how
         optimizer = self.owner.optimizer
@@ -309,7 +307,7 @@ class _Stage:
         return variant
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
-        """Return the sharded parameter that new state of this shape is split like, or
+        """Return the sharded parameter whose spec new state of this shape has, or
         None."""
         if slot.place == "group":
             return None

@@ -297,8 +297,7 @@ def _update(
     clip: float | None,
     findings: _Findings,
 ) -> list[torch.Tensor]:
-    """Clip and let the optimizer step; return new values that it does not write in
-    place."""
+    """Clip and let the optimizer step; return new values it does not write in place."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
     values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
@@ -393,8 +392,7 @@ def _end(
     places: Mapping[int, int],
     optimizer: torch.optim.Optimizer,
 ) -> StepInput:
-    """Return the input for a slot: state is named for its parameter, and has its
-    spec."""
+    """Return the input for a slot: state has its parameter's name, and its own spec."""
     key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
     if slot.place == "state":
         name = f"optimizer.{forward.ends[places[slot.index]].name}.{key}"
