@@ -298,7 +298,7 @@ def _unlike(results: list[list[Any]], trees: list[Any]) -> str:
 
 @torch.compiler.assume_constant_result
 def _fork() -> int:
-    """Return a number for a region with several bodies, -1 on axes of one rank."""
+    """Return a number for a region with several bodies; -1 without a mesh."""
     _regions.begin()
     return -1 if _traced_mesh() is None else next(_regions.numbers)
 

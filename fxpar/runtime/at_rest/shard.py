@@ -61,12 +61,12 @@ def shard(
       parameter is used, and, with ``auto``, the mesh.
     hints: as for ``fxpar.plan``, by default FXPAR_HINTS.
 
-    An axis that hints, or the sample's plan, use for some parameter splits only the
-    parameters that they name. Every other axis splits each parameter further, on a dim
-    that no hint closes: one that it divides, else, of matrices that are much of the
-    model, one that it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an
-    axis of stages, where it divides. Ranks must hold equal parameters; those that
-    differ are taken from rank 0.
+    Axes that hints, or the sample's plan, use for some parameter split parameters only
+    as these say. Every other axis splits each parameter further, on a dim that no hint
+    closes: one that it divides, else, of matrices that are much of the model, one that
+    it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an axis of stages,
+    where it divides. Ranks must hold equal parameters; those that differ are taken from
+    rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -126,9 +126,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Add up gradients of a sharded model on each rank, inside, without reducing them;
-    the first backward of a forward outside reduces the sum. As DDP's ``no_sync``: put
-    the forward inside as well. Costs memory for gradients that batch axes do not split.
+    """Let gradients of a sharded model add up unreduced on each rank inside this block;
+    the first backward of a forward outside it reduces the sum. As DDP's ``no_sync``:
+    put the forward inside as well. Costs memory for gradients that batch axes do not
+    split.
 
     Raises ShardError if the model is not sharded (on more than one rank).
     """

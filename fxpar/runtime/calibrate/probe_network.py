@@ -1,5 +1,4 @@
-"""Measure the network for ``calibrate``: collectives along axes, and overlapping
-kernels.
+"""Measure collectives, alone and overlapping with kernels, for ``calibrate``.
 
 In: a ``Probe``. Out: the levels of a network, fitted to medians, and the share of time
 that is lost where kernels overlap with a collective. Runs the collectives that fxpar

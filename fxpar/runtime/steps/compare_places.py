@@ -57,8 +57,7 @@ def _(first, launches, what, mesh, manual):
 
 
 def compare_places(graph: fx.Graph, state: PhaseState) -> None:
-    """Add an op that compares collectives between places at each run, if there are
-    any."""
+    """Add an op that compares collectives between places at each run, if any."""
     manual = state.request.manual
     if manual is None:
         return

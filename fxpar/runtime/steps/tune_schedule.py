@@ -1,5 +1,4 @@
-"""Measure the schedules predicted to be fastest on the mesh: ``options={"tune":
-True}``.
+"""Measure the schedules predicted to be fastest: ``options={"tune": True}``.
 
 In: graphs of a step, one with the schedule that is predicted to be the fastest, others
 with those predicted to be next. Out: the number of the one whose steps were the

@@ -1,5 +1,4 @@
-"""Change the gradients of a training step between backward and update, while it is
-traced.
+"""Change gradients between the backward and the update of a traced training step.
 
 In: parameters with their gradients in ``grad``, and what the user asks. Out: the same,
 with gradients of earlier calls added, or without the scale of the loss; and the update

@@ -1,5 +1,4 @@
-"""Trace one training step as one graph: forward, backward and the optimizer's own
-``step``.
+"""Trace forward, backward and the optimizer's own ``step`` as one graph.
 
 In: a forward (``forward``), fakes of what it is called with, an optimizer. Out: an ATen
 graph in global shapes that gives the results and writes new parameters, buffers and
