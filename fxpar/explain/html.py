@@ -381,8 +381,7 @@ def _layers(plan: Plan) -> str:
 
 
 def _axes(plan: Plan) -> list[list[Any]]:
-    """Return [axis, ranks, ops split, parameters split, bytes sent along it] per
-    axis."""
+    """Return [axis, ranks, ops split, parameters split, bytes sent] per axis."""
     ops, parameters, sent = (Counter[str]() for _ in range(3))
     for node in plan.nodes:
         ops.update({axis_of(a) for _, axes in node.factors for a in axes})

@@ -1,4 +1,4 @@
-"""Lay out parameters as a plan uses them: of a sample's call, or of the first graph.
+"""Lay out parameters as the plan of a sample's call, or of the first graph, uses them.
 
 In: a traced graph whose parameters may have any layout. Out of ``decided``: its plan;
 of ``uses_of``: the specs of its parameters. ``settle`` does both for a Dynamo graph

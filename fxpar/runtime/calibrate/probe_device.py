@@ -280,8 +280,7 @@ _LIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def light(probe: Probe) -> Iterator[tuple[str, float]]:
-    """Yield (class, how many operations on elements a compiled kernel does a
-    second)."""
+    """Yield (class, operations on elements that a compiled kernel does a second)."""
     if probe.quick or probe.device.type != "cpu":
         return
     x = torch.rand(_ELEMENTS)

@@ -61,7 +61,7 @@ def _first_rows(state: JointState) -> int:
 
 
 def absorb_regions(graph: fx.Graph, state: JointState) -> None:
-    """Check manual regions and name their collectives. PlanError for open sizes."""
+    """Check manual regions, name their collectives. Raises PlanError for open sizes."""
     request = state.request
     if state.open and any(n.target in EDGES for n in graph.nodes):
         raise PlanError("the sizes in manual regions are known")

@@ -76,7 +76,7 @@ class JointState(PipelineState):
     request_before: Request = field(init=False)
     # ``recalled`` if its schedule is to be taken too, instead of one that is chosen.
     plan_with_schedule: Plan | None = None
-    # Of the plan on disk; "" if none is looked for.
+    # Key of the plan on disk; "" if none is looked for.
     key: str = ""
     # None before the plan is decided or recalled.
     decision: Decision | None = None
@@ -115,8 +115,8 @@ class JointState(PipelineState):
 
     @property
     def local(self) -> fx.Graph:
-        """Return the graph that each rank runs, identical on all, once all steps
-        ran."""
+        """Return the graph that each rank runs, identical on all, once steps are
+        done."""
         return self.graph
 
     def noted(self, *notes: str) -> JointState:

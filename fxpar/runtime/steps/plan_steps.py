@@ -118,8 +118,7 @@ def _is_kept(state: JointState) -> bool:
 
 
 def _searchable(request: Request) -> Request:
-    """Return the request, with mode propagate if its mesh has too many axes to
-    search."""
+    """Return the request, set to propagate if its mesh has too many axes to search."""
     if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
         request.mesh
     ):

@@ -226,8 +226,7 @@ class _Stage:
         )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
-        """Map a parameter's position in the optimizer to its position among the
-        inputs."""
+        """Map a parameter's position in the optimizer to that among the inputs."""
         optimizer = self.owner.optimizer
         inputs = {id(args[i]): i for i in self.forward.trained}
         order = enumerate(parameters_of(optimizer))
@@ -307,8 +306,7 @@ class _Stage:
         return variant
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
-        """Return the sharded parameter whose spec new state of this shape has, or
-        None."""
+        """Return the sharded parameter whose spec new state of a shape has, or None."""
         if slot.place == "group":
             return None
         p = parameters_of(self.owner.optimizer)[slot.index]
