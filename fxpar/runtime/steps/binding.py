@@ -353,8 +353,8 @@ def _of_first_rank(
     build: Builder, draw: fx.Node, mesh: Mesh, group_of: GroupOf, manual: Sequence[str]
 ) -> Any:
     """Add a broadcast of what the first rank drew, over all axes but the ``manual``
-    ones: generators of ranks may have drifted apart (a data loader that augments, a
-    print of a random number), masks may not."""
+    ones: generators of ranks may differ by then (a data loader that augments, a print
+    of a random number), masks may not."""
     axes = tuple(axis for axis in mesh.names if axis not in manual)
     if mesh.count(axes) == 1:
         return draw

@@ -115,8 +115,7 @@ class JointState(PipelineState):
 
     @property
     def local(self) -> fx.Graph:
-        """Return the graph that each rank runs, identical on all, once steps are
-        done."""
+        """Return the graph that every rank runs, once the last step is done."""
         return self.graph
 
     def noted(self, *notes: str) -> JointState:

@@ -45,7 +45,7 @@ NUMBER = torch.float64
 # after the other.
 _MANNERS = ("foreach", "fused")
 
-# These branch on how many steps were done, unless told to do without.
+# These branch on how many steps were done, unless they are capturable.
 _BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
 
 
