@@ -1,9 +1,9 @@
-"""Memory and time of a predicted step by layer of the model.
+"""Tabulate memory and time of a predicted step by layer of the model.
 
 In: a local graph in the order it runs, its plan, and the hardware; the plan has no
 stages, and all ranks have equal shards and speeds. Out: a ``LayerRow`` for all layers
 whose names differ in their number only, and for each other module; their sums are the
-plan's totals. Never plans, and changes no graph.
+plan's totals. Never: planning, or a change to a graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAYER = re.compile(r"(?:[^.]+\.)*?(\d+)(?=\.|$)")
 
 @dataclass
 class LayerRow:
-    """Memory and time on one rank of all layers that share a name."""
+    """Holds memory and time on one rank of all layers that share a name."""
 
     # Path of the layers, with ``*`` for the number.
     name: str
@@ -55,7 +55,7 @@ class LayerRow:
 
 
 class _Rows(dict[str, LayerRow]):
-    """Rows by name, in the order in which they were first asked for."""
+    """Holds rows by name, in the order in which they were first asked for."""
 
     def of(self, path: str) -> LayerRow:
         """Return the row of a module, made on the first call."""
@@ -77,9 +77,11 @@ def layer_rows(
     *,
     fused: bool,
 ) -> list[LayerRow]:
-    """Return the rows in order of the program. ``graph``: in the order it runs;
-    ``signature``: the program's; ``fused``: as for ``simulate``, which says what is
-    raised."""
+    """Return the rows in order of the program.
+
+    graph: in the order it runs. signature: the program's. fused: as for ``simulate``,
+    whose errors this raises.
+    """
     mesh, rows = plan.mesh, _Rows()
     launches = launches_of(graph, fused=fused)
     machine = hardware.at_speed(mesh.slowest)
@@ -116,7 +118,7 @@ def _paths(plan: Plan, signature: Signature, graph: fx.Graph) -> dict[str, str]:
 
 
 def _path(node: fx.Node, paths: Mapping[str, str]) -> str:
-    """Return the module that a node of a local graph belongs to; "": none."""
+    """Return the module that a node of a local graph belongs to, or ""."""
     return paths.get(node.name) or paths.get(source_of(node).partition(" (")[0], "")
 
 

@@ -1,10 +1,11 @@
-"""The demo: one training script on one device, then on a mesh, losses side by side.
+"""Compare the losses of one script on one device and on a mesh: the demo.
 
-The first run is plain PyTorch, with torch.compile switched off, so that fxpar is
-compared with something it has no part in. The second is the same script under torchrun
-on gloo. Whatever a child prints is shown while it runs; if one fails, so does the demo,
-with the tail of what the failing rank wrote. The predicted seconds of a step are shown
-next to the measured ones, from one printed loss to the next.
+In: a script and a mesh. Out: the losses side by side, and an exit status. The first run
+is plain PyTorch, with torch.compile switched off, so that fxpar is compared with
+something it has no part in. The second is the same script under torchrun on gloo. The
+output of a child is shown while it runs; if one fails, so does the demo, with the tail
+of what the failing rank wrote. The predicted seconds of a step are shown next to the
+measured ones, from one printed loss to the next. Never: a child left running.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.units import short_seconds
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
-TOLERANCE = 1e-5  # relative; what rounding in another order makes of a float32 loss
+TOLERANCE = 1e-5  # relative; the effect of another order of rounding on a float32 loss
 HEARTBEAT = 15.0
 TAIL = 30
 
@@ -42,7 +43,7 @@ _WARNING = re.compile(r"FxparWarning: (.*\n(?:  (?:at|fix): .*\n)*)")
 
 
 class ChildFailed(Exception):
-    """A run ended with an error or ran out of time; the message says which."""
+    """Says that a run ended with an error or ran out of time, by its message."""
 
 
 def demo(
@@ -53,7 +54,7 @@ def demo(
     steps: int = 5,
     timeout: float = 600.0,
 ) -> int:
-    """Run the comparison and print it. 0 if every loss agrees, else 1.
+    """Run the comparison and print it. Returns 0 if every loss agrees, else 1.
 
     ``script`` prints ``step N loss X`` on rank 0 and takes ``--steps``. Raises
     OptionError if it is not there, MeshError if the mesh cannot be read.
@@ -94,7 +95,7 @@ def demo(
 def report(
     device_losses: Mapping[int, float], mesh_losses: Mapping[int, float], mesh: str
 ) -> int:
-    """Print losses side by side. 0 if they agree, 1 if not or if steps are missing."""
+    """Print losses side by side, and return 0 if all are there and agree, else 1."""
     print(f"\n{'step':>4}  {'one device':>14}  {mesh:>14}  relative difference")
     worst = 0.0
     for step in sorted(device_losses.keys() | mesh_losses.keys()):
@@ -120,7 +121,7 @@ def _environment(
     codegen: str | None = None,
     plain: bool = False,
 ) -> dict[str, str]:
-    """The children's environment: one thread per rank, cores shared for compiling."""
+    """Return the children's environment: a thread per rank, cores shared to compile."""
     out = {k: v for k, v in os.environ.items() if k != "FXPAR_MESH"}
     out.setdefault("OMP_NUM_THREADS", "1")
     out.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -143,6 +144,7 @@ _Lines = Sequence[tuple[str, float]]
 
 
 def _losses(lines: _Lines) -> dict[int, float]:
+    """Return the loss of each step that was printed."""
     matches = (_LOSS.match(line) for line, _ in lines)
     return {int(match[1]): float(match[2]) for match in matches if match}
 
@@ -172,8 +174,8 @@ def _run(
     timeout: float,
     logs: Path | None = None,
 ) -> list[tuple[str, float]]:
-    """Run a command, show its lines as they come, and return each with its time.
-    Raises ChildFailed."""
+    """Run a command, show its lines as they come, and return each with its time. Raises
+    ChildFailed if it fails or takes too long."""
     begun, lines = time.monotonic(), []
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -208,7 +210,7 @@ def _run(
 
 
 def _lines(child: subprocess.Popen[str], deadline: float) -> Iterator[str | None]:
-    """Lines of a child's output; None now and then while it is silent."""
+    """Yield lines of a child's output; None now and then while it is silent."""
     lines: queue.Queue[str | None] = queue.Queue()
     assert child.stdout is not None
     stdout = child.stdout
@@ -232,7 +234,7 @@ def _lines(child: subprocess.Popen[str], deadline: float) -> Iterator[str | None
 
 @contextlib.contextmanager
 def _ended(child: subprocess.Popen[str]) -> Iterator[None]:
-    """On the way out, whatever happened, end the child and all it started."""
+    """End the child and all it started on exit, whatever happened."""
     try:
         yield
     finally:
@@ -246,7 +248,7 @@ def _ended(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _tail(errors: str, logs: Path | None) -> str:
-    """The end of what the first failing rank wrote, else of what the child wrote."""
+    """Return the end of what the first failing rank wrote, else of the child's."""
     title = "stderr ends with:"
     for rank, text in _written(logs):
         if _ERROR.search(text):
@@ -256,12 +258,12 @@ def _tail(errors: str, logs: Path | None) -> str:
 
 
 def _warnings(logs: Path) -> list[str]:
-    """What fxpar warned of in any rank, each once."""
+    """Return fxpar's warnings in any rank, each once."""
     texts = (match for _, text in _written(logs) for match in _WARNING.findall(text))
     return list(dict.fromkeys(text.rstrip() for text in texts))
 
 
 def _written(logs: Path | None) -> Iterator[tuple[str, str]]:
-    """(rank, its stderr) of every rank."""
+    """Yield (rank, its stderr) of every rank."""
     for file in sorted(logs.rglob("stderr.log")) if logs else []:
         yield file.parent.name, file.read_text(errors="replace")

@@ -1,8 +1,9 @@
-"""``FXPAR_DUMP`` and ``FXPAR_DEBUG``: every stage as readable text and runnable Python.
+"""Write every stage as text and as Python: ``FXPAR_DUMP`` and ``FXPAR_DEBUG``.
 
-``DUMP/<graph>/<n>_<stage>.txt`` holds one line per node with its shape and the user's
-line; ``.py`` the stage as a module. Debug levels: 1 the plan's summary, 2 the plan,
-3 the local graph, 4 every stage.
+In: a graph after a step, or a plan. Out: ``DUMP/<graph>/<n>_<stage>.txt`` holds one
+line per node with its shape and the user's line; ``.py`` the stage as a module; the log
+and warnings hold what a plan reports. Debug levels: 1 the plan's summary, 2 the plan, 3
+the local graph, 4 every stage. Never: a change to a graph.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
 
-# So many ops are named of those that a step changed.
+# How many ops are named of those that a step changed.
 _OPS = 12
 
 
 def node_text(node: fx.Node, specs: Sequence[Spec] = ()) -> str:
-    """One line for a node: result, shape, ``specs`` of its tensors, call, user line."""
+    """Return a line for a node: its result, shape, ``specs``, call and user line."""
 
     def shape(val: Any) -> str:
         if isinstance(val, torch.Tensor):
@@ -59,7 +60,7 @@ def node_text(node: fx.Node, specs: Sequence[Spec] = ()) -> str:
 
 
 def target_text(target: Any) -> str:
-    """The op that a node calls."""
+    """Return the name of the op that a node calls."""
     if inspect.isroutine(target):  # its address would differ between ranks
         return target.__name__
     return str(target)
@@ -68,8 +69,8 @@ def target_text(target: Any) -> str:
 def graph_text(
     graph: fx.Graph, specs: Mapping[fx.Node, Sequence[Spec]] | None = None
 ) -> str:
-    """A whole graph, a line per node; bodies that ops run below their names. ``specs``:
-    of the tensors that nodes make, where they are decided."""
+    """Return a whole graph, a line per node; bodies that ops run below their names.
+    ``specs``: of the tensors that nodes make, where they are decided."""
     lines = []
     for node in graph.nodes:
         lines.append(node_text(node, (specs or {}).get(node, ())))
@@ -81,8 +82,9 @@ def graph_text(
 
 
 def graph_python(graph: fx.Graph) -> str:
-    """A graph as a Python module with a function ``forward`` that runs it: a tensor per
-    input, whatever calling convention the graph has; ``self`` holds its constants."""
+    """Return a graph as a Python module with a function ``forward`` that runs it: a
+    tensor per input, whatever calling convention the graph has; ``self`` holds its
+    constants."""
     plain = fx.Graph()
     plain.output(plain.graph_copy(graph, {}))
     code = plain.python_code("self")
@@ -123,8 +125,7 @@ def show_stage(
 ) -> None:
     """Print or write a stage of a graph, the ``number``-th, as the options ask.
     ``label``: of the graph, and its folder; ``specs``: as of ``graph_text``. Raises
-    OptionError if it cannot be written.
-    """
+    OptionError if it cannot be written."""
     if debug >= 4 or (debug == 3 and stage == "local"):
         log.warning("%s: %s\n%s", label, stage, graph_text(graph, specs))
     if dump:
@@ -134,7 +135,7 @@ def show_stage(
 
 
 def op_counts(graph: fx.Graph) -> Counter[str]:
-    """How often each op is called."""
+    """Return how often each op is called."""
     return Counter(
         target_text(node.target) for node in graph.nodes if node.op == "call_function"
     )
@@ -143,8 +144,8 @@ def op_counts(graph: fx.Graph) -> Counter[str]:
 def show_step(
     label: str, step: str, seconds: float, before: Counter[str], after: Counter[str]
 ) -> None:
-    """Print a step of the pipeline with its seconds, and the ops there are more or
-    fewer of after it: ``graph0: bucket 0.01 s: all_reduce.default 5 -> 2``."""
+    """Print a step of the pipeline with its seconds, and the ops whose number it
+    changed: ``graph0: bucket 0.01 s: all_reduce.default 5 -> 2``."""
     changed = [op for op in {**before, **after} if before[op] != after[op]]
     changes = [f"{op} {before[op]} -> {after[op]}" for op in changed[:_OPS]]
     if len(changed) > _OPS:
@@ -156,14 +157,14 @@ def show_step(
 def show_seconds(
     name: str, which: str, table: str, options: Options, rank: int
 ) -> None:
-    """Print on rank 0 where the seconds until a graph was compiled went. ``which``:
+    """Print on rank 0 how long each stage took until a graph was compiled. ``which``:
     forward or backward; ``table``: a line for each stage."""
     if rank == 0 and options.debug >= 1:
         log.warning("%s: seconds until the %s is compiled\n%s", name, which, table)
 
 
 def _splits_nothing(plan: Plan) -> bool:
-    """Whether ranks repeat a graph with parameters, and no note says so."""
+    """Return whether ranks repeat a graph with parameters, and no note says so."""
     is_noted = any("repeat the same work" in note for note in plan.notes)
     if not plan.parameters or is_noted:
         return False
@@ -171,17 +172,18 @@ def _splits_nothing(plan: Plan) -> bool:
     return not any(spec.sharded_axes for spec in specs)
 
 
-# A kind of warning.
+# A kind of warning, as in ``warned``.
 _WHOLE = "the plan splits nothing"
 
 
 def _why_whole(plan: Plan) -> str:
+    """Return why a plan splits nothing."""
     if any(note.startswith(("search: ", "found before")) for note in plan.notes):
         return "by the cost model every split takes longer than it saves"
     return "no axis divides a dim that its ops can split, or hints keep them whole"
 
 
-# Notes that begin so say what was chosen; all others are warnings.
+# Notes that begin so report a choice; all others are warnings.
 _NEWS = (
     *("search: ", "schedule: ", "mesh ", "found before", "result ", "in parts: "),
     *("uneven: ", "shares: ", "stages: ", "gathered: ", "holds for "),
@@ -197,8 +199,8 @@ def report(
     broken_at: str | None,
     warned: set[str],
 ) -> None:
-    """What the plan has to say, on rank 0: what a search did to the log, the rest as
-    warnings; the plan, if asked for.
+    """Report a plan on rank 0: notes on what was chosen go to the log, others become
+    warnings; the plan is printed or written if asked for.
 
     ``count``: of the ranks that it is for, those of a place where axes are manual;
     ``broken_at``: the user's line where Dynamo broke the graph, None if it did not.

@@ -1,9 +1,9 @@
-"""A Plan as one HTML page: no network, no other file, nothing but ``page.html``.
+"""Render a Plan as one HTML page: no network, no other file, nothing but ``page.html``.
 
-In: a Plan and, if there is one, its predicted timeline. Out: the page as text. What a
-Plan alone does not tell (sizes of inputs, which reshard a collective belongs to) is
-taken from the Decision that a traced plan holds; of a plan that was loaded, the page
-leaves it out. Never plans, traces or runs anything.
+In: a Plan and, if there is one, its predicted timeline. Out: the page as text. Facts
+that a Plan alone lacks (sizes of inputs, which reshard a collective belongs to) are
+taken from the Decision that a traced plan holds; the page of a plan that was loaded
+leaves them out. Never: planning, tracing or running.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _GROUPS = {
 
 
 def render(plan: Plan, timeline: Any = None) -> str:
-    """The page of a plan.
+    """Return the page of a plan.
 
-    ``timeline``: a ``simulate_step.Timeline``, or an object or mapping with some of
-    its fields: ``events``, each with name, stream, start and duration in seconds;
+    ``timeline``: a ``simulate_step.Timeline``, or an object or mapping with some of its
+    fields: ``events``, each with name, stream, start and duration in seconds;
     ``memory``, pairs (seconds, bytes on a rank); ``held``, each with name and bytes.
     """
     data = json.dumps(page_data(plan, timeline), separators=(",", ":"))
@@ -53,9 +53,9 @@ def render(plan: Plan, timeline: Any = None) -> str:
 
 
 def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
-    """What the page shows, ready for JSON: ``rows`` (inputs, ops, outputs), ``values``
-    and ``edges`` as lists, their texts numbers in ``texts``; ``tree`` of row numbers.
-    """
+    """Return what the page shows, ready for JSON: ``rows`` (inputs, ops, outputs),
+    ``values`` and ``edges`` as lists, their texts numbers in ``texts``; ``tree`` of row
+    numbers."""
     page = _page(plan)
     text = _Texts()
     return {
@@ -85,7 +85,7 @@ def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
 
 
 class _Texts:
-    """Each text once; calling gives its number."""
+    """Holds each text once; a call returns its number."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -100,22 +100,23 @@ class _Texts:
 
 @dataclass
 class _ValueRow:
-    """A value of the page: its shape, and what makes it."""
+    """Is a value of the page: its shape, and what makes it."""
 
     # As ``Plan.values`` names it.
     name: str
     # The spec that it settles in, which ops read or reshard.
     settled: Spec
-    # The spec that what makes it gives.
+    # The spec in which it is made.
     made_spec: Spec
     # Index of the row that makes it.
     row: int = -1
-    # Global; None where not known.
+    # Global shape; None where not known.
     shape: tuple[int, ...] | None = None
     # As torch prints it; None where not known.
     dtype: str | None = None
 
     def plain(self, text: _Texts) -> list[Any]:
+        """Return the data of the page for this value."""
         dtype = text(short_dtype(self.dtype)) if self.dtype else -1
         specs = text(self.settled), text(self.made_spec)
         return [text(self.name), dtype, self.shape, *specs, self.row]
@@ -123,17 +124,17 @@ class _ValueRow:
 
 @dataclass
 class _Row:
-    """An input, an op or an output."""
+    """Is an input, an op or an output."""
 
-    # Of the input, op or output.
+    # Name of the input, op or output.
     name: str
-    # As the graph calls it; "input", "output".
+    # As the graph calls it; or "input", "output".
     op: str
-    # Its path.
+    # Its module's path.
     module: str | None
-    # The user's.
+    # The user's line.
     line: str | None = None
-    # (value, -1 if not known; spec).
+    # (index of a value, -1 if not known; the spec in which it is read).
     reads: list[tuple[int, Spec]] = field(default_factory=list)
     # Values, by index.
     makes: list[int] = field(default_factory=list)
@@ -141,6 +142,7 @@ class _Row:
     about: str = ""
 
     def plain(self, text: _Texts) -> list[Any]:
+        """Return the data of the page for this row."""
         reads = [x for v, spec in self.reads for x in (v, text(spec))]
         line = text(self.line) if self.line else -1
         return [
@@ -155,15 +157,15 @@ class _Row:
 
 @dataclass
 class _Edge:
-    """A reshard of the page."""
+    """Is a reshard of the page."""
 
-    # Where it is shown.
+    # Index of the row where it is shown.
     row: int
-    # Behind the row, else before it.
+    # Whether it comes after the row, else before it.
     early: bool
     # (text, axes, bytes) of its collectives.
     steps: list[tuple[str, str, int]]
-    # -1 where only its collectives are known.
+    # Index of the value; -1 where only its collectives are known.
     value: int = -1
     # None where only its collectives are known.
     source: Spec | None = None
@@ -171,6 +173,7 @@ class _Edge:
     target: Spec | None = None
 
     def plain(self, text: _Texts) -> list[Any]:
+        """Return the data of the page for this reshard."""
         steps = [[text(kind), text(axes), n] for kind, axes, n in self.steps]
         specs = [-1 if s is None else text(s) for s in (self.source, self.target)]
         return [self.row, int(self.early), steps, self.value, *specs]
@@ -178,19 +181,23 @@ class _Edge:
 
 @dataclass
 class _Page:
+    """Holds all rows, values and edges."""
+
     # In order of the program.
     rows: list[_Row]
     # By index, as rows and edges name them.
     values: list[_ValueRow]
-    # Reshards and what else is sent.
+    # Reshards, and collectives that belong to none.
     edges: list[_Edge]
 
 
 def _decision(plan: Plan) -> Decision | None:
+    """Return the decision that a traced plan holds, None for a plan that was loaded."""
     return getattr(getattr(plan, "result", None), "decision", None)
 
 
 def _page(plan: Plan) -> _Page:
+    """Return the rows, values and edges of a plan."""
     decision = _decision(plan)
     values = [_ValueRow(name, spec, spec) for name, spec in plan.values]
     index = {value.name: v for v, value in enumerate(values)}
@@ -215,6 +222,7 @@ def _page(plan: Plan) -> _Page:
 def _op_row(
     node: NodePlan, index: Mapping[str, int], values: Sequence[_ValueRow]
 ) -> _Row:
+    """Return the row of an op, and note the specs, shapes and dtypes of its results."""
     n = len(node.operands)
     makes = []
     for i, (made_spec, settled) in enumerate(
@@ -237,7 +245,7 @@ def _op_row(
 def _input_rows(
     plan: Plan, decision: Decision | None, values: Sequence[_ValueRow]
 ) -> list[_Row]:
-    """A row for every value that no op makes."""
+    """Return a row for every value that no op makes."""
     op_results = {v for node in plan.nodes for v in _result_names(node)}
     kinds = {name: "parameter" for name, _ in plan.parameters}
     if decision is not None:
@@ -259,12 +267,14 @@ def _input_rows(
 
 
 def _result_names(node: NodePlan) -> Iterator[str]:
+    """Yield the names that results of an op may have."""
     yield node.name
     for i in range(len(node.results)):
         yield f"{node.name}.{i}"
 
 
 def _output_rows(plan: Plan, decision: Decision | None) -> list[_Row]:
+    """Return a row for every output of the program."""
     ends_of_plan: list[tuple[str, str, int, Spec]] = []
     if decision is not None:
         outputs = decision.program.signature.outputs
@@ -295,8 +305,8 @@ def _reshards(
     first: int,
     where: Mapping[str, int],
 ) -> tuple[list[_Edge], list[Collective]]:
-    """The reshards of a plan, and the collectives that belong to none of them: those of
-    parameters that the backward gathers again."""
+    """Return the reshards of a plan, and the collectives that belong to none of them:
+    those of parameters that the backward gathers again."""
     program = decision.program
     waiting: dict[Any, deque[Collective]] = defaultdict(deque)
     for c in collectives:
@@ -325,7 +335,7 @@ def _reshards(
 def _charged(
     collectives: Sequence[Collective], where: Mapping[str, int]
 ) -> Iterator[_Edge]:
-    """Collectives as edges at the row they are charged to."""
+    """Yield collectives as edges at the row they are charged to."""
     for c in collectives:
         row = where.get(c.source.partition(" (")[0])
         if row is not None:
@@ -333,6 +343,7 @@ def _charged(
 
 
 def _tree(page: _Page) -> list[ModuleGroup | int]:
+    """Return the rows as a tree of modules, identical layers folded."""
     edges: dict[int, list[Any]] = defaultdict(list)
     for e in page.edges:
         edges[e.row].append((e.early, *e.steps, e.source, e.target))
@@ -347,13 +358,14 @@ def _tree(page: _Page) -> list[ModuleGroup | int]:
 
 
 def _plain(item: ModuleGroup | int) -> Any:
+    """Return the data of the page for an item of the tree."""
     if isinstance(item, int):
         return item
     return [item.label, int(item.alike), [_plain(inner) for inner in item.items]]
 
 
 def _step(timeline: Any) -> list[float] | None:
-    """Seconds of a step, of its kernels, and of kernels that wait for collectives."""
+    """Return seconds of a step, of its kernels, and of kernels that wait."""
     names = ("seconds", "compute_seconds", "exposed_seconds")
     if not all(hasattr(timeline, name) for name in names):
         return None
@@ -361,7 +373,7 @@ def _step(timeline: Any) -> list[float] | None:
 
 
 def _layers(plan: Plan) -> str:
-    """The table by layer, or why there is none."""
+    """Return the table by layer, or why there is none."""
     try:
         return plan.layers()
     except DeviceError as error:
@@ -369,7 +381,7 @@ def _layers(plan: Plan) -> str:
 
 
 def _axes(plan: Plan) -> list[list[Any]]:
-    """[axis, ranks, ops it splits, parameters it splits, bytes sent along it]."""
+    """Return [axis, ranks, ops split, parameters split, bytes sent] per axis."""
     ops, parameters, sent = (Counter[str]() for _ in range(3))
     for node in plan.nodes:
         ops.update({axis_of(a) for _, axes in node.factors for a in axes})
@@ -385,7 +397,7 @@ def _axes(plan: Plan) -> list[list[Any]]:
 
 
 def _totals(collectives: Sequence[Collective]) -> list[list[Any]]:
-    """[kind, axes, calls, bytes], most bytes first."""
+    """Return [kind, axes, calls, bytes], most bytes first."""
     calls: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for c in collectives:
@@ -395,8 +407,9 @@ def _totals(collectives: Sequence[Collective]) -> list[list[Any]]:
 
 
 def _dearest(plan: Plan) -> list[list[Any]]:
-    """[kind, axes, calls, bytes of all calls, op of the first, line], most bytes first;
-    one entry for calls of one kind and size that one line of the user's causes."""
+    """Return [kind, axes, calls, bytes of all calls, op of the first, line], most bytes
+    first; one entry for calls of one kind and size that one line of the user's
+    causes."""
     entries: dict[Any, list[Any]] = {}
     for c in plan.collectives:
         name, _, line = c.source.partition(" (")

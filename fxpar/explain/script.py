@@ -1,4 +1,9 @@
-"""A user's own script for the command line: run it whole, or take one call from it."""
+"""Run a user's own script for the command line, or take one call from it.
+
+In: a path and its arguments, or the name of a factory. Out: the script's effects, or
+the function or module to plan with its arguments. Never: a graph compiled for fxpar
+when a call is taken.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +45,24 @@ def run(path: str, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """What to plan."""
+    """Is a call that is to be planned."""
 
     # A function or a module.
     function: Callable[..., Any]
-    # What it is called with, by position.
+    # Positional arguments of the call.
     args: Sequence[Any] = ()
-    # What it is called with, by keyword.
+    # Keyword arguments of the call.
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    # Whether a script recorded gradients where it called.
+    # Whether the script recorded gradients at the call.
     grad: bool = False
 
 
 def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """(function or module, args, kwargs) that a factory returns.
+    """Return (function or module, args, kwargs) that a factory returns.
 
-    ``target`` names it: ``file.py:function`` or ``module.path:function``. It takes
-    nothing; args and kwargs may be left out. Raises OptionError if the target cannot be
-    read so; what the user's code raises goes through.
+    ``target`` names it: ``file.py:function`` or ``module.path:function``. It takes no
+    arguments; args and kwargs may be left out. Raises OptionError if the target cannot
+    be read so; errors of the user's code are passed on.
     """
     place, _, name = target.rpartition(":")
     if not place:
@@ -81,7 +86,7 @@ def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
 
 
 def _names(place: str) -> Mapping[str, Any]:
-    """What a file or an importable module defines. Raises OptionError without it."""
+    """Return what a file or module defines. Raises OptionError if there is none."""
     is_file = place.endswith(".py") or os.path.sep in place
     if is_file and not os.path.isfile(place):
         raise OptionError(f"there is no script {place!r}", fix=FORM)

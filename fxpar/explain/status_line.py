@@ -1,9 +1,9 @@
-"""Status line of planning and compiling a graph, shown where it takes seconds.
+"""Show a status line while a graph is planned and compiled, where that takes seconds.
 
 In: the names of all steps in order, then of each as it begins. Out, on stderr: on a
 terminal one line that renews itself, in a log plain lines, at 5, 10, 20, 40 seconds and
-so on; what is done sooner than ``DELAY`` prints nothing. It is shown by one process,
-rank 0, and changes nothing.
+so on; what is done sooner than ``DELAY`` prints nothing. Never: on another process than
+rank 0, nor a change to the graph.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TextIO
 from tqdm import tqdm
 
 DELAY = 3.0  # seconds until a terminal shows something
-_FIRST_LINE = 5.0  # seconds until a log does; from line to line it doubles
+_FIRST_LINE = 5.0  # seconds until a log shows something; from line to line it doubles
 _BEAT = 0.5  # seconds from one renewal to the next
 _LINE = "{desc}: {postfix[0]}, step {n_fmt} of {total_fmt}, {elapsed}"
 
 
 class _Status:
-    """One graph's progress. ``now``: the step that runs, and its number from 1 on."""
+    """Is one graph's progress. ``now``: the step that runs, and its number from 1."""
 
     def __init__(self, name: str, steps: Sequence[str], stream: TextIO) -> None:
         self.name, self.steps, self.stream = name, steps, stream
@@ -45,6 +45,7 @@ class _Status:
         self.now = (step, count)
 
     def _on_terminal(self) -> None:
+        """Show one line that renews itself."""
         if self.over.wait(DELAY):
             return
         with tqdm(
@@ -64,6 +65,7 @@ class _Status:
                     return
 
     def _in_log(self) -> None:
+        """Print plain lines, each after twice the time of the one before."""
         due = _FIRST_LINE
         while not self.over.wait(max(0.0, self.begun + due - time.monotonic())):
             step, count = self.now
@@ -101,6 +103,6 @@ def begin(step: str) -> None:
 
 
 def rename(step: str) -> None:
-    """Say something else of the step that runs."""
+    """Show another text for the step that runs."""
     for progress in _CURRENT:
         progress.now = (step, progress.now[1])

@@ -1,8 +1,8 @@
-"""A predicted timeline as a trace in Chrome's trace event format, for ui.perfetto.dev.
+"""Write a predicted timeline in Chrome's trace event format, for ui.perfetto.dev.
 
 In: a Timeline. Out: a dict to be written as JSON: one process, the rank; a thread for
-each stream; arrows from collectives to their waits; a counter of memory. Never
-simulates anything.
+each stream; arrows from collectives to their waits; a counter of memory. Never: a
+simulation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROCESS = 0
 def chrome_trace(
     timeline: Timeline, specs: Mapping[str, Any] | None = None, name: str = "rank"
 ) -> dict[str, Any]:
-    """The trace. ``specs``: of values of the one-device graph, by name, for the
+    """Return the trace. ``specs``: of values of the one-device graph, by name, for the
     arguments of events. ``name``: of the process."""
     threads = {COMPUTE: 0}
     for event in timeline.events:
@@ -35,12 +35,12 @@ def chrome_trace(
 
 
 def _micro(seconds: float) -> float:
-    """Microseconds, the format's unit, to the nanosecond, its resolution."""
+    """Return microseconds, the format's unit, to the nanosecond, its resolution."""
     return round(seconds * 1e6, 3)
 
 
 def _names(threads: Mapping[str, int], name: str) -> Iterator[dict[str, Any]]:
-    """Names of the process and its threads, and the order to show them in."""
+    """Yield names of the process and its threads, and the order to show them in."""
     about = {"ph": "M", "pid": _PROCESS}
     yield {**about, "tid": 0, "name": "process_name", "args": {"name": name}}
     for stream, tid in threads.items():
@@ -54,8 +54,9 @@ def _names(threads: Mapping[str, int], name: str) -> Iterator[dict[str, Any]]:
 def _slices(
     timeline: Timeline, threads: Mapping[str, int], specs: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """What runs, and arrows: a wait's begins in its collective and ends in the wait or,
-    where nothing was left to wait for, at what comes next on its thread."""
+    """Yield events that run, and arrows: that of a wait begins in its collective and
+    ends in the wait or, where nothing was left to wait for, at the next event on its
+    thread."""
     running: dict[str, Event] = {}
     for i, event in enumerate(timeline.events):
         start = _micro(event.start)
@@ -87,7 +88,7 @@ def _slices(
 
 
 def _arguments(event: Event, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the viewer shows of an event; what does not apply is left out."""
+    """Return what the viewer shows of an event; what does not apply is left out."""
     arguments = {
         "node": event.name,
         "bytes": event.bytes,
@@ -102,6 +103,7 @@ def _arguments(event: Event, specs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the bytes in use over time."""
     for time, nbytes in timeline.memory:
         args = {"bytes": nbytes}
         yield {"ph": "C", "tid": 0, "name": "memory", "ts": _micro(time), "args": args}

@@ -1,8 +1,9 @@
-"""The ops of a plan as a tree of modules, layers that do the same folded into one.
+"""Arrange the ops of a plan as a tree of modules, identical layers folded into one.
 
 In: per row the module it belongs to (``forward/layers.0.mlp``, as ``NodePlan.module``)
 and a key, equal for rows that do the same. Out: nested ``ModuleGroup``s of row numbers,
-each row in exactly one of them, at every level in the order of the program.
+each row in exactly one of them, at every level in the order of the program. Never: a
+plan read.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """A module, or, where ``alike`` is set, neighbouring layers that do the same."""
+    """Is a module, or, where ``alike`` is set, neighbouring layers that do the same."""
 
-    # The name; of several the first and the last.
+    # The module's name; for several the first and the last.
     label: str
     # Groups and rows within, in order.
     items: tuple[ModuleGroup | int, ...]
-    # The items are neighbouring layers that do the same.
+    # Whether the items are neighbouring layers that do the same.
     alike: bool = False
 
 
 def tree(
     modules: Sequence[str | None], keys: Sequence[Hashable]
 ) -> list[ModuleGroup | int]:
-    """The rows by phase and module. Rows without a module stand at the top."""
+    """Return the rows by phase and module. Rows without a module are at the top."""
     paths = []
     for i, module in enumerate(modules):
         phase, _, path = (module or "").partition("/")
@@ -37,7 +38,7 @@ def tree(
 
 
 def _nest(paths: Sequence[tuple[list[str], int]]) -> list[ModuleGroup | int]:
-    """Groups where their first row stands. Lists of layers give way to the layers."""
+    """Return groups at their first row. Lists of layers are replaced by the layers."""
     members: dict[str, list[tuple[list[str], int]]] = {}
     order: list[str | int] = []
     for path, i in paths:
@@ -54,6 +55,7 @@ def _nest(paths: Sequence[tuple[list[str], int]]) -> list[ModuleGroup | int]:
 
 
 def _named(label: str, items: list[ModuleGroup | int]) -> list[ModuleGroup | int]:
+    """Return a module's group, or its layers with the module's name in front."""
     groups = [item for item in items if isinstance(item, ModuleGroup)]
     if len(groups) == len(items) and all(g.label[0].isdigit() for g in groups):
         return [replace(g, label=f"{label}.{g.label}") for g in groups]
@@ -67,8 +69,8 @@ def _fold(
     keys: Sequence[Hashable],
     numbers: dict[Hashable, int],
 ) -> tuple[list[ModuleGroup | int], list[int]]:
-    """The items, runs of alike layers folded; and a number per item given, equal for
-    those that do the same."""
+    """Return the items, runs of identical layers folded; and a number per item given,
+    equal for those that do the same."""
     folded: list[ModuleGroup | int] = []
     same: list[int] = []
     for item in items:
@@ -87,6 +89,7 @@ def _fold(
 def _runs(
     items: Sequence[ModuleGroup | int], same: Sequence[int]
 ) -> Iterator[ModuleGroup | int]:
+    """Yield the items; neighbouring layers that do the same become one group."""
     pairs = zip(items, same, strict=True)
     for _, run in groupby(pairs, lambda pair: pair[1]):
         members = [item for item, _ in run]
@@ -105,5 +108,5 @@ def _runs(
 
 
 def _stem(label: str) -> str:
-    """A label, its numbers left out: layers are alike whatever their number."""
+    """Return a label without its numbers, by which equal layers differ."""
     return ".".join("#" if part.isdigit() else part for part in label.split("."))

@@ -1,9 +1,10 @@
-"""Attention with dropout as products, a softmax and a mask of random numbers.
+"""Compute attention with dropout as products, a softmax and a mask of random numbers.
 
 In: a Dynamo graph, or a function while it is traced. Out: the same program, in which
 such attention is not one kernel: kernels of CUDA draw their masks by the index within
-what a rank holds, so that each would run whole on every rank; numbers by index can be
-split like any others. On the CPU, which has no such kernel, torch does the same.
+the rank's shard, so that each would run whole on every rank; numbers drawn by global
+index can be split like any others. On the CPU, which has no such kernel, torch does the
+same. Never: a change to attention without dropout.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from fxpar.errors import warn
 from fxpar.sharding.program import user_line
 
 _ATTEND = torch.nn.functional.scaled_dot_product_attention
-# Of dropout among the positional arguments.
+# Position of ``dropout_p`` among the arguments.
 _PLACE = 4
 
 
 def attend_by_products(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """``scaled_dot_product_attention`` without its kernels."""
+    """Return ``scaled_dot_product_attention``, computed without its kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -33,8 +34,8 @@ def attend_by_products(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def without_kernels(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a Dynamo graph whose attentions with dropout use no kernel, those in
-    bodies included; ``gm`` itself if there are none."""
+    """Return a copy of a Dynamo graph whose attentions with dropout use no kernel,
+    those in bodies included; ``gm`` itself if there are none."""
     if not any(map(_calls, _graphs(gm))):
         return gm
     copy = _torch.dynamo.copy_graph(gm)
@@ -47,7 +48,7 @@ def without_kernels(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def warn_of_products(gm: fx.GraphModule, device_types: Iterable[str]) -> None:
-    """Say that attention of a graph by ``without_kernels`` uses no kernel, where its
+    """Warn that attention of a graph from ``without_kernels`` uses no kernel, where its
     device has some. ``device_types``: of the graph's inputs."""
     nodes = [
         node
@@ -69,7 +70,7 @@ def warn_of_products(gm: fx.GraphModule, device_types: Iterable[str]) -> None:
 
 
 class ByProducts(TorchFunctionMode):
-    """Inside, attention with dropout uses no kernel."""
+    """Is a mode inside which attention with dropout uses no kernel."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

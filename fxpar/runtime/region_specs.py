@@ -1,7 +1,8 @@
-"""Specs of manual regions as their user gives them, and whether they fit.
+"""Read the specs of manual regions as their user gives them, and check that they fit.
 
-In: what ``shard_map`` is given. Out: entries, made of tuples and text alone, which
-Dynamo traces; what is wrong with one is text too, and raised by whoever reads it.
+In: the arguments of ``shard_map``. Out: entries, made of tuples and text alone, which
+Dynamo traces; an error is text too, and raised by whoever reads it. Never: an
+exception.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ Entry = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
 
 
 def entries_of(specs: Any, name: str) -> tuple[Entry | None | str, ...]:
-    """Entries as (axes per dim, partial axes); text says what is wrong with one."""
+    """Return entries as (axes per dim, partial axes), or text on what is wrong."""
     if specs is None or isinstance(specs, (Spec, str)):
         specs = (specs,)
     return tuple(_entry(spec, f"{name}[{i}]") for i, spec in enumerate(specs))
 
 
 def _entry(spec: Any, name: str) -> Entry | None | str:
+    """Return the entry of one spec, or text that says what is wrong with it."""
     if spec is None:
         return None
     if isinstance(spec, Spec):
@@ -46,7 +48,7 @@ def misfit(
     sizes: dict[str, int],
     name: str,
 ) -> tuple[str, str]:
-    """What is wrong with specs, and what to do; "" if they fit."""
+    """Return what is wrong with specs, and what to do about it; both "" if they fit."""
     what = "arguments" if name == "in_specs" else "results"
     if len(entries) != len(tensors):
         wrong = f"{name} has {len(entries)} entries for {len(tensors)} tensor {what}"
@@ -87,7 +89,7 @@ def misfit(
 
 
 def spelled(entry: Any, ndim: int) -> tuple[list[Any], str]:
-    """The axes of every dim, and the spec as text."""
+    """Return the axes of every dim, and the spec as text."""
     split, partial = entry if entry is not None else ((), ())
     dims = [*split, *[()] * (ndim - len(split))]
     text = "[" + ", ".join(["+".join(axes) or "_" for axes in dims]) + "]"
@@ -98,4 +100,5 @@ def spelled(entry: Any, ndim: int) -> tuple[list[Any], str]:
 
 
 def hint_of(dims: list[Any]) -> str:
+    """Return axes per dim as the text of a hint, each dim open to more axes."""
     return ",".join(["+".join(axes) + "?" for axes in dims])

@@ -1,12 +1,13 @@
-"""Manual regions: code written for one rank, inside code written for one device.
+"""Run code written for one rank inside code written for one device: manual regions.
 
-``shard_map`` marks where a program goes into shapes local along some axes of the mesh
-and back (``passes.regions.region_ops``). While its function is traced, the names of
-those axes stand for process groups in torch's functional collectives. Outside of
-compiled code, and without a mesh, an axis has one rank: the function runs as it stands.
+In: a function, and the specs of its tensors. Out: ``shard_map`` marks where a program
+goes into shapes local along some axes of the mesh and back
+(``passes.regions.region_ops``). While its function is traced, the names of those axes
+stand for process groups in torch's functional collectives. Outside of compiled code,
+and without a mesh, an axis has one rank, and the function runs unchanged.
 
-What a user did wrong is raised where it can be: at once, or, while Dynamo traces, by
-the backend, for which ``fxpar::refuse`` is put in the graph.
+A user's mistake is raised where it can be: at once, or, while Dynamo traces, by the
+backend, for which ``fxpar::refuse`` is put in the graph. Never: a plan decided here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fxpar.runtime.region_specs import Entry, entries_of, hint_of, misfit, spell
 from fxpar.runtime.tracing import raised_at, users_line
 from fxpar.sharding.mesh import Mesh
 
-# What gives the mesh that code is traced for; none: it is not traced for one.
+# Returns the mesh that code is traced for; None while it is not traced for one.
 _MESH: ContextVar[Callable[[], Mesh | None] | None] = ContextVar(
     "fxpar_region_mesh", default=None
 )
@@ -39,7 +40,7 @@ _MESH: ContextVar[Callable[[], Mesh | None] | None] = ContextVar(
 
 @contextlib.contextmanager
 def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
-    """What is traced inside is for this mesh; None: for one rank, or one unknown."""
+    """Trace the code inside for this mesh; None: for one rank, or an unknown mesh."""
     token = _MESH.set(mesh)
     try:
         yield
@@ -49,7 +50,7 @@ def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Open:
-    """A region whose function is being traced, or is running on one rank."""
+    """Is a region whose function is being traced, or is running on one rank."""
 
     # None: every axis has one rank.
     mesh: Mesh | None
@@ -58,7 +59,7 @@ class _Open:
 
 
 class _Regions:
-    """Those that are open, the innermost last, of one trace."""
+    """Holds the open regions of one trace, the innermost last."""
 
     def __init__(self) -> None:
         self.open: list[_Open] = []
@@ -66,7 +67,7 @@ class _Regions:
         self.numbers = itertools.count()
 
     def begin(self) -> None:
-        """Forget those of a trace that was given up."""
+        """Forget the regions of a trace that was given up."""
         trace = _torch.dynamo.current_trace()
         if trace is not self.trace:
             self.open.clear()
@@ -77,7 +78,7 @@ _regions = _Regions()
 
 
 def _traced_mesh() -> Mesh | None:
-    """The mesh that code is traced for; None if that is not known."""
+    """Return the mesh that code is traced for; None if it is not known."""
     mesh_source = _MESH.get()
     if mesh_source is not None:
         return mesh_source()
@@ -87,7 +88,7 @@ def _traced_mesh() -> Mesh | None:
 
 
 def mesh_of(options: Options | None) -> Mesh | None:
-    """The mesh of these options; None if there is none, of which others speak."""
+    """Return the mesh of these options, None if it cannot be made: others say why."""
     if options is None:
         return None
     try:
@@ -98,8 +99,8 @@ def mesh_of(options: Options | None) -> Mesh | None:
 
 @torch.compiler.assume_constant_result
 def _enter(axes: tuple[str, ...] | None, compiling: bool) -> tuple[Any, ...]:
-    """(mesh, number, axes with their sizes, what is wrong, what to do) of a region that
-    begins; the mesh is "" where every axis has one rank."""
+    """Open a region. Returns (mesh, number, axes with their sizes, what is wrong, what
+    to do); the mesh is "" where every axis has one rank."""
     _regions.begin()
     mesh = _traced_mesh() if compiling else None
     open_axes = {axis for region in _regions.open for axis in region.axes}
@@ -134,12 +135,13 @@ def _enter(axes: tuple[str, ...] | None, compiling: bool) -> tuple[Any, ...]:
 
 @torch.compiler.assume_constant_result
 def _give_up() -> None:
-    """The region that is open runs as on one rank: it is refused."""
+    """Let the open region run as on one rank, since it is refused."""
     _regions.open[-1] = _Open(None, ())
 
 
 @torch.compiler.assume_constant_result
 def _leave() -> None:
+    """Close the innermost region."""
     _regions.open.pop()
     if not any(region.mesh for region in _regions.open):
         _torch.distributed.name_axes(None)
@@ -147,7 +149,7 @@ def _leave() -> None:
 
 @torch.compiler.assume_constant_result
 def _axis(name: str) -> tuple[str, int, str]:
-    """(mesh, size of the axis, what is wrong) inside the innermost region."""
+    """Return (mesh, size of the axis, what is wrong) inside the innermost region."""
     if not _regions.open:
         return "", 1, ""
     mesh = next((r.mesh for r in reversed(_regions.open) if r.mesh is not None), None)
@@ -172,8 +174,8 @@ def shard_map(
     *,
     bodies: Sequence[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]] = (),
 ) -> Callable[..., Any]:
-    """``fn`` as a manual region: it is written for one rank, and called by code that is
-    written for one device.
+    """Make ``fn`` a manual region: it is written for one rank, and called by code that
+    is written for one device.
 
     ``y = fxpar.shard_map(fn, in_specs, out_specs)(x)``. Inside ``fn`` tensors have the
     shapes that one rank holds along ``axes`` (default: all of the mesh); other axes
@@ -186,15 +188,15 @@ def shard_map(
       a Spec, a tuple as in ``Spec(...)`` ("dp", None, "tp"), or None for whole. A dim
       split over axes has its size divided by theirs inside. A result may be
       ``Spec(..., partial={"tp": "sum"})``: each rank has a summand. Arguments that are
-      not tensors are passed as they are.
+      not tensors are passed unchanged.
     axes: those of the mesh that ``fn`` handles.
     bodies: other ways to compute the same, each ``(fn, in_specs, out_specs)``. A search
       takes the one whose plan is predicted to be the fastest; anything else the first,
       which is ``fn``.
 
-    Gradients follow: of an argument that is whole, the sum of what all ranks find.
+    The gradient of an argument that is whole is the sum of the gradients on all ranks.
     Tensors that ``fn`` closes over have no gradient; pass them. Outside of compiled
-    code, and without a mesh, ``fn`` runs as it stands, and each axis has one rank.
+    code, and without a mesh, ``fn`` runs unchanged, and each axis has one rank.
 
     Raises RegionError, naming the line: for specs that do not fit, a dim that does not
     divide, an unknown axis, a result said to be whole that differs between ranks,
@@ -218,7 +220,7 @@ def shard_map(
 
 @contextlib.contextmanager
 def _closed() -> Iterator[None]:
-    """Regions that begin inside end there, whatever is raised."""
+    """Close on exit the regions that begin inside, whatever is raised."""
     before = len(_regions.open)
     try:
         yield
@@ -245,7 +247,7 @@ def _chosen(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """A call of a region with these bodies: all are traced, one is kept later
+    """Call a region with these bodies: all are traced, one is kept later
     (``passes.regions.region_bodies``). On one rank the first runs."""
     number = _fork() if len(bodies) > 1 and torch.compiler.is_compiling() else -1
     if number < 0:
@@ -278,7 +280,7 @@ def _chosen(
 
 
 def _unlike(results: list[list[Any]], trees: list[Any]) -> str:
-    """What differs between the results of bodies; "" if nothing."""
+    """Return how the results of bodies differ; "" if they do not."""
     for k in range(1, len(results)):
         if trees[k] != trees[0]:
             return f"bodies[{k - 1}] of a manual region returns another structure"
@@ -296,8 +298,7 @@ def _unlike(results: list[list[Any]], trees: list[Any]) -> str:
 
 @torch.compiler.assume_constant_result
 def _fork() -> int:
-    """A number for a region whose body is to be chosen; -1 where every axis has one
-    rank."""
+    """Return a number for a region with several bodies; -1 without a mesh."""
     _regions.begin()
     return -1 if _traced_mesh() is None else next(_regions.numbers)
 
@@ -310,7 +311,7 @@ def _mapped(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """A call of the function as a region. Dynamo traces it as it stands."""
+    """Call the function as a region. Dynamo traces this code unchanged."""
     leaves, tree = _torch.fake.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     compiling = torch.compiler.is_compiling()
@@ -362,7 +363,7 @@ def _refuse(leaves: list[Any], places: list[int], wrong: str, fix: str) -> None:
 def _entered(
     x: torch.Tensor, entry: Any, mesh: str, axes: str, number: int
 ) -> torch.Tensor:
-    """This rank's part of an argument, hinted to lie so outside."""
+    """Return this rank's part of an argument, hinted to be split so outside."""
     dims, text = spelled(entry, x.dim())
     if any(dims):
         x = torch.ops.fxpar.constrain(x, hint_of(dims))
@@ -372,15 +373,15 @@ def _entered(
 def _left(
     x: torch.Tensor, entry: Any, mesh: str, axes: str, number: int
 ) -> torch.Tensor:
-    """The global value of a result."""
+    """Return the global value of a result."""
     dims, text = spelled(entry, x.dim())
     x = torch.ops.fxpar.leave_region(x, text, mesh, axes, number)
     return torch.ops.fxpar.constrain(x, hint_of(dims)) if any(dims) else x
 
 
 def axis_index(name: str) -> torch.Tensor:
-    """This rank's place along an axis, inside the function of ``shard_map``: a tensor
-    without dims (int64, on the CPU), since one program runs on all ranks.
+    """Return this rank's place along an axis, inside the function of ``shard_map``: a
+    tensor without dims (int64, on the CPU), since one program runs on all ranks.
 
     Outside of compiled code, and without a mesh, it is 0. Raises RegionError if the
     region does not have the axis.
@@ -393,7 +394,7 @@ def axis_index(name: str) -> torch.Tensor:
 
 
 def axis_size(name: str) -> int:
-    """The number of ranks along an axis, inside the function of ``shard_map``.
+    """Return the number of ranks along an axis, inside the function of ``shard_map``.
 
     Outside of compiled code, and without a mesh, it is 1. Raises RegionError if the
     region does not have the axis.
@@ -406,7 +407,7 @@ def axis_size(name: str) -> int:
 def permute(x: torch.Tensor, to: Sequence[int], axis: str) -> torch.Tensor:
     """Send ``x`` from each rank to another along an axis, inside the function of
     ``shard_map``: rank ``i`` of the axis sends to ``to[i]``, as in torch's
-    ``permute_tensor``, but in one program for all ranks. Gradients come back.
+    ``permute_tensor``, but in one program for all ranks. Gradients are sent back.
 
     Raises RegionError if ``to`` is not a permutation of the axis's ranks, or the region
     does not have the axis.

@@ -1,8 +1,9 @@
-"""Where the seconds of compiling go, by stage, in this process.
+"""Measure where the seconds of compiling go, by stage, in this process.
 
-``with stage("search")`` counts the seconds inside for that stage, without those of
-stages inside it: so the seconds of all stages add up to those of the whole. ``table``
-gives them as text, with what torch says of its own parts, and begins anew.
+In: ``with stage("search")``, which counts the seconds inside for that stage, without
+those of stages inside it: so the seconds of all stages add up to the whole. Out:
+``table`` gives them as text, with what torch reports of its own parts, and begins anew.
+Never: time of other processes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ ORDER = (
     *(PHASE, INDUCTOR, COMPILER, LOAD, WAIT, FIRST),
 )
 
-# By the names that torch times them under: the stage they are counted in, the one they
-# are of, and the phase inside that is not counted with them.
+# By the name under which torch times a phase: the stage in which its seconds are
+# counted, the stage they belong to, and the phase inside whose seconds are left out.
 INSIDE = {
     cpp_kernels.LOADING: (INDUCTOR, COMPILER, ""),
     cpp_kernels.BEHIND_ALL: (TRACE, COMPILER, ""),
@@ -42,28 +43,29 @@ _TOTAL = "together"
 
 @dataclass
 class _Stages:
-    # Of each stage by itself, since the last table.
+    """Holds the seconds counted in this process."""
+
+    # Of each stage without the stages inside it, since the last table.
     seconds: dict[str, float] = field(default_factory=dict)
     # What torch had counted when the last table was made.
     torch: Mapping[str, float] = field(default_factory=dict)
 
 
 _STAGES = _Stages()
-_OPEN = threading.local()  # of each stage that is open, the seconds of those inside
+_OPEN = threading.local()  # for each open stage, the seconds of stages inside
 
 
 @dataclass
 class Elapsed:
-    """How long a stage took."""
+    """Holds how long a stage took."""
 
-    # With those of stages inside it; 0 until it is over.
+    # Including stages inside it; 0 until it is over.
     seconds: float = 0.0
 
 
 @contextlib.contextmanager
 def stage(name: str, *, nested: bool = False) -> Iterator[Elapsed]:
-    """Count the seconds inside for a stage; if it is ``nested``, only where it is
-    inside another."""
+    """Count the seconds inside for a stage; a ``nested`` one only inside another."""
     inside: list[float] = _OPEN.__dict__.setdefault("inside", [])
     if nested and not inside:
         yield Elapsed()
@@ -84,7 +86,7 @@ def _add(name: str, seconds: float) -> None:
 
 
 def table() -> str:
-    """Seconds of each stage since the last table, a line each, and their sum."""
+    """Return the seconds of each stage since the last table, by line, and their sum."""
     now = _torch.dynamo.seconds_by_phase()
     spent = {key: now[key] - _STAGES.torch.get(key, 0.0) for key in now}
     frame = spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)

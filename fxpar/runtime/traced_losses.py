@@ -1,8 +1,9 @@
-"""Losses of torch that are no one graph, written so that they are.
+"""Replace losses of torch that break a graph by ones that do not.
 
-A trace ends in them: at a check of values (``gaussian_nll_loss``), or at an op whose
-sizes data says (``ctc_loss``). Importing this module makes Dynamo trace these functions
-instead, with the same numbers and errors; ``AsOneGraph`` does so where Dynamo is not.
+In: calls of ``gaussian_nll_loss``, which checks values, and ``ctc_loss``, which has an
+op whose sizes depend on data; a trace ends at either. Out: importing this module makes
+Dynamo trace the functions here instead; ``AsOneGraph`` does so where Dynamo is not.
+Never: other numbers or other errors than torch's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """The check of the variances is an op of the graph."""
+    """Return torch's loss, with the check of the variances as an op of the graph."""
     message = "var has negative entry/entries"
     if not isinstance(var, torch.Tensor):
         if var < 0:
@@ -52,7 +53,7 @@ def gaussian_nll_loss(
 
 
 def _one_differs(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether sizes differ in a dim of one row, as torch tells."""
+    """Return whether sizes differ in a dim of one row, by torch's own test."""
     return sum(y for x, y in zip(one, other, strict=True) if x != y) == 1
 
 
@@ -71,7 +72,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """By an op whose results have fixed sizes."""
+    """Return torch's loss, from an op whose results have fixed sizes."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(reduction + " is not a valid value for reduction")
     is_batch = log_probs.dim() == 3
@@ -106,9 +107,9 @@ _READS = (torch.Tensor.item, torch.Tensor.__bool__)
 
 
 class AsOneGraph(TorchFunctionMode):
-    """Inside, these losses are those of this module, and a check that all elements of a
-    tensor hold (``torch._check_tensor_all``, validation of ``torch.distributions``) is
-    an assertion in the graph."""
+    """Is a mode inside which these losses are those of this module, and a check that
+    all elements of a tensor hold (``torch._check_tensor_all``, validation of
+    ``torch.distributions``) is an assertion in the graph."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Tracing a plain call to one ATen graph, on one process, with fake tensors.
+"""Trace a plain call to one ATen graph, on one process, with fake tensors.
 
-A ``TracedCall`` knows how the arguments and results of a function map to the flat
-tensors of its graph: parameters and buffers of every module the function uses are graph
-inputs, with ``grad`` the graph is forward and backward in one. Nodes carry the user's
-lines.
+In: a function and the arguments of a call. Out: a ``TracedCall``, which knows how the
+arguments and results map to the flat tensors of the graph: parameters and buffers of
+every module the function uses are graph inputs; with ``grad`` the graph is forward and
+backward in one. Nodes carry the user's lines. Never: computed values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxpar.runtime.traced_losses import AsOneGraph
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.spec import Spec
 
-TENSOR = object()  # stands for a tensor among the leaves of a result
+TENSOR = object()  # takes the place of a tensor among the leaves of a result
 
 # In paths of code that is not the user's: torch, fxpar, and code made from text.
 _NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
@@ -37,7 +37,7 @@ _NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of a traced program gives."""
+    """Holds what a run of a traced program returns."""
 
     # As the callable returns it.
     result: Any
@@ -47,7 +47,7 @@ class Outcome:
     mutations: dict[str, torch.Tensor]
 
 
-# What a program does that is not one graph, and the one thing to do about it.
+# What a program does that cannot be in one graph, and one fix for it.
 _REFUSED = {
     "value": (
         "reads the value of a tensor in Python",
@@ -85,7 +85,7 @@ _REFUSED = {
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The innermost line outside torch and fxpar that an error came through."""
+    """Return the innermost line outside torch and fxpar that an error came through."""
     line, at = None, error.__traceback__
     while at is not None:
         path = at.tb_frame.f_code.co_filename
@@ -96,7 +96,7 @@ def raised_at(error: BaseException) -> str | None:
 
 
 def users_line() -> str | None:
-    """The innermost line outside torch and fxpar that is running."""
+    """Return the innermost line outside torch and fxpar that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -107,11 +107,12 @@ def users_line() -> str | None:
 
 
 def _line(path: str, number: int) -> str:
+    """Return a line of code with its file and number."""
     return f"{path}:{number}: {linecache.getline(path, number).strip()}"
 
 
 def _refused(error: BaseException, fn: Callable[..., Any]) -> PlanError | None:
-    """What to say of a program that is not one graph; None if it is something else."""
+    """Return the error for a program that is not one graph; None for other errors."""
     kind = _torch.aot.untraceable(error)
     if kind is None:
         return None
@@ -127,7 +128,7 @@ class UserLines(TorchFunctionMode):
     """Gives every traced node the user's line that called the torch function."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if torch.compiler.is_dynamo_compiling():  # a body, which Dynamo gives lines
+        if torch.compiler.is_dynamo_compiling():  # Dynamo gives the lines of a body
             return func(*args, **(kwargs or {}))
         frame: FrameType | None = sys._getframe(1)
         lines: list[str] = []
@@ -146,7 +147,7 @@ class UserLines(TorchFunctionMode):
 
 
 def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Modules a callable is, belongs to, or closes over, by the name it uses."""
+    """Return modules a callable is, belongs to, or closes over, by the name it uses."""
     if isinstance(fn, nn.Module):
         return {"": fn}
     modules: dict[str, nn.Module] = {}
@@ -164,7 +165,7 @@ def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
 
 
 class _Program(nn.Module):
-    """The traced callable as a module of flat tensors: tensor arguments in, tensor
+    """Is the traced callable as a module of flat tensors: tensor arguments in, tensor
     results out. Parameters and buffers of all modules it uses are its own, each once,
     so that a tied weight is one input with one gradient."""
 
@@ -188,6 +189,7 @@ class _Program(nn.Module):
         return key
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Run the callable on the traced tensors, and return its tensor results."""
         args, kwargs = self.call.unflatten(tensors)
         self._swap_tensors()
         with UserLines():
@@ -222,7 +224,7 @@ class _Program(nn.Module):
 def _apart(
     results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Results as tensors of their own, so that each has a gradient of its own: those
+    """Return results as separate tensors, so that each has a gradient of its own: those
     that are views of an input or of an earlier result are copied."""
 
     def base(x: torch.Tensor) -> int:
@@ -238,15 +240,15 @@ def _apart(
 
 @dataclass(frozen=True)
 class UsedModule:
-    """A module the callable uses."""
+    """Is a module that the callable uses."""
 
-    # By which the callable reaches it; "" for the callable itself.
+    # The name by which the callable reaches it; "" for the callable itself.
     name: str
     # Its parameters and buffers are inputs of the graph.
     module: nn.Module
 
     def full(self, name: str) -> str:
-        """A parameter's name as the user knows it."""
+        """Return a parameter's name as the user knows it."""
         return f"{self.name}.{name}" if self.name else name
 
     def tensor_names(self) -> list[str]:
@@ -257,7 +259,7 @@ class UsedModule:
 
 
 class TracedCall:
-    """How a call's arguments and results map to the flat tensors of its graph."""
+    """Maps a call's arguments and results to the flat tensors of its graph."""
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, grad: bool
@@ -275,14 +277,16 @@ class TracedCall:
 
     @property
     def count(self) -> int:
-        """Number of tensor arguments."""
+        """Return the number of tensor arguments."""
         return len(self.places)
 
     @property
     def result_count(self) -> int:
+        """Return the number of tensor results."""
         return sum(leaf is TENSOR for leaf in self.out_leaves)
 
     def _argument_names(self, args: tuple, kwargs: dict) -> list[str]:
+        """Return a name for each tensor argument, from the parameter it is bound to."""
         try:
             fn = self.fn.forward if isinstance(self.fn, nn.Module) else self.fn
             bound = inspect.signature(fn).bind(*args, **kwargs).arguments
@@ -303,13 +307,14 @@ class TracedCall:
         ]
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
+        """Return args and kwargs of a call, with ``tensors`` in place of its own."""
         leaves = list(self.leaves)
         for i, tensor in zip(self.places, tensors, strict=True):
             leaves[i] = tensor
         return _torch.fake.tree_unflatten(leaves, self.tree)
 
     def trace(self) -> tuple[fx.GraphModule, Any]:
-        """The traced graph on fake tensors, flat in and out, and their mode.
+        """Return the traced graph on fake tensors, flat in and out, and their mode.
 
         Raises PlanError where the program is not one graph of fixed shapes.
         """
@@ -362,7 +367,7 @@ class TracedCall:
     def declare(
         self, kind: str, payload: Any, node: fx.Node, specs: Sequence[Spec | None]
     ) -> Input:
-        """The Input of the next placeholder; remembers what to feed it."""
+        """Return the Input of the next placeholder, and remember what to feed it."""
         value = node.meta.get("val")
         self.feeds.append((kind, payload, value))
         if kind == "input":
@@ -372,10 +377,11 @@ class TracedCall:
         return Input(f"{kind}_{len(self.feeds)}", kind)
 
     def inputs(self, args: tuple, kwargs: dict) -> list[Any]:
-        """Values of all placeholders for a call; tangents of results are ones, those of
-        inputs that the program writes are zeros.
+        """Return the values of all placeholders for a call; tangents of results are
+        ones, those of inputs that the program writes are zeros.
 
-        Raises PlanError if the arguments are not like those traced.
+        Raises PlanError if structure, shapes or dtypes of arguments differ from those
+        traced.
         """
         leaves, tree = _torch.fake.tree_flatten((args, kwargs))
         if tree != self.tree:
@@ -411,7 +417,7 @@ class TracedCall:
         return values
 
     def outcome(self, signature: Signature, values: Sequence[Any]) -> Outcome:
-        """Flat graph outputs as the user's result, gradients and new buffers."""
+        """Return flat graph outputs as the user's result, gradients and new buffers."""
         tensors, gradients, mutations = {}, {}, {}
         for declared, value in zip(signature.outputs, values, strict=True):
             if declared.kind == "output":

@@ -1,1 +1,1 @@
-"""``fxpar.shard``: parameters that lie in shards between steps."""
+"""Keeps parameters in shards between steps: ``fxpar.shard``."""

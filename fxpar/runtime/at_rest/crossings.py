@@ -1,10 +1,11 @@
-"""The crossings between a user's code and the mesh, as they run outside a graph.
+"""Define the crossings between a user's code and the mesh, as they run outside a graph.
 
-``fxpar.constrain`` is where code speaks to the plan, ``fxpar.global_value`` where what
-ranks hold in parts enters a program. ``fxpar::to_global`` and ``fxpar::to_local`` are
-where it and parameters at rest enter and their gradients leave: in a compiled graph the
-partitioner takes them out; run eagerly, every rank computes on global values, so that
-one gathers and the other takes this rank's part.
+In: global values, or this rank's part of one. Out: ``fxpar.constrain`` gives the plan a
+hint; ``fxpar.global_value`` takes a DTensor into a program. Through
+``fxpar::to_global`` and ``fxpar::to_local`` that DTensor and parameters at rest enter,
+and their gradients leave: in a compiled graph the partitioner removes both ops; run
+eagerly, every rank computes on global values, so that one gathers and the other takes
+this rank's part. Never: a decision on a layout.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Entry = str | Iterable[str] | None
 
 
 def _word(entry: Entry) -> str:
+    """Return one entry of a hint as text."""
     if entry is None:
         return "_"
     return entry if isinstance(entry, str) else "+".join(entry)
@@ -54,16 +56,16 @@ def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
 
 
 def global_value(x: torch.Tensor) -> torch.Tensor:
-    """The global value of a DTensor, of which a compiled program computes with this
-    rank's part as the plan says; any other tensor itself. For batches that ranks read
-    in parts, in global mode.
+    """Return the global value of a DTensor, of which a compiled program computes with
+    this rank's part as the plan says; any other tensor is returned itself. For batches
+    that ranks read in parts, in global mode.
 
     The DTensor is on the program's mesh, split as ``torch.chunk`` splits. Raises
     ShardError if it is a sum of parts, or split along strides.
     """
     if not isinstance(x, DTensor):
         return x
-    # In words that Dynamo traces: objects of its own stand for placements and meshes.
+    # In terms that Dynamo traces: placements and meshes are objects of its own there.
     devices, dims = x.device_mesh, [""] * x.dim()
     names = devices.mesh_dim_names or ()
     placements: tuple[Any, ...] = x.placements
@@ -83,8 +85,8 @@ def global_value(x: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """What ``rank`` holds of a global value: a view; of a sum, the first rank along
-    each partial axis holds all of it, the others zeros."""
+    """Return the part of a global value that ``rank`` holds, a view; of a sum, the
+    first rank along each partial axis holds all of it, the others zeros."""
     x = x[spec.slices(mesh, x.shape, rank)]
     if any(mesh.index(rank, (axis,)) for axis in spec.partial_axes):
         return torch.zeros_like(x)

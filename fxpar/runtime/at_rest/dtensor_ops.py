@@ -1,11 +1,14 @@
-"""Ops on DTensors of parameters at rest that compute what one device computes.
+"""Make ops on DTensors of parameters at rest compute what one device computes.
+
+In: DTensors on any mesh; those whose data are set, on a mesh of fxpar. Out: patches of
+the whole process, each by a function below. Never: other numbers than one device's.
 
 Norms, ``item`` and extremes: DTensor (2.13) leaves a norm of a split tensor partial.
 ``item()`` of one is then this rank's summand, and what changes it in place fails, as
 Adafactor does. Here both see the whole value. A maximum over ranks may lose a NaN that
 one of them has; here it does not, nor does a norm of infinite order.
 
-Random values on CPU: DTensor keeps random ops on shards apart by the offsets of CUDA's
+Random values on CPU: DTensor makes random ops on shards differ by the offsets of CUDA's
 generator. The CPU's has none, so that after one seed the parts on all ranks would be
 copies of each other. Here every rank draws all numbers, as one device does, a chunk at
 a time, and keeps its own: the values do not depend on the mesh, and generators stay in
@@ -15,15 +18,13 @@ Whole matrices: Muon (``torch.optim``) makes a gradient orthogonal by products i
 bfloat16. Of a split matrix these are sums of rounded summands, several collectives a
 product. Here the gradient is gathered, every rank makes it orthogonal by itself, and
 takes its part: two reshards, and the numbers of one device. In a traced step it is one
-op, since a pass that parts a product from what is added to it would round twice.
+op, since a pass that separates a product from what is added to it would round twice.
 
 Losses that a penalty on weights is added to, or scales: the loss is an ordinary tensor,
 and its gradient is one too.
 
-Data that are set (``p.data = ema``): each rank takes its part. DTensor (2.13) goes on
-with what it held. This holds for DTensors on a mesh of fxpar.
-
-All else holds for every DTensor in the process.
+Data that are set (``p.data = ema``): each rank takes its part. DTensor (2.13) keeps its
+old data.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def set_parts() -> None:
 
 
 def _part_to_hold(x: Any, y: Any) -> torch.Tensor:
-    """This rank's part of ``y``, a DTensor or the global value on every rank, to stand
-    in for that of ``x``. Raises ShardError unless it is of the same shape and dtype."""
+    """Return this rank's part of ``y``, a DTensor or the global value on every rank, to
+    replace the local tensor of ``x``. Raises ShardError unless ``y`` has the same shape
+    and dtype."""
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         old_form, new_form = (f"{t.dtype} {list(t.shape)}" for t in (x, y))
         raise ShardError(
@@ -89,7 +91,7 @@ def norm(
     keepdim: bool,
     dtype: torch.dtype | None,
 ) -> Any:
-    """``torch.linalg.vector_norm`` of a DTensor, partial over no axis."""
+    """Return ``torch.linalg.vector_norm`` of a DTensor, partial over no axis."""
     x = x if dtype is None else x.to(dtype)
     x = x.abs() if order != 2 or x.is_complex() else x
     over: Any = list(range(x.ndim)) if dims is None or dims == [] else dims
@@ -104,8 +106,8 @@ def norm(
 
 
 def _never_empty(x: Any, over: Any, value: float) -> Any:
-    """The DTensor with one row of ``value`` on ranks that have none along a dim it is
-    reduced over."""
+    """Return the DTensor with one row of ``value`` on ranks that have none along a dim
+    it is reduced over."""
     part = x.to_local()
     over = {d % x.ndim for d in ([over] if isinstance(over, int) else over)}
     shape = [n or int(d in over) for d, n in enumerate(part.shape)]
@@ -156,8 +158,8 @@ def draw(
 
 
 def _chunks(shape: Sequence[int], size: float) -> Iterator[tuple[int, int]]:
-    """Ranges of dim 0 of about ``size`` elements, where the numbers drawn are those of
-    one call: multiples of LANES, and at least LANES in the last."""
+    """Yield ranges of dim 0 of about ``size`` elements such that the numbers drawn
+    equal those of one call: multiples of LANES, and at least LANES in the last."""
     rows, row = shape[0], max(1, math.prod(shape[1:]))
     align = LANES // math.gcd(LANES, row)
     step = rows if size >= rows * row else max(1, int(size) // row // align) * align
@@ -174,7 +176,7 @@ _ITERATE = _torch.dtensor.newton_schulz()  # as torch has it
 def orthogonal(
     x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Muon's iteration on a whole matrix, in which no pass looks."""
+    """Run Muon's iteration on a whole matrix, as an op that no pass looks into."""
     return _ITERATE(x, tuple(coefficients), steps, eps).contiguous()
 
 
@@ -196,7 +198,7 @@ def orthogonalize_whole() -> None:
 def _of_whole_gradient(
     iterate: Callable[..., Any], gradient: Any, *settings: Any
 ) -> Any:
-    """``iterate(gradient, *settings)``, of the whole gradient on every rank."""
+    """Return ``iterate(gradient, *settings)``, of the whole gradient on every rank."""
     if isinstance(gradient, DTensor):
         mesh = gradient.device_mesh
         everywhere = [Replicate()] * mesh.ndim

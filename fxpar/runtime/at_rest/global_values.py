@@ -1,12 +1,12 @@
-"""Global values of DTensors, and writes to them that reach the part of every rank.
+"""Give the global values of DTensors, and let writes to them reach every rank's part.
 
-DTensor (torch 2.13) runs some ops on a copy of the local tensor: it gathers a row of a
-tensor that is split by rows, and a write to that copy is lost. Other ops it cannot run
-at all, such as ``index_fill_``. Here every rank gathers the global value, runs the op
-on it, and copies its own part back: the numbers are those of one device. A view
-that shares no memory with any local tensor is computed each time it is read.
-``_torch.dtensor.serve_aliases`` finds these ops by what DTensor would do; there is no
-list of them.
+In: an op on DTensors that DTensor (torch 2.13) runs on a copy of the local tensor, as
+it gathers a row of a tensor that is split by rows, so that a write is lost; or that it
+cannot run at all, such as ``index_fill_``. Out: every rank gathers the global value,
+runs the op on it, and copies its own part back: the numbers are those of one device. A
+view that shares no memory with any local tensor is computed each time it is read.
+``_torch.dtensor.serve_aliases`` finds these ops by what DTensor would do. Never: a list
+of ops.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_to_parts() -> None:
 
 
 def summed(x: Any) -> Any:
-    """The DTensor, partial over no axis."""
+    """Return the DTensor, reduced so that it is partial over no axis."""
     if not any(p.is_partial() for p in x.placements):
         return x
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
@@ -45,7 +45,7 @@ def summed(x: Any) -> Any:
 
 @torch.no_grad()
 def gathered(x: Any) -> torch.Tensor:
-    """The global value of a DTensor, in memory of its own."""
+    """Return the global value of a DTensor, in memory of its own."""
     if is_alone():
         raise ShardError(
             f"each rank holds a part of a tensor {list(x.shape)}, which no rank can "
@@ -61,12 +61,13 @@ def gathered(x: Any) -> torch.Tensor:
 
 
 def part_held(x: Any, whole: torch.Tensor) -> torch.Tensor:
-    """A view of the part of a global value that this rank holds of a DTensor."""
+    """Return a view of the part of a global value that this rank holds of a DTensor."""
     mesh, spec = _layout(x)
     return part_of(whole, spec, mesh, dist.get_rank())
 
 
 def _layout(x: Any) -> tuple[Mesh, Spec]:
+    """Return the mesh and the spec of a DTensor."""
     mesh = Mesh.from_device_mesh(x.device_mesh)
     return mesh, Spec.from_placements(x.placements, mesh, x.dim())
 
@@ -79,7 +80,7 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if not _torch.objects.is_mutable(op):
         return _views(op, *args, **kwargs)
     wholes: dict[int, torch.Tensor] = {}  # by the id of the DTensor
-    operands: dict[int, Any] = {}  # by the id of what stands for it
+    operands: dict[int, Any] = {}  # by the id of the value that is used for it
 
     def whole(x: Any) -> Any:
         if not isinstance(x, DTensor):
@@ -122,7 +123,7 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The DTensors that an op writes to, or to views of."""
+    """Return the DTensors that an op writes to, or to views of which it writes."""
     values = []
     for i, argument in enumerate(_torch.objects.schema_of(op).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -132,8 +133,8 @@ def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[An
 
 
 def _views(op: Any, x: Any, *settings: Any, **more: Any) -> Any:
-    """The views of a DTensor, or of a view of one, that an op makes. Raises ShardError
-    if these are ``as_strided`` of a view, which has no memory of its own."""
+    """Return the views that an op makes of a DTensor, or of a view of one. Raises
+    ShardError for ``as_strided`` of a view, which has no memory of its own."""
     is_strided = op is torch.ops.aten.as_strided.default
     if is_strided and not (x.is_contiguous() and _torch.objects.base_of(x) is x):
         raise ShardError(

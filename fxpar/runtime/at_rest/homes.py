@@ -1,8 +1,9 @@
-"""What the sharded parameters of one model share, and what each of them is.
+"""Define the data that all sharded parameters of a model share, and the data of each.
 
-A ``Home`` is on each adopted module (``sharded_modules``) and each parameter of theirs,
-a ``ParameterAtRest`` on the module that holds it. Here too is how writes to what eager
-code reads of them are found.
+In: reads of parameters by eager code. Out: a ``Home`` on each adopted module
+(``sharded_modules``) and each of its parameters, a ``ParameterAtRest`` on the module
+that holds the parameter; and ShardError for writes to what eager code read. Never: a
+value kept after the forward that read it.
 """
 
 from __future__ import annotations
@@ -27,32 +28,33 @@ _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
 @dataclass(eq=False)
 class Home:
-    """What all sharded parameters of one model share, read while it is traced."""
+    """Holds what all sharded parameters of one model share, read while it is traced."""
 
     # As ``FXPAR_MESH`` takes it.
     mesh: str
     # Axes that the batch is split over.
     batch: tuple[str, ...]
-    # As the option of this name; None: none is set.
+    # As the option of this name; None if it is not set.
     param_dtype: torch.dtype | None = None
-    # As the option of this name, as text; "": none is set.
+    # As the option of this name, as text; "" if it is not set.
     reduce_dtype: str = ""
-    # Inside ``no_sync``.
+    # Whether the code is inside ``no_sync``.
     waiting: bool = False
-    # Gradients of earlier steps wait to be reduced.
+    # Whether gradients of earlier steps wait to be reduced.
     unreduced: bool = False
-    # Parameters have the hooks for that.
+    # Whether parameters have the hooks that reduce them.
     hooked: bool = False
-    # Each rank feeds its own part of the batch.
+    # Whether each rank feeds its own part of the batch.
     local: bool = False
-    # What eager code read last of each parameter, until the forward ends: by the id of
-    # the parameter, or the graph that it leaves and its place there.
+    # The last read of each parameter by eager code, until the forward ends: by the id
+    # of the parameter, or by the graph that it leaves and its place there.
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)
-    # The latest of them with its value, which it may write to by ``.data``, and a copy.
+    # The latest of them with its value, which the code may write to by ``.data``, and a
+    # copy.
     latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
     # Names of parameters that the first graph to read them lays out as it uses them.
     movable: set[str] = field(default_factory=set)
-    # Whether all shards of each matrix have one shape.
+    # Whether all shards of each parameter have equal shapes.
     alike: bool = True
     # The adopted modules by id, as users' classes may have no hash.
     modules: weakref.WeakValueDictionary[int, nn.Module] = field(
@@ -62,7 +64,7 @@ class Home:
     copies: list[weakref.ref[Home]] = field(default_factory=list)
     # The round of ranks in which its model was sharded, the same on all of them.
     round: int = 0
-    # By which graphs name it (``home_of``).
+    # The number by which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class Home:
         self.copies.append(weakref.ref(self))
 
     def __deepcopy__(self, _: Any) -> Home:
-        """A copied model is one of its own."""
+        """Return a Home of its own for a copied model."""
         return Home(
             self.mesh,
             self.batch,
@@ -85,31 +87,32 @@ class Home:
 
 @dataclass(frozen=True)
 class EagerRead:
-    """That eager code read the global value of a parameter, which it must not write."""
+    """Records that eager code read a parameter's global value, and may not write it."""
 
     # "Class.name" of the parameter.
     parameter: str
     # Where the user's code read it.
     line: str
-    # The global value, if it still is there.
+    # The global value, while it is alive.
     value: weakref.ref[torch.Tensor]
-    # Of the value when it was read, as ``memory_of`` numbers it.
+    # The value's memory when it was read, as ``memory_of`` numbers it.
     memory: int
-    # Counts the writes to the global value, and holds none of it.
+    # Shares the count of writes to the global value, and holds none of its memory.
     counter: torch.Tensor
-    # As many there were when it was read.
+    # The count of writes when it was read.
     writes: int
 
     @staticmethod
     def of(value: torch.Tensor, parameter: str, line: str) -> EagerRead:
+        """Return the record of a read of ``value`` in the user's ``line``."""
         counter = value.detach()  # shares the count of writes
         counter.data = value.new_empty(0)
         writes, memory = _torch.objects.version_of(value), _memory(value)
         return EagerRead(parameter, line, weakref.ref(value), memory, counter, writes)
 
     def refuse_writes(self) -> None:
-        """Raise ShardError if there was one, in place or by ``.data = ``: the value
-        that it changed is lost."""
+        """Raise ShardError if the value was written to, in place or by ``.data = ``:
+        the changed value is lost."""
         value = self.value()
         moved = value is not None and _memory(value) != self.memory
         if moved or _torch.objects.version_of(self.counter) != self.writes:
@@ -120,7 +123,7 @@ _memory = _torch.objects.memory_of
 
 
 def home_of(number: int) -> Home | None:
-    """The Home with this number, while its model lives."""
+    """Return the Home with this number, None if its model is gone."""
     return _HOMES.get(number)
 
 
@@ -131,13 +134,13 @@ def live_homes() -> list[Home]:
 
 @dataclass(frozen=True)
 class ParameterAtRest:
-    """The layout of a parameter at rest, and how the program should start to use it."""
+    """Holds the layout of a parameter at rest, and the hint on its use in programs."""
 
     # Shape of the global value.
     shape: tuple[int, ...]
     # Spec of the shards, as text.
     spec: str
-    # A hint as ``constrain`` takes it; "": none.
+    # A hint as ``constrain`` takes it; "" if there is none.
     hint: str
     # First name of the parameter in its model.
     name: str
@@ -145,7 +148,7 @@ class ParameterAtRest:
 
 def refuse_writes(home: Home, *, ends: bool = True) -> None:
     """Raise ShardError if eager code wrote to a parameter that it read. ``ends``: the
-    forward does, and the values that it read are gone."""
+    forward ends, and the values that it read are gone."""
     reads, latest = list(home.reads.values()), home.latest
     if ends:
         home.reads, home.latest = {}, None
@@ -170,8 +173,9 @@ def _refuse_changes(
 def note_read(
     home: Home, key: Hashable, value: torch.Tensor, parameter: str, line: str
 ) -> None:
-    """Eager code reads the ``value`` of a parameter. Raises ShardError if it wrote to
-    what it read of it before, or last."""
+    """Record that eager code reads the ``value`` of a parameter. Raises ShardError if
+    it wrote to the value that it read of this parameter before, or to the one that it
+    read last."""
     latest, home.latest = home.latest, None
     _refuse_changes(latest)
     if key in home.reads:
@@ -181,6 +185,7 @@ def note_read(
 
 
 def written_parameter(parameter: str, line: str | None) -> ShardError:
+    """Return the error for a parameter that the forward writes to."""
     return ShardError(
         f"the forward writes to a parameter of a model that fxpar.shard split, "
         f"{parameter}",

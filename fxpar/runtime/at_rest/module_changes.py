@@ -1,7 +1,8 @@
-"""What becomes of sharded parameters when a user changes the module that holds them.
+"""Handle what a user does to a module whose parameters are sharded.
 
-Members of the classes that ``sharded_modules`` makes: a parameter that another takes
-the place of, a module that is converted, copied, pickled. Compiled code calls none.
+In: a class. Out: methods for its subclass of ``sharded_modules``: for a parameter that
+is replaced, a module that is converted, copied or pickled. Never: called by compiled
+code.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from fxpar.sharding.spec import Spec
 
 
 def guarded(cls: type) -> Callable[..., None]:
-    """``register_parameter`` that keeps a plain parameter from taking the place of a
-    sharded one: an optimizer and a checkpoint know the other. Another sharded one, as
-    that of a layer it is tied to, is read in its own layout."""
+    """Return a ``register_parameter`` that keeps a plain parameter from replacing a
+    sharded one: an optimizer and a checkpoint know the old one. Another sharded
+    parameter, as one of a layer it is tied to, is read in its own layout."""
 
     def register_parameter(self: nn.Module, name: str, param: Any) -> None:
         rests = self.__dict__.get(RESTS, {})
@@ -53,16 +54,16 @@ def guarded(cls: type) -> Callable[..., None]:
 
 
 def _is_part(parameter: DTensor, home: Home) -> bool:
-    """Whether a parameter is sharded on the mesh of a model."""
+    """Return whether a parameter is sharded on the mesh of a model."""
     mesh = Mesh.from_device_mesh(parameter.device_mesh)
     is_partial = any(placement.is_partial() for placement in parameter.placements)
     return mesh.sizes == Mesh.parse(home.mesh).sizes and not is_partial
 
 
 def converted(cls: type) -> Callable[..., nn.Module]:
-    """What ``to``, ``half`` and the like call of a module. torch swaps parameters that
-    are DTensors for others, but none that compiled code has a weak reference to; those
-    keep the attributes of theirs, as plain parameters do."""
+    """Return the ``_apply`` that ``to``, ``half`` and others call. torch replaces
+    parameters that are DTensors, but none to which compiled code has a weak reference;
+    the new ones keep the attributes of the old, as plain parameters do."""
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         own = _torch.objects.own_parameters(self)
@@ -86,15 +87,15 @@ def converted(cls: type) -> Callable[..., nn.Module]:
 
 
 def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
-    """``__deepcopy__`` that leaves gradients out, as that of ``nn.Parameter`` does: of
-    a DTensor torch (2.13) copies the gradient too, and fails."""
+    """Return a ``__deepcopy__`` that leaves gradients out, as that of ``nn.Parameter``
+    does: of a DTensor torch (2.13) copies the gradient too, and fails."""
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for parameter in _torch.objects.own_parameters(self).values():
             if isinstance(parameter, DTensor) and id(parameter) not in memo:
                 gradient, parameter.grad = parameter.grad, None
                 try:
-                    copy.deepcopy(parameter, memo)  # which memo then has
+                    copy.deepcopy(parameter, memo)  # puts the copy into memo
                 finally:
                     parameter.grad = gradient
         inherited = getattr(cls, "__deepcopy__", None)
@@ -111,7 +112,7 @@ def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
 
 
 def reduced(cls: Any) -> Callable[[nn.Module, Any], tuple[Any, ...]]:
-    """``__reduce_ex__`` by which a module is copied, and not pickled."""
+    """Return a ``__reduce_ex__`` by which a module can be copied, but not pickled."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         make, *rest = cls.__reduce_ex__(self, protocol)
@@ -124,7 +125,7 @@ def reduced(cls: Any) -> Callable[[nn.Module, Any], tuple[Any, ...]]:
 class _OnlyHere:
     """Makes a copy of a sharded module in this process, and in no other."""
 
-    # What makes one.
+    # Makes the copy.
     make: Callable[..., Any]
     # Name of its class.
     cls: str

@@ -1,9 +1,9 @@
 """Reshard parameters at rest, and all tensors that share their layout.
 
 In: parameters that no program has read, and their new specs. Out: the same objects with
-other placements and local tensors; so it is for a gradient, the optimizer's state,
-copies of the model, and tensors that share memory with one of these. Never decides the
-layout of a parameter, and never reshards one whose local tensor a user may hold.
+other placements and local tensors; so are their gradients, the optimizer's state,
+copies of the model, and tensors that share memory with one of these. Never: a decision
+on a layout, or a reshard of a tensor whose local tensor a user may hold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class Holder:
-    """A place in a model that holds a parameter."""
+    """Is a place in a model that holds a parameter."""
 
     # The model's Home.
     home: Home
@@ -38,13 +38,14 @@ class Holder:
 
     @property
     def rest(self) -> ParameterAtRest:
+        """Return the layout of the parameter in this place."""
         rest: ParameterAtRest = self.module.__dict__[RESTS][self.key]
         return rest
 
 
 @dataclass(frozen=True)
 class Movable:
-    """A parameter that no program has read yet."""
+    """Is a parameter that no program has read yet."""
 
     # The Home of its model.
     home: Home
@@ -52,11 +53,12 @@ class Movable:
     name: str
     # The DTensor.
     parameter: Any
-    # All tensors to be resharded with it by description, itself as "value".
+    # All tensors to be resharded with it by description; itself as "value".
     tensors: dict[str, Any] = field(default_factory=dict)
 
     @property
     def spec(self) -> Spec:
+        """Return the spec in which the parameter is stored now."""
         mesh = Mesh.from_device_mesh(self.parameter.device_mesh)
         ndim = self.parameter.dim()
         return Spec.from_placements(self.parameter.placements, mesh, ndim)
@@ -117,7 +119,7 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
             what = f"{type(optimizer).__name__} {key}"
             if _torch.dtensor.are_laid_out_alike(x, parameter):
                 if _memory(x) in map(_memory, tensors.values()):
-                    continue  # of an optimizer that wraps one, or a twin
+                    continue  # an optimizer that wraps another, or a twin, has it too
                 if what in tensors:
                     return {}
                 tensors[what] = x
@@ -127,8 +129,8 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
 
 
 def _state_of(parameter: Any, optimizer: Any) -> dict[str, Any]:
-    """Tensors of an optimizer's state for a parameter, and, of its other attributes,
-    those by the parameter's id and those that may be of any part."""
+    """Return tensors of an optimizer's state for a parameter; of its other attributes,
+    those by the parameter's id and plain tensors that may belong to any parameter."""
     state = getattr(optimizer, "state", {}).get(parameter)
     by_key = dict(state) if isinstance(state, dict) else {"": state}
     if id(parameter) in {*map(id, _torch.objects.parameters_of(optimizer))}:
@@ -151,7 +153,7 @@ def _memory(x: DTensor) -> int:
 
 
 def _is_bare(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that does not say which shard it is of what."""
+    """Return whether ``x`` is a tensor that does not say which part it is."""
     if isinstance(x, DTensor):
         return not _torch.dtensor.holds_plain(x)
     return isinstance(x, torch.Tensor) and x.dim() > 0

@@ -1,8 +1,8 @@
-"""The layout of each parameter at rest: hints, a sample's plan, else ZeRO-3.
+"""Choose the layout of each parameter at rest: hints, a sample's plan, else ZeRO-3.
 
 In: a module with plain parameters, the mesh, hints by pattern, and the specs in which a
-sample's plan uses parameters. Out: a ``ParameterLayout`` of each parameter. Changes
-nothing; reads no values, so that all ranks decide the same.
+sample's plan uses parameters. Out: a ``ParameterLayout`` of each parameter. Never: a
+change, or a read of a value, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Uses = Mapping[str, Spec]
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The layout of one parameter at rest."""
+    """Holds the layout of one parameter at rest."""
 
     # Spec of the shards.
     spec: Spec
-    # The hint on it, as ``constrain`` takes one; "": none.
+    # The hint on it, as ``constrain`` takes one; "" if there is none.
     hint: str
 
 
 def with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:
-    """The mesh of all parameters: of the axes, and those parts of axes, that hints and
-    the sample's plan name. Raises HintError for parts that the mesh does not have."""
+    """Return the mesh refined to the parts of axes that hints and the sample's plan
+    name. Raises HintError for parts that the mesh does not have."""
     for spec in uses.values():
         mesh = mesh.refined(spec.axes)
     for pattern, hint in table.items():
@@ -74,7 +74,7 @@ def layouts_of(
     stages = pipeline_axis(mesh)
     decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, decided))}
-    arguments: dict[int, tuple[Any, ...]] = {}  # what ``at_rest`` takes
+    arguments: dict[int, tuple[Any, ...]] = {}  # arguments of ``at_rest``
     hints: dict[int, str] = {}
     for key, names in names_of.items():
         shape = tuple(parameters[key].shape)
@@ -127,8 +127,7 @@ def _hint_of(
     table: Mapping[str, Entries],
     uses: Uses,
 ) -> Hint:
-    """Return the last hint on a parameter, else its use as a hint, in axes of the
-    mesh."""
+    """Return the last hint on a parameter, else its use as a hint, in mesh axes."""
     hits = [
         (pattern, hint)
         for pattern, hint in table.items()
@@ -166,8 +165,9 @@ def _refuse_unmatched(
 def _axes_in_use(
     table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
 ) -> set[str]:
-    """Axes that hints or a sample's plan use for some parameter: where they are not
-    used the parameter is whole, as in tensor parallelism, and not split for memory."""
+    """Return the axes that hints or a sample's plan use for some parameter: where they
+    do not split another parameter, it is whole along them, as in tensor parallelism,
+    and not split for memory."""
     axes = {axis for spec in uses.values() for axis in spec.sharded_axes}
     for pattern, hint in table.items():
         if fnmatch.filter(names, pattern):

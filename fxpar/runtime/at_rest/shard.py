@@ -1,9 +1,10 @@
-"""``fxpar.shard``: a model's parameters become DTensors, each rank holding its part.
+"""Lay out a model's parameters as DTensors: ``fxpar.shard``.
 
 In: a module with plain parameters (on any device, or on meta), before an optimizer is
 made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
-say (``parameter_layouts``), its classes swapped (``swap_parameters``) so that its code
-still sees global tensors. Buffers stay as they are.
+say (``parameter_layouts``), each rank holding its part, its classes swapped
+(``swap_parameters``) so that its code still sees global tensors. Never: a change to
+buffers.
 """
 
 from __future__ import annotations
@@ -55,16 +56,17 @@ def shard(
     """Lay the parameters of ``model`` out over the mesh, in place; returns the model.
 
     mesh: text, a Mesh or a DeviceMesh; by default FXPAR_MESH, or one axis over all
-      ranks. sample: ``(args, kwargs)`` of a call, from which the planner finds how each
-      parameter is used, and of ``auto`` the mesh. hints: as for ``fxpar.plan``, by
-      default FXPAR_HINTS.
+      ranks.
+    sample: ``(args, kwargs)`` of a call, from which the planner finds how each
+      parameter is used, and, with ``auto``, the mesh.
+    hints: as for ``fxpar.plan``, by default FXPAR_HINTS.
 
-    Axes that hints, or the sample's plan, use for some parameter split as these say,
-    and nothing else. Every other axis splits each parameter further, on a dim that no
-    hint closes: one that it divides, else, of matrices that are much of the model, one
-    that it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an axis of
-    stages, where it divides. Ranks must hold equal parameters; those that differ are
-    taken from rank 0.
+    Axes that hints, or the sample's plan, use for some parameter split parameters only
+    as these say. Every other axis splits each parameter further, on a dim that no hint
+    closes: one that it divides, else, of matrices that are much of the model, one that
+    it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an axis of stages,
+    where it divides. Ranks must hold equal parameters; those that differ are taken from
+    rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -89,7 +91,8 @@ def shard(
     uses: Uses = {}
     if sample is not None:
         ranks, uses = _uses(model, ranks, sample, table, options)
-        if options.inputs == "local":  # no program splits anything along them
+        # no program splits parameters along the batch axes
+        if options.inputs == "local":
             batch = batch_axes(ranks.mesh)
             uses = {name: spec.without(batch) for name, spec in uses.items()}
     elif ranks.open:
@@ -117,15 +120,16 @@ def shard(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fxpar.shard`` laid out this model."""
+    """Return whether ``fxpar.shard`` laid out this model."""
     return HOME in getattr(model, "_orig_mod", model).__dict__
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients of a sharded model are added up on each rank unreduced; the
-    first backward of a forward outside reduces the sum. As DDP's ``no_sync``: put the
-    forward inside as well. Costs memory for gradients that batch axes do not split.
+    """Let gradients of a sharded model add up unreduced on each rank inside this block;
+    the first backward of a forward outside it reduces the sum. As DDP's ``no_sync``:
+    put the forward inside as well. Costs memory for gradients that batch axes do not
+    split.
 
     Raises ShardError if the model is not sharded (on more than one rank).
     """
@@ -171,12 +175,15 @@ def _reduce_later(model: nn.Module, home: Home) -> None:
 
 
 def _reduce(parameter: Any) -> None:
+    """Reduce a gradient that is partial over batch axes to its parameter's layout."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _refuse(model: nn.Module) -> None:
+    """Raise ShardError for a model that cannot be sharded: it was before, a parameter
+    has no shape yet or is a DTensor, or an optimizer holds one."""
     if any(HOME in module.__dict__ for module in model.modules()):
         raise ShardError(
             "fxpar.shard was called on this model before",
@@ -233,8 +240,8 @@ def _uses(
     table: Mapping[str, Entries],
     options: Options,
 ) -> tuple[Ranks, Uses]:
-    """The ranks, on a mesh that may be chosen here, and how the planner would use each
-    parameter in the sample's call."""
+    """Return the ranks, on a mesh that may be chosen here, and the spec in which the
+    planner would use each parameter in the sample's call."""
     if any(p.is_meta for p in model.parameters()):
         leaves, tree = _torch.fake.tree_flatten(sample)
         sample = _torch.fake.tree_unflatten(

@@ -1,10 +1,11 @@
-"""Modules whose parameters are sharded: what a module looks like from inside.
+"""Give modules whose parameters are sharded a class that shows global tensors.
 
-``adopt`` gives a module a subclass of its own class. There each sharded parameter is a
-property: inside a forward, and in what Dynamo traces, it is the global tensor, made by
+In: a module, its ``Home`` and its ``ParameterAtRest``s. Out: ``adopt`` gives it a
+subclass of its own class, in which each sharded parameter is a property: inside a
+forward, and in what Dynamo traces, it is the global tensor, made by
 ``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
-``state_dict``) it is the DTensor parameter itself. Nothing here decides the layout of a
-parameter; ``parameter_layouts`` does.
+``state_dict``) it is the DTensor parameter itself. Never: a decision on a layout, which
+``parameter_layouts`` makes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def adopt(
 
 @functools.cache
 def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
-    """One subclass per class and names, so that equal layers stay equal to Dynamo."""
+    """Return one subclass per class and names: equal layers stay equal to Dynamo."""
     members: dict[str, Any] = {name: _property(name) for name in names}
     if issubclass(cls, nn.RNNBase):
         members |= _torch.dynamo.recurrent_members(cls)
@@ -71,8 +72,8 @@ def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
 
 
 def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` on inputs of ``param_dtype``, as in FSDP2. Not a hook: hooks run
-    before what is compiled, and the dtype is known once that is."""
+    """Return a ``forward`` that casts its inputs to ``param_dtype``, as in FSDP2. It is
+    no hook: hooks run before what is compiled, and the dtype is known once that is."""
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -93,8 +94,11 @@ def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _property(name: str) -> property:
+    """Return the property that reads a sharded parameter: its global value in a
+    forward, else the DTensor itself."""
+
     def read(self: nn.Module) -> Any:
-        if name not in self._parameters:  # as while it gets another name
+        if name not in self._parameters:  # e.g. while it gets another name
             raise AttributeError(f"{type(self).__name__} has no parameter {name!r}")
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor):
@@ -119,8 +123,8 @@ def _property(name: str) -> property:
 
 @_torch.dynamo.not_compiled
 def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) -> Any:
-    """The global value in code that no graph contains. There each rank of local mode
-    has a gradient of its own part of the batch."""
+    """Return the global value in code that no graph contains. There each rank of local
+    mode has a gradient of its own part of the batch."""
     if home.local:
         reduce.meet(f"{name} {list(at_rest.shape)}")
     with _counting_writes():
@@ -134,7 +138,7 @@ def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) ->
 
 @contextlib.contextmanager
 def _counting_writes() -> Iterator[None]:
-    """In inference mode too, whose own tensors count no writes."""
+    """Let new tensors count writes, which those made in inference mode do not."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -143,7 +147,7 @@ def _counting_writes() -> Iterator[None]:
 
 
 def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Tensor:
-    """The global value of a parameter, differentiable to its part."""
+    """Return the global value of a parameter, differentiable to its part."""
     if home.batch and (home.waiting or home.unreduced):
         whole = to_global_unreduced(
             parameter,
@@ -172,9 +176,9 @@ def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Ten
 
 
 class _Summed(torch.autograd.Function):
-    """``to_global`` of a DTensor, whose gradient is a DTensor with sums over the batch
-    axes: its local tensor has another shape than that of the parameter, which autograd
-    refuses of an op on local tensors."""
+    """Is ``to_global`` of a DTensor whose gradient is a DTensor partial over the batch
+    axes: the gradient's local tensor has another shape than the parameter's, which
+    autograd refuses for an op on local tensors."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any, *how: Any) -> torch.Tensor:
@@ -197,10 +201,12 @@ class _Summed(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def to_global_unreduced(parameter: Any, *how: Any) -> torch.Tensor:
+    """Return the global value of a parameter whose gradient is left unreduced."""
     return _Summed.apply(parameter, *how)
 
 
 def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
+    """Return the placements of a gradient that is partial over the batch axes."""
     names = parameter.device_mesh.mesh_dim_names
     return [
         Partial() if name in batch else placement
@@ -209,8 +215,8 @@ def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
 
 
 def _in_forward() -> bool:
-    """Whether a module is being called. Told by the stack and not by a flag, since code
-    between graph breaks runs under frames that Dynamo took over."""
+    """Return whether a module is being called. The stack says so and not a flag, since
+    code between graph breaks runs under frames that Dynamo took over."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name in _CALLS:

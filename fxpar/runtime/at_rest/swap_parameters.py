@@ -1,8 +1,8 @@
-"""Parameters of a model swapped for the parts that a rank holds, as DTensors.
+"""Swap the parameters of a model for the parts that a rank holds, as DTensors.
 
 In: a module with plain parameters, and the layout of each (``parameter_layouts``). Out:
 the same module, its classes those of ``sharded_modules``. State dicts of whole tensors
-still load. Never decides the layout of a parameter.
+still load. Never: a decision on a layout.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def swap_parameters(
 
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of more than one rank that split the batch."""
     return tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
 
 
@@ -91,7 +92,7 @@ def _home(p: torch.Tensor) -> Home | None:
 
 
 def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
-    """The DTensor parameter that holds this rank's part of a plain one."""
+    """Return the DTensor parameter that holds this rank's part of a plain one."""
     part = part_of(p.detach(), spec, ranks.mesh, ranks.rank)
     part = part.clone(memory_format=torch.contiguous_format)
     device = p.device.type
@@ -169,7 +170,7 @@ def _take_parts(
 
 def _refuse_others_part(name: str, part: DTensor) -> None:
     """Raise ShardError if a DTensor was unpickled that another rank had pickled: it
-    holds what that rank holds, and says so by the coordinates of its mesh."""
+    holds that rank's part, and the coordinates of its mesh say so."""
     mesh, rank = part.device_mesh, dist.get_rank()
     coordinates = mesh.get_coordinate()
     here = (mesh.mesh == rank).nonzero().flatten().tolist()

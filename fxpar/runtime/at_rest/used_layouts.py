@@ -1,10 +1,9 @@
-"""Layouts of parameters as the plan of a program uses them: that of a sample's call, or
-of the first graph that reads them.
+"""Lay out parameters as the plan of a sample's call, or of the first graph, uses them.
 
 In: a traced graph whose parameters may have any layout. Out of ``decided``: its plan;
 of ``uses_of``: the specs of its parameters. ``settle`` does both for a Dynamo graph
 that is the first to read parameters which ``fxpar.shard`` split by default: rank 0
-plans, all ranks reshard the parameters, and Dynamo traces again. Never reshards a
+plans, all ranks reshard the parameters, and Dynamo traces again. Never: a reshard of a
 parameter that a compiled program has read.
 """
 
@@ -190,10 +189,13 @@ def _kind(x: Movable) -> tuple[Any, ...]:
 def _agreed(
     ours: Mapping[str, Movable], told: Mapping[str, str]
 ) -> dict[str, Spec] | None:
-    """Where parameters are to rest that are moved, as rank 0 told: not what is looked
-    into on some rank; None if ranks do not read the same. Takes from ``ours`` what goes
-    with a parameter on some ranks only. Raises RankMismatchError if ranks read other
-    models."""
+    """Return the new specs of parameters to reshard, as rank 0 planned them, without
+    those whose tensors a user holds on some rank; None if ranks read different
+    parameters.
+
+    ``told``: rank 0's specs as text. Removes from ``ours`` the tensors that go with a
+    parameter on some ranks only. Raises RankMismatchError if ranks read other models.
+    """
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
     digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
     models = sorted({x.home.round for x in ours.values()})

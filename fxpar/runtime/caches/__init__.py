@@ -1,1 +1,1 @@
-"""What an earlier start, or another rank, planned and compiled."""
+"""Finds what an earlier start, or another rank, planned and compiled."""

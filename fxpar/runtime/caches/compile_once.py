@@ -1,11 +1,12 @@
-"""A graph that is one text on several ranks is compiled by one of them.
+"""Compile a graph that is identical on several ranks on one of them.
 
-In: a graph as Inductor gets it, and the compiling. Out: what the compiling gives. The
-first rank that comes compiles; the others wait for it and then compile in turn, which
-finds what it left in Inductor's cache: on the disk that both see, or sent through the
-store. Ranks of all places share what they compile. A rank whose graph is another text
-(another size of shard, another device) waits for nobody. A rank that fails says so to
-those that wait; for one that ends or hangs they wait as for any other (``presence``).
+In: a graph as Inductor gets it, and the function that compiles it. Out: the compiled
+code. The first rank that comes compiles; the others wait for it and then compile in
+turn, which finds the result in Inductor's cache: on the disk that both see, or sent
+through the store. Ranks of all places share what they compile. A rank whose graph
+differs (another size of shard, another device) waits for nobody. A rank that fails
+reports it to those that wait; if one ends or hangs they wait as for any other
+(``presence``). Never: code of another graph.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
 from fxpar.runtime.ranks.patience import Patience, timeout
 from fxpar.runtime.stage_times import INDUCTOR, stage
 
-# Of one message through the store, which takes 8 MB at most.
+# Bytes of one message through the store, which takes 8 MB at most.
 CHUNK = 4 << 20
 
-# Who waits asks at least so often, in seconds; who waits long, after every so much of
-# its wait: asking costs 0.2 ms, and the rank that answers as much.
+# A rank that waits asks at least so often, in seconds; one that waits long, after this
+# share of its wait, at most the last number of seconds: asking costs 0.2 ms, and as
+# much on the rank that answers.
 SLOWEST_POLL, OF_WAIT, LONGEST_PAUSE = 0.05, 0.01, 0.2
 
-# Compiles; given a text that stands for the graph in the keys of Inductor's cache.
+# Compiles; takes a text that replaces the graph in the keys of Inductor's cache.
 Generate = Callable[[str | None], Any]
 
 
 def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
-    """What ``generate`` gives, called on one rank before the others that have
-    this graph. ``what``: the graph, in words that all ranks count alike.
+    """Return the result of ``generate``, called on one rank before the others that have
+    this graph. ``what``: the graph, in words that all ranks count equally.
 
     Raises RankMismatchError if the rank that compiles fails, or does not end.
     """
@@ -54,6 +56,7 @@ def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
 
 
 def _once(graph: fx.Graph, what: str, generate: Generate) -> Any:
+    """Compile a graph here, or take over what another rank compiled."""
     channel = all_ranks()
     if _torch.inductor.caches_disabled() or not _is_text(graph):
         return generate(None)
@@ -71,8 +74,8 @@ def _once(graph: fx.Graph, what: str, generate: Generate) -> Any:
 
 
 def _is_text(graph: fx.Graph) -> bool:
-    """Whether lines of nodes say all of a graph: it holds no tensor, and no op that
-    runs code of the user."""
+    """Return whether lines of nodes say all of a graph: it holds no tensor, and no op
+    that runs code of the user."""
     bodies = _bodies(graph)
     return all(_is_line(node, bodies) for node in graph.nodes) and all(
         _is_text(body) for body in bodies.values()
@@ -90,7 +93,7 @@ def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
 
 
 def _bodies(graph: fx.Graph) -> dict[str, fx.Graph]:
-    """The bodies that a graph calls, by the names it has for them."""
+    """Return the bodies that a graph calls, by the names it has for them."""
     names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
     attributes = {
         name: getattr(graph.owning_module, name, None) for name in sorted(names)
@@ -106,6 +109,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
 
 
 def _digest(graph: fx.Graph) -> str:
+    """Return a digest of the lines of a graph and its bodies."""
     text = hashlib.sha256()
     for line in _lines(graph):
         text.update(line.encode() + b"\n")
@@ -115,7 +119,7 @@ def _digest(graph: fx.Graph) -> str:
 def _compile_for_others(
     channel: Channel, key: str, what: str, generate: Callable[[], Any]
 ) -> Any:
-    """Compile, and say how that ended."""
+    """Compile, and report to other ranks how that ended."""
     try:
         with presence.works(f"compiles {what} for all ranks"):
             compiled = generate()
@@ -139,7 +143,7 @@ def _compile_for_others(
 
 
 def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
-    """Wait until the rank that compiles has, and take over what it made."""
+    """Wait until the rank that compiles is done, and take over its results."""
     done_key = f"{key}/done"
     patience = channel.patience(timeout())
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
@@ -166,7 +170,7 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
 
 
 def _send(channel: Channel, key: str, content: bytes) -> int:
-    """Put into the store what other machines need; in how many parts."""
+    """Put into the store what other machines need; return the number of parts."""
     packed = zlib.compress(content)
     parts = [packed[i : i + CHUNK] for i in range(0, len(packed), CHUNK)]
     for i, part in enumerate(parts):
@@ -182,7 +186,7 @@ def _received(channel: Channel, key: str, parts: int) -> bytes:
 def _poll(
     done: Callable[[], bool], patience: Patience, missing: Callable[[], Sequence[int]]
 ) -> bool:
-    """Whether ``done`` holds before patience is over; asks ever more seldom."""
+    """Return whether ``done`` holds before patience is over; asks ever more seldom."""
     pause, begin = 0.0005, time.monotonic()
     while not done():
         if patience.is_over(missing):

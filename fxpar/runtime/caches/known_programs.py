@@ -1,13 +1,13 @@
-"""Programs that an earlier start compiled: their plan and results, by one key.
+"""Recall the plan and results of programs that an earlier start compiled, by one key.
 
-In: a Dynamo graph, the sizes it is fed and all that is asked for. Out: what is known of
-the program, the same on all ranks: rank 0 looks, and tells. The start that compiles a
-program first gives it a number, which enters the keys of torch's caches. So what they
-hold under that number was made by this very plan: a rank that finds it there needs
-neither tracing nor planning, and runs the same collectives as one that does not and
-compiles by the known plan. Where nobody compiled it, rank 0 may do so for all: it is
-the ``Leader``, and the others await it. A file that is damaged, of another version or
-of another program counts as none.
+In: a Dynamo graph, the sizes it is fed and all that is asked for. Out: a
+``KnownProgram``, the same on all ranks: rank 0 looks it up and sends it. The start that
+compiles a program first gives it a number, which enters the keys of torch's caches. So
+what they hold under that number was made by this very plan: a rank that finds it there
+needs neither tracing nor planning, and runs the same collectives as one that does not
+and compiles by the known plan. Where nobody compiled it, rank 0 may do so for all: it
+is the ``Leader``, and the others await it. Never: an error for a file that is damaged,
+of another version or of another program; it counts as none.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ FORMAT = "fxpar program 4"
 
 
 class PlanMisfit(Exception):
-    """The plan that is known of a program does not fit the program as it is traced."""
+    """Says that a program's known plan does not fit the program as it is traced."""
 
 
 @dataclass(frozen=True)
 class KnownProgram:
-    """What is known of a program."""
+    """Holds what is known of a program."""
 
     # Digest of its text.
     key: str
-    # That torch's caches know it by, the same on all ranks (``name_of``).
+    # The number by which torch's caches know it, the same on all ranks (``name_of``).
     number: str
     # None: nothing but key and number is known, and the fields below are empty.
     plan: Plan | None = None
@@ -77,22 +77,22 @@ class KnownProgram:
     shared: bool = False
     # Positions of the inputs that it writes to.
     written: tuple[int, ...] = ()
-    # Of open sizes, by name: what they must be multiples of for the plan, which is
-    # that of the program traced so; this one is not compiled.
+    # By name of an open size, the number that it must be a multiple of for the plan,
+    # which is made for the program traced so; this one is not compiled.
     divisors: Mapping[str, int] = field(default_factory=dict)
     # Why its sizes cannot be left open; "" if they can.
     refused: str = ""
 
     def name_of(self, rank: int) -> str:
-        """What torch's caches know it by on a rank."""
+        """Return the name by which torch's caches know it on a rank."""
         per_rank = rank and not self.shared
         return f"{self.number}|{rank}" if per_rank else self.number
 
 
 def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram | None:
-    """What is known of the program of this text, as rank 0 knows it; None if ranks have
-    unlike programs, or one cannot be kept (no ``text``). ``anew``: nothing that was
-    kept is taken.
+    """Return what rank 0 knows of the program with this text; None if ranks have
+    different programs, or one cannot be kept (no ``text``). ``anew``: kept records are
+    ignored.
 
     Raises RankMismatchError if a rank does not come.
     """
@@ -119,7 +119,7 @@ def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram |
 
 
 def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
-    """The program of a record; None if the record says none."""
+    """Return the program of a record; None if the record cannot be read."""
     try:
         if "refused" in data:
             number = str(data["number"])
@@ -152,8 +152,8 @@ def describe(
     written: Collection[int] = (),
     divisors: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What is known of a program that was planned now, as data. ``local``: its graph;
-    all else as in KnownProgram."""
+    """Return what is known of a program that was planned now, as data. ``local``: its
+    graph; all else as in KnownProgram."""
     return {
         "number": program.number,
         "plan": plan.to_record(),
@@ -167,19 +167,19 @@ def describe(
 
 
 def describe_asked(program: KnownProgram, error: DivisorsAsked) -> dict[str, Any]:
-    """What is known of a program whose plan asks its open sizes to divide, as data."""
+    """Return as data a program whose plan requires its open sizes to be multiples."""
     return describe(program, error.plan, {}, (), fx.Graph(), divisors=error.divisors)
 
 
 def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
-    """Leave a program on disk that was compiled now: what ``describe`` says of it."""
+    """Save on disk a program that was compiled now: the record of ``describe``."""
     cache_files.write_record(_path(program.key), FORMAT, program.key, dict(record))
 
 
 def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
-    """Whether rank 0 plans and compiles a program before all other ranks do: nobody
-    did or failed to before, and they see its files. On CPUs alone: on others a schedule
-    may fuse regions, whose kernels all ranks make together. ``examples``: the
+    """Return whether rank 0 plans and compiles a program before all other ranks do:
+    nobody did or failed to before, and they see its files. On CPUs alone: on others a
+    schedule may fuse regions, whose kernels all ranks make together. ``examples``: the
     inputs."""
     channel = current()
     if program.plan is not None or program.refused or channel is None:
@@ -191,7 +191,8 @@ def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
     return not alone and len(set(channel.folders())) == 1
 
 
-# What comes of a program itself, at every start; not of a rank that did not come.
+# Errors that depend on the program alone, at every start; not those of a rank that did
+# not come.
 _REFUSALS = (
     *(HintError, PlanError, RuleError, ScheduleError, OpenSizesRefused),
     _torch.symbols.Inexpressible,
@@ -200,30 +201,31 @@ _REFUSALS = (
 
 @dataclass
 class Leader:
-    """Rank 0, which plans and compiles a program that the other ranks then take over:
-    what it tells them, who are in ``await_plan``, then in ``await_compiled``."""
+    """Is rank 0 while it plans and compiles a program that the other ranks then take
+    over. It sends messages to them; they wait in ``await_plan``, then in
+    ``await_compiled``."""
 
-    # Of the graph, in what ranks tell.
+    # Name of the graph in messages between ranks.
     name: str
-    # What is compiled.
+    # The program that is compiled.
     program: KnownProgram
-    # Its sizes are left open.
+    # Whether its sizes are left open.
     is_open: bool
-    # Collectives of it, in order, as they are found.
+    # Its collectives, in order, as they are found.
     launches: Sequence[str]
-    # What is compiled serves all ranks.
+    # Whether the compiled code serves all ranks.
     shared: bool = False
-    # The others know the plan.
+    # Whether the others know the plan.
     has_told: bool = False
 
     def tell_plan(self, record: Mapping[str, Any] | None) -> None:
-        """Tell what was planned; None: that nothing was, so that each rank finds out by
+        """Send what was planned; None if nothing was, so that each rank finds out by
         itself what is wrong."""
         consensus.gather(f"the plan of {self.name}", json.dumps(record))
         self.has_told = record is not None
 
     def _tell_compiled(self, refused: str = "") -> None:
-        """Tell that it is compiled, or why sizes cannot be left open."""
+        """Send that it is compiled, or why sizes cannot be left open."""
         message: dict[str, Any] = {"shared": self.shared and not refused}
         message["launches"] = [] if refused else list(self.launches)
         message["refused"] = refused
@@ -232,7 +234,7 @@ class Leader:
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Inside, the others wait; they hear of a failure, and of the end."""
+        """Let the others wait while this runs, and hear of a failure or of the end."""
         with presence.works(f"compiles {self.name} for all ranks"):
             try:
                 yield
@@ -245,8 +247,8 @@ class Leader:
             self.tell_plan(None)
 
     def _tell_failure(self, error: Exception) -> None:
-        """Tell of an error. With open sizes the others then do as this rank: fix them,
-        or trace with the divisors that the plan asks."""
+        """Send an error. With open sizes the others then do the same as this rank: fix
+        the sizes, or trace with the divisors that the plan requires."""
         if isinstance(error, DivisorsAsked):
             self.tell_plan(describe_asked(self.program, error))
         elif not self.is_open:
@@ -262,7 +264,7 @@ class Leader:
 
 
 def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
-    """What rank 0 planned, None if it failed.
+    """Return what rank 0 planned, None if it failed.
 
     Raises RankMismatchError if rank 0 does not come.
     """
@@ -272,7 +274,7 @@ def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
 
 
 def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
-    """A planned program once rank 0 has compiled it.
+    """Return a planned program once rank 0 has compiled it.
 
     Raises RankMismatchError if rank 0 fails, or does not come.
     """
@@ -295,9 +297,10 @@ def text_of(
     ranks: Ranks,
     requirements: Sequence[Any] = (),
 ) -> str | None:
-    """All that planning and compiling a graph depends on, as text that is the same at
-    every start; None if there is no such text, or more is asked for than to compile.
-    ``requirements``: what else is asked of the program, as its specs at rest."""
+    """Return all that planning and compiling a graph depends on, as text that is the
+    same at every start; None if there is no such text, or options ask for more than
+    compiling. ``requirements``: what else is required of the program, as its specs at
+    rest."""
     uncacheable = options.tune or options.verify or options.dump or options.debug > 1
     uncacheable = (
         uncacheable or options.fuse != "none" or not options.cache_plans or ranks.open
@@ -323,6 +326,7 @@ def text_of(
 
 
 def _groups_of(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """Return the axes of the process groups that a graph uses, in order."""
     names = (
         arg
         for node in all_nodes(graph)

@@ -1,11 +1,11 @@
-"""Plans on disk: what a search found, for the next run of the same program.
+"""Keep plans on disk: what a search found, for the next run of the same program.
 
-In: the normalized program and what was asked of it. Out: the plan found before, or
-None. A file holds one plan; its name is the digest of everything the search depends on:
-ops with their arguments, shapes, dtypes and rules, hints, where inputs and outputs
-rest, meshes, the hardware's figures, the memory budget, and the versions of torch and
-of fxpar's own code. A file that cannot be read, or is another's, counts as none: never
-an error. Files are never deleted here.
+In: the normalized program and the request. Out: the plan found before, or None. A file
+holds one plan; its name is the digest of everything the search depends on: ops with
+their arguments, shapes, dtypes and rules, hints, specs of inputs and outputs, meshes,
+the hardware's figures, the memory budget, and the versions of torch and of fxpar's own
+code. Never: an error for a file that cannot be read or is another's, which counts as
+none; a file deleted.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ FORMAT = "fxpar plan on disk 2"
 
 
 def allowed() -> bool:
-    """Whether torch's own caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
+    """Return whether torch's caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
     return not _torch.inductor.caches_disabled()
 
 
 def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
-    """The digest of all that the search for ``request`` depends on; of its seconds it
-    does not. ``graph``: as it was traced, sizes that are open as symbols; ``program``:
-    with the sizes it was traced with, for which a plan is searched."""
+    """Return the digest of all that the search for ``request`` depends on, except its
+    seconds.
+
+    graph: as it was traced, open sizes as symbols. program: with the sizes it was
+    traced with, for which a plan is searched.
+    """
     mode = request.mode
     assert isinstance(mode, SearchOptions)
     text = hashlib.sha256()
@@ -66,7 +69,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """Nodes with their arguments and what they make."""
+    """Yield nodes with their arguments and the forms of their results, a line each."""
 
     def rebuilt(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -96,7 +99,7 @@ def _target_text(target: Any) -> str:
 
 
 def _rules(program: Program) -> Iterator[str]:
-    """Rules of the ops: users may have changed some."""
+    """Yield the rules of the ops: users may have changed some."""
     texts: dict[int, str] = {}
     for op in program.ops:
         if id(op.rule) not in texts:
@@ -107,9 +110,9 @@ def _rules(program: Program) -> Iterator[str]:
 
 
 def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
-    """The plan under ``key``, with a note that it was found before, and whether its
-    schedule was chosen then. None if there is none, or only one that a search of more
-    than it had could better."""
+    """Return the plan under ``key``, with a note that it was found before, and whether
+    its schedule was chosen then. None if there is none, or only one that a search of
+    more ``seconds`` than it had could better."""
     path = _path(key)
 
     def decode(data: dict[str, Any]) -> tuple[Plan, bool] | None:
@@ -127,9 +130,9 @@ def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
 def save(
     key: str, plan: Plan, result: SearchResult, seconds: float, *, chosen: bool
 ) -> None:
-    """Keep the plan that a search of so many ``seconds`` found, unless it is one that
-    wall-clock time has stopped; ``chosen``: whether its schedule was, too. Where the
-    disk refuses, nothing is kept."""
+    """Save the plan that a search of so many ``seconds`` found, unless wall-clock time
+    stopped the search; ``chosen``: whether its schedule was chosen, too. Where the disk
+    refuses, nothing is kept."""
     proved = result.is_proved and result.rivals >= result.predicted * (1 - EQUAL)
     if not proved and result.solution.stopped:
         return

@@ -1,10 +1,11 @@
-"""Which program a Dynamo graph is, and what the user calls its inputs.
+"""Identify the program of a Dynamo graph, and name its inputs as the user does.
 
-Dynamo may trace one piece of code again for sizes that change, for one sample, for a
-slice that begins elsewhere, and does so on each rank by itself. ``identity`` is what
-these graphs have in common, and what ranks compare; ``content`` is all that compiling
-depends on, so that a graph of equal content needs no compilation of its own.
-``name_inputs`` names inputs from where Dynamo found them.
+In: a Dynamo graph and examples of its inputs. Dynamo may trace one piece of code again
+for sizes that change, for one sample, for a slice that begins elsewhere, and does so on
+each rank by itself. Out: ``program_text`` is what these graphs have in common, and what
+ranks compare; ``content`` is all that compiling depends on, so that a graph of equal
+content needs no compilation of its own; ``name_inputs`` names inputs from where Dynamo
+found them. Never: a value of a tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
 
 @dataclass(frozen=True)
 class NamedInput:
-    """An input of a graph, as the user knows it."""
+    """Is an input of a graph, as the user knows it."""
 
     # As in the user's code.
     name: str
@@ -39,6 +40,7 @@ class NamedInput:
 
 
 def _source(node: fx.Node) -> str:
+    """Return the Python text by which Dynamo found an input."""
     grapharg = node.meta.get("grapharg")
     source = getattr(grapharg, "source", None)
     if source is None:
@@ -48,6 +50,7 @@ def _source(node: fx.Node) -> str:
 
 
 def _name_input(source: str, example: Any) -> NamedInput:
+    """Return the name and kind of an input, from the text by which Dynamo found it."""
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -70,7 +73,7 @@ def _name_input(source: str, example: Any) -> NamedInput:
 
 
 def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
-    """One NamedInput per placeholder of a Dynamo graph, names unique."""
+    """Return one NamedInput per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
         _name_input(_source(node), example)
@@ -91,10 +94,11 @@ def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
 
 _NUMBERS = (int, torch.SymInt)
 
-# Of an input that is part of a larger tensor, what Dynamo hands on to bodies.
+# Text for the storage offset of an input inside a larger tensor, which Dynamo hands on
+# to bodies.
 BEGINS = "begins inside a larger tensor"
 
-# Whose text is the same in every process.
+# Types whose text is the same in every process.
 _PRINTED = (
     *(str, float, bool, type(None), complex),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout),
@@ -102,14 +106,15 @@ _PRINTED = (
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the placeholders of a graph, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def lean_graph(
     gm: fx.GraphModule, examples: Sequence[Any]
 ) -> tuple[fx.GraphModule, list[int], set[int]]:
-    """A copy without the numbers among its inputs that nothing reads (where in its
-    memory a slice begins), the positions of the inputs that are left, and those of
+    """Return a copy without the numbers among its inputs that nothing reads (where in
+    its memory a slice begins), the positions of the inputs that are left, and those of
     them that Dynamo feeds as tensors where the user has numbers, which the copy
     takes."""
     lean = _torch.dynamo.copy_graph(gm)
@@ -126,8 +131,8 @@ def lean_graph(
 
 
 def _becomes_number(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Whether an input is a tensor of which nothing is read but its one number, which
-    Dynamo made of a float: its readers, those in checkpointed regions too, then read
+    """Return whether an input is a tensor of which only its one number is read, which
+    Dynamo made of a float; if so, let its readers, also in checkpointed regions, read
     the input itself."""
     value = example_of(node)
     if not isinstance(value, torch.Tensor) or value.dim():
@@ -147,8 +152,8 @@ def _becomes_number(node: fx.Node, gm: fx.GraphModule) -> bool:
 def _readers_of_number(
     node: fx.Node, gm: fx.GraphModule
 ) -> dict[fx.Node, list[fx.Node]]:
-    """The calls of ``item`` that read an input, by the placeholder they read: that
-    input, and those that checkpointed regions have for it. Empty if anything else
+    """Return the calls of ``item`` that read an input, by the placeholder they read:
+    that input, and those that checkpointed regions have for it. Empty if anything else
     reads it."""
     readers: dict[fx.Node, list[fx.Node]] = {node: []}
     for user in node.users:
@@ -167,8 +172,8 @@ def _readers_of_number(
 
 
 def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
-    """The program, a line for each op, sizes left out. ``inputs``: of it; those of
-    the body of a region have no names."""
+    """Return the program, a line for each op, sizes left out. ``inputs``: of the
+    program; the body of a region has none with names."""
     lines, places = [], dict[fx.Node, str]()
     pairs = zip(placeholders(gm), inputs, strict=True) if inputs else ()
     for node, name in pairs:
@@ -182,7 +187,7 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
             )
 
     starts = _starts(places)
-    to_bodies = dict[str, str]()  # of the call that is written, what its numbers are
+    to_bodies = dict[str, str]()  # by number, its text in the call that is written
 
     def text_of(x: Any) -> str:
         if isinstance(x, fx.Node):
@@ -224,13 +229,13 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
 def content(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str:
-    """All that compiling a graph depends on in this process, but its sizes."""
+    """Return all that compiling a graph depends on in this process, without sizes."""
     objects = (str(id(x)) for x in _objects(gm))
     return "\n".join([_text(gm, inputs, examples), *objects])
 
 
 def _objects(gm: fx.GraphModule) -> Iterator[Any]:
-    """What a graph and its bodies call and hold, which may have one name and differ."""
+    """Yield objects that a graph and its bodies call or hold; they may share a name."""
     yield from _torch.node_texts.unknown_functions(gm.graph)
     yield gm.meta.get(_torch.aot.CHOOSES_SAVED)
     for node in gm.graph.nodes:
@@ -245,7 +250,7 @@ def _objects(gm: fx.GraphModule) -> Iterator[Any]:
 def _text(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str:
-    """The nodes of a graph and of its bodies, and what is fed, but sizes."""
+    """Return the nodes of a graph and its bodies, and the forms of inputs but sizes."""
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
@@ -262,7 +267,7 @@ def _text(
                 [n if isinstance(n, int) else "?" for n in each]
                 for each in (x.shape, x.stride())
             )
-            is_fed = name.kind == "input"  # what lies otherwise is copied at a call
+            is_fed = name.kind == "input"  # another layout is copied at a call
             lines.append(
                 f"{x.dtype} {x.device} {x.requires_grad} "
                 f"{x.is_conj()} {x.is_neg()} {x.is_inference()} "
@@ -270,7 +275,7 @@ def _text(
                 f"{len(sizes) if is_fed else sizes} "
                 f"{getattr(x, 'placements', '')}"
             )
-    modes = (  # for each of which Dynamo traces again
+    modes = (  # Dynamo traces again for each
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
@@ -286,9 +291,9 @@ def _text(
 def fixed_content(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> str | None:
-    """All that compiling a graph depends on, on these sizes, of open ones on what they
-    were traced with, the same text in every process; None for a graph that holds more
-    than other graphs, or calls code that its text does not say."""
+    """Return all that compiling a graph depends on for these sizes, open ones as they
+    were traced, the same text in every process; None for a graph that holds more than
+    other graphs, or calls code that its text does not say."""
     if not _says_all(gm):
         return None
     lines = [_text(gm, inputs, examples)]
@@ -306,7 +311,7 @@ def fixed_content(
 
 
 def _says_all(gm: fx.GraphModule) -> bool:
-    """Whether the text of a graph and its bodies says all that they compute."""
+    """Return whether the text of a graph and its bodies says all that they compute."""
     bodies = [
         attribute_at(gm, str(node.target))
         for node in gm.graph.find_nodes(op="get_attr")
@@ -320,7 +325,7 @@ def _says_all(gm: fx.GraphModule) -> bool:
 
 
 def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:
-    """By size that is open where an input begins in its memory: what to call it."""
+    """Return the texts of open storage offsets of inputs, by symbol."""
     starts = [
         (example_of(node).storage_offset(), name) for node, name in inputs.items()
     ]
@@ -332,12 +337,13 @@ def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:
 
 
 def digest(text: str) -> str:
+    """Return 16 hexadecimal digits of the hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _is_about_sizes(node: fx.Node) -> bool:
-    """Whether a node computes or checks a size, which Dynamo does for sizes that it
-    keeps open, and else has done already."""
+    """Return whether a node computes or checks a size, which Dynamo does for sizes that
+    it keeps open, and has done already for others."""
     value = example_of(node)
     if node.op == "output":
         return False

@@ -1,8 +1,8 @@
-"""What another rank tells of files in the folder of caches, checked before it is used.
+"""Check what another rank sends about files in the folder of caches, before it is used.
 
 In: keys of torch's caches and paths of libraries, as they came through the store. Out:
-the same, if the keys have the form of torch's and the paths lie in this rank's folder;
-else RankMismatchError. What the files hold is not checked: ranks trust one another.
+the same, if the keys have the form of torch's and the paths are in this rank's folder;
+else RankMismatchError. Never: a check of what the files hold; ranks trust one another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = re.compile("[a-z][a-z2-7]{6,63}")
 
 
 def checked_key(key: Any) -> str:
-    """A key of torch's caches, of which files have their names."""
+    """Return a key of torch's caches, used in file names, if it has their form."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise _refusal(f"{key!r}, which is no key of torch's caches")
     return key
@@ -40,6 +40,7 @@ def take_kernels(told: Mapping[str, Any], *, is_folder_shared: bool) -> None:
 
 
 def _refusal(what: str) -> RankMismatchError:
+    """Return the error for a key or path that this rank must not use."""
     return RankMismatchError(
         f"another rank told this one to use {what}",
         fix="let ranks of one machine have one TORCHINDUCTOR_CACHE_DIR, and start all "

@@ -1,1 +1,1 @@
-"""``python -m fxpar calibrate``: what this machine can do, measured."""
+"""Measures what this machine can do: ``python -m fxpar calibrate``."""

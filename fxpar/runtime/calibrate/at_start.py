@@ -3,8 +3,8 @@
 In: nothing but the machine; all ranks call ``measure_first`` together. Out: levels of
 the network, equal on all ranks, which ``hardware_table.detect`` gives from then on with
 the built-in figures of the device. Rank 0 keeps them on disk by device, driver, ranks
-and versions, so that later starts make the same plans. Nothing is measured on CPU, nor
-where ranks share a device. Runs no program of the user.
+and versions, so that later starts make the same plans. Never: a measurement on CPU, or
+where ranks share a device; a program of the user run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ log = logging.getLogger("fxpar")
 
 FORMAT = "fxpar links 1"
 
-# After which what remains is left out, and how long calls are timed together.
+# After how many seconds remaining points are left out, and how long calls are timed
+# together.
 SECONDS, _LONG = 2.0, 0.004
-# From which the others' figures follow.
+# Collectives that are measured; the figures of others follow from these.
 _KINDS = "all_reduce", "all_gather"
 
 # Default process groups whose ranks have agreed.
@@ -106,9 +107,9 @@ def _facts(size: int) -> list[Any]:
 
 
 def _measured(size: int) -> tuple[Level, ...]:
-    """Return the levels of the network of all ranks; none if nodes have unlike many,
-    or time was too short."""
-    # They take NumPy, which starts later alone need not import here.
+    """Return the levels of the network of all ranks; none if nodes have different
+    numbers of ranks, or time was too short."""
+    # These import NumPy, which need not be loaded where the figures are kept already.
     from fxpar.runtime.calibrate.measure import default_mesh
     from fxpar.runtime.calibrate.probe_device import Probe
     from fxpar.runtime.calibrate.probe_network import levels, local_ranks
@@ -126,7 +127,7 @@ def _measured(size: int) -> tuple[Level, ...]:
 
 
 def _levels(record: dict[str, Any]) -> tuple[Level, ...]:
-    """Return the levels of what is kept."""
+    """Return the levels of a record."""
     return _parse(record["levels"])
 
 
@@ -135,7 +136,7 @@ def _text(levels: Sequence[Level]) -> str:
 
 
 def _parse(entries: Sequence[dict[str, Any]]) -> tuple[Level, ...]:
-    """The inverse of ``_text``, of what JSON gives for it."""
+    """Return levels from the data that ``_text`` wrote as JSON."""
     return tuple(
         Level(**x | {"kinds": tuple((k, Measured(**m)) for k, m in x["kinds"])})
         for x in entries

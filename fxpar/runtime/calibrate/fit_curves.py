@@ -1,8 +1,8 @@
-"""Curves fitted to measured times, for ``calibrate``.
+"""Fit curves to measured times, for ``calibrate``.
 
 In: points, each a size and the seconds it took. Out: the parameters of ``Peak`` or
 ``Measured`` whose prediction is nearest in ratio, so that small and large sizes count
-alike. Never measures.
+equally. Never: a measurement.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Point = tuple[float, float, float]
 # Of a contraction: flops, dims, seconds.
 ContractionPoint = tuple[float, ProductDims, float]
 
-_TIE = 0.01  # to where a fit starts, beside 1 for each point
+_TIE = 0.01  # weight of a fit's starting point, compared with 1 for each point
 
 
 def fit_peak(points: Sequence[ContractionPoint]) -> Peak:
-    """The curve nearest to the seconds of some contractions."""
+    """Return the curve nearest to the seconds of some contractions."""
     rows = [(flops, dims.m, dims.n, dims.k, seconds) for flops, dims, seconds in points]
     flops, m, n, k, seconds = np.array(rows).T
     dims = ProductDims(m, n, k)
@@ -44,8 +44,9 @@ def fit_peak(points: Sequence[ContractionPoint]) -> Peak:
 
 
 def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
-    """Overhead, latency and bandwidth nearest to (ranks, bytes, seconds) of some
-    collectives. Groups of one size cannot tell overhead from latency: it is 0 then."""
+    """Return overhead, latency and bandwidth nearest to (ranks, bytes, seconds) of some
+    collectives. Groups of one size do not separate overhead from latency: it is 0
+    then."""
     count, nbytes, seconds = np.array(points).T
     steps, sent_share = (
         np.array([collectives.seconds(kind, (int(n),), (link,), size) for n in count])
@@ -69,9 +70,9 @@ def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
 def fit(
     model: Callable[[np.ndarray], np.ndarray], start: Sequence[float], seconds: Any
 ) -> list[float]:
-    """Positive parameters whose ``model`` is nearest to ``seconds`` in ratio: least
-    squares of logarithms, by Levenberg and Marquardt's method. What the points do not
-    determine stays near ``start``."""
+    """Return positive parameters whose ``model`` is nearest to ``seconds`` in ratio:
+    least squares of logarithms, by Levenberg and Marquardt's method. Parameters that
+    the points do not determine stay close to ``start``."""
     begin, target = np.log(start), np.log(seconds)
 
     def off(at: np.ndarray) -> np.ndarray:

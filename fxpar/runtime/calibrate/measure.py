@@ -3,7 +3,7 @@
 In: the device of this process and, if it is one of several ranks, their mesh. Out: a
 ``Hardware`` of rates fitted to medians. All ranks compute at once, as during a step, so
 that what they share (cores, memory bus, network) is shared while it is measured. Runs
-the collectives that fxpar emits and no program of the user; writes no file.
+the collectives that fxpar emits. Never: a program of the user run, or a file written.
 
 Bounded in time: once ``limit`` seconds have passed on any rank, all ranks leave out the
 points that remain. ``spawn`` ends its ranks some time after that.
@@ -89,7 +89,7 @@ def default_mesh(size: int) -> Mesh:
 
 
 def _base() -> Hardware:
-    """What stands in for figures that are not measured."""
+    """Return the figures for all that is not measured."""
     try:
         return detect()
     except DeviceError:
@@ -100,6 +100,7 @@ def _base() -> Hardware:
 
 
 def _memory(probe: Probe) -> float:
+    """Return the bytes of memory for this rank."""
     if probe.device.type == "cuda":
         return float(torch.cuda.get_device_properties(probe.device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -108,7 +109,8 @@ def _memory(probe: Probe) -> float:
 
 def spawn(ranks: int, arguments: Sequence[str], timeout: float) -> int:
     """Run ``python -m fxpar calibrate`` with these arguments on so many CPU ranks, a
-    core for each; its exit status. All ranks are ended after ``timeout`` seconds."""
+    core for each, and return its exit status. All ranks are ended after ``timeout``
+    seconds."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.setdefault("OMP_NUM_THREADS", "1")
     root = str(Path(__file__).parents[3])  # this very fxpar, installed or not
@@ -143,7 +145,7 @@ def _half_dims(peak: Peak) -> str:
 
 
 def describe(hardware: Hardware) -> str:
-    """The figures, a line each, in units one can read."""
+    """Return the figures, a line each, in readable units."""
     lines = [f"{hardware.name}: {hardware.about}"]
     for name, peak in hardware.peaks:
         lines.append(

@@ -1,9 +1,9 @@
-"""What ``calibrate`` measures of one device: contractions, memory, launches.
+"""Measure one device for ``calibrate``: contractions, memory, launches.
 
 In: a ``Probe``, this rank's part in a calibration. Out: rates. All ranks start
-together, as during a step, and what counts is when the last one is done: so what they
-share (cores, caches, memory bus) is shared while it is measured. Runs no collective but
-to start together, and no program of the user.
+together, as during a step, and a time ends when the last one is done: so what they
+share (cores, caches, memory bus) is shared while it is measured. Never: a collective
+except to start together, or a program of the user.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured."""
+    """Holds what is measured."""
 
     # M, k, n of matrix products, some with one small dim: m or n for
     # ``Peak.half_dim``, k for ``half_contracted``.
     shapes: tuple[Shape, ...]
-    # Of these products; "tf32" is float32 computed so.
+    # The dtypes of these products; "tf32" is float32 computed so.
     dtypes: tuple[str, ...]
-    # Samples, channels in and out, pixels along a side, those of the window.
+    # Of convolutions: samples, channels in and out, pixels along a side, along the
+    # window's.
     convolved: tuple[Shape, ...]
-    # Samples, heads, length, width of a head.
+    # Of attention: samples, heads, length, width of a head.
     attended: tuple[Shape, ...]
-    # The dtypes of both.
+    # The dtypes of convolutions and attention.
     families: tuple[str, ...]
     # Bytes that a sum of two tensors moves, the last ones more than caches hold.
     streams: tuple[int, ...]
@@ -54,7 +55,7 @@ class Suite:
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
-    """Every fourth power of two."""
+    """Return every fourth power of two."""
     return tuple(1 << n for n in range(first, last, 2))
 
 
@@ -110,34 +111,36 @@ _SUITES = {
 
 # Seconds of calls that are timed together, so long that meeting costs little.
 _LONG = 0.03
-# Calls that a GPU takes before the host has to wait, with kernels of their own each.
+# Calls that a GPU takes before the host has to wait, each with kernels of its own.
 _AHEAD = 256
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One calibration on this rank; ``mesh`` has one rank if there are no others."""
+    """Is one calibration on this rank; its mesh has one rank if there are no others."""
 
-    # That is measured.
+    # The measured device.
     device: torch.device
-    # That take part.
+    # All ranks that take part.
     ranks: groups.Ranks
-    # When there is no time left, by the monotonic clock.
+    # When time is up, by the monotonic clock.
     end: float
-    # With fewer sizes and repetitions.
+    # Whether fewer sizes and repetitions are measured.
     quick: bool
     # Seconds of calls that are timed together.
     long: float = _LONG
 
     @property
     def suite(self) -> Suite:
+        """Return what is measured on this device."""
         kind = self.device.type
         return _SUITES[f"quick {kind}" if self.quick else kind]
 
     def median(self, fn: Callable[[], Any], *, launches: bool = False) -> float | None:
-        """Seconds a call takes, until the last rank is done: the median of five or
-        more. None once time is up. Ranks call it together, and ``fn`` equally often.
-        ``launches``: on a GPU, those of the host, where kernels take less."""
+        """Return the seconds a call takes, until the last rank is done: the median of
+        five or more. None once time is up. Ranks call it together, and ``fn`` equally
+        often. ``launches``: on a GPU, the seconds of the host, where kernels take
+        less."""
         fn()
         pilot, overrun = self._worst(self._time(fn, 1), time.monotonic() - self.end)
         if overrun > 0:
@@ -156,9 +159,12 @@ class Probe:
         meet: bool = False,
         ahead: bool = False,
     ) -> float:
-        """Seconds a call takes; ``meet``: from where ranks meet to where they meet, as
-        of those that share a core one may begin when another is done. ``ahead``: a GPU
-        begins when the host has launched all."""
+        """Return the seconds a call takes.
+
+        meet: from where ranks meet to where they meet again, as one of those that share
+        a core may begin when another is done. ahead: a GPU begins when the host has
+        launched all.
+        """
         if meet:
             worlds.barrier()
         if self.device.type != "cuda":
@@ -181,11 +187,12 @@ class Probe:
         return start.elapsed_time(end) / 1e3 / calls
 
     def _worst(self, *values: float) -> list[float]:
+        """Return the largest of each value over all ranks."""
         texts = consensus.gather("calibrate", " ".join(map(repr, values)))
         return [max(column) for column in zip(*map(_numbers, texts), strict=True)]
 
     def compiled(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """``fn`` through Inductor; as it is if quick, or if that fails on any rank."""
+        """Return ``fn`` through Inductor, or itself if quick or if any rank fails."""
         compiled, failed = fn, ""
         if not self.quick:
             try:
@@ -205,8 +212,8 @@ def _numbers(text: str) -> list[float]:
 
 
 def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
-    """(bytes, bytes/s) of sums of two tensors into a fresh one, as a step makes its
-    results: what the allocator costs counts. ``launch``: seconds of a tiny sum."""
+    """Return (bytes, bytes/s) of sums of two tensors into a fresh one, as a step makes
+    its results: the allocator's time counts. ``launch``: seconds of a tiny sum."""
     rates = []
     for nbytes in probe.suite.streams:
         a, b = (torch.ones(nbytes // 12, device=probe.device) for _ in range(2))
@@ -233,7 +240,7 @@ _LINUX = hasattr(os, "sched_getaffinity")
 
 
 def launches(probe: Probe) -> tuple[float | None, float | None]:
-    """Seconds of a tiny op: run eagerly, and one more in a compiled graph."""
+    """Return the seconds of a tiny op: run eagerly, and in a compiled graph."""
     x = torch.zeros(8, 8, device=probe.device)
     eager = probe.median(partial(torch.add, x, x), launches=True)
     if probe.device.type == "cuda":
@@ -258,7 +265,7 @@ def launches(probe: Probe) -> tuple[float | None, float | None]:
     return eager, max(many - few, 1e-7) / (2 * 32)
 
 
-# Elements of a tensor that the nearest cache holds; so many ops are chained.
+# Elements of a tensor that the nearest cache holds; number of ops in a chain.
 _ELEMENTS, _CHAIN = 1 << 14, 16
 
 _LIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -273,7 +280,7 @@ _LIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def light(probe: Probe) -> Iterator[tuple[str, float]]:
-    """By class, how many operations on elements a compiled kernel does in a second."""
+    """Yield (class, operations on elements that a compiled kernel does a second)."""
     if probe.quick or probe.device.type != "cpu":
         return
     x = torch.rand(_ELEMENTS)
@@ -281,7 +288,7 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
     random.register_lowering()
 
     def draw(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As dropout does: to store the mask takes as long as to draw."""
+        """Draw as dropout does: to store the mask takes as long as to draw."""
         local, whole = [4, 64, _ELEMENTS // 256], [8, 64, _ELEMENTS // 256]
         numbers = torch.ops.fxpar.random(local, seed, "rand", whole, [4, 0, 0])
         mask = numbers.view(_ELEMENTS) > 0.1
@@ -295,7 +302,7 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
         elapsed = seconds(partial(_chain, op))
         if base is None or elapsed is None:
             return
-        # Of a chain every link but the first class' has two steps and its op.
+        # Every link of a chain has two steps and its op, except for the first class.
         one = max((elapsed - base) / _CHAIN - steps, 1e-10)
         if kind == "step":
             steps, one = one, one / 2
@@ -313,7 +320,7 @@ _POOLED = 2 * 9 * _ELEMENTS // 4
 
 
 def _pooled(x: torch.Tensor) -> torch.Tensor:
-    """A maximum over windows, with its place as in training, and its backward."""
+    """Compute a maximum over windows, with its place as in training, and a gradient."""
     windows = [3, 3], [2, 2], [1, 1], [1, 1], False
     images = x.view(4, -1, 32, 32)
     most, places = aten.max_pool2d_with_indices(images, *windows)
@@ -330,7 +337,7 @@ def _chain(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch
 
 
 def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
-    """The peak of each dtype in the suite, fitted to matrix products."""
+    """Yield the peak of each dtype in the suite, fitted to matrix products."""
     for name in probe.suite.dtypes:
         dtype = getattr(torch, "float32" if name == "tf32" else name)
         before = torch.get_float32_matmul_precision()
@@ -363,7 +370,7 @@ _COLD = 1 << 26
 def _in_turn(
     fn: Callable[..., Any], *operands: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """Calls ``fn`` with one copy of its operands after the other."""
+    """Return a function that calls ``fn`` on one copy of its operands after another."""
     nbytes = sum(x.nbytes for x in operands)
     copies = [operands]
     for _ in range(min(_COLD // nbytes, 256)):
@@ -377,7 +384,7 @@ def _product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tenso
 
 
 def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
-    """The peaks of convolution and attention, forward and backward, by dtype."""
+    """Yield the peaks of convolution and attention, forward and backward, by dtype."""
     suite = probe.suite
     for name in suite.families:
         dtype = getattr(torch, name)
@@ -385,7 +392,7 @@ def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
         yield from _family(probe, dtype, "attention", _attended, suite.attended)
 
 
-# Operands, the op, flops forward and backward, dims.
+# A case: operands, the op, flops forward and backward, dims.
 _Case = tuple[
     list[torch.Tensor], Callable[..., torch.Tensor], float, float, ProductDims
 ]
@@ -398,6 +405,7 @@ def _family(
     make: Callable[..., _Case],
     shapes: tuple[Shape, ...],
 ) -> Iterator[tuple[str, Peak]]:
+    """Yield the peaks of one family of ops, forward and backward, in one dtype."""
     points: dict[str, list[ContractionPoint]] = {name: [], f"{name} backward": []}
     for shape in shapes:
         operands, op, flops, late_flops, dims = make(probe.device, dtype, *shape)
@@ -422,8 +430,8 @@ def _family(
 
 
 def masked(probe: Probe) -> float | None:
-    """What share of the time of others a pair takes that a causal mask hides: 0 if
-    attention skips it; None if nothing is measured."""
+    """Return the time of a pair that a causal mask hides, as a share of that of other
+    pairs: 0 if attention skips it; None if nothing is measured."""
     if not probe.suite.attended:
         return None
     dtype = getattr(torch, probe.suite.families[0])
@@ -438,6 +446,7 @@ def masked(probe: Probe) -> float | None:
 
 
 def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
+    """Return a case of a convolution."""
     samples, before, after, side, window = shape
     x = torch.rand(samples, before, side, side, device=device, dtype=dtype)
     weight = torch.rand(after, before, window, window, device=device, dtype=dtype)
@@ -448,6 +457,7 @@ def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
 
 
 def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
+    """Return a case of attention."""
     samples, heads, length, width = shape
     x = [torch.rand(*shape, device=device, dtype=dtype) for _ in range(3)]
     pairs = float(samples * heads * length * length * width)

@@ -1,8 +1,8 @@
-"""What ``calibrate`` measures of the network: every collective along every axis, and
-what it takes from kernels that run beside it.
+"""Measure collectives, alone and overlapping with kernels, for ``calibrate``.
 
-In: a ``Probe``. Out: the levels of a network, fitted to medians, and that share. Runs
-the collectives that fxpar emits, along the axes of the mesh, all groups at once.
+In: a ``Probe``. Out: the levels of a network, fitted to medians, and the share of time
+that is lost where kernels overlap with a collective. Runs the collectives that fxpar
+emits, along the axes of the mesh, all groups at once. Never: a program of the user.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _C10D = torch.ops._c10d_functional
 
 
 def local_ranks(size: int) -> int:
-    """How many of so many ranks are in a node."""
+    """Return how many of ``size`` ranks are in a node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or size)
 
 
 def levels(
     probe: Probe, base: Hardware, kinds: Sequence[str] = collectives.KINDS
 ) -> tuple[Level, ...]:
-    """The network: where an axis was measured, its level, elsewhere that of ``base``.
-    ``kinds``: of collectives that are run.
+    """Return the network: where an axis was measured, its level, elsewhere that of
+    ``base``. ``kinds``: of collectives that are run.
 
-    Groups of several sizes in a node tell the overhead of a collective from its
+    Groups of several sizes in a node separate the overhead of a collective from its
     latency; of one size, all counts as latency.
     """
     mesh = probe.ranks.mesh
@@ -53,7 +53,7 @@ def levels(
             points_of[crosses].setdefault(kind, []).extend(points)
     inner, *outer = base.levels
     if any(points_of[False].values()):
-        # Of a node that is not all in use, ``base`` knows the size.
+        # ``base`` knows the size of a node that is not all in use.
         devices = inner.devices and max(inner.devices, local)
         inner = replace(_level(points_of[False]), devices=devices)
     if any(points_of[True].values()):
@@ -64,13 +64,14 @@ def levels(
     return (inner, *outer)
 
 
-# Bytes of the all-reduce that runs beside kernels.
+# Bytes of the all-reduce that overlaps with kernels.
 _BESIDE = 1 << 22
 
 
 def beside(probe: Probe) -> float | None:
-    """What share of the shorter of both is lost where kernels and a collective run side
-    by side: 0 if each goes on as if it were alone, 1 if they take turns."""
+    """Return the share of the shorter of both that is lost where kernels and a
+    collective overlap: 0 if each goes on as if it were alone, 1 if they take turns;
+    None if it is not measured."""
     ranks = probe.ranks
     mesh = ranks.mesh
     if mesh.size == 1 or probe.quick:
@@ -109,8 +110,8 @@ def beside(probe: Probe) -> float | None:
 
 
 def _level(points_of: dict[str, list[Point]]) -> Level:
-    """A level of any number of devices, its own figures those of all-reduce if it was
-    measured."""
+    """Return a level of any number of devices, its own figures those of all-reduce if
+    it was measured."""
     kinds = {k: fit_collective(k, points) for k, points in points_of.items() if points}
     usual = kinds.get("all_reduce") or next(iter(kinds.values()))
     return Level(
@@ -123,7 +124,8 @@ def _level(points_of: dict[str, list[Point]]) -> Level:
 
 
 def _crosses(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
-    """Whether groups have one rank in each node, rather than all in one."""
+    """Return whether groups have one rank in each node, rather than all in one. Raises
+    MeshError if they have several in several nodes."""
     nodes = [len({rank // local for rank in group}) for group in mesh.groups(axes)]
     if max(nodes) == 1:
         return False
@@ -137,8 +139,8 @@ def _crosses(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
 
 
 def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]:
-    """(ranks, bytes on each before, seconds) of a collective along axes, all groups at
-    once."""
+    """Yield (ranks, bytes on each before, seconds) of a collective along axes, all
+    groups at once."""
     ranks = probe.ranks
     count, group = ranks.mesh.count(axes), ranks.group(axes)
     me = ranks.mesh.index(ranks.rank, ranks.mesh.ordered(axes))

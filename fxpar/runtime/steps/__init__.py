@@ -1,1 +1,1 @@
-"""Steps of the pipeline, and what they change."""
+"""Holds the steps of the pipeline and the states that they change."""

@@ -1,12 +1,13 @@
-"""local -> bound: one rank's coordinates in the local graph.
+"""Bind a local graph to one rank: local -> bound.
 
-In: the local graph, equal on all ranks. Out: the same nodes in a new graph in which
-``offset`` is a number, ``fxpar::permute`` one ``all_to_all_single``, and groups are
-those of this rank. Where not all ranks hold as much, sizes are numbers too, and fake
-values those of this rank. What can do without the number of an offset gets it when it
-runs, if that is asked for (``late``): then most bound graphs are equal on all ranks,
-too. Random ops that turned out whole become Inductor's own again, so that what is not
-sharded compiles as on one device; what is drawn comes from rank 0.
+In: the local graph, identical on all ranks, and the rank. Out: the same nodes in a new
+graph in which ``offset`` is a number, ``fxpar::permute`` one ``all_to_all_single``, and
+groups are those of this rank. Where shards are uneven, sizes are numbers too, and fake
+values have this rank's shapes. With ``at_run_time``, an op that can do without the
+number looks its offset up when it runs (``own_shard.bind_late``): then most bound
+graphs are identical on all ranks, too. Random ops that draw a whole tensor become
+Inductor's own again, so that what is not sharded compiles as on one device; random
+numbers come from rank 0. Never: changes to the local graph, or communication.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from fxpar.sharding.row_moves import Exchange
 
 GroupOf = Callable[[tuple[str, ...]], str]
 
-# Key in a bound node's meta: whether it holds a number that other ranks have not.
+# Key in a bound node's meta: whether it holds a number that differs between ranks.
 OF_RANK = "fxpar_of_rank"
 
-# From the seeds of one place along manual axes to those of the next: odd, so that no
-# two of 2**64 places have the same.
+# Step from the seeds of one place along manual axes to those of the next: odd, so that
+# no two of 2**64 places have the same.
 PLACE_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 _ATEN = torch.ops.aten
@@ -55,7 +56,8 @@ _MOVE_ROWS = torch.ops.fxpar.move_rows.default
 _EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE, _MOVE_ROWS}
 _REDUCES = {_C10D.all_reduce.default, _C10D.reduce_scatter_tensor.default}
 _SENDS = {*_EXCHANGES, *_REDUCES, _C10D.all_gather_into_tensor.default}
-# Neither NCCL nor gloo sends these. Sums and products wrap alike once cut off again.
+# Neither NCCL nor gloo sends these dtypes. Sums and products wrap around identically
+# once they are cut off to the narrow dtype again.
 _WIDER = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -77,9 +79,12 @@ def bind(
     at_run_time: bool = False,
     manual: Sequence[str] = (),
 ) -> fx.Graph:
-    """The bound graph of ``rank``. ``group_of``: axes -> name of the process group;
-    ``at_run_time``: its coordinates are looked up when it runs, where ops can;
-    ``manual``: axes along which ranks draw numbers of their own."""
+    """Return the bound graph of ``rank``.
+
+    group_of: name of the process group of the given axes. inductor: the graph goes to
+    Inductor. at_run_time: ops that can do so look up the rank's coordinates when they
+    run. manual: axes along which ranks draw random numbers of their own.
+    """
     rank_graph = fx.Graph()
     build = Builder(rank_graph, fake_mode, mesh)
     bound: dict[fx.Node, Any] = {}
@@ -138,7 +143,7 @@ def bind(
         elif node.op == "call_function":
             target = op_by_op(target, kwargs.get("dtype"))
         if uneven and node.target is _PAD and not any(args[1]):
-            bound[node] = args[0]  # it holds what is to be had
+            bound[node] = args[0]  # nothing is padded on this rank
             continue
         copy = add_node(rank_graph, node.op, target, args, kwargs, node.name)
         copy.meta.update(node.meta)
@@ -169,20 +174,21 @@ def bind(
 
 
 def _note_largest(copy: fx.Node, node: fx.Node) -> None:
-    """Of a collective, what buckets are filled by, alike on all ranks."""
+    """Note how many bytes a collective has on the largest rank, by which buckets are
+    filled, so that they are equal on all ranks."""
     if node.target in _SENDS:
         custom = (node.meta.get("custom") or {}) | {LARGEST: whole_bytes(node)}
         copy.meta["custom"] = custom
 
 
 def is_of_all(bound: fx.Graph) -> bool:
-    """Whether a bound graph is that of every rank, as it stands."""
+    """Return whether a bound graph is identical on every rank."""
     return not any(node.meta.get(OF_RANK) for node in bound.nodes)
 
 
 def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """A node with offsets that are looked up when it runs; None if it reads none, or
-    takes numbers alone."""
+    """Return a copy of a node that looks up its offsets when it runs; None if the node
+    reads no offset, or takes numbers alone."""
     if all(x.target is not rank_ints.offset for x in node.all_input_nodes):
         return None
     with build.at(node):
@@ -190,7 +196,7 @@ def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _with_group(args: Any, group_of: GroupOf) -> Any:
-    """Arguments with symbolic group names replaced."""
+    """Return arguments with symbolic group names replaced by real ones."""
     if str not in map(type, args):
         return args
     return tuple(
@@ -202,9 +208,11 @@ def _with_group(args: Any, group_of: GroupOf) -> Any:
 
 
 def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
-    """As what a collective sends its operand, if not as it is; asked of a wait too,
-    which then gives it back as what it was. Values are converted, not their bits:
-    kernels may load narrow floats as wider ones."""
+    """Return the dtype in which a collective sends its operand, None if in its own.
+
+    A wait gets the dtype of its collective; it converts the result back. Values are
+    converted, not their bits: kernels may load narrow floats as wider ones.
+    """
     launch = node.args[0] if node.target is _C10D.wait_tensor.default else node
     if launch.target not in _SENDS:
         return None
@@ -222,14 +230,14 @@ def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
 
 
 def _order_of(launch: fx.Node) -> str:
-    """What a collective chooses among its operands, "max" or "min", or "" if it does
-    not."""
+    """Return "max" or "min" if a collective chooses it among its operands, else ""."""
     kind = launch.args[1] if launch.target in _REDUCES else ""
     return kind if kind in ("max", "min") else ""
 
 
 def _on_gloo(value: torch.Tensor) -> torch.dtype | None:
-    """NCCL moves narrow floats as bytes, gloo not at all."""
+    """Return the dtype in which gloo sends narrow floats, None for other values: NCCL
+    moves them as bytes, gloo not at all."""
     narrow = value.dtype.is_floating_point and value.dtype.itemsize == 1
     return torch.float16 if narrow and value.device.type == "cpu" else None
 
@@ -237,8 +245,9 @@ def _on_gloo(value: torch.Tensor) -> torch.dtype | None:
 def _convert(
     build: Builder, x: fx.Node, dtype: torch.dtype, order: str = ""
 ) -> fx.Node:
-    """``x`` as ``dtype``; complex numbers as pairs of real ones, and pairs as these;
-    floats of which the "max" or "min" is chosen as keys, and keys as these."""
+    """Add a conversion of ``x`` to ``dtype``: complex numbers become pairs of real ones
+    and such pairs complex numbers; floats whose "max" or "min" (``order``) is chosen
+    become integer keys and such keys floats."""
     have = x.meta["val"].dtype
     if have.is_floating_point and order:
         return number_keys.keys_of(build, x, order)
@@ -260,7 +269,8 @@ def _permute(
     sources: list[int],
     group: str,
 ) -> fx.Node:
-    """Member i receives from ``sources[i]``: an all-to-all of one piece a rank."""
+    """Add an all-to-all in which member i of the group receives from ``sources[i]``,
+    one piece a rank."""
     members = mesh.group(rank, custom_ops.group_axes(node.args[2]))
     me = members.index(rank)
     shape = list(x.meta["val"].shape)
@@ -284,7 +294,7 @@ def _move_rows(
     _mesh: str,
     group: str,
 ) -> fx.Node:
-    """Rows exchanged by an all-to-all of pieces of unlike sizes."""
+    """Add the exchange of rows by an all-to-all of pieces of different sizes."""
 
     def send(rows: fx.Node, gets: list[int], gives: list[int]) -> fx.Node:
         dtype = rows.meta["val"].dtype
@@ -298,7 +308,8 @@ def _move_rows(
 
 
 def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
-    """Inductor's own op, where the whole tensor is drawn as Inductor would.
+    """Return Inductor's own op and its arguments where a whole tensor is drawn as
+    Inductor would draw it, else those of the node.
 
     Not so on CUDA: there Inductor's numbers depend on how it tiles a kernel, ours count
     by global index alone.
@@ -320,8 +331,8 @@ def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a node draws from the generator of a rank: seeds, or numbers that depend
-    on what was drawn before them, which every rank draws whole."""
+    """Return whether a node draws from the generator of a rank: seeds, or numbers that
+    depend on what was drawn before them, which every rank draws whole."""
     if node.target is torch.ops.fxpar.seeds.default:
         return True
     value = node.meta.get("val")
@@ -330,6 +341,7 @@ def _draws(node: fx.Node) -> bool:
 
 @cache
 def _draws_whole(target: Any) -> bool:
+    """Return whether an op of ATen draws random numbers."""
     return (
         isinstance(target, _torch.inductor.OpOverload)
         and target.namespace == "aten"
@@ -340,9 +352,9 @@ def _draws_whole(target: Any) -> bool:
 def _of_first_rank(
     build: Builder, draw: fx.Node, mesh: Mesh, group_of: GroupOf, manual: Sequence[str]
 ) -> Any:
-    """What the first rank drew for all but those of ``manual`` axes: generators of
-    ranks may have drifted apart (a data loader that augments, a print of a random
-    number), masks may not."""
+    """Add a broadcast of what the first rank drew, over all axes but the ``manual``
+    ones: generators of ranks may differ by then (a data loader that augments, a print
+    of a random number), masks may not."""
     axes = tuple(axis for axis in mesh.names if axis not in manual)
     if mesh.count(axes) == 1:
         return draw

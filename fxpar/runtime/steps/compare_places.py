@@ -1,10 +1,11 @@
-"""Places compare what they launch together, before they do.
+"""Let places along manual axes compare their collectives before they launch them.
 
 Where each place along manual axes runs a program of its own, collectives between places
-(gathers of parameters, means of their gradients) pair by their order alone. So a graph
-with such collectives says which they are at each run, by a word without a collective
-(``meeting.meet``), before the first of them: places that branched to other parameters,
-or that run another number of calls or backwards, raise RankMismatchError.
+(gathers of parameters, means of their gradients) pair by their order alone. In: the
+graph of a forward or a backward. Out: the same graph which, if it has such collectives,
+sends a digest of them at each run before the first one, by a message without a
+collective (``meeting.meet``): places that branched to other parameters, or that run
+another number of calls or backwards, raise RankMismatchError. Never: a hang.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 
-# Written to as far as compilers know, which leave it before what reads ``first``.
+# Compilers take ``first`` for written to, so that they leave the op before its readers.
 torch.library.define(
     "fxpar::compare_places",
     "(Tensor(a!) first, str launches, str what, str mesh, str manual) -> ()",
@@ -56,7 +57,7 @@ def _(first, launches, what, mesh, manual):
 
 
 def compare_places(graph: fx.Graph, state: PhaseState) -> None:
-    """Let a graph with collectives between places compare them at each run."""
+    """Add an op that compares collectives between places at each run, if any."""
     manual = state.request.manual
     if manual is None:
         return
@@ -85,7 +86,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_between_places(node: fx.Node, axes: Axes) -> bool:
-    """Whether a node is a collective whose group has ranks of several places."""
+    """Return whether a node is a collective whose group has ranks of several places."""
     name = str(node.target)
     is_ours = name.startswith("fxpar.all_gather") or node.target in EXACT
     if "c10d" not in name and not is_ours:

@@ -1,8 +1,9 @@
-"""Steps of the pipeline from the plan to what one rank runs.
+"""Turn a planned program into the graph that one rank runs: steps of the pipeline.
 
 In: a state whose graph is as the step before left it: the program with its plan, one
-rank of it, a forward or a backward by itself. Out: the same state, its graph changed or
-another. Every rank does the same but in ``bind``. The order is ``fxpar.pipeline``'s.
+rank of it, or a forward or a backward by itself. Out: the same state, its graph changed
+or replaced. Never: a difference between ranks, except in ``bind``. The order of the
+steps is ``fxpar.pipeline``'s.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ from fxpar.sharding.read_program import with_open_sizes
 
 
 def insert_reshards(graph: fx.Graph, state: JointState) -> fx.Graph:
+    """Return the graph with a reshard wherever an op reads a value in another spec."""
     return resharding.insert_reshards(graph, _open_decision(state))
 
 
 def localize(graph: fx.Graph, state: JointState) -> fx.Graph:
+    """Return the local graph: the same program in the shapes of one rank."""
     return partition(graph, _open_decision(state), state.fake_mode)
 
 
 def _open_decision(state: JointState) -> Decision:
-    """What was decided, of the nodes of the graph with its open sizes. Raises PlanError
-    where sizes have to be known."""
+    """Return the decision, of the nodes of the graph with its open sizes. Raises
+    PlanError where sizes have to be known."""
     if not state.open:
         return state.decided
     if not state.decided.is_even:
@@ -64,7 +67,7 @@ def _open_decision(state: JointState) -> Decision:
 
 
 def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
-    """The rank's batch in parts, one after the other."""
+    """Return a graph that runs the rank's batch in parts, one after the other."""
     parts, required = parts_of(state.request), state.request.microbatches is not None
     if parts == 1 or (state.request.pipeline is not None and not state.stages):
         return graph
@@ -75,22 +78,26 @@ def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
 
 
 def pair_reductions(graph: fx.Graph, state: JointState) -> None:
-    """What normalizes a softmax along a split dim is sent at once, where that pays."""
+    """Replace the all-reduces that normalize a softmax along a split dim by one
+    exchange, where that pays."""
     hardware, mesh = state.request.hardware, state.decided.mesh
     if hardware is not None and mesh.size > 1 and state.decided.is_even:
         exchange_pairs(graph, state.build, hardware.at_speed(mesh.slowest).on(mesh))
 
 
 def share_exchanges(graph: fx.Graph, state: JointState) -> None:
-    """Slices of one tensor are cut from rows exchanged once, where that pays."""
+    """Cut slices of one tensor from rows that are exchanged once, where that pays."""
     if state.decided.mesh.size > 1 and not state.open:
         share_rows(graph, state.build, state.decided.mesh)
 
 
 def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
-    """The verbs of the schedule that is given, saved or chosen. Of open sizes it has
-    settings alone, chosen for those that were traced: verbs cut sizes that are known,
-    and a schedule with lines of them is refused, so that the sizes are fixed."""
+    """Apply the verbs of the schedule that is given, saved or chosen.
+
+    With open sizes a schedule has settings alone, chosen for the sizes that were
+    traced: verbs cut sizes that are known, and a schedule with lines of them raises
+    ScheduleError, so that the sizes are fixed.
+    """
     request, mesh = state.request, state.decided.mesh
     recalled, after = state.plan_with_schedule, graph
     state.unscheduled = graph if request.tune else None
@@ -137,11 +144,14 @@ _SETTINGS_ALONE = (
 
 
 def lower(graph: fx.Graph, state: JointState) -> fx.Graph:
+    """Lower all steps of the graph to collectives, in place; of a graph that is to be
+    tuned, in a copy."""
     graph = copy_of(graph) if graph is state.unscheduled else graph
     return lower_graph(graph, state.decided.mesh, state.fake_mode)
 
 
 def regather(graph: fx.Graph, state: JointState) -> None:
+    """Tag what the forward saves, and what the backward computes or gathers again."""
     forward_backward.save_of_stages(graph)
     if not state.request.keep_gathered:
         forward_backward.regather(graph)
@@ -150,6 +160,7 @@ def regather(graph: fx.Graph, state: JointState) -> None:
 
 
 def bind(graph: fx.Graph, state: RankState) -> fx.Graph:
+    """Return the bound graph of this rank."""
     ranks = state.ranks
     return binding.bind(
         graph,
@@ -164,14 +175,15 @@ def bind(graph: fx.Graph, state: RankState) -> fx.Graph:
 
 
 def put_writes(graph: fx.Graph, state: RankState) -> None:
+    """Turn the last results into writes to inputs, and keep values read after them."""
     phase = "update" if state.request.step else None
     writes_as_results.put(graph, state.writes, phase)
     writes_as_results.keep_read(graph, state.copied)
 
 
 def fuse_regions(graph: fx.Graph, state: PhaseState) -> None:
-    """Collectives with what is around them as one op: those that the schedule says and,
-    with ``options={"fuse": ...}``, those that pay."""
+    """Fuse collectives with the ops around them into one op: those that the schedule
+    names and, with ``options={"fuse": ...}``, those that pay."""
     request, which = state.request, state.which
     if state.mesh is None:
         return  # nothing was planned
@@ -194,14 +206,15 @@ def fuse_regions(graph: fx.Graph, state: PhaseState) -> None:
 
 
 def outline_repeated(graph: fx.Graph, state: PhaseState) -> None:
-    """Layers that repeat as calls of one body, where Inductor is to compile it."""
+    """Turn layers that repeat into calls of one body, where Inductor compiles them."""
     if state.inductor:
         outline_layers(graph, even=state.even)
 
 
 def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> GroupFacts:
-    """Of a process group, for the ladder of kernels. On CPU, where there are none, as
-    if ranks shared memory."""
+    """Return the facts of a process group by which implementations of kernels are
+    chosen. On CPU, where there are no such kernels, they are as if ranks shared
+    memory."""
     bandwidth, ranks = bandwidth_of(mesh, group), _torch.distributed.group_size(group)
     if device.type != "cuda" or not kernels:
         return GroupFacts(ranks, kernels, True, bandwidth)

@@ -1,9 +1,9 @@
-"""Steps of the pipeline from the traced graph to the normalized one.
+"""Turn a traced graph into the normalized one: steps of the pipeline.
 
 In: a ``JointState`` with the graph as it was traced. Out: the same state, its graph
-normalized, and what is known of it before it is planned: places of experts, steps of
-loops. Every rank does the same. The order is ``fxpar.pipeline``'s; what plans is
-``plan_steps``.
+normalized, with facts that are known before it is planned: places of experts, shares of
+ranks, rows of the batch. Never: a difference between ranks. The order of the steps is
+``fxpar.pipeline``'s; the steps that plan are in ``plan_steps``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fxpar.sharding.refine_mesh import by_speed
 
 
 def share_by_speed(graph: fx.Graph, state: JointState) -> None:
-    """Unlike ranks get shares of what the batch axes split."""
+    """Give ranks of different speed shares of the rows that the batch axes split."""
     if state.request.meshes:
         return
     regions = any(n.target in EDGES for n in graph.nodes)
@@ -51,7 +51,7 @@ def share_by_speed(graph: fx.Graph, state: JointState) -> None:
 
 
 def _first_rows(state: JointState) -> int:
-    """Rows of dim 0 of the first plain input that has some: the batch's."""
+    """Return the batch's rows: of dim 0 of the first plain input with dims, else 0."""
     nodes = state.graph.find_nodes(op="placeholder")
     for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
         value = node.meta.get("val")
@@ -61,7 +61,7 @@ def _first_rows(state: JointState) -> int:
 
 
 def absorb_regions(graph: fx.Graph, state: JointState) -> None:
-    """Manual regions are checked, their collectives named."""
+    """Check manual regions, name their collectives. Raises PlanError for open sizes."""
     request = state.request
     if state.open and any(n.target in EDGES for n in graph.nodes):
         raise PlanError("the sizes in manual regions are known")
@@ -75,15 +75,16 @@ def absorb_regions(graph: fx.Graph, state: JointState) -> None:
 
 
 def show_bodies(graph: fx.Graph, state: JointState) -> None:
+    """Give nodes that stand for bodies of branches and loops these bodies as values.
+    Raises PlanError if sizes are open and there are bodies."""
     graph_bodies.show_bodies(graph, graph.owning_module)
     if state.open and any(map(graph_bodies.body_of, graph.nodes)):
         raise PlanError("the sizes in branches and loops are known")
 
 
 def split_batch(graph: fx.Graph, state: JointState) -> None:
-    """A batch that its axes do not divide, or whose sequence is split, stays a dim of
-    its own."""
-    if state.open:  # they divide those that a plan may split
+    """Keep a batch as a dim if its axes do not divide it or its sequence is split."""
+    if state.open:  # a plan may split open sizes only where the axes divide them
         return
     mesh = state.request.mesh
     axes, along, unlike = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
@@ -92,7 +93,7 @@ def split_batch(graph: fx.Graph, state: JointState) -> None:
     def splits(rows: int, behind: int) -> bool:
         if along and rows > 1 and may_split(behind, mesh, along):
             return True
-        # Of unlike ranks a search may choose the shares.
+        # A search may choose the shares of ranks of different speed.
         even = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
         return not even and may_split(rows, mesh, axes)
 
@@ -100,7 +101,7 @@ def split_batch(graph: fx.Graph, state: JointState) -> None:
 
 
 def interleave_rows(graph: fx.Graph, state: JointState) -> None:
-    """Rows that are repeated one by one are split into shards that are not alike."""
+    """Let rows that are repeated one by one be split unevenly."""
     mesh = state.request.mesh
     if state.open or mesh.size == 1:
         return
@@ -113,7 +114,7 @@ def interleave_rows(graph: fx.Graph, state: JointState) -> None:
 
 
 def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
-    """Rows of several tensors in turn are split into shards that are not alike."""
+    """Let rows that are taken from several tensors in turn be split unevenly."""
     mesh = state.request.mesh
     if state.open or mesh.size == 1:
         return
@@ -125,7 +126,7 @@ def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
 
 
 def place_experts(graph: fx.Graph, state: JointState) -> None:
-    """Tokens sorted by expert are computed where they lie."""
+    """Compute tokens that are sorted by expert on the ranks that hold the experts."""
     mesh, notes = state.request.mesh, []
     axes, rows = state.request.expert_axes, dict[fx.Node, int]()
 
@@ -163,8 +164,8 @@ def _sent(
     nbytes: int,
     groups: int,
 ) -> SentRows | None:
-    """How rows are sent to groups of experts, where that takes less time than to gather
-    the tokens, or is asked for; None: these are gathered."""
+    """Return how rows are sent to groups of experts, where that takes less time than to
+    gather the tokens, or is asked for; None if the tokens are gathered."""
     mesh, exchange = request.mesh, request.expert_exchange
     tokens, axes = shape_of(key)[0] // copies, request.expert_axes
     parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
@@ -192,9 +193,12 @@ def _fastest_exchange(
     groups: int,
     parts: int,
 ) -> str:
-    """The way of ``expert_exchange`` that takes the least time: bytes sent, and those
-    that a rank then reads and writes. Exact numbers are for hosts that compute: named,
-    or of a program that runs here."""
+    """Return the ``expert_exchange`` that takes the least time, predicted from the
+    bytes that are sent and those that a rank then reads and writes.
+
+    Exact numbers of rows are for hosts that compute: the hardware is named, or the
+    program runs here.
+    """
     mesh, room, axes = request.mesh, request.expert_room, request.expert_axes
     named, runs = request.named_hardware, request.rank is not None
     hardware = named or lookup("cpu" if may_be_exact and runs else UNNAMED)
@@ -223,8 +227,9 @@ def _across(
     products: dict[fx.Node, int],
     key: fx.Node,
 ) -> Across | None:
-    """How rows are sent to experts that rest over manual axes; None: each rank gathers
-    the weights of all experts. Adds to ``sent`` how many rows a rank would send."""
+    """Return how rows are sent to experts that are stored over manual axes; None if
+    each rank gathers the weights of all experts. Adds to ``sent`` how many rows a rank
+    would send."""
     axes, manual = manual_expert_axes(request.manual), request.manual
     if manual is None or not axes or request.expert_exchange == "gather":
         return None
@@ -246,5 +251,6 @@ def _across(
 
 
 def drop_dead(graph: fx.Graph, _: JointState) -> None:
+    """Remove nodes that nothing reads."""
     graph.eliminate_dead_code()
     graph.lint()

@@ -1,8 +1,9 @@
-"""What steps of the pipeline know: the program, one rank of it, one phase of that.
+"""Define what steps of the pipeline know: of the program, of one rank, of one phase.
 
 In: what the caller asks. Each step of ``fxpar.pipeline`` gets the graph as the step
-before left it, and such a state as its context, to which it adds what it found. Out: of
-the program, what was decided. Never: what is compiled, or a graph of other ranks.
+before left it, and such a state as its context, to which it adds its results. Out: the
+decision on the program, and the graphs made from it. Never: compiled code, or a graph
+of other ranks.
 """
 
 from __future__ import annotations
@@ -31,51 +32,51 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(kw_only=True)
 class PipelineState:
-    """What steps change."""
+    """Holds the graph of one run of the pipeline, and what its steps share."""
 
     # As the last step left it.
     graph: fx.Graph
-    # What is to be planned or run.
+    # What the caller asks to plan or run.
     request: Request
-    # So many stages were dumped.
+    # How many stages were dumped.
     stage_number: int = 0
-    # Of each step, by its name.
+    # Seconds that each step took, by its name.
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Where stages are dumped, and what logs begin with."""
+        """Return where stages are dumped, and what logs begin with."""
         return self.request.label
 
     @property
     def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
-        """Of the tensors that nodes make, once they are decided."""
+        """Return the specs of the results of nodes, empty before they are decided."""
         return {}
 
 
 @dataclass(kw_only=True)
 class JointState(PipelineState):
-    """The program while it is planned; at the end, what was decided."""
+    """Is the program while it is planned; at the end it holds decision and plan."""
 
-    # Of the values in the graphs.
+    # Mode of the fake values in the graphs.
     fake_mode: Any
-    # The one-device graph that the plan is of.
+    # The one-device graph that is planned.
     normalized: fx.Graph
-    # Whether sizes are symbols in it.
+    # Whether sizes in the graph are symbols.
     open: bool = False
     # What planning reads of the graph; set by an early step.
     program: Program = field(init=False)
     # Rows of the batch, 0 if they are not known.
     rows: int = 0
-    # Axes of unlike ranks whose shares a search may choose.
+    # Axes with ranks of different speed whose shares a search may choose.
     open_shares: tuple[str, ...] = ()
-    # A plan to apply again: that of the request, or one from disk.
+    # A plan to apply again, from the request or from disk.
     recalled: Plan | None = None
     # The request before that plan's mesh was taken; set with ``recalled``.
     request_before: Request = field(init=False)
-    # Of these that whose schedule stands, too, where one would be chosen.
+    # ``recalled`` if its schedule is to be taken too, instead of one that is chosen.
     plan_with_schedule: Plan | None = None
-    # Of the plan on disk.
+    # Key of the plan on disk; "" if none is looked for.
     key: str = ""
     # None before the plan is decided or recalled.
     decision: Decision | None = None
@@ -87,23 +88,24 @@ class JointState(PipelineState):
     unscheduled: fx.Graph | None = None
     # Given, recalled or chosen.
     schedule: Schedule = field(default_factory=Schedule)
-    # Of a schedule that was chosen: what was simulated of it.
+    # The simulated run of a schedule that was chosen.
     run: SimulatedRun | None = None
-    # What came near to be the schedule.
+    # Near misses: rewrites that were almost in the schedule, with the reason.
     near: tuple[str, ...] = ()
     # Schedules that were simulated and not taken, the fastest first.
     others: tuple[str, ...] = ()
-    # What the plan is to say of how it came about.
+    # What the plan is to say about how it was made.
     notes: tuple[str, ...] = ()
     # As ``Plan.sent_rows``.
     sent_rows: tuple[int, ...] = ()
-    # Of a program that is cut into them.
+    # Empty if the program is not cut into stages.
     stages: tuple[PipelineStage, ...] = ()
-    # Of the decision; set once that is made.
+    # The decision as data; set by the step ``describe``.
     plan: Plan = field(init=False)
 
     @property
     def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        """Return the specs in which the results of each node settle."""
         program, specs = self.decided.program, defaultdict[fx.Node, list[Spec]](list)
         for (node, _), value in sorted(
             program.value_of.items(), key=lambda item: item[0][1]
@@ -113,23 +115,24 @@ class JointState(PipelineState):
 
     @property
     def local(self) -> fx.Graph:
-        """What each rank runs, the same text on all, once the last step is done."""
+        """Return the graph that every rank runs, once the last step is done."""
         return self.graph
 
     def noted(self, *notes: str) -> JointState:
-        """The state, with more notes in its plan."""
+        """Return the state, with more notes in its plan."""
         self.plan = replace(self.plan, notes=(*self.plan.notes, *notes))
         return self
 
     @property
     def decided(self) -> Decision:
+        """Return the decision, which must be made already."""
         assert self.decision is not None, "the step plan comes first"
         return self.decision
 
     @property
     def build(self) -> Builder:
-        """What adds nodes to the graph, which is a local one once it is another than
-        the normalized one."""
+        """Return a builder that adds nodes to the graph, which is a local one once it
+        is another than the normalized one."""
         is_local = self.graph is not self.normalized
         mesh = self.decided.mesh if is_local else None
         return Builder(self.graph, self.fake_mode, mesh)
@@ -137,17 +140,17 @@ class JointState(PipelineState):
 
 @dataclass(kw_only=True)
 class RankState(PipelineState):
-    """The local graph while one rank is put into it."""
+    """Is the local graph while it is bound to one rank."""
 
-    # Of the values in the graph.
+    # Mode of the fake values in the graph.
     fake_mode: Any
     # The rank, and its process groups.
     ranks: Ranks
     # The graph goes to Inductor.
     inductor: bool
-    # Its coordinates are looked up when it runs.
+    # The rank's coordinates are looked up when the graph runs.
     at_run_time: bool
-    # The last results, which are written to inputs.
+    # The last results of the graph, which are written to inputs.
     writes: tuple[Write, ...]
     # Positions of the inputs whose written values are copied.
     copied: list[int]
@@ -155,22 +158,23 @@ class RankState(PipelineState):
 
 @dataclass(kw_only=True)
 class PhaseState(PipelineState, PhaseGraph):
-    """A forward or a backward while its communication is ordered."""
+    """Is the graph of a forward or a backward while its communication is ordered."""
 
     # "forward" or "backward".
     which: str
     # None where nothing was planned: no regions are fused.
     mesh: Mesh | None
-    # All shards have equal shapes; if not, only regions of the schedule are fused.
+    # Whether all shards have equal shapes; if not, only regions of the schedule are
+    # fused.
     even: bool = True
     # The graph goes to Inductor.
     inductor: bool = False
-    # Names of the parameters of fxpar.shard that the program reads.
+    # Names of the parameters sharded by fxpar.shard that the program reads.
     at_rest: tuple[str, ...] = ()
-    # Results of a backward, by position, that a reducer takes where they are made: the
-    # argument that each is the gradient of.
+    # Results of a backward that a reducer takes where they are made: by position, the
+    # argument whose gradient the result is.
     gradients: Mapping[int, int] = field(default_factory=dict)
-    # What runs as generated kernels.
+    # Texts about the regions that run as generated kernels.
     regions: list[str] = field(default_factory=list)
 
     @property

@@ -1,9 +1,9 @@
-"""Steps of the pipeline from the normalized graph to its plan, and the plan as data.
+"""Plan the normalized graph, and write the plan as data: steps of the pipeline.
 
-In: a ``JointState``. Out: the same state, its moments and pools in the form that its
-decision is of, and at the end the ``Plan``. Every rank does the same but in
-``look_up_plan`` and ``keep_plan``, which know a disk. The order is that of
-``fxpar.pipeline``.
+In: a ``JointState`` with the normalized graph. Out: the same state, its moments and
+pools in the form that is planned, with its decision and at the end its ``Plan``. Never:
+a difference between ranks, except that ``look_up_plan`` and ``keep_plan`` read and
+write the disk. The order of the steps is ``fxpar.pipeline``'s.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger("fxpar")
 
 
 def look_up_plan(graph: fx.Graph, state: JointState) -> None:
-    """The plan of the request, or of the disk, if there is one."""
+    """Look for the plan to follow, in the request or on disk."""
     request = state.request = _searchable(state.request)
     mode, whole = request.mode, None
     state.program = _program(state)
@@ -82,7 +82,7 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
 
 
 def _follow(state: JointState, whole: Plan) -> None:
-    """The request for the mesh of a plan, with its stages and microbatches."""
+    """Put the mesh, stages and microbatches of a plan into the request."""
     request, plan = state.request, _as_planned(whole, state.request)
     if whole.stages and request.microbatches is None:
         request = replace(request, microbatches=whole.microbatches)
@@ -97,13 +97,13 @@ def _follow(state: JointState, whole: Plan) -> None:
 
 
 def _as_planned(plan: Plan, request: Request) -> Plan:
-    """A plan of the whole mesh on the mesh that is planned on."""
+    """Return a plan of the whole mesh as one of the mesh that is planned on."""
     plan = plan.of_one_stage()
     return planned_plan(plan, request.manual.axes) if request.manual else plan
 
 
 def _on(state: JointState, mesh: Mesh) -> Request:
-    """The request of the state, now for a mesh, where it was for another one."""
+    """Put another mesh into the state's request, and return the request."""
     if mesh is not state.request.mesh:
         state.request = _searchable(state.request.on(mesh))
         signature = state.request.laid
@@ -112,13 +112,13 @@ def _on(state: JointState, mesh: Mesh) -> Request:
 
 
 def _is_kept(state: JointState) -> bool:
-    """Whether its plan is looked for on disk."""
+    """Return whether its plan is looked for on disk."""
     allowed = state.request.cached and plan_store.allowed()
     return allowed and isinstance(state.request.mode, SearchOptions)
 
 
 def _searchable(request: Request) -> Request:
-    """The request; to propagate, where its mesh has too many axes for a search."""
+    """Return the request, set to propagate if its mesh has too many axes to search."""
     if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
         request.mesh
     ):
@@ -130,7 +130,7 @@ def _searchable(request: Request) -> Request:
 
 
 def _program(state: JointState) -> Program:
-    """The program of the graph, where sizes are open at those it was traced with."""
+    """Return the program of the graph; open sizes are those it was traced with."""
     program = read(_at_hints(state), state.request.laid)
     if state.request.pipeline is not None:
         return split_evenly(program)
@@ -138,19 +138,22 @@ def _program(state: JointState) -> Program:
 
 
 def _chooses_verbs(state: JointState) -> bool:
-    """Whether a schedule will be chosen, of verbs too (``apply_schedule``)."""
+    """Return whether a schedule will be chosen, verbs included (``apply_schedule``)."""
     return _chooses_schedule(state.request) and not state.open
 
 
 def _chooses_schedule(request: Request) -> bool:
-    """Whether a schedule will be chosen (``apply_schedule``)."""
+    """Return whether a schedule will be chosen (``apply_schedule``)."""
     left_out = "schedule" in request.disable
     return request.schedule == "auto" and request.hardware is not None and not left_out
 
 
 def expand_moments(graph: fx.Graph, state: JointState) -> None:
-    """Before a search all: it would not split what their rules keep whole. Else those
-    of which a first decision splits what must be whole."""
+    """Expand moments (``var``, ``var_mean``) into two sums.
+
+    Before a search all are expanded: it would not split what their rules keep whole.
+    Otherwise only those of which a first decision splits a dim that must be whole.
+    """
     request, program = state.request, state.program
     moments = normalize.moments_of(program)
     if not moments or state.recalled or (request.meshes and not _searches(request)):
@@ -162,8 +165,9 @@ def expand_moments(graph: fx.Graph, state: JointState) -> None:
 
 
 def join_pool_gradients(graph: fx.Graph, state: JointState) -> None:
-    """Of pools whose rows or columns are split where nothing is searched, or hints say
-    so: a search does not begin with a form that only such a plan takes."""
+    """Turn the backwards of pools whose rows or columns are split into one op each,
+    where nothing is searched or hints say so: a search does not begin with a form that
+    only such a plan takes."""
     request = state.request
     nodes = normalize.pool_gradients_of(state.graph)
     if not nodes or state.recalled or request.meshes:
@@ -178,7 +182,7 @@ def _rewrite(
     nodes: Sequence[fx.Node],
     rewrite: Callable[[Sequence[fx.Node], Builder], None],
 ) -> None:
-    """Rewrite nodes of the state's graph, for which nothing is decided then."""
+    """Rewrite nodes of the state's graph, and forget its decision."""
     if nodes:
         rewrite([node.meta.get(OPEN, node) for node in nodes], state.build)
         state.graph.eliminate_dead_code()
@@ -191,7 +195,7 @@ def _searches(request: Request) -> bool:
 
 
 def make_plan(graph: fx.Graph, state: JointState) -> None:
-    """Recall, search or propagate."""
+    """Make the decision: recall it, search it or propagate it."""
     if state.recalled is not None:
         try:
             _recall(state, state.recalled)
@@ -220,7 +224,7 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
 
 
 def _recall(state: JointState, plan: Plan) -> None:
-    """Raises PlanError if the plan does not fit."""
+    """Make the decision that a plan describes. Raises PlanError if it does not fit."""
     # Moments that the plan does not contain were expanded before it was made.
     planned_names = {node.name for node in plan.nodes}
     pools = normalize.pool_gradients_of(state.graph)
@@ -233,7 +237,7 @@ def _recall(state: JointState, plan: Plan) -> None:
 
 
 def _forget_recalled(state: JointState) -> None:
-    """The state as it comes to ``make_plan`` where no plan is on disk."""
+    """Bring the state back to what ``make_plan`` gets where no plan is on disk."""
     state.recalled = state.plan_with_schedule = None
     state.request = state.request_before
     state.program = _program(state)
@@ -243,7 +247,7 @@ def _forget_recalled(state: JointState) -> None:
 
 
 def describe(graph: fx.Graph, state: JointState) -> None:
-    """The plan as data, facts of its step read off the graph."""
+    """Write the plan as data, with facts of its step read off the graph."""
     hardware, mesh = state.request.named_hardware, state.decided.mesh
     if hardware is not None:
         mesh = hardware.on(mesh)
@@ -265,13 +269,13 @@ def describe(graph: fx.Graph, state: JointState) -> None:
         sent_rows=state.sent_rows,
         step_seconds=step_seconds,
         near=state.near,
-        # A plan that is followed has those of the rank that searched.
+        # A plan that is followed brings the notes of the rank that searched.
         notes=tuple(dict.fromkeys((*plan.notes, *state.notes, *notes))),
     )
 
 
 def _at_hints(state: JointState) -> fx.Graph:
-    """The graph, where sizes are open at those it was traced with."""
+    """Return the graph; open sizes are those it was traced with."""
     if not state.open:
         return state.graph
     return size_nodes.at_hints(state.graph, state.fake_mode)
@@ -286,7 +290,8 @@ def _room(request: Request) -> int | None:
 
 
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
+    """Return the bytes that a rank holds at the peak, by kind, and notes: where they
+    are not known, there are none, and a note says why."""
     settings, disable = state.schedule.settings, state.request.disable
     pipeline, peaks, run = state.request.pipeline, [], state.run
     signature = state.decided.program.signature
@@ -312,7 +317,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
 
 
 def keep_plan(graph: fx.Graph, state: JointState) -> None:
-    """Leave a plan that was searched on disk."""
+    """Save a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
         chosen = _chooses_schedule(state.request) and not state.request.tune

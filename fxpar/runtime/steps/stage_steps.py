@@ -1,9 +1,9 @@
-"""Steps of the pipeline for programs in stages: from a local graph to what a rank runs.
+"""Cut a program into pipeline stages, and take one rank's part: steps of the pipeline.
 
 In: a state whose request has a ``Pipeline``; nothing is changed where it has none. Out:
-the same state: its nodes know their stages; the graph of all stages, in the order of
-the schedule; of one rank what its place runs. Every rank does the same but in
-``take_place``.
+the same state: its nodes know their stages; then the graph of all stages, in the order
+of the schedule; for one rank the program at its place. Never: a difference between
+ranks, except in ``take_place``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PARTS = 4
 
 
 def on_whole_mesh(decision: Decision, request: Request) -> Decision:
-    """What was decided for the ranks of one stage and one place along manual axes, on
-    the mesh of all."""
+    """Return the decision for the ranks of one stage and one place along manual axes as
+    one for the mesh of all ranks."""
     pipeline, manual = request.pipeline, request.manual
     ops = decision.program.ops
     update = {op.index for op in ops if phase_of(op.node) == "update"}
@@ -48,15 +48,15 @@ def on_whole_mesh(decision: Decision, request: Request) -> Decision:
 
 
 def parts_of(request: Request) -> int:
-    """Microbatches to cut the batch into."""
+    """Return the number of microbatches to cut the batch into."""
     if request.microbatches is not None:
         return request.microbatches
     return 1 if request.pipeline is None else PARTS * request.pipeline.places
 
 
 def find_stages(graph: fx.Graph, state: JointState) -> None:
-    """Each node gets its stage. Raises PlanError if there is nothing to cut, but for
-    one of the graphs that Dynamo may have cut a program into."""
+    """Assign each node its stage. Raises PlanError if there is nothing to cut, unless
+    the graph may be one of several that Dynamo broke a program into."""
     request, decision = state.request, state.decided
     if request.pipeline is None:
         return
@@ -88,7 +88,8 @@ def find_stages(graph: fx.Graph, state: JointState) -> None:
 
 
 def _no_stages(state: JointState, what: str) -> str:
-    """Of one of several graphs, as Dynamo breaks a program: all ranks run it."""
+    """Return the note about a graph without stages, one of several into which Dynamo
+    may have broken a program: all ranks run it."""
     lines = (user_line(n) for n in state.graph.nodes if n.op == "call_function")
     return compose(
         f"no stages of this graph, all ranks run the whole of it: {what}",
@@ -99,7 +100,7 @@ def _no_stages(state: JointState, what: str) -> str:
 
 
 def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
-    """Raises PlanError that names a value whose shards are not alike."""
+    """Raise PlanError that names a value with uneven shards, if there is one."""
     uneven = decision.first_uneven()
     if uneven is None:
         return
@@ -116,6 +117,7 @@ def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
 
 
 def _refuse_schedule(request: Request) -> None:
+    """Raise ScheduleError if a schedule of compute and collectives is given."""
     if request.schedule not in ("auto", "none"):
         raise ScheduleError(
             "a schedule of compute and collectives is for programs without stages",
@@ -124,7 +126,7 @@ def _refuse_schedule(request: Request) -> None:
 
 
 def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
-    """The graph of all stages, in the order of the schedule."""
+    """Return the graph of all stages, in the order of the pipeline schedule."""
     request, pipeline = state.request, state.request.pipeline
     if pipeline is None or not state.stages:
         return graph
@@ -154,7 +156,7 @@ def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
 
 
 def _refuse_writes(graph: fx.Graph) -> None:
-    """Raise PlanError for what is written to while something behind reads it."""
+    """Raise PlanError if an op writes in place, as a later op may read the value."""
     for node in graph.nodes:
         if op_facts_of(node.target).mutates:
             raise PlanError(
@@ -166,8 +168,8 @@ def _refuse_writes(graph: fx.Graph) -> None:
 
 
 def take_place(graph: fx.Graph, state: RankState) -> fx.Graph:
-    """What runs at this rank's place along the pipeline axis. Groups are made before,
-    by all ranks in one order."""
+    """Return the program at this rank's place along the pipeline axis. All ranks make
+    the groups before, in one order."""
     pipeline: Any = state.request.pipeline
     if pipeline is None or not is_laid_out(graph):
         return graph

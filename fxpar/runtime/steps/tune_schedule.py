@@ -1,12 +1,12 @@
-"""``options={"tune": True}``: the schedules that come near, measured on the mesh.
+"""Measure the schedules predicted to be fastest: ``options={"tune": True}``.
 
 In: graphs of a step, one with the schedule that is predicted to be the fastest, others
-with those that come near. Out: the one whose steps were the fastest. Each is run as it
-would be compiled, forward and backward in one graph, on random inputs of the right
-shapes, in turns, so that drift of the machine meets all alike. A step
-takes as long as its slowest rank; all ranks see the same figures and choose alike. One
-that fails on a rank, for want of memory or whatever else, is left out on all of them.
-Nothing that the user owns is read or changed.
+with those predicted to be next. Out: the number of the one whose steps were the
+fastest. Each runs as it would be compiled, forward and backward in one graph, on random
+inputs of the right shapes, in turns, so that drift of the machine affects all equally.
+A step takes as long as its slowest rank; all ranks see the same times and choose the
+same schedule. One that fails on a rank, out of memory or otherwise, is left out on all
+of them. Never: a read of, or change to, what the user owns.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.steps.binding import bind
 
-# So many schedules are measured, the predicted best among them.
+# How many schedules are measured, the predicted best among them.
 MOST = 4
 
-# Rounds of one step each, after those that are not counted.
+# Rounds of one step each, after warm-up rounds that are not counted.
 ROUNDS, WARMUP = 7, 2
 
-# The predicted best stands unless another is faster by this share.
+# The predicted best is kept unless another is faster by this share.
 LEAST = 0.01
 
 Step = Callable[[], Any]
@@ -44,8 +44,8 @@ Dropped = dict[int, str]
 
 
 def candidates(schedules: Sequence[str], name: str) -> list[str]:
-    """The schedules to measure, as rank 0 has them, the predicted best first. Raises
-    RankMismatchError if a rank does not come."""
+    """Return the schedules to measure, as rank 0 has them, the predicted best first.
+    Raises RankMismatchError if a rank does not come."""
     mine = json.dumps(list(schedules)[:MOST])
     return json.loads(consensus.gather(f"the schedules of {name}", mine)[0])
 
@@ -61,14 +61,15 @@ def fastest(
     name: str,
     inductor: bool,
 ) -> tuple[int, list[str]]:
-    """Which schedule is the fastest, and what to note of all.
+    """Return the number of the fastest schedule, and notes on all of them.
 
-    graphs: as they run with it, of each schedule that did not fail here. failed: why
-    others did. root: holds the graph's constants. name: of the graph, for errors.
+    graphs: by the number of each schedule that did not fail here, the graph that runs
+    it. failed: why others did. root: holds the graph's constants. name: of the graph,
+    for errors.
 
-    One that a rank cannot make the code of, or run, is left out on all ranks, which the
-    notes say. Raises PlanError on all ranks if none is left, RankMismatchError if a
-    rank does not come.
+    A schedule that a rank cannot compile or run is left out on all ranks, and a note
+    says so. Raises PlanError on all ranks if none is left, RankMismatchError if a rank
+    does not come.
     """
     inputs = made_up(next(iter(graphs.values()))) if graphs else []
 
@@ -99,7 +100,7 @@ def fastest(
 
 
 def _fastest(seconds: Mapping[int, float]) -> int:
-    """Of those in the order predicted the first, unless another is faster."""
+    """Return the fastest if it is faster by ``LEAST``, else the predicted best."""
     best, predicted = min(seconds, key=seconds.__getitem__), min(seconds)
     return best if seconds[best] <= (1 - LEAST) * seconds[predicted] else predicted
 
@@ -111,6 +112,7 @@ NOTHING = (
 
 
 def _table(seconds: Mapping[int, float], best: int) -> str:
+    """Return the note on all times, in milliseconds."""
     times = ", ".join(f"{each * 1e3:.4g}" for each in seconds.values())
     return (
         f"schedule: of {len(seconds)} measured, in the order predicted, number "
@@ -124,7 +126,8 @@ def _prepared(
     prepare: Callable[[fx.Graph], Step],
     name: str,
 ) -> tuple[dict[int, Step], Dropped]:
-    """What ``prepare`` gives for each schedule that all ranks have it for."""
+    """Return the result of ``prepare`` for each schedule for which no rank fails, and
+    those that are dropped."""
     steps, failed = dict[int, Step](), dict(failures)
     for i, graph in graphs.items():
         try:
@@ -136,8 +139,8 @@ def _prepared(
 
 
 def _dropped_on_any_rank(tag: str, failed: Mapping[int, str]) -> Dropped:
-    """What failed on any rank, which every rank learns before it waits for others in a
-    collective."""
+    """Return the schedules that failed on any rank. Every rank learns of them before it
+    waits for others in a collective."""
     every = consensus.gather(tag, json.dumps(failed))
     dropped = Dropped()
     for rank, text in enumerate(every):
@@ -147,12 +150,12 @@ def _dropped_on_any_rank(tag: str, failed: Mapping[int, str]) -> Dropped:
 
 
 def text_of(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     return f"{type(error).__name__}: {error}"
 
 
 def runnable(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -> Step:
-    """A step of a bound graph."""
+    """Return a function that runs one step of a bound graph."""
     if not inductor:
         return lambda: module(*inputs)
     values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
@@ -161,7 +164,7 @@ def runnable(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -
 
 
 def made_up(graph: fx.Graph) -> list[Any]:
-    """Values of the shapes and kinds of a graph's inputs."""
+    """Return random values with the shapes and dtypes of a graph's inputs."""
     with _torch.aot.as_compiled():
         return [
             _random_like(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")
@@ -169,7 +172,7 @@ def made_up(graph: fx.Graph) -> list[Any]:
 
 
 def _random_like(value: Any) -> Any:
-    """Indices are 0, which is always one."""
+    """Return a random tensor like ``value``; integers are 0, always a valid index."""
     if not isinstance(value, torch.Tensor):
         return value
     shape, stride, device = tuple(value.shape), value.stride(), value.device
@@ -186,10 +189,10 @@ def _random_like(value: Any) -> Any:
 
 
 def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dropped]:
-    """Seconds of each step: the median over rounds of the slowest rank's. Those that
-    fail on a rank are left out from then on.
+    """Return the seconds of each step, the median over rounds of the slowest rank's,
+    and the steps that failed on a rank, which are left out from then on.
 
-    A rank that fails while the others wait for it within a step is known to them when
+    If a rank fails while the others wait for it within a step, they learn of it when
     the process group's timeout ends that wait.
     """
     times: dict[int, list[float]] = {i: [] for i in steps}
@@ -218,6 +221,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
 
 
 def _seconds(step: Step) -> float:
+    """Return the seconds of a step on this rank, begun when all ranks are ready."""
     worlds.barrier()
     _synchronize()
     start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""``FXPAR_VERIFY``: check a local graph against its one-device graph before it runs.
+"""Check a local graph against its one-device graph before it runs: ``FXPAR_VERIFY``.
 
-In: the graphs of the pipeline and the arguments of the first call. The local graph runs
-for all ranks in lockstep in this process, the one-device graph beside it; what ranks
-would hold of every output is put together and compared. Nothing is changed, nothing is
-communicated; every rank does the same.
+In: the graphs of the pipeline and the arguments of the first call. Out: a PlanError
+that names the first output that differs, or nothing. The local graph runs for all ranks
+in lockstep in this process, the one-device graph as well; the shards of every output
+are put together and compared. Every rank does the same. Never: changes, communication.
 """
 
 from __future__ import annotations
@@ -68,21 +68,22 @@ def verify(
 
 
 def _module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph with flat arguments as a module."""
+    """Return a graph with flat arguments as a module."""
     graph.set_codegen(fx.graph.CodeGen())
     return module_of(root, graph)
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:
-    """Graphs that write to their inputs may not see the user's own tensors."""
+    """Return copies of tensors, as graphs may write to their inputs."""
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in values]
 
 
 def feeds_of(
     normalized: fx.Graph, args: Sequence[Any], places: Sequence[int | None]
 ) -> list[Any]:
-    """Values for the inputs of a graph: the call's own arguments where they have the
-    global shape, ones elsewhere. ``places``: position of each input among ``args``."""
+    """Return values for the inputs of a graph: the call's own arguments where they have
+    the global shape, ones elsewhere. ``places``: position of each input among
+    ``args``."""
     feeds: list[Any] = []
     nodes = [n for n in normalized.nodes if n.op == "placeholder"]
     for node, i in zip(nodes, places, strict=True):

@@ -1,1 +1,1 @@
-"""``fxpar.train_step``: forward, backward and update as one program."""
+"""Runs forward, backward and update as one program: ``fxpar.train_step``."""

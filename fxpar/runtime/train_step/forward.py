@@ -1,9 +1,9 @@
-"""The forward of a training step, as it is traced: global values in, a loss out.
+"""Prepare the forward of a training step for its trace: global values in, a loss out.
 
 In: the graph Dynamo made of a forward, and the values it is called with. Out: the same
-graph taking parameters at rest by their global value, so that nothing in it crosses the
-border, with what is known of each input; and which parameters the loss depends on.
-Nothing is computed, and no value of the user's is changed.
+graph taking parameters at rest by their global value, without the crossings, with facts
+on each input; and the parameters that the loss depends on. Never: a computation on
+values, or a change to a user's value.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class StepInput(NamedInput):
-    """An input of a step."""
+    """Is an input of a step."""
 
-    # The spec it lies in, if each rank holds a part.
+    # The spec in which it is sharded; None if each rank holds the whole.
     rest: Spec | None = None
-    # How the program should start to use it, as a hint.
+    # The hint on its use in the program, an entry per dim; None without one.
     use: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that takes parameters by their global value."""
+    """Is a forward that takes parameters by their global value."""
 
-    # Without the crossings of parameters at rest.
+    # The graph, without the crossings of parameters at rest.
     module: fx.GraphModule
     # One per input.
     ends: tuple[StepInput, ...]
     # Positions of inputs that are parameters with a gradient.
     trained: tuple[int, ...]
-    # Layers that repeat; what each does is known once ``reached`` ran them.
+    # Layers that repeat; the ops of each kind are known once ``reached`` ran them.
     kinds: tuple[SegmentKind, ...] = ()
 
 
 def spec_of(x: Any) -> Spec | None:
-    """Where a DTensor lies; None of a plain tensor."""
+    """Return the spec of a DTensor; None for a plain tensor."""
     if not isinstance(x, DTensor):
         return None
     mesh = Mesh.from_device_mesh(x.device_mesh)
@@ -63,7 +63,8 @@ def spec_of(x: Any) -> Spec | None:
 def globally(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> Forward:
-    """The forward on global parameters: crossings of parameters at rest are taken out.
+    """Return the forward on global parameters: crossings of parameters at rest are
+    removed.
 
     Raises PlanError if the program looks at one rank's part of a parameter.
     """
@@ -82,8 +83,9 @@ def globally(
 
 
 def _open_checkpoints(gm: fx.GraphModule) -> None:
-    """Put the ops of checkpointed regions in place of them, as parameters at rest cross
-    inside; tagged to be computed again, but where the user chooses for each op."""
+    """Replace checkpointed regions by their ops, as parameters at rest cross inside;
+    the ops are tagged to be computed again, except where the user chooses for each
+    op."""
     calls = [
         node
         for node in gm.graph.nodes
@@ -113,8 +115,8 @@ def _open_checkpoints(gm: fx.GraphModule) -> None:
 
 
 def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
-    """Let what reads the global value of a parameter read the parameter. The hint that
-    stands with it."""
+    """Let the readers of a parameter's global value read the parameter itself. Returns
+    the hint on it."""
     packet, hint = torch.ops.fxpar.to_global, None
     crossings = (packet, packet.default, to_global_unreduced)
     for user in list(parameter.users):
@@ -138,7 +140,7 @@ def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
 
 
 def fake_of(x: Any, mode: Any) -> Any:
-    """A fake of the global value of ``x``, with memory of its own; no tensor as is."""
+    """Return a fake of the global value of ``x``, in memory of its own; else ``x``."""
     if not isinstance(x, torch.Tensor):
         return x
     if isinstance(x, DTensor):
@@ -150,8 +152,8 @@ def fake_of(x: Any, mode: Any) -> Any:
 
 
 def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
-    """Positions of the trained parameters that the loss depends on, found without
-    computing.
+    """Return the positions of the trained parameters that the loss depends on, found
+    without computing.
 
     Raises PlanError if the loss is no scalar, or depends on none.
     """
@@ -175,6 +177,7 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
 
 def loss_of(results: Any, forward: Forward) -> torch.Tensor:
+    """Return the first result. Raises PlanError if it is no scalar with a gradient."""
     loss = results[0] if results else None
     what = "what loss_fn gives first is the loss: "
     where = user_line(forward.module.graph.output_node().all_input_nodes[0])
@@ -198,7 +201,7 @@ def refuse_shared_memory(
     ends: Sequence[StepInput], args: Sequence[Any], written: Collection[int]
 ) -> None:
     """Raise PlanError if an input that a step writes shares memory with another: a
-    graph takes each as a value of its own, so the other would not change with it."""
+    graph takes each as a separate value, so the other would not change with it."""
     extents = [_extent(x) for x in args]
     for i in sorted(written):
         for j, extent in enumerate(extents):
@@ -213,7 +216,7 @@ def refuse_shared_memory(
 
 
 def _extent(x: Any) -> tuple[int, int, int] | None:
-    """Storage, first and last element's address in bytes; None where there is none."""
+    """Return storage, first and last element's address in bytes; None if empty."""
     x = x.to_local() if isinstance(x, DTensor) else x
     if not isinstance(x, torch.Tensor) or not x.numel():
         return None
@@ -223,6 +226,7 @@ def _extent(x: Any) -> tuple[int, int, int] | None:
 
 
 def _overlap(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
+    """Return whether two extents share memory."""
     return (
         a is not None
         and b is not None
@@ -234,7 +238,7 @@ def _overlap(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> 
 
 def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:
     """Raise PlanError if a trained parameter has hooks: its gradient never leaves the
-    graph. Those of ``fxpar.no_sync`` have nothing to do here."""
+    graph. Hooks of ``fxpar.no_sync`` are allowed, as they have nothing to do here."""
     for i in forward.trained:
         hooks = _torch.objects.gradient_hooks(args[i])
         if any(not str(hook.__module__).startswith("fxpar.") for hook in hooks):

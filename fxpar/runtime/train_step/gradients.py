@@ -1,9 +1,9 @@
-"""Gradients of a training step between backward and update, as they are traced.
+"""Change gradients between the backward and the update of a traced training step.
 
 In: parameters with their gradients in ``grad``, and what the user asks. Out: the same,
 with gradients of earlier calls added, or without the scale of the loss; and the update
-left out where a gradient is not finite. The numbers are those of ``backward()`` called
-several times and of ``torch.amp.GradScaler``.
+left out where a gradient is not finite. Never: other numbers than those of
+``backward()`` called several times and of ``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """What the user asks of a step."""
+    """Holds what the user asks of a step."""
 
     # The largest global norm of the gradients.
     clip: float | None = None
     # How many calls an update takes the mean gradient of.
     accumulate: int = 1
-    # Of the loss, where gradients may overflow.
+    # Scales the loss, where gradients may overflow.
     scaler: torch.amp.GradScaler | None = None
 
     def check(self) -> None:
-        """Raise OptionError for what cannot be."""
+        """Raise OptionError for values that are out of range or of a wrong type."""
         clip, calls = self.clip, self.accumulate
         if clip is not None and not (is_number(clip) and clip > 0):
             raise OptionError(
@@ -55,23 +55,24 @@ class GradientOptions:
 
     @property
     def scales(self) -> bool:
+        """Return whether the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """What a step does beside forward and backward."""
+    """Holds what a step does in addition to forward and backward."""
 
     # The largest global norm of the gradients.
     clip: float | None = None
-    # How many an update takes the mean gradient of.
+    # How many calls an update takes the mean gradient of.
     calls: int = 1
-    # Whether this is the last of them.
+    # Whether this is the last of those calls.
     updates: bool = True
-    # Positions of parameters whose gradients of the calls before are inputs, and are
-    # written if it is not.
+    # Positions of parameters whose gradients of earlier calls are inputs, and are
+    # written unless this is the last call.
     accumulated: tuple[int, ...] = ()
-    # Whether the loss is, and an update is left out if a gradient is not finite.
+    # Whether the loss is scaled, and an update left out if a gradient is not finite.
     scaled: bool = False
     # Whether gradients become means over ranks.
     averages: bool = False
@@ -94,9 +95,12 @@ def add_accumulated(
 def average(
     forward_args: Sequence[Any], rests: Mapping[int, Spec | None], *, in_parts: bool
 ) -> None:
-    """Make gradients means over the ranks of manual axes. ``rests``: of trained
-    parameters, how they are at rest; ``in_parts``: of those that DTensors hold, whose
-    gradients are kept as they are, or of the others."""
+    """Make gradients means over the ranks of manual axes.
+
+    rests: by position of a trained parameter, its spec at rest, None for a plain
+    tensor. in_parts: average the gradients of sharded parameters, which stay sharded;
+    else those of the others.
+    """
     with torch.no_grad():
         for i, rest in rests.items():
             x = forward_args[i]
@@ -108,8 +112,9 @@ def average(
 def unscale(
     forward_args: Sequence[Any], updated: Iterable[int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """Divide all gradients by the scale. How many numbers in those of the parameters
-    at ``updated`` are not finite: a sum, which ranks add once for all of them."""
+    """Divide all gradients by the scale, and return how many numbers in those of the
+    parameters at ``updated`` are not finite: a sum, which ranks add once for all of
+    them."""
     with torch.no_grad():
         inverse = scale.double().reciprocal().float()
         bad = torch.zeros((), device=scale.device)
@@ -126,8 +131,7 @@ def unscale(
 
 @contextlib.contextmanager
 def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give tensors that are written inside the values of before if ``bad`` is
-    positive."""
+    """Restore tensors written inside to their old values if ``bad`` is positive."""
     if bad is None:
         yield
         return

@@ -1,14 +1,15 @@
-"""A user's optimizer as a traced training step sees it: tensors and numbers in slots.
+"""Show a user's optimizer to a traced training step as tensors and numbers in slots.
 
 In: a ``torch.optim.Optimizer``. Out: the tensors and numbers its step reads, by name,
 and a stand-in of the same class that holds traced values in their place, whose own
-``step`` is then traced. The user's optimizer is changed here only where asked: state it
-would make in its first step is made (``prepare``), values are put (``write``).
+``step`` is then traced. Never: a change to the user's optimizer, except that
+``prepare`` makes the state of its first step and ``write`` puts values.
 
 A number may be traced as a 0-dim float64 tensor, so that another value needs no other
 graph. ``Numbers`` lets torch functions take such tensors where they take numbers, and
-answers comparisons with the value of now; the answers then belong to what was traced.
-What ``item()`` reads stays a tensor, and ``choosing`` lets ``min`` and ``max`` take it.
+answers comparisons with the current value; the answers then belong to what was traced.
+The result of ``item()`` stays a tensor, and ``choosing`` lets ``min`` and ``max`` take
+it.
 """
 
 from __future__ import annotations
@@ -37,35 +38,38 @@ from fxpar.runtime.train_step.unseen_values import (
     unseen,
 )
 
-# What Python computes with.
+# The precision that Python computes in.
 NUMBER = torch.float64
 
-# How an optimizer computes, not what: it is traced one tensor after the other.
+# Settings of how an optimizer computes, not of its numbers: it is traced one tensor
+# after the other.
 _MANNERS = ("foreach", "fused")
 
-# These branch on how many steps were done, unless told to do without.
+# These branch on how many steps were done, unless they are capturable.
 _BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an optimizer keeps a value."""
+    """Says where an optimizer keeps a value."""
 
     # "group" or "state".
     place: str
-    # Of the group, or of the parameter in the order of the groups.
+    # Position of the group, or of the parameter in the order of the groups.
     index: int
-    # Of the value in there, as "lr" or "exp_avg".
+    # Key of the value there, as "lr" or "exp_avg".
     key: str
-    # Which one of a tuple, as of ``betas``.
+    # Position in a tuple, as of ``betas``.
     item: int | None = None
 
 
 def is_number(x: Any) -> bool:
+    """Return whether ``x`` is a number, and no flag."""
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
+    """Yield place, position and entries of each group and of each parameter's state."""
     for i, group in enumerate(optimizer.param_groups):
         yield "group", i, group
     state = optimizer.state
@@ -75,7 +79,7 @@ def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
 
 
 def slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Any]]:
-    """Every value of the groups and of the state, tuples by their items."""
+    """Yield every value of the groups and of the state, tuples by their items."""
     for place, index, entries in _dicts(optimizer):
         for key, value in entries.items():
             if place == "group" and (key == "params" or key in _MANNERS):
@@ -88,7 +92,7 @@ def slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Any]]:
 
 
 def write(optimizer: torch.optim.Optimizer, slot: Slot, value: Any) -> None:
-    """Put a value where it belongs."""
+    """Put a value into its slot."""
     if slot.place == "group":
         entries: Any = optimizer.param_groups[slot.index]
     else:
@@ -101,8 +105,8 @@ def write(optimizer: torch.optim.Optimizer, slot: Slot, value: Any) -> None:
 
 
 def refuse(optimizer: torch.optim.Optimizer) -> None:
-    """Raise PlanError for an optimizer whose step cannot be one with the rest, as it is
-    now: hooks may come later."""
+    """Raise PlanError for an optimizer whose step cannot be traced together with the
+    rest. Checked before each step, since hooks may come later."""
     kind = type(optimizer).__name__
     step_parameters = inspect.signature(type(optimizer).step).parameters
     closure = step_parameters.get("closure")
@@ -122,7 +126,7 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    """Whether a hook is one of fxpar's, whose checks a step makes otherwise."""
+    """Return whether a hook is one of fxpar's, whose checks a step makes otherwise."""
     function = inspect.unwrap(hook)
     function = getattr(function, "func", function)
     return str(getattr(function, "__module__", "")).startswith("fxpar.")
@@ -152,8 +156,8 @@ def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
 
 
 def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
-    """Momentum of zero, with which a step gives what the first one gives; with
-    dampening it would not."""
+    """Make a momentum of zero, with which a step gives what the first one gives; with
+    dampening it would not, and none is made."""
     ids = {id(p) for p in trained}
     for group in optimizer.param_groups:
         if not is_number(group["momentum"]) or not group["momentum"]:
@@ -167,9 +171,10 @@ def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> No
 
 @dataclass(frozen=True)
 class TracedState:
-    """What a stand-in holds."""
+    """Holds the traced values for a stand-in."""
 
-    # Of those with a gradient or None, in the order of ``parameters_of(optimizer)``.
+    # Those with a gradient, None for the others, in the order of
+    # ``parameters_of(optimizer)``.
     parameters: Sequence[torch.Tensor | None]
     # By slot.
     values: Mapping[Slot, torch.Tensor]
@@ -178,8 +183,8 @@ class TracedState:
 def stand_in(
     optimizer: torch.optim.Optimizer, traced: TracedState
 ) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
-    """An optimizer of the same class on traced values; and by its position each
-    parameter that it holds. Hooks, and ``step`` as schedulers wrap it, stay behind."""
+    """Return an optimizer of the same class on traced values, and by its position each
+    parameter that it holds. Hooks, and ``step`` as schedulers wrap it, are left out."""
     double: Any = object.__new__(type(optimizer))
     vars(double).update(copied_attributes(optimizer))
     vars(double).pop("step", None)
@@ -213,6 +218,7 @@ def _replaced(
     index: int,
     values: Mapping[Slot, torch.Tensor],
 ) -> dict[str, Any]:
+    """Return entries of a group or of state with traced values in place of its own."""
     out: dict[str, Any] = {}
     for key, value in entries.items():
         if isinstance(value, (tuple, list)) and key != "params":
@@ -254,7 +260,7 @@ def refuse_changes(
 def slots_of(
     double: torch.optim.Optimizer, stand_ins: Mapping[int, torch.Tensor]
 ) -> dict[Slot, Any]:
-    """What a stand-in holds, by slots of what it stands for."""
+    """Return the values of a stand-in, by slots of the optimizer that it replaces."""
     position = list(stand_ins)  # of each of its parameters
     return {
         replace(slot, index=position[slot.index]) if slot.place == "state" else slot: x
@@ -263,12 +269,13 @@ def slots_of(
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-    """The step of its class, without the profiler's wrapping and hooks."""
+    """Return the step of its class, without the profiler's wrapping and hooks."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-# Torch functions that take a number by this keyword: how it is applied as a tensor.
+# By the name of a torch function: the keyword by which it takes a number, and how its
+# other operands are combined into the factor of that number.
 _SCALED: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "add": ("alpha", lambda other: other),
     "sub": ("alpha", lambda other: other),
@@ -283,9 +290,9 @@ _COMPARISONS = {
 
 @dataclass(frozen=True)
 class TracedComparison:
-    """A comparison of a number of an optimizer, which a traced step relies on."""
+    """Is a comparison of a number of an optimizer, which a traced step relies on."""
 
-    # Of the number.
+    # Where the number is kept.
     slot: Slot
     # As module ``operator`` names it: "lt".
     relation: str
@@ -295,16 +302,19 @@ class TracedComparison:
     holds: bool
 
     def stands(self, value: Any) -> bool:
+        """Return whether the comparison has the same answer for another ``value``."""
         return bool(_COMPARISONS[self.relation](value, self.other)) == self.holds
 
 
 class Numbers(TorchFunctionMode):
-    """Inside, tensors that stand for numbers are taken where numbers are.
+    """Is a mode inside which tensors that stand for numbers are taken where numbers
+    are.
 
     ``by_id``: by id of a tensor the slot and the number it stands for. ``answers``:
     comparisons so far. A number changed in place is no longer known. ``item()`` of any
     tensor gives one that stands for its value. ``narrow``: by id of a tensor that is
-    read in the precision of numbers what state keeps, in whose own it is changed.
+    read in the precision of numbers, the state that it is read from, which is changed
+    in its own precision.
     """
 
     def __init__(
@@ -355,6 +365,7 @@ class Numbers(TorchFunctionMode):
         return x.copy_(new)
 
     def _answer(self, x: torch.Tensor, relation: str, other: Any) -> bool:
+        """Return the answer of a comparison for the current number, and record it."""
         slot, value = self.by_id[id(x)]
         holds = bool(_COMPARISONS[relation](value, other))
         self.answers.append(TracedComparison(slot, relation, other, holds))
@@ -363,8 +374,8 @@ class Numbers(TorchFunctionMode):
 
 @contextlib.contextmanager
 def choosing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``min`` and ``max`` in the modules that the optimizer's methods are of
-    take tensors that stand for numbers."""
+    """Let ``min`` and ``max``, in the modules that define the optimizer's methods, take
+    tensors that stand for numbers."""
     methods = [f for kind in type(optimizer).__mro__ for f in vars(kind).values()]
     scopes = [inspect.unwrap(f).__globals__ for f in methods if inspect.isfunction(f)]
     added: list[tuple[dict[str, Any], str]] = []
@@ -383,7 +394,8 @@ def choosing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _extreme(plain: Any, combine: Any, *args: Any, **kwargs: Any) -> Any:
-    """``plain`` is Python's own; of numbers some of which are tensors ``combine``."""
+    """Return ``plain``, Python's own function, of the arguments; if some of several
+    numbers are tensors, reduce them by ``combine``."""
     numbers = all(is_number(x) or isinstance(x, torch.Tensor) for x in args)
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if len(args) < 2 or kwargs or not numbers or not tensors:
@@ -394,7 +406,8 @@ def _extreme(plain: Any, combine: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _promoted(x: Any, dtype: torch.dtype) -> Any:
-    """As wide as what it is added to: torch rounds no product before the sum."""
+    """Return a tensor in a dtype as wide as what it is added to: torch rounds no
+    product before the sum."""
     if not isinstance(x, torch.Tensor):
         return x
     return x.to(torch.promote_types(x.dtype, dtype))
@@ -405,7 +418,7 @@ def _weight(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _is_in_place(name: str) -> bool:
-    """``add_``, ``__iadd__``."""
+    """Return whether a function writes to its argument: ``add_``, ``__iadd__``."""
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__int__")
     return name.endswith("_")

@@ -1,12 +1,12 @@
-"""``fxpar.train_step``: a whole training step as one compiled program.
+"""Run a whole training step as one compiled program: ``fxpar.train_step``.
 
 In: a model, a loss function, an optimizer. Out: a callable that runs forward, backward
 and update on the user's own parameters, buffers and optimizer state. Dynamo traces the
 forward, with its guards, so that what it read in Python is checked at every call; the
 graph it hands over is traced again with its backward and the optimizer's own ``step``
-(``trace``), and goes through the pipeline of any graph. Optimizers are never
-replaced or subclassed: ``state_dict``, schedulers and eager steps in between see the
-same objects.
+(``trace``), and goes through the pipeline of any graph. Never: another optimizer object
+or class, so that ``state_dict``, schedulers and eager steps in between see the same
+objects.
 
 A graph is kept for what it was traced with: the shapes of the forward, which state
 there is, and the settings of the groups. The learning rate is an input from the start;
@@ -66,7 +66,7 @@ Backend = Callable[["TrainStep"], Callable[..., Any]]
 
 
 class TrainStep:
-    """``step(*args, **kwargs)``: one step on a batch. Made by ``fxpar.train_step``."""
+    """Is a step on a batch, ``step(*args, **kwargs)``, made by ``fxpar.train_step``."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TrainStep:
         mesh: Callable[[], Mesh | None] = lambda: None,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """``begin`` is called before each step."""
+        """Prepare the step. ``begin`` is called before each step."""
         refuse(optimizer)
         refuse_unseen(optimizer)
         options.check()
@@ -87,7 +87,8 @@ class TrainStep:
         self.model, self.optimizer, self.options = model, optimizer, options
         self.mesh, self.begin = mesh, begin  # the forward is traced for the mesh
         self.calls = 0  # since the last update
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of them, by parameter
+        # of the calls since the last update
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return loss_fn(model, *args, **kwargs)
@@ -95,8 +96,8 @@ class TrainStep:
         self._forward = _torch.one_graph.compile_as_one(forward, backend(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, detached, as it was before the update; where ``loss_fn`` gives
-        more, all that it gives.
+        """Return the loss, detached, as it was before the update; where ``loss_fn``
+        returns more, all that it returns.
 
         Raises PlanError if the step is not one graph, or inside ``fxpar.alone``.
         """
@@ -132,7 +133,7 @@ class TrainStep:
         *,
         averages: bool,
     ) -> Callable[..., Any]:
-        """What to run for a forward that Dynamo traced, on concrete shapes.
+        """Return what to run for a forward that Dynamo traced, on concrete shapes.
 
         ``examples``: values of its inputs. ``averages``: whether updates take the means
         of gradients over ranks.
@@ -144,18 +145,18 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class _Variant:
-    """A compiled step."""
+    """Is a compiled step."""
 
-    # As it was traced.
+    # The traced step.
     step: TracedStep
-    # What it was traced for.
+    # What the step does in addition to forward and backward.
     how: StepCall
     # The compiled step, called with this rank's parts of its inputs.
     run: Callable[..., Any]
 
 
 class _Stage:
-    """One forward with its backward; a variant for each state of the optimizer."""
+    """Is a forward with its backward, in a variant for each state of the optimizer."""
 
     def __init__(
         self,
@@ -195,8 +196,8 @@ class _Stage:
         return self._run(variant, args, slot_values)
 
     def _step_call(self, args: Sequence[Any]) -> StepCall:
-        """What this call does. Gradients of zero are made for parameters that this
-        forward is the first to reach, if they are to be kept.
+        """Return what this call does. Gradients of zero are made for parameters that
+        this forward is the first to reach, if they are to be kept.
 
         Raises PlanError if a gradient is kept of a parameter that is no input.
         """
@@ -225,7 +226,7 @@ class _Stage:
         )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
-        """Position of a parameter in the optimizer -> among the inputs."""
+        """Map a parameter's position in the optimizer to that among the inputs."""
         optimizer = self.owner.optimizer
         inputs = {id(args[i]): i for i in self.forward.trained}
         order = enumerate(parameters_of(optimizer))
@@ -240,13 +241,13 @@ class _Stage:
         return places
 
     def _is_input(self, slot: Slot, x: Any) -> bool:
-        """Whether a value is a number that enters the graph as a tensor."""
+        """Return whether a value is a number that enters the graph as a tensor."""
         return is_number(x) and (slot.place == "state" or slot in self.inputs)
 
     def _key(
         self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> Any:
-        """All that a graph was traced with, but the numbers that are its inputs."""
+        """Return all that a graph was traced with, except numbers that are inputs."""
         if not how.updates:
             return how
         optimizer = self.owner.optimizer
@@ -269,6 +270,8 @@ class _Stage:
     def _find(
         self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> _Variant | None:
+        """Return a variant that was traced for the same state and numbers, None if
+        there is none."""
         for variant in self.variants.get(self._key(slot_values, places, how), ()):
             if all(
                 answer.stands(slot_values[answer.slot])
@@ -284,6 +287,7 @@ class _Stage:
         slot_values: Mapping[Slot, Any],
         how: StepCall,
     ) -> _Variant:
+        """Trace and compile a variant, and keep it."""
         with refusing_data(self.forward.module):
             step = self._trace(places, slot_values, how)
         values = [*args, *(slot_values[slot] for slot in step.read)]
@@ -302,7 +306,7 @@ class _Stage:
         return variant
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
-        """The sharded parameter that new state of this shape lies like, or None."""
+        """Return the sharded parameter whose spec new state of a shape has, or None."""
         if slot.place == "group":
             return None
         p = parameters_of(self.owner.optimizer)[slot.index]
@@ -311,7 +315,7 @@ class _Stage:
     def _trace(
         self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> TracedStep:
-        """The step with as many numbers as inputs as need be and can be."""
+        """Trace the step with as many numbers as inputs as need be and can be."""
         groups = {
             s: x for s, x in slot_values.items() if s.place == "group" and is_number(x)
         }
@@ -345,6 +349,7 @@ class _Stage:
     def _traced(
         self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> TracedStep:
+        """Return the step as traced with the numbers that are inputs now."""
         numbers = {
             slot: x
             for slot, x in slot_values.items()
@@ -355,6 +360,7 @@ class _Stage:
         return trace(self.forward, self.examples, owner.optimizer, places, numbers, how)
 
     def _warn_fixed(self, fixed: set[Slot], error: PlanError) -> None:
+        """Warn that numbers are constants of the compiled step."""
         names = ", ".join(sorted({slot.key for slot in fixed}))
         warn(
             f"{names} of {type(self.owner.optimizer).__name__} is a constant of the "
@@ -366,6 +372,8 @@ class _Stage:
     def _run(
         self, variant: _Variant, args: Sequence[Any], slot_values: Mapping[Slot, Any]
     ) -> Any:
+        """Run a variant on this rank's parts, update the optimizer, and return the
+        results of the forward."""
         step, how, owner = variant.step, variant.how, self.owner
         gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():
@@ -386,7 +394,7 @@ class _Stage:
         return tuple(results[: step.count])
 
     def _overflowed(self, bad: torch.Tensor) -> bool:
-        """Whether the update was left out, which the scaler is told."""
+        """Return whether the update was left out, and report it to the scaler."""
         scaler: Any = self.owner.options.scaler
         overflow = (bad > 0).float()
         _torch.dtensor.record_overflow(scaler, self.owner.optimizer, overflow)
@@ -413,8 +421,8 @@ class _Stage:
     def _new(
         self, slot: Slot, shape: Sequence[int], x: torch.Tensor, before: Any
     ) -> Any:
-        """A new value as the optimizer keeps it: a number, or a tensor that lies as its
-        parameter does."""
+        """Return a new value as the optimizer keeps it: a number, or a tensor in the
+        layout of its parameter."""
         if is_number(before):
             return type(before)(x.item())
         holder = self._holder(slot, shape)
@@ -431,17 +439,17 @@ class _Stage:
 
 
 def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
-    """The scale of now, on the device of the parameters."""
+    """Return the current scale, on the device of the parameters."""
     device = next(x.device for x in args if isinstance(x, torch.nn.Parameter))
     return scaler.scale(torch.ones((), device=device))
 
 
 def _part(x: Any) -> Any:
-    """What this rank holds."""
+    """Return this rank's part of a DTensor; anything else as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _as_after_a_step(optimizer: Any) -> None:
-    """What ``optimizer.step()`` does beside computing: schedulers see that it was
-    called, and hooks run."""
+    """Do what ``optimizer.step()`` does in addition to computing: schedulers see that
+    it was called, and hooks run."""
     _torch.objects.after_step(optimizer)

@@ -1,9 +1,9 @@
-"""One training step as one graph: forward, backward and the optimizer's own ``step``.
+"""Trace forward, backward and the optimizer's own ``step`` as one graph.
 
-In: a forward (``forward``), fakes of what it is called with, an optimizer. Out: an
-ATen graph in global shapes that gives the results and writes new parameters, buffers
-and optimizer state in place. Nothing is planned or compiled here, and no value of the
-user's is read or changed.
+In: a forward (``forward``), fakes of what it is called with, an optimizer. Out: an ATen
+graph in global shapes that gives the results and writes new parameters, buffers and
+optimizer state in place. Never: planning, compiling, a read of or change to a value of
+the user's.
 
 Each node says in ``meta["custom"]["fxpar_phase"]`` whether it is of the "forward", the
 "backward" or the "update"; passes and code generation keep that.
@@ -53,14 +53,14 @@ from fxpar.runtime.train_step.optimizer import (
 from fxpar.runtime.train_step.unseen_values import attributes, is_flag
 from fxpar.sharding.program import PHASE, phase_of
 
-# Of a node, among what is kept of it: the number that autograd gave it, and that the
-# forward has it in a checkpointed region.
+# Keys in ``meta["custom"]`` of a node: the number that autograd gave it, and whether it
+# is an op of the forward inside a checkpointed region.
 _NUMBER, _CHECKPOINTED = "fxpar_number", "fxpar_checkpointed"
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced step."""
+    """Is a traced step."""
 
     # Its inputs: those of the forward, ``read``, gradients of earlier calls and the
     # scale as ``StepCall`` says. Its results: ``count`` of the forward, new values of
@@ -69,19 +69,19 @@ class TracedStep:
     module: fx.GraphModule
     # Slots of the optimizer that it reads.
     read: tuple[Slot, ...]
-    # What its inputs are.
+    # Name, kind and layout of each input.
     ends: tuple[StepInput, ...]
-    # Of its inputs.
+    # Fake values of its inputs.
     fakes: tuple[Any, ...]
     # Positions of inputs that it writes.
     written: frozenset[int]
-    # Results of the forward, the first of them the loss.
+    # Number of results of the forward; the first is the loss.
     count: int
     # Slots that it gives new values.
     result_slots: tuple[Slot, ...]
-    # Global, of these.
+    # Global shapes of those values.
     shapes: tuple[tuple[int, ...], ...]
-    # What the optimizer asked of numbers.
+    # Comparisons that the optimizer made of numbers.
     answers: tuple[TracedComparison, ...]
     # Values that a step gives whatever its inputs are.
     fixed: Mapping[Slot, Any]
@@ -92,7 +92,7 @@ class TracedStep:
 
 @dataclass
 class _Findings:
-    """What came to light while a step was traced, as ``TracedStep`` holds it."""
+    """Collects results of the trace of a step, as ``TracedStep`` holds them."""
 
     # Results of the forward.
     count: int = 0
@@ -100,7 +100,7 @@ class _Findings:
     result_slots: list[Slot] = field(default_factory=list)
     # Values that the step gives whatever its inputs are.
     fixed: dict[Slot, Any] = field(default_factory=dict)
-    # What the optimizer asked of numbers.
+    # Comparisons that the optimizer made of numbers.
     answers: list[TracedComparison] = field(default_factory=list)
     # Numbers that the step changes though they are no inputs.
     counted: set[Slot] = field(default_factory=set)
@@ -116,8 +116,9 @@ def trace(
 ) -> TracedStep:
     """Trace one step.
 
-    ``args``: of the forward. ``places``: position of a parameter in the optimizer ->
-    among ``args``. ``numbers``: those that become inputs, with their values.
+    ``args``: of the forward. ``places``: by the position of a parameter in the
+    optimizer, its position among ``args``. ``numbers``: those that become inputs, with
+    their values.
 
     Raises PlanError naming what the optimizer does that cannot be traced.
     """
@@ -195,7 +196,7 @@ def _read(
     places: Mapping[int, int],
     numbers: Mapping[Slot, Any],
 ) -> dict[Slot, Any]:
-    """What the optimizer's step reads that is an input."""
+    """Return the values that the optimizer's step reads as inputs, by slot."""
     return {
         slot: x
         for slot, x in slots(optimizer)
@@ -205,15 +206,15 @@ def _read(
 
 
 def as_tensor(x: Any) -> torch.Tensor:
-    """A tensor as it is, a number as a tensor."""
+    """Return a tensor as it is, a number as a tensor."""
     if isinstance(x, torch.Tensor):
         return x
     return torch.tensor(x, dtype=NUMBER, device="cpu")
 
 
 def _tidy(module: fx.GraphModule) -> None:
-    """Where nothing is differentiated any more, a detached value is the value. (That is
-    an alias for torch 2.15.)"""
+    """Replace detached values by the values, as nothing is differentiated any more.
+    (Detach is an alias for torch 2.15.)"""
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
         if node.target in (aten.detach.default, aten.alias.default):
@@ -224,9 +225,9 @@ def _tidy(module: fx.GraphModule) -> None:
 
 def _keep_meta(module: fx.GraphModule) -> None:
     """Keep what must not be overwritten when the graph is traced again, without
-    autograd: the numbers that autograd gives ops, and what the forward has in
+    autograd: the numbers that autograd gives ops, and which ops of the forward are in
     checkpointed regions. AOTAutograd (2.13) would compute these again itself, before
-    anything is planned, and refuses what draws."""
+    anything is planned, and refuses random ops."""
     for node in module.graph.nodes:
         custom = node.meta.get("custom") or {}
         if "seq_nr" in node.meta:
@@ -249,7 +250,7 @@ def restore_meta(graph: fx.Graph) -> None:
 
 
 def _stamp(phase: str) -> None:
-    """Say of the nodes traced since the last time which phase they are of."""
+    """Mark the nodes traced since the last call with their phase."""
     for node in reversed(_torch.aot.nodes_being_traced()):
         custom = node.meta.get("custom") or {}
         if PHASE in custom:
@@ -265,8 +266,8 @@ def _differentiate(
     calls: int,
     scale: torch.Tensor | None,
 ) -> list[Any]:
-    """Forward and backward; gradients are left in ``grad`` of the parameters: those of
-    the loss divided by ``calls``, times ``scale``."""
+    """Run forward and backward; gradients are left in ``grad`` of the parameters: those
+    of the loss divided by ``calls``, times ``scale``."""
     with torch.enable_grad():
         run = _torch.traced_once.run_once
         results = list(run(forward.module, forward.kinds, *forward_args))
@@ -295,7 +296,7 @@ def _update(
     clip: float | None,
     findings: _Findings,
 ) -> list[torch.Tensor]:
-    """Clip, and let the optimizer step; new values that it does not write in place."""
+    """Clip and let the optimizer step; return new values it does not write in place."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
     values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
@@ -334,9 +335,12 @@ def _as_read(
     numbers: Mapping[Slot, Any],
     leaves: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
-    """What the stand-in gets for an input: of numbers a copy, since the value before
-    the step is compared and that after is a result; numbers that state keeps in tensors
-    in the precision that Python computes with, as ``item()`` would give them."""
+    """Return what the stand-in gets for an input.
+
+    A number is copied, since its value before the step is compared and the one after it
+    is a result. A number that state keeps in a tensor comes in the precision that
+    Python computes with, as ``item()`` would give it.
+    """
     if slot in numbers:
         return x.clone()
     if slot.place == "state" and not x.dim() and x.is_floating_point():
@@ -354,8 +358,8 @@ def _results(
     numbers: Mapping[Slot, Any],
     findings: _Findings,
 ) -> list[torch.Tensor]:
-    """What the stand-in holds now, where it is not what it was given, of ``values``.
-    State that is an input is written."""
+    """Write state that is an input, and return the other values of the stand-in that
+    differ from those it was given (``values``)."""
     new_values = []
     for slot, x in slots_of(double, stand_ins).items():
         before = values.get(slot)
@@ -376,7 +380,7 @@ def _results(
 
 
 def _changed(x: Any, before: Any) -> bool:
-    """Whether a number is another, or was written to."""
+    """Return whether a number was replaced or written to."""
     return x is not before or _torch.objects.version_of(x) > 0
 
 
@@ -387,7 +391,7 @@ def _end(
     places: Mapping[int, int],
     optimizer: torch.optim.Optimizer,
 ) -> StepInput:
-    """The input for a slot: state is named for its parameter, and lies as it does."""
+    """Return the input for a slot: state has its parameter's name, and its own spec."""
     key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
     if slot.place == "state":
         name = f"optimizer.{forward.ends[places[slot.index]].name}.{key}"
@@ -397,11 +401,12 @@ def _end(
 
 
 def _gradient_end(parameter: StepInput) -> StepInput:
-    """The input for a gradient of earlier calls, which lies as its parameter does."""
+    """Return the input for a gradient of earlier calls, split like its parameter."""
     return StepInput(f"gradient.{parameter.name}", "buffer", parameter.rest)
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
+    """Return the error for an optimizer whose step cannot be traced."""
     kind = type(optimizer).__name__
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "_local_scalar_dense" in reason:
@@ -418,6 +423,7 @@ def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
 def _counts(
     optimizer: torch.optim.Optimizer, double: torch.optim.Optimizer
 ) -> PlanError:
+    """Return the error for an optimizer whose step changes one of its attributes."""
     before, after = attributes(optimizer), attributes(double)
     changed = [key for key in after if after[key] != before.get(key, after)]
     return PlanError(

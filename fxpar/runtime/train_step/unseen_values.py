@@ -1,8 +1,8 @@
-"""What an optimizer keeps where a traced step does not see it change.
+"""Find values of an optimizer that change without a traced step seeing it.
 
 In: an optimizer. Out: its plain values as text, which belong to what was traced; and an
 error for what could change with no sign: tensors and optimizers among its attributes,
-tensors in a dict of its state, state that is of no parameter. Nothing is changed.
+tensors in a dict of its state, state that is of no parameter. Never: a change.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
 def is_flag(x: Any) -> bool:
-    """Whether a value is one of those that a graph is traced for, and no number."""
+    """Return whether a value is a flag, for which a graph is traced, and no number."""
     return isinstance(x, (bool, str, type(None)))
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Plain values that the object itself keeps, as text; a step that changes one, as a
-    counter, cannot be traced once for all steps."""
+    """Return plain values that the object itself keeps, as text; a step that changes
+    one, such as a counter, cannot be traced once for all steps."""
     return {key: text_of(value) for key, value in _own(optimizer).items()}
 
 
 def copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes, with containers that may be written to."""
+    """Return the attributes, with copies of containers, which may be written to."""
     return vars(optimizer) | {k: _copied(x) for k, x in _own(optimizer).items()}
 
 
@@ -72,6 +72,7 @@ def refuse_inside(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Non
 
 
 def unseen(optimizer: torch.optim.Optimizer, does: str) -> PlanError:
+    """Return the error for an optimizer whose step ``does`` what no graph can."""
     return PlanError(
         f"the step of {type(optimizer).__name__} {does}, which a graph of it cannot",
         fix="keep a tensor, or a number, under each key of the state of a parameter, "
@@ -80,7 +81,8 @@ def unseen(optimizer: torch.optim.Optimizer, does: str) -> PlanError:
 
 
 def text_of(value: Any) -> str:
-    """A plain value, or plain values in containers; of what else there is the class."""
+    """Return the text of a plain value, or of plain values in containers; for anything
+    else the name of its class."""
     if isinstance(value, Mapping):
         pairs = (f"{text_of(k)}: {text_of(x)}" for k, x in value.items())
         return f"{{{', '.join(pairs)}}}"
@@ -92,7 +94,7 @@ def text_of(value: Any) -> str:
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes of its class, not those of any optimizer of torch."""
+    """Return the attributes of its class, without those of every optimizer of torch."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -101,6 +103,7 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in a container, at any depth, keys included."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, _CONTAINERS):
@@ -111,6 +114,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _copied(value: Any) -> Any:
+    """Return a value, with copies of the dicts, lists and sets in it."""
     if isinstance(value, dict):
         twin = copy.copy(value)
         twin.update({key: _copied(x) for key, x in value.items()})
