@@ -211,7 +211,7 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
 def _ancestors(
     ends: Sequence[Any], instead: Mapping[fx.Node, fx.Node | None]
 ) -> set[fx.Node]:
-    """Nodes among the ends, and all that they are made of."""
+    """Return the nodes among the ends, and all that they are computed from."""
     ancestors: set[fx.Node] = set()
     pending = [end for end in ends if isinstance(end, fx.Node)]
     while pending:
@@ -242,7 +242,8 @@ class NotOfLayers(Exception):
 
 
 def lines_of_layers(schedule: Schedule, fewer: FewerLayers) -> Schedule:
-    """Return the schedule for all layers, with the same settings. Raises NotOfLayers."""
+    """Return the schedule for all layers, with the same settings. Raises
+    NotOfLayers."""
     repeats = _Repeats(fewer)
     lines = [line for short in schedule.lines for line in repeats.lines(short)]
     return replace(schedule, lines=tuple(lines))

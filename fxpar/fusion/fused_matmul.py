@@ -70,7 +70,8 @@ def gather_first(edit: Edit, gather: fx.Node, ends: tuple[fx.Node, ...]) -> Any:
 
 
 def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> Any:
-    """Put a product and its reduce-scatter into one op. Return the result of each rank."""
+    """Put a product and its reduce-scatter into one op. Return the result of each
+    rank."""
     args: Any = reduced.args
     source, dim, op = args[0], args[1], args[2]
     product = _behind_reshapes(source)
@@ -104,7 +105,8 @@ def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) ->
 
 
 def _behind_reshapes(node: fx.Node) -> Any:
-    """Return the value before reshapes that keep the last dim: the same rows, in order."""
+    """Return the value before reshapes that keep the last dim: the same rows, in
+    order."""
     while op_facts_of(node.target).reshapes:
         source = node.all_input_nodes[0]
         if node.meta["val"].shape[-1:] != source.meta["val"].shape[-1:]:

@@ -56,7 +56,8 @@ class CallableRegion:
 
 
 def flat(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the nodes in the order in which they run, those of regions in their place."""
+    """Yield the nodes in the order in which they run, those of regions in their
+    place."""
     for node in graph.nodes:
         if isinstance(node.target, CallableRegion):
             yield from flat(node.target.graph)
@@ -85,7 +86,8 @@ def _writes(node: fx.Node) -> bool:
 
 
 def is_fresh(node: fx.Node) -> bool:
-    """Return whether a node makes memory that holds no other value, to be written over."""
+    """Return whether a node makes memory that holds no other value, to be written
+    over."""
     return op_facts_of(node.target).constant == "filled"
 
 

@@ -86,7 +86,8 @@ class Machine:
         return float(curve.seconds(size * share))
 
     def work(self, node: fx.Node, parts: int = 1) -> float:
-        """Return a lower bound of the seconds of one of ``parts`` equal parts of an op."""
+        """Return a lower bound of the seconds of one of ``parts`` equal parts of an
+        op."""
         if collective_nodes.is_step(node):
             return 0.0
         launch = self.hardware.launch if contracts(node.target) else 0.0
@@ -322,7 +323,8 @@ def _leading(node: fx.Node) -> list[fx.Node]:
 
 
 def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
-    """Yield (names of the last readers of a gather, the nodes from the gather to them)."""
+    """Yield (names of the last readers of a gather, the nodes from the gather to
+    them)."""
     near = _near(node)
     if near:
         yield tuple(n.name for n in near), near
