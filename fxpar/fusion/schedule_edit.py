@@ -40,7 +40,7 @@ Axes = tuple[str, ...]
 
 @dataclass
 class Edit:
-    """A local graph to which a schedule is applied, line by line."""
+    """Is a local graph to which a schedule is applied, line by line."""
 
     # Changed in place.
     graph: fx.Graph

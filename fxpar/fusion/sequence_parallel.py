@@ -50,13 +50,13 @@ _NEVER = 2**30
 
 @dataclass(frozen=True)
 class SliceCut:
-    """Ops of a graph that could run on slices, and what that saves."""
+    """Holds ops of a graph that could run on slices, and what that saves."""
 
     # Ops that run on slices.
     sliced: tuple[fx.Node, ...]
-    # All-reduces that are split, and along which dim.
+    # All-reduces that are split -> along which dim.
     split: dict[fx.Node, int]
-    # Those that are not, of which ops on slices read slices.
+    # All-reduces that stay, of which ops on slices read slices -> along which dim.
     unsplit: dict[fx.Node, int]
     # Seconds.
     saved: float

@@ -50,11 +50,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of a value."""
+    """Is a slice of a value."""
 
     # It holds what the axes leave of ``dim``.
     node: fx.Node
-    # Of the value, along which it is sliced.
+    # The dim of the value along which it is sliced.
     dim: int
 
 

@@ -1,1 +1,1 @@
-"""Verbs of a schedule: one file each, an edit of a local graph each."""
+"""Holds the verbs of a schedule: one file each, an edit of a local graph each."""
