@@ -31,7 +31,7 @@ from fxpar.passes.attention.merge_attention import RunningAttention
 
 aten = torch.ops.aten
 
-# Functions of scores, by their names among the arguments.
+# Names of arguments that are functions of scores.
 _SCORES = ("score_mod", "fw_graph", "joint_graph")
 
 # Positions among results: of a forward, the largest score of each query; of a backward,

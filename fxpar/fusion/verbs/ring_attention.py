@@ -313,7 +313,7 @@ class RingAttention:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """A gradient of an attention, what is done to it, and the reduce-scatter then."""
+    """Holds a gradient of an attention, the ops on it, and its reduce-scatter."""
 
     # The gradient, a getitem of the attention.
     item: fx.Node
