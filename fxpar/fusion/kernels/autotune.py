@@ -44,7 +44,7 @@ LEAST = 0.03
 
 @dataclass(frozen=True)
 class TunedWay:
-    """A measured way to run a region: the rung, and how large its kernel is."""
+    """Is a measured way to run a region: the rung, and the size of its kernel."""
 
     # Name of the rung of the ladder.
     rung: str

@@ -67,7 +67,7 @@ from fxpar.fusion.kernels.region_program import (
 
 @dataclass(frozen=True)
 class Source:
-    """How an input is read."""
+    """Says how an input is read."""
 
     # Names of the kernel's parameters that it takes.
     parameters: tuple[str, ...]

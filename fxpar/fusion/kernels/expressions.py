@@ -80,7 +80,7 @@ Write = Callable[..., str]
 
 @dataclass(frozen=True)
 class ElementOp:
-    """An op on elements, as an expression of its operands."""
+    """Is an op on elements, as an expression of its operands."""
 
     # ``write(*operands, **kwargs)`` returns the expression.
     write: Write

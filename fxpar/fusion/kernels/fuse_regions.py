@@ -51,7 +51,7 @@ OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 
 @dataclass(frozen=True)
 class Fused:
-    """Regions of a graph that became ops, and those that did not."""
+    """Reports regions of a graph that became ops, and those that did not."""
 
     # One for each region, in order.
     programs: tuple[RegionProgram, ...] = ()

@@ -57,11 +57,11 @@ _ATTEMPTS = 40
 
 @dataclass(frozen=True)
 class Miss:
-    """A node that is not in a region."""
+    """Is a node that is not in a region, with the reason."""
 
-    # Whose region.
+    # The collective of the region.
     collective: fx.Node
-    # That is not in it.
+    # The node that is not in it.
     node: fx.Node
     # As text.
     why: str
@@ -69,28 +69,28 @@ class Miss:
 
 @dataclass(frozen=True)
 class SelectedRegion:
-    """What of a graph becomes one op."""
+    """Holds the nodes of a graph that become one op."""
 
-    # Around which it grew.
+    # The collective around which it grew.
     collective: fx.Node
     # In graph order.
     members: tuple[fx.Node, ...]
     # Members that others read, in graph order.
     outputs: tuple[fx.Node, ...]
-    # Its program, and what it is given.
+    # Its program, with its inputs and numbers.
     outline: Outline
 
 
 def collectives(graph: fx.Graph) -> list[fx.Node]:
-    """Where regions may begin, in graph order."""
+    """Return the collectives at which regions may begin, in graph order."""
     return [n for n in graph.nodes if op_name(n) in _STARTS]
 
 
 def grow(
     collective: fx.Node, ranks_of: Any
 ) -> tuple[SelectedRegion | None, list[Miss]]:
-    """The region around a collective, None if there is nothing to put into it, and
-    what was left out."""
+    """Return the region around a collective, None if nothing can join it, and the nodes
+    that were left out."""
     banned: dict[fx.Node, str] = {}
     for _ in range(_ATTEMPTS):
         growth = _Growth(collective, banned)
