@@ -73,7 +73,7 @@ def results(
     written = {i: values[program.outputs[i].name] for i in into}
     for i, value in written.items():
         if value.untyped_storage().data_ptr() in input_storages:
-            written[i] = value.clone()  # it may lie where another one goes
+            written[i] = value.clone()  # it may be stored where another goes
     for i, value in written.items():
         if value is not into[i]:
             into[i].copy_(value)
@@ -82,7 +82,8 @@ def results(
 
 @cache
 def last_read(program: RegionProgram) -> tuple[tuple[str, ...], ...]:
-    """For each line, the values that no later one reads: they need not be kept."""
+    """Return, for each line, the values that no later line reads: they need not be
+    kept."""
     read_later = {t.name for t in program.outputs}
     out = []
     for line in reversed(program.lines):

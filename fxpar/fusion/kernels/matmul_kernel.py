@@ -114,8 +114,8 @@ class Gemm:
 
     # Name of the function that ``text`` defines.
     name: str
-    # Its source. Parameters, in order: for "gather" this rank's chunk of A; A of all
-    # chunks; B; the product; the epilogue's; flags; counts; the rank.
+    # Its source. Parameters, in order: for "gather" this rank's chunk of A; then A of
+    # all chunks; B; the product; the epilogue's; flags; counts; the rank.
     text: str
     # "gather" (of A, before) or "scatter" (of the product, after).
     kind: str
