@@ -178,7 +178,7 @@ def is_heavy(node: fx.Node) -> bool:
 
 @dataclass
 class _Growth:
-    """A region while it grows op by op."""
+    """Is a region while it grows op by op."""
 
     # The collective around which it grows.
     collective: fx.Node

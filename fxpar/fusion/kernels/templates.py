@@ -81,7 +81,7 @@ NEXT = "left = lib.barrier(signals_ptr, rank, {ranks}, {region}, left)"
 
 @dataclass(frozen=True)
 class Template:
-    """A kernel written by hand for regions of one form."""
+    """Is a kernel with its collectives inside."""
 
     # Its parameters are ``buffers_ptr`` and ``signals_ptr`` (int64, one address for
     # each rank), the kernel's reads and writes, its numbers, and the rank.
