@@ -1,6 +1,6 @@
 """Finds lines that run the inner windows of convolutions while a halo is on its way.
 
-In: a local graph with steps, with inputs that vary as ``varies`` says. Out: a
+In: a local graph with steps, and the axes that its nodes vary over. Out: a
 ``HaloCandidate`` for the convolutions of each form that are predicted to be faster with
 it, priced in a window of their own: the permutes, the joining of their rows, the
 convolution. Never changes the graph.

@@ -52,7 +52,7 @@ class Edit:
     staged: bool = False
     # Number of nodes that keep their order, by kind (``node_legality.number``).
     ordered: Counter[str] = field(default_factory=Counter)
-    # Inputs that the last results are written to.
+    # Writes to inputs; the values written are the last results.
     written: tuple[Write, ...] = ()
     # Values that a verb has replaced, until ``trace_anew``.
     replaced: list[Replaced] = field(default_factory=list)

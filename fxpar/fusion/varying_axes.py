@@ -4,7 +4,7 @@ In: a local graph with steps, whose inputs know their specs (``meta["fxpar_spec"
 Out: for every node, those inside regions too, the axes along which ranks may hold
 different values. A value that does not vary over an axis is replicated along it, so
 that each rank may compute on a slice; one that varies is a shard, a summand, or a value
-of one rank alone: the steps that follow tell them apart. A value from another stage
+of one rank alone: the steps that follow distinguish them. A value from another stage
 varies as it did there (``meta["fxpar_sent"]``). Ops that communicate and are not in the
 table here never come in (``node_legality.admit``). Never changes the graph.
 

@@ -338,7 +338,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
         addresses, keep = _torch.distributed.symmetric_meet(own, group)
         multicast = _torch.distributed.multicast_address(keep)
         if switch and not multicast:
-            # Kernels that use one were chosen by the first memory's address.
+            # Kernels that use one were chosen because the first memory had one.
             raise RuntimeError("larger memory has no multicast address")
         return addresses, keep, multicast
 

@@ -144,9 +144,7 @@ class _TemplateBuilder:
         self.nbytes = 0
         self.bodies: list[Body] = []
         self.lines = [f"rank = n{program.numbers}", START]
-        self.phase_outputs: dict[
-            str, Tensor
-        ] = {}  # by phases so far, in memory of its own
+        self.phase_outputs: dict[str, Tensor] = {}  # outputs of phases so far
         # Names among them that can be read again, by whether a phase runs over all
         # parts.
         self.by_blocks: dict[bool, set[str]] = {False: set(), True: set()}

@@ -1,1 +1,5 @@
-"""Holds the verbs of a schedule: one file each, an edit of a local graph each."""
+"""Holds the verbs of a schedule, in one file each.
+
+In: an ``Edit`` of a local graph, and what a line names. Out: the graph, edited in place,
+and nodes that later lines may name. Never changes a number: a verb that would is refused.
+"""
