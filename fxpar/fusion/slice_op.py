@@ -2,14 +2,13 @@
 
 In: a node, and for some of its operands slices of them along one dim. Out: the node's
 result on the slice, appended, with the dim of the result that is sliced; or ``Refused``
-with the reason. Never decides by the kind of op but by its rule: an op may run on
-slices of a dim if its rule has one factor for them and the result has that factor, as
-pointwise ops, reductions and norms over other dims, products along rows of one operand
-(CoCoNeT, section 3.2; the conditions are those of row-local ops). Other operands that
-have the factor are sliced, those without it are left whole; either must be equal on all
-ranks of the axes. A factor that is summed over leaves summands: the result is reduced
-at once. Shapes, indices and random numbers are made local by
-``passes.local.local_ops``, as everywhere.
+with the reason. An op may run on slices of a dim if its rule has one factor for them
+and the result has that factor, as pointwise ops, reductions and norms over other dims,
+products along rows of one operand (CoCoNeT, section 3.2; the conditions are those of
+row-local ops). Other operands that have the factor are sliced, those without it are
+left whole; either must be equal on all ranks of the axes. A factor that is summed over
+leaves summands: the result is reduced at once. Shapes, indices and random numbers are
+made local by ``passes.local.local_ops``, as everywhere. Never changes the node itself.
 """
 
 from __future__ import annotations
