@@ -346,7 +346,7 @@ def promoted(line: Statement, values: Mapping[str, Any]) -> str:
 
 
 def narrowed(text: Text, dtype: str) -> Text:
-    """Return a value in a dtype of fewer bits, which a number has next to a tensor.
+    """Return a value in a dtype of fewer bits, as torch reads a number with a tensor.
     Raises LookupError if it is known, and does not fit."""
     if text.value is not None:
         value = rounded(text.value, dtype)
