@@ -235,7 +235,7 @@ def profitable(
     units: int = 0,
     further: int = 0,
 ) -> Verdict:
-    """Predict whether a matmul is worth joining with its collective: [m, k] times [k, n]
+    """Judge whether a matmul is worth joining with its collective: [m, k] times [k, n]
     as one rank computes it, m over all chunks. ``units``: multiprocessors, as many as
     ``programs`` if 0; ``further``: columns of further weights of a gather, which a
     kernel with signals leaves for later.
