@@ -1,4 +1,8 @@
-"""Schedules: compute and collectives of a local graph rewritten together."""
+"""Rewrites compute and collectives of a local graph together, by schedules.
+
+In: a schedule, and a local graph or those of a pipeline's stages. Out: new graphs.
+Never changes a number, nor a given graph.
+"""
 
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.pipeline_stages import apply_stages

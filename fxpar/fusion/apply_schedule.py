@@ -1,12 +1,12 @@
-"""The one place where a schedule changes a graph: its lines are read, then applied.
+"""Reads the lines of a schedule and applies them; nothing else applies one to a graph.
 
 In: a schedule, and a local graph with its communication as steps or as functional
-collectives. Out: a new graph in which each line was done in turn, in the form the given
-one had; the given one is unchanged. A verb that would change a number raises
-ScheduleError, naming the node, the user's line and why; whatever else goes wrong in one
-is a ScheduleError too, with the line of the schedule.
+collectives. Out: a new graph in which each line was applied in turn, in the form of the
+given one. A verb that would change a number raises ScheduleError with the node, the
+user's line and the reason; any other failure in a verb is a ScheduleError too, with the
+line of the schedule. Never changes the given graph.
 
-``TAKES`` is the one table of the arguments that verbs take; a line that says anything
+``TAKES`` is the one table of the arguments that verbs take. A line that says anything
 else is refused with the line, what is wrong and the form it has, so that verbs check
 only what depends on the graph.
 """
@@ -44,34 +44,34 @@ from fxpar.sharding.spec import Spec
 
 
 class _Unfit(Exception):
-    """An argument is of another kind."""
+    """Is raised when an argument is of another kind than a verb takes."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of argument that verbs take."""
+    """Is a kind of argument that verbs take."""
 
-    # What it is, as errors say it.
+    # How errors describe it.
     text: str
-    # Gives the value that a verb is called with, or raises ``_Unfit``.
+    # Returns the value that a verb is called with, or raises ``_Unfit``.
     read: Callable[[Edit, Argument], Any]
 
 
 @dataclass(frozen=True)
 class Takes:
-    """The arguments that a verb takes."""
+    """Holds the arguments that a verb takes."""
 
-    # As a user writes it.
+    # An example, as a user writes it.
     form: str
-    # Nodes among the arguments that must be there.
+    # Nodes that must be given, in order.
     nodes: tuple[Kind, ...] = ()
-    # A node that may be there.
+    # One more node that may be given.
     optional: Kind | None = None
-    # Nodes of any number behind them.
+    # Any number of nodes after those.
     further: Kind | None = None
-    # By keyword.
+    # Options, given by keyword.
     options: Mapping[str, Kind] = field(default_factory=dict)
-    # Keywords that must be there.
+    # Options that must be given.
     needs: tuple[str, ...] = ()
 
 
@@ -163,7 +163,10 @@ TAKES: dict[str, Takes] = {
 
 
 def read(edit: Edit, line: Line) -> tuple[list[Any], dict[str, Any]]:
-    """What a verb of ``TAKES`` is called with. Raises ScheduleError."""
+    """Return the arguments and options to call a verb of ``TAKES`` with.
+
+    Raises ScheduleError.
+    """
     takes = TAKES[line.verb]
     kinds = _kinds(takes, line)
     values = [
@@ -184,8 +187,8 @@ def read(edit: Edit, line: Line) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _kinds(takes: Takes, line: Line) -> list[Kind]:
-    """Of each argument that there is. Raises ScheduleError if there are too few, or too
-    many."""
+    """Return the kind of each argument of a line. Raises ScheduleError if there are too
+    few, or too many."""
     count, fixed = len(line.arguments), len(takes.nodes)
     if count < fixed:
         raise _unfit(line, f"{count} arguments of at least {fixed} are there")
@@ -205,7 +208,7 @@ def _value(edit: Edit, line: Line, kind: Kind, name: str, argument: Argument) ->
 
 
 def _check_once(line: Line, values: list[Any]) -> None:
-    """Raise ScheduleError if a node is named twice."""
+    """Raise ScheduleError if a line names a node twice."""
     seen = set[fx.Node]()
     for node in _each(values):
         if node in seen:
@@ -225,8 +228,7 @@ def _unfit(line: Line, why: str) -> ScheduleError:
 
 
 # verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
-# Each is described where it is defined.
-# What lines may say of them is in ``TAKES``.
+# Verbs are described where they are defined; ``TAKES`` holds what their lines may say.
 VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "split": gathers.split,
     "cut": gathers.cut,
@@ -246,7 +248,7 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
 
 
 class Unexpected(ScheduleError):
-    """A verb met what it does not know of, and neither refused nor did what it does."""
+    """Is raised when a verb fails on a case it does not know, without refusing it."""
 
 
 def apply(
@@ -259,11 +261,11 @@ def apply(
     groups: Mapping[str, tuple[str, ...]] | None = None,
     lowered: bool | None = None,
 ) -> fx.Graph:
-    """The graph after all lines of ``schedule``.
+    """Return the graph after all lines of ``schedule``.
 
     graph: nodes carry fake values (``meta["val"]``), as make_fx leaves them. inputs:
-    for each tensor input how it lies on the mesh; None is whole. Not needed for graphs
-    of fxpar's own pipeline. permit: inputs that ``as_slice`` may keep in slices.
+    for each tensor input how it is laid out on the mesh; None is whole. Not needed for
+    graphs of fxpar's own pipeline. permit: inputs that ``as_slice`` may keep in slices.
     groups: axes of the process groups that collectives name. lowered: whether the
     result has collectives that run, or steps and regions; default: as ``graph``.
 
@@ -278,7 +280,8 @@ def apply(
         for line in lines[-1:]:
             do(edit, line)
     except ScheduleError:
-        # Once more with a check after each: the first line that is wrong is named.
+        # Apply again with a check after each line, so that the first wrong line is
+        # named.
         edit, _ = opened(graph, mesh, inputs, permit, groups)
         for line in lines[:-1]:
             do(edit, line)
@@ -296,9 +299,9 @@ def opened(
     permit: Collection[str],
     groups: Mapping[str, tuple[str, ...]] | None,
 ) -> tuple[Edit, bool]:
-    """A copy of the graph to be changed, and whether its collectives were lifted;
-    arguments as of ``apply``. Raises ScheduleError on a graph of which verbs would take
-    for granted what is not so (``node_legality.admit``)."""
+    """Return a copy of the graph to edit, and whether its collectives were lifted.
+    Arguments are those of ``apply``. Raises ScheduleError on a graph with nodes that
+    verbs cannot handle (``node_legality.admit``)."""
     copy = copy_of(graph.graph if isinstance(graph, fx.GraphModule) else graph)
     for node in copy.nodes:
         if isinstance(node.target, node_legality.CallableRegion):
@@ -317,8 +320,8 @@ def opened(
 
 
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
-    """What runs, in place: regions are their nodes again, steps collectives, each
-    waited for where it is first read."""
+    """Make a graph ready to run, in place: inline regions, lower steps to collectives,
+    and wait for each where it is first read."""
     fuse_nodes.inline(graph)
     lower_graph(graph, mesh, fake_mode)
     sink_waits(graph)
@@ -335,7 +338,7 @@ def _fake_mode(graph: fx.Graph) -> Any:
 
 
 def _lay(graph: fx.Graph, inputs: Sequence[Any] | None) -> None:
-    """Note the specs of tensor inputs."""
+    """Note the specs of tensor inputs in their ``meta``. Raises ScheduleError."""
     if inputs is None:
         return
     tensors = [
@@ -360,8 +363,8 @@ def _spec(entry: Spec | Sequence[Any] | str) -> Spec:
 
 
 def do(edit: Edit, line: Line, *, check: bool = True) -> None:
-    """One line of a schedule; ``check``: whether the graph is checked after it, which
-    takes time that grows with the graph. Raises ScheduleError."""
+    """Apply one line of a schedule. ``check``: check the graph after it, which takes
+    time that grows with the graph. Raises ScheduleError."""
     if line.verb not in VERBS:
         what = f"{line.verb!r} is no verb, in: {line_text(line)}"
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")

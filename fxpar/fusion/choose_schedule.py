@@ -1,14 +1,16 @@
-"""Chooses a schedule for a local graph by cost.
+"""Chooses a schedule for a local graph by predicted cost.
 
-In: a local graph with steps, the hardware. Out: a ``Chosen``: the schedule, the graph
-after it, what a step is predicted to take before and after, and near misses with the
-reason. What is sliced comes from ``sequence_parallel``, which is exact for the sum
-of seconds, once for each dim that could be split; the best by simulation are kept. For
+In: a local graph with steps, the mesh, the hardware. Out: a ``Chosen``: the schedule,
+the graph after it, the predicted seconds of a step before and after, and near misses
+with the reason. Never depends on the clock or on the rank, so that all ranks choose the
+same.
+
+Ops to run on slices come from ``sequence_parallel``, which is exact for the sum of
+seconds, once for each dim that could be split; the best by simulation are kept. For
 each of these ``overlap_candidates`` finds lines for every kind of collective, in a
-window around it, and the whole step is simulated again. Of layers that repeat all that
-is done on a few (``fewer_layers``), and the lines found are said for all. A schedule is
-taken if the step is not slower with it, memory deciding between equals. All ranks
-choose the same: nothing here depends on the clock or on the rank.
+window around it, and the whole step is simulated again. If layers repeat, all that is
+done on a few (``fewer_layers``), and the lines found are repeated for all. A schedule
+is taken if the step is not slower with it; between equals memory decides.
 """
 
 from __future__ import annotations
@@ -56,32 +58,33 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import depending_on_tangents
 from fxpar.units import difference, short_bytes, short_seconds
 
-# Chunks are tried where collectives of one kind are waited for half of this share of a
-# step, buckets where all are for all of it.
+# Chunks are tried for a kind of collective whose waits take half of this share of a
+# step, buckets if the waits of all take the whole share.
 _TRIED = 0.01
 
-# In graphs of more nodes neither is tried.
+# In graphs of more nodes neither chunks nor buckets are tried.
 _LARGE = 10_000
 
-# So many ways to slice are kept for what comes after, besides the best and the plain.
+# How many ways to slice are kept for later stages, besides the best and the plain one.
 _CASES = 3
 
-# Of so many kinds of collectives, the largest, a later start is tried.
+# For how many kinds of collectives, the largest, a later start is tried.
 _SUNK = 4
 
-# So many times chunks of a collective may overlap with the one that reads it.
+# How many times chunks of a collective may overlap with the one that reads it.
 _PAIRED = 2
 
-# A step that takes no longer than this share of what its windows say is as said.
+# The windows predicted a step well if it takes no longer than this times their
+# prediction.
 _AS_SAID = 1.005
 
-# The share of a step that the lines of a schedule must save in all, which is what a
-# simulation is off by. Settings need not: they make fewer calls, or the same earlier.
+# The share of a step that the lines of a schedule must save in all, which is the error
+# of a simulation. Settings need not: they make fewer calls, or the same ones earlier.
 _PAYS = 0.01
 
-# What is tried of forward and backward, each on top of what was taken before: bytes of
-# a bucket; of what a backward gathers again, when most is held, shares of the room that
-# there is; and gathers started ahead.
+# Settings tried for forward and backward, each on top of those taken before: bytes of a
+# bucket; bytes of a bucket of what a backward gathers again at peak memory, as shares
+# of the room there is; and gathers started ahead.
 _BUCKETS = 4 << 20, 8 << 20, 16 << 20, 64 << 20
 _AGAIN = 0.5, 0.75
 _AHEAD = 2, 4
@@ -89,28 +92,28 @@ _AHEAD = 2, 4
 
 @dataclass(frozen=True)
 class Chosen:
-    """The best schedule of a local graph, and what it is predicted to give."""
+    """Holds the best schedule of a local graph, and its predicted effect."""
 
     # Empty if none pays.
     schedule: Schedule
-    # The local graph with it.
+    # The local graph with the schedule applied.
     graph: fx.Graph
-    # Of a step, before and after.
+    # Predicted seconds of a step, before and after.
     seconds: tuple[float, float]
     # Bytes of memory, before and after.
     peak: tuple[int, int]
-    # What was thought of and left, and why.
+    # Near misses, each with the reason.
     near: tuple[str, ...] = ()
     # Schedules that were simulated and not taken, the fastest first.
     others: tuple[Schedule, ...] = ()
-    # Ops on unequal shards, which stay as they are.
+    # Number of ops on unequal shards, which stay as they are.
     unlike: int = 0
-    # What was simulated of it, if that was not forgotten.
+    # The simulation of the schedule; None if it was not kept.
     run: SimulatedRun | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan notes of it."""
+        """Return the notes of a plan on the schedule."""
         (seconds, then), (peak, after) = self.seconds, self.peak
         saved = (
             f"schedule: with it a step takes {difference(then, seconds, short_seconds)}"
@@ -123,7 +126,8 @@ class Chosen:
 def choose_or_warn(
     graph: fx.Graph, mesh: Mesh, hardware: Hardware, **options: bool
 ) -> Chosen | None:
-    """As ``choose``; None, with a warning, if that fails: a program runs without."""
+    """Return the result of ``choose``; if it fails, warn and return None: a program
+    runs without a schedule."""
     try:
         return choose(graph, mesh, hardware, **options)
     except Exception as error:
@@ -132,8 +136,8 @@ def choose_or_warn(
 
 
 def failed(error: Exception) -> None:
-    """Say that no schedule could be chosen: the program runs as it is without. What
-    the graph holds that no verb takes is a limit, anything else ours to mend."""
+    """Warn that no schedule could be chosen and the program runs without. An op that no
+    verb takes is a limit, anything else a bug of ours."""
     if isinstance(error, ScheduleError) and not isinstance(error, Unexpected):
         what, where = f"no schedule is chosen: {error.what}", error.where
         fix = "leave it so, or set FXPAR_SCHEDULE=none, which does not look for one"
@@ -151,8 +155,10 @@ def choose(
     lines: bool = True,
     keep_gathered: bool = False,
 ) -> Chosen:
-    """The best schedule found; an empty one if none pays. ``lines``: verbs are tried,
-    not settings alone; ``keep_gathered``: as of ``Attempts``."""
+    """Return the best schedule found; an empty one if none pays.
+
+    lines: whether to try verbs, or settings alone. keep_gathered: as of ``Attempts``.
+    """
     values = [node.meta.get("val") for node in graph.nodes]
     graph = closed(graph, mesh, _torch.fake.mode_of(values))
     with old_objects_kept(), _torch.fake.shapes_alone():
@@ -181,7 +187,7 @@ def choose(
 
 
 def _lines(state: Attempts) -> None:
-    """The best lines found."""
+    """Try verbs, and leave the best lines found in ``state``."""
     cases, split = _sliced(state)
     if len(state.first.nodes) <= _LARGE:
         cases = _attended(state, cases)
@@ -192,8 +198,9 @@ def _lines(state: Attempts) -> None:
 
 
 def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
-    """The best lines for a graph with fewer layers, said for all; whether that can be
-    done, and a step is better with them."""
+    """Find the best lines on the graph with fewer layers and try them, repeated for all
+    layers, in ``state``. Return whether they could be repeated and a step is better
+    with them."""
     keep = state.keep_gathered
     few = Attempts(fewer.graph, state.mesh, state.hardware, keep_gathered=keep)
     _lines(few)
@@ -213,8 +220,8 @@ def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
 
 
 def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
-    """What may be sliced, for all axes: the best schedules, the plain one too; and
-    the all-reduces that were split in any."""
+    """Try which ops run on slices, for all axes. Return the best schedules, the plain
+    one too, and the names of all-reduces that were split in any."""
     cases, split = [Schedule()], set[str]()
     for axes in dict.fromkeys(_reduced_along(state.first)):
         attempts = {case: state.simulated[case] for case in cases}
@@ -234,8 +241,9 @@ def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
 
 
 def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
-    """The cases, and the best so far with a ring for each attention that reads gathered
-    keys, with queries that change places, and with both."""
+    """Try, on top of the best schedule, a ring for each attention that reads gathered
+    keys, balanced queries, and both. Return the cases with those that apply in front.
+    """
     graph, best = state.graph(state.schedule), state.schedule
     rings, balances = rings_of(graph), balances_of(graph, state.mesh)
     ways = {"rings of keys and values": rings, "attentions balanced": balances}
@@ -252,8 +260,8 @@ def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
 def _overlapped(
     state: Attempts, cases: Sequence[Schedule], split: Collection[str]
 ) -> None:
-    """Products in chunks that overlap with their collectives, and rings, on top of each
-    case; the one that is predicted to be best is simulated first."""
+    """Try products in chunks that overlap with their collectives, and rings, on top of
+    each case, the case with the best prediction first."""
     predictions = []
     for case in cases:
         groups = _groups(state, case, split)
@@ -277,8 +285,8 @@ def _overlapped(
 
 
 def _sunk(state: Attempts) -> None:
-    """Collectives right before their first readers, where others that are waited for
-    stand between and then have the network first."""
+    """Try to move collectives right before their first readers where other collectives,
+    which are waited for, are between and so get the network first."""
     exposed = _exposed(state.now)
     of_kind: dict[Any, list[fx.Node]] = {}
     for node in state.graph(state.schedule).nodes:
@@ -294,7 +302,7 @@ def _sunk(state: Attempts) -> None:
 
 
 def _before_readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The collectives between a node and its first reader."""
+    """Yield the collectives between a node and its first reader."""
     first = min(node.users, default=node)
     while (node := node.next) < first:
         if node.target in collective_nodes.COLLECTIVE:
@@ -302,8 +310,8 @@ def _before_readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _hops_overlapped(state: Attempts) -> None:
-    """Collectives in chunks that overlap with those over other axes that read them: all
-    of a kind, or the last alone, after which there is no compute to hide it."""
+    """Try collectives in chunks that overlap with those over other axes that read them:
+    all of a kind, or the last alone, after which there is no compute to hide it."""
     for _ in range(_PAIRED):
         first, exposed = state.schedule, _exposed(state.now)
         of_kinds: dict[Any, list[tuple[fx.Node, fx.Node]]] = {}
@@ -326,7 +334,8 @@ def _hops_overlapped(state: Attempts) -> None:
 
 
 def _hop_before(node: fx.Node) -> fx.Node | None:
-    """The collective over other axes that a collective alone reads."""
+    """Return the collective over other axes that only ``node``, a collective too,
+    reads."""
     if node.target not in collective_nodes.COLLECTIVE:
         return None
     before = node.all_input_nodes[0]
@@ -338,19 +347,21 @@ def _hop_before(node: fx.Node) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Lines for all windows of one form."""
+    """Holds lines for all windows of one form."""
 
-    # Those for each window, one after another.
+    # Lines of each window, one window after another.
     lines: Schedule
     # Seconds of a step that they could save together.
     saved: float
-    # How many windows, and the last line of one, as text.
+    # Number of windows, and the last line of one, as text.
     what: str
 
 
 def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Group]:
-    """Of a case, what could save most first. ``split``: all-reduces that other cases
-    split, which are tried so here where collectives over other axes come next alone."""
+    """Return lines that overlap collectives of a case with compute, the largest saving
+    first. ``split``: names of all-reduces that other cases split; an all-reduce of them
+    that has no collective over other axes in its window is tried unsplit, in a smaller
+    window."""
     now = state.simulated[case]
     exposed = _exposed(now)
     if not exposed:
@@ -396,15 +407,15 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
 
 
 def _key(node: fx.Node) -> tuple[Any, ...]:
-    """Kind, axes and bytes of a collective, as of an event."""
+    """Return kind, axes and bytes of a collective, equal to those of its event."""
     read = node.all_input_nodes[0].meta["val"], node.meta["val"]
     size = max(map(nbytes_of, read))
     return node.target.__name__, collective_nodes.axes_of(node), size
 
 
 def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
-    """Seconds that collectives are waited for, by kind, axes and bytes."""
-    of: dict[str, Event] = {}  # that a phase does again has its name again
+    """Return seconds that collectives are waited for, by kind, axes and bytes."""
+    of: dict[str, Event] = {}  # a phase that repeats an event uses its name again
     out: dict[tuple[Any, ...], float] = {}
     for event in now.events:
         if event.axes:
@@ -417,9 +428,10 @@ def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
 
 
 def _by_phase(state: Attempts) -> None:
-    """Sizes of buckets and gathers under way, where communication is waited for. More
-    hold more: where parameters are gathered a share of the peak memory is worth as much
-    as one of the seconds. What gives an order that was tried is not tried again."""
+    """Try sizes of buckets and numbers of gathers in flight, where communication is
+    waited for. More of them hold more memory: where parameters are gathered a share of
+    the peak memory counts as much as the same share of the seconds. Settings that give
+    an order already tried are skipped."""
     most = state.most_bytes()
     room = most - state.now.peak_bytes
     first, *rest = (int(share * room) for share in _AGAIN)

@@ -1,11 +1,11 @@
-"""A collective and the compute around it, cut out of a graph: where lines for that
-collective are tried, at a price that does not grow with the program.
+"""Cuts a collective and the compute around it out of a graph, so that trying lines for
+that collective costs the same for a program of any size.
 
-In: a local graph with steps, one of its collectives. Out: a ``Window``, a graph by
-itself of what is computed for the collective alone, of the collective, and of what is
-computed from it up to the next ones, with those that go over other axes. Its nodes have
-the names they have in the whole graph, so that lines for it are lines for that; what it
-reads of others are inputs which vary over the mesh as those do. Windows of equal
+In: a local graph with steps, one of its collectives. Out: a ``Window``, a separate
+graph of the ops computed for the collective alone, the collective, and the ops computed
+from it up to the next collectives, including those over other axes. Its nodes have the
+names they have in the whole graph, so that its lines apply there too; values it reads
+from outside are inputs which vary over the mesh as those values do. Windows of equal
 ``form`` are priced once. Never changes the graph.
 """
 
@@ -32,14 +32,14 @@ from fxpar.sharding.cost.op import tensors_in
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
-# So many nodes before and behind a collective are looked at, and so many taken at most
-# before it, behind a gather, and behind any other.
+# Nodes looked at before and after a collective; nodes taken at most before it, after a
+# gather, and after any other.
 _FAR, _MOST, _READERS, _REST = 200, 32, 32, 8
 
-# What moves collectives of parameters, which in a window all seem to be.
+# Passes that move collectives of parameters, which all seem to be in a window.
 _OUTSIDE = ("bucket", "prefetch")
 
-# What may stand at the end of a window.
+# Nodes that may end a window.
 _MOVED = collective_nodes.RESHARDS
 
 Varies = Mapping[fx.Node, frozenset[str]]
@@ -47,11 +47,11 @@ Varies = Mapping[fx.Node, frozenset[str]]
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a graph around one collective, as a graph of its own."""
+    """Holds a part of a graph around one collective, as a separate graph."""
 
-    # Its inputs are what the part reads, its results what others read of it.
+    # Its inputs are what the part reads, its results what others read from it.
     graph: fx.Graph
-    # Of the collective's node in ``graph``.
+    # Name of the collective's node in ``graph``.
     name: str
 
     @property
@@ -60,13 +60,15 @@ class Window:
 
     @property
     def others(self) -> list[fx.Node]:
-        """Collectives over other axes, which read what is computed from this one."""
+        """Return the collectives over other axes, which read what is computed from this
+        one."""
         collectives = (node for node in self.graph.nodes if node.target in _MOVED)
         return [node for node in collectives if node.name != self.name]
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
-        """Equal for windows in which equal lines do the same, but for names."""
+        """Return a key that is equal for windows in which equal lines, but for names,
+        do the same."""
         place = {node: i for i, node in enumerate(self.graph.nodes)}
 
         def form_of(node: fx.Node) -> Any:
@@ -82,18 +84,19 @@ class Window:
         return tuple(map(form_of, self.graph.nodes))
 
     def after(self, lines: Schedule, name: str, mesh: Mesh) -> Window:
-        """With lines done to it, around another collective."""
+        """Return the window around the collective called ``name``, after some lines."""
         return Window(apply(lines, self.graph, mesh, lowered=False), name)
 
     def seconds(self, lines: Schedule, mesh: Mesh, hardware: Hardware) -> float:
-        """Of the window by itself, after some lines. Raises ScheduleError."""
+        """Return the simulated seconds of the window alone, after some lines. Raises
+        ScheduleError."""
         lowered = apply(lines, self.graph, mesh, lowered=True)
         simulated = simulate(as_run(lowered, disable=_OUTSIDE), mesh, hardware)
         return simulated.seconds
 
     def renamed(self, lines: Schedule, other: Window, suffix: str) -> Schedule:
-        """Lines for another window of this form, as lines for this. What lines give is
-        called by ``suffix`` too, so that no two windows' results have one name."""
+        """Return lines for another window of this form as lines for this one. Names of
+        their results get ``suffix``, so that no two windows give the same name."""
         pairs = zip(other.graph.nodes, self.graph.nodes, strict=True)
         names = {theirs.name: mine.name for theirs, mine in pairs}
         results = {name for line in lines.lines for name in line.gives}
@@ -115,8 +118,8 @@ class Window:
 
 
 def shapes_of(graph: fx.Graph) -> fx.Graph:
-    """A copy whose values are on the meta device, on which ops cost least: of what is
-    tried, shapes are all that is asked for. Values of one shape are one tensor."""
+    """Return a copy whose values are on the meta device, on which ops cost least:
+    trying schedules needs shapes alone. Values of equal shape are one tensor."""
     shapes = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     empty = cache(partial(torch.empty_strided, device="meta"))
@@ -147,12 +150,13 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
     return shapes
 
 
-# Arguments that are the same on the meta device.
+# Types of arguments that are the same on the meta device.
 _PLAIN = {fx.Node, int, float, bool, str, type(None), torch.dtype}
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether arguments are nodes, and constants that are the same on any device."""
+    """Return whether arguments are nodes, and constants that are the same on any
+    device."""
     for argument in (*args, *kwargs.values()):
         several = argument if isinstance(argument, (list, tuple)) else (argument,)
         if not _PLAIN.issuperset(map(type, several)):
@@ -163,11 +167,14 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def window(
     node: fx.Node, varies: Varies, backward: Collection[fx.Node], *, both: bool = True
 ) -> Window:
-    """Around one collective. ``backward``: its nodes, which no window of the forward
-    holds. ``both``: what reads it is tried too, as it is of a gather."""
+    """Return the window around one collective.
+
+    backward: nodes of the backward; a window is of the forward or of the backward.
+    both: take as many nodes after any collective as after a gather.
+    """
     most = _READERS if both or node.target is collective_nodes.all_gather else _REST
     members = _before(node, backward) | _behind(node, backward, most)
-    # A region is read through its items alone.
+    # The results of a region are read through its getitems alone.
     regions = [m for m in members if isinstance(m.target, CallableRegion)]
     members |= {item for region in regions for item in region.users}
     read = [m for m in members if any(user not in members for user in m.users)]
@@ -180,8 +187,8 @@ def cut_out(
     node: fx.Node,
     varies: Varies,
 ) -> Window:
-    """Some nodes, one of them a collective, with no path that leads out of them and
-    back, as a graph that gives ``results`` of them."""
+    """Return a window of ``members``, which hold the collective ``node`` and which no
+    path leaves and enters again; it returns ``results``."""
     ordered = sorted(members)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -200,7 +207,7 @@ def cut_out(
 
 
 def _input_like(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.Node:
-    """An input that varies over the mesh as a node does."""
+    """Add an input that varies over the mesh as a node does."""
     placeholder = graph.placeholder(f"given_{i}")
     placeholder.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
     rank = next((v.dim() for v in tensors_in(node.meta.get("val"))), 0)
@@ -210,7 +217,8 @@ def _input_like(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.No
 
 
 def _before(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
-    """The collective, and what is computed for it alone since those before."""
+    """Return the collective, and the ops since the collectives before that are computed
+    for it alone."""
     members, at = {node}, node.prev
     for _ in range(_FAR):
         if at.op in ("root", "placeholder"):
@@ -223,9 +231,9 @@ def _before(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _behind(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.Node]:
-    """The collective, and what is computed from it up to the next ones; with those of
-    them that go over other axes, since both can run at once. No path leads out of the
-    set and back."""
+    """Return the collective, and the ops computed from it up to the next collectives;
+    with those of them over other axes, since both can run at once. No path leaves the
+    set and enters it again."""
     members, outside, at = {node}, set[fx.Node](), node.next
     for _ in range(_FAR):
         if at.op == "output":

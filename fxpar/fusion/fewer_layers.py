@@ -1,21 +1,21 @@
-"""A local graph with fewer of its layers, on which schedules are tried, and the lines
-of these as lines for all layers.
+"""Makes a local graph with fewer layers, on which schedules are tried, and repeats the
+lines found there for all layers.
 
 ``FewerLayers``. In: a local graph with steps, joint or not. Out: a copy in which most
-of the layers that repeat are left out, forward, backward and update alike, so that what
-is tried costs the same for 8 layers and for 100; and which ops were left out. The copy
-computes something else: what reads a layer that is left out reads the one before. It
-has the same ops on the same shapes, in the same order, and is never run. Never changes
-the graph. Layers are rows of ops that are alike at one distance, as the search for
-plans has them (``layers``). The row that is cut is the longest of the forward,
-in its middle; of each other row those that read what was cut.
+of the layers that repeat are left out, in forward, backward and update, so that trying
+lines costs the same for 8 layers and for 100; and which ops were left out. The copy
+computes something else: a reader of a layer that is left out reads the layer before. It
+has the same ops on the same shapes, in the same order. Never runs the copy and never
+changes the graph. Layers are rows of ops of the same kind at one distance, as in the
+search for plans (``layers``). The row that is cut is the longest of the forward, in its
+middle; from each other row the layers that read cut ones are left out.
 
 Lines. In: a schedule of a graph with fewer layers. Out: one of the whole graph. A line
-stands for the layer of the last op that it names: one of the layer right before those
-that are left out is said again for each of these, right behind, and what it gives has a
-name of its own there. A line of a layer behind them names the ops of its own layers.
-Only ``reorder`` names ops of many layers: it names those of the layers left out as
-well. Whether a verb does any of that is asked of the verb, as ever.
+belongs to the layer of the last op that it names: a line of the layer right before
+those left out is repeated for each of these, right after it, with new names for its
+results. A line of a later layer names the ops of its own layer. Only ``reorder`` names
+ops of many layers: it names those of the layers left out as well. Never decides whether
+a line is legal: the verb does.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.layers import labels_of, rows_of_layers, with_reads
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
-# So many layers stay of the row that is cut, and are left out at least.
+# Layers of the cut row that stay, and the least number of layers to leave out.
 STAY, LEAST = 4, 4
 
 
 @dataclass(frozen=True)
 class RowOfLayers:
-    """Ops that repeat, layer by layer."""
+    """Holds ops that repeat, layer by layer."""
 
     # In order of the graph.
     nodes: tuple[fx.Node, ...]
-    # At which they repeat, the least first: that of a layer, or of a part or more.
+    # Numbers of ops after which the row repeats, ascending: that of a layer, or of a
+    # part of a layer or several layers.
     distances: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RowCut:
-    """A row of layers some of which are left out."""
+    """Is a row of layers some of which are left out."""
 
-    # Of the whole row, in order of the graph.
+    # Ops of the whole row, in order of the graph.
     nodes: tuple[fx.Node, ...]
     # Ops of a layer.
     distance: int
     # Place in ``nodes`` of the first op that is left out.
     begin: int
-    # Place of the first op behind those.
+    # Place of the first op after those.
     end: int
 
     @property
@@ -65,8 +66,8 @@ class RowCut:
         return self.nodes[self.begin : self.end]
 
     def instead(self, place: int) -> fx.Node | None:
-        """The op of the layer before those that are left out, or else of the one
-        behind, that is as the one at a place."""
+        """Return the op that corresponds to the one at a place, in the layer before
+        those that are left out, or else in the one after; None if neither has it."""
         first = self.begin - self.distance
         at = (first if first >= 0 else self.end) + (place - self.begin) % self.distance
         return self.nodes[at] if at < len(self.nodes) else None
@@ -74,20 +75,21 @@ class RowCut:
 
 @dataclass(frozen=True)
 class FewerLayers:
-    """A graph without some of its layers."""
+    """Is a graph without some of its layers."""
 
-    # The shorter one.
+    # The shorter graph.
     graph: fx.Graph
-    # Of the whole graph: the longest of the forward, then those that read it.
+    # Rows of the whole graph: the longest of the forward, then those that read it.
     rows: tuple[RowCut, ...]
-    # Layers that are left out.
+    # Number of layers that are left out.
     removed: int
-    # Layers of the whole graph.
+    # Number of layers of the whole graph.
     layers: int
 
 
 def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
-    """The graph with few layers; None if it has few, or they do not come apart."""
+    """Return the graph with fewer layers; None if it has few already, or layers cannot
+    be separated."""
     rows = list(_rows(graph))
     backward = depending_on_tangents(graph)
     early = (row for row in rows if not any(_is_later(n, backward) for n in row.nodes))
@@ -111,8 +113,8 @@ def _cuts(
     behind: Sequence[RowOfLayers],
     backward: Collection[fx.Node],
 ) -> tuple[RowCut, ...] | None:
-    """The middle of a row, and what reads it of those behind; None if it is short, or
-    these do not have as many layers for it."""
+    """Return the middle of a row, and the parts of later rows that read it. None if the
+    row is short, or later rows do not have as many layers for it."""
     removed = len(most.nodes) // distance - STAY
     if removed < LEAST:
         return None
@@ -136,7 +138,7 @@ def _cuts(
 
 
 def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
-    """Rows of layers, in the order of the graph."""
+    """Yield rows of layers, in the order of the graph."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     labels = labels_of(calls)
     for begin, end, distance in sorted(
@@ -149,12 +151,12 @@ def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
 
 
 def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:
-    """Whether an op is of the backward, or of an update."""
+    """Return whether an op is of the backward, or of an update."""
     return node in backward or phase_of(node) in ("backward", "update")
 
 
 def _reads(node: fx.Node, *several: Collection[fx.Node]) -> bool:
-    """Whether an op reads any of some nodes."""
+    """Return whether an op reads any of some nodes."""
     return any(read in nodes for read in node.all_input_nodes for nodes in several)
 
 
@@ -163,8 +165,8 @@ def _read_there_alone(
     left_out: Collection[fx.Node],
     backward: Collection[fx.Node],
 ) -> set[fx.Node]:
-    """What no op of the forward reads but those of a row that are left out: their
-    parameters, and what is made of these."""
+    """Return the nodes that ops of the forward read only in the part of a row that is
+    left out: parameters of those layers, and values made from these."""
     inside, own = set(row), set[fx.Node]()
     pending = [read for node in left_out for read in node.all_input_nodes]
     while pending:
@@ -180,8 +182,8 @@ def _read_there_alone(
 
 
 def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
-    """A copy without the layers and their results, and without what nothing else needs;
-    None if something reads what is not there before it."""
+    """Return a copy without the cut layers, their results, and nodes that nothing else
+    needs. None if an op would read a value that is not there before it."""
     instead = {
         node: cut.instead(place)
         for cut in cuts
@@ -209,7 +211,7 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
 def _ancestors(
     ends: Sequence[Any], instead: Mapping[fx.Node, fx.Node | None]
 ) -> set[fx.Node]:
-    """Nodes among the ends, and all that they are made of."""
+    """Return the nodes among the ends, and all that they are computed from."""
     ancestors: set[fx.Node] = set()
     pending = [end for end in ends if isinstance(end, fx.Node)]
     while pending:
@@ -221,35 +223,36 @@ def _ancestors(
     return ancestors
 
 
-# Names any number of ops.
+# The verb that names any number of ops.
 _OF_MANY = "reorder"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a name is in the shorter graph."""
+    """Is a place in the shorter graph that a name stands for."""
 
-    # Which row of layers, among ``FewerLayers.rows``.
+    # Index in ``FewerLayers.rows``.
     row: int
-    # Which op of those of the row that stay.
+    # Index among the ops of the row that stay.
     at: int
 
 
 class NotOfLayers(Exception):
-    """A line names ops of layers that are far apart."""
+    """Is raised when a line names ops of layers that are far from each other."""
 
 
 def lines_of_layers(schedule: Schedule, fewer: FewerLayers) -> Schedule:
-    """The schedule for all layers; its settings stay. Raises NotOfLayers."""
+    """Return the schedule for all layers, with the same settings. Raises
+    NotOfLayers."""
     repeats = _Repeats(fewer)
     lines = [line for short in schedule.lines for line in repeats.lines(short)]
     return replace(schedule, lines=tuple(lines))
 
 
 class _Repeats:
-    """Says lines again. ``places``: of the ops of layers that stay, and of what lines
-    give; ``again``: names that stand for one of the layer before those left out, one
-    for it and each of these."""
+    """Repeats lines for the layers left out. ``places``: those of the ops of layers
+    that stay, and of results of lines; ``again``: for names in the layer right before
+    those left out, the corresponding names in it and in each of these."""
 
     def __init__(self, fewer: FewerLayers) -> None:
         self.fewer = fewer
@@ -266,7 +269,7 @@ class _Repeats:
                 self.again[names[at]] = names[at : row.end : row.distance]
 
     def lines(self, line: Line) -> Iterator[Line]:
-        """A line for all layers that it stands for."""
+        """Yield a line for each layer that it stands for."""
         places = {
             name: self.places[name] for name in _names(line) if name in self.places
         }
@@ -297,7 +300,7 @@ class _Repeats:
                 yield replace(more, gives=tuple(self.again[n][i] for n in line.gives))
 
     def _later(self, name: str, begin: int, layers: int) -> str:
-        """The name of an op before ``begin``, so many layers later."""
+        """Return the name of an op before ``begin``, ``layers`` layers later."""
         place = self.places.get(name)
         if place is None or place.at >= begin:
             return name
@@ -305,12 +308,13 @@ class _Repeats:
             return self.again[name][layers]
         row = self.fewer.rows[place.row]
         at = place.at + layers * row.distance
-        if row.nodes[place.at].name != name:  # what a line of an earlier layer gave
+        if row.nodes[place.at].name != name:  # a result of a line of an earlier layer
             raise NotOfLayers(name)
         return row.nodes[at].name
 
     def _of_many(self, line: Line) -> Line:
-        """A line that names ops of many layers, with those of the layers left out."""
+        """Return a line that names ops of many layers, with those of the layers left
+        out."""
         if line.verb != _OF_MANY or line.gives:
             raise NotOfLayers(str(line))
 
@@ -324,7 +328,7 @@ class _Repeats:
 
 
 def _renamed(line: Line, name_of: Callable[[str], str]) -> Line:
-    """A line about other ops."""
+    """Return a line with other names of ops."""
 
     def renamed(argument: Argument) -> Argument:
         if isinstance(argument, tuple):

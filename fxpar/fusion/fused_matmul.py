@@ -1,16 +1,16 @@
-"""``overlap(..., fused=1)``: a product and its collective as one op, and how it runs.
+"""Implements ``overlap(..., fused=1)``: a product and its collective as one op.
 
-In: a gather along a dim that products do not sum over, whose rows they read, the dims
-before the last in whatever shape; or a product whose rows a reduce-scatter takes so.
-Out: ``fxpar::gather_matmul`` or ``fxpar::matmul_scatter`` in their place. Never chosen
-by itself: what these ops take is not in the cost model.
+In: a gather along a dim that products do not sum over, whose rows they read, with any
+shape of the dims before the last; or a product whose rows a reduce-scatter takes in
+that way. Out: ``fxpar::gather_matmul`` or ``fxpar::matmul_scatter`` in their place.
+Never chosen automatically: the seconds of these ops are not in the cost model.
 
 On GPUs that share memory they are kernels with signals where these are predicted to be
 faster, else PyTorch's ops of asynchronous tensor parallelism
 (``symm_mem::fused_all_gather_matmul``, ``symm_mem::fused_matmul_reduce_scatter``), and
-elsewhere the two ops one after the other. What is decided follows from shapes, dtype,
-the group, and figures of its devices on which all ranks agree, so that ranks decide
-alike. On CPU it takes a provider that was installed for the group
+elsewhere the two ops one after the other. The decision follows from shapes, dtype, the
+group, and figures of its devices on which all ranks agree, so that all ranks decide the
+same. On CPU it takes a provider that was installed for the group
 (``run_fused.install``) and Triton as an interpreter.
 """
 
@@ -49,7 +49,7 @@ _SUMS = ("sum", "avg")
 
 
 def gather_first(edit: Edit, gather: fx.Node, ends: tuple[fx.Node, ...]) -> Any:
-    """Gives the products."""
+    """Put a gather and the products ``ends`` into one op. Return the products."""
     args: Any = gather.args
     x, dim = args[0], args[1]
     if dim == x.meta["val"].dim() - 1:
@@ -70,7 +70,8 @@ def gather_first(edit: Edit, gather: fx.Node, ends: tuple[fx.Node, ...]) -> Any:
 
 
 def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> Any:
-    """Gives what is left to each rank."""
+    """Put a product and its reduce-scatter into one op. Return the result of each
+    rank."""
     args: Any = reduced.args
     source, dim, op = args[0], args[1], args[2]
     product = _behind_reshapes(source)
@@ -104,7 +105,8 @@ def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) ->
 
 
 def _behind_reshapes(node: fx.Node) -> Any:
-    """What a value is with other dims before its last: rows, all and in order."""
+    """Return the value before reshapes that keep the last dim: the same rows, in
+    order."""
     while op_facts_of(node.target).reshapes:
         source = node.all_input_nodes[0]
         if node.meta["val"].shape[-1:] != source.meta["val"].shape[-1:]:
@@ -114,7 +116,7 @@ def _behind_reshapes(node: fx.Node) -> Any:
 
 
 def _weight(end: fx.Node, gather: fx.Node) -> Any:
-    """The matrix that a product multiplies what is gathered with."""
+    """Return the matrix that a product multiplies the gathered value with."""
     args: Any = end.args
     if end.target is not aten.mm.default or _behind_reshapes(args[0]) is not gather:
         raise refuse(
@@ -143,14 +145,15 @@ def _shaped(build: Builder, product: fx.Node, like: fx.Node) -> fx.Node:
 
 log = logging.getLogger("fxpar")
 
-# The one whose products have matrix units: of others nothing says how fast ours are.
+# The only dtype for which the speed of our kernels is known: its products have matrix
+# units.
 _DTYPE = "bfloat16"
 
 
 def gather(
     x: torch.Tensor, ws: Sequence[torch.Tensor], dim: int, count: int, group: str
 ) -> list[torch.Tensor] | None:
-    """``fxpar::gather_matmul``."""
+    """Run ``fxpar::gather_matmul`` as a kernel; None if it must run otherwise."""
     columns = sorted(w.shape[1] for w in ws)
     k = x.shape[-1]
     m = count * (x.numel() // max(k, 1))
@@ -171,7 +174,7 @@ def gather(
 def scatter(
     x: torch.Tensor, w: torch.Tensor, op: str, dim: int, count: int, group: str
 ) -> torch.Tensor | None:
-    """``fxpar::matmul_scatter``."""
+    """Run ``fxpar::matmul_scatter`` as a kernel; None if it must run otherwise."""
     k = x.shape[-1]
     problem = "scatter", x.numel() // max(k, 1), w.shape[1], k, count, 0
     provider = _provider(x, [w], problem, group)
@@ -200,8 +203,8 @@ def _provider(
     problem: tuple[str, int, int, int, int, int],
     group: str,
 ) -> Provider | None:
-    """What memory kernels with signals share, if they run this. ``problem``: the kind,
-    m, n, k, ranks, and columns of further weights."""
+    """Return the memory that kernels with signals share; None if they do not run this.
+    ``problem``: the kind, m, n, k, ranks, and columns of further weights."""
     device, dtype = x.device, str(x.dtype).removeprefix("torch.")
     if not run_kernels.has_kernels(device) or any(w.dtype != x.dtype for w in ws):
         return None
@@ -236,9 +239,9 @@ def rung_of(
     programs: int,
     name: str,
 ) -> Rung:
-    """How GPUs that share memory run a matmul [m, k] times [k, n] with its collective:
-    "signals", or "chunks", PyTorch's fused ops. ``further``: columns of further
-    weights; ``name``: of the hardware (``lookup``)."""
+    """Return how GPUs that share memory run a matmul [m, k] times [k, n] with its
+    collective: "signals", or "chunks", PyTorch's fused ops. ``further``: columns of
+    further weights; ``name``: of the hardware (``lookup``)."""
     verdict = profitable(
         kind,
         m,
@@ -257,13 +260,14 @@ def rung_of(
     return rung
 
 
-# Of process groups there are: a later one of the same name may have other devices.
+# Keyed by process group, not by name: a later group of the same name may have other
+# devices.
 _HARDWARE: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def _hardware_of(group: str) -> str:
-    """The name of what all ranks of a group run on; "" where it is not known, or not
-    the same. Asked once, by all ranks."""
+    """Return the name of the hardware of all ranks of a group; "" where it is not
+    known, or differs. All ranks call this once for a group."""
     process_group = _torch.distributed.group_named(group)
     if process_group not in _HARDWARE:
         try:

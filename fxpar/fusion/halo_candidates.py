@@ -1,9 +1,9 @@
-"""Lines that have convolutions run their inner windows while a halo comes.
+"""Finds lines that run the inner windows of convolutions while a halo is on its way.
 
-In: a local graph with steps, and how long permutes are waited for in it. Out: a
-``HaloCandidate`` for the convolutions of each form that are predicted to be faster so,
-priced in a window of their own: the permutes, what joins their rows, the convolution.
-Never changes the graph.
+In: a local graph with steps, and the axes that its nodes vary over. Out: a
+``HaloCandidate`` for the convolutions of each form that are predicted to be faster with
+it, priced in a window of their own: the permutes, the joining of their rows, the
+convolution. Never changes the graph.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fxpar.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class HaloCandidate:
-    """Lines for all convolutions of one form."""
+    """Holds lines for all convolutions of one form."""
 
-    # One for each.
+    # One line for each.
     lines: Schedule
     # Seconds that each could save.
     seconds: float
@@ -35,7 +35,7 @@ class HaloCandidate:
 def halo_candidates(
     graph: fx.Graph, mesh: Mesh, hardware: Hardware, varies: Varies
 ) -> list[HaloCandidate]:
-    """Those that save time, by the windows alone."""
+    """Return the candidates that save time, by simulation of their windows alone."""
     lines: dict[Any, list[Line]] = defaultdict(list)
     windows: dict[Any, Window] = {}
     for line, starts, node in overlap_halo.lines_of(graph):

@@ -1,10 +1,10 @@
-"""What reads a value that lies in memory otherwise than the one in whose place it is.
+"""Repairs readers of a value whose memory layout differs from the value it replaced.
 
-In: a local graph in which a verb has put values in the place of others. Out: the same
-graph, traced anew from there: fake values have the strides that there are now, and an
-op that takes an operand as it lies in memory (a view that its strides do not allow,
-``as_strided``, random numbers drawn one after the other) reads a copy that lies as
-before. Never changes a number: all other ops go by places alone.
+In: a local graph in which a verb has replaced values. Out: the same graph, traced anew
+from there: fake values have the new strides, and an op that depends on the memory
+layout of an operand (a view that its strides do not allow, ``as_strided``, random
+numbers drawn one after the other) reads a copy in the old layout. Never changes a
+number: all other ops depend on indices alone.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from fxpar.sharding.program import user_line
 
 @dataclass(frozen=True)
 class Replaced:
-    """A value in the place of another."""
+    """Is a value that replaced another."""
 
-    # What is read now.
+    # The node that is read now.
     node: fx.Node
-    # The fake value that was read.
+    # The fake value that was read before.
     was: Any
-    # What reads it in that place.
+    # Its readers.
     readers: tuple[fx.Node, ...]
 
 
 def trace_anew(build: Builder, start: Replaced) -> None:
-    """Give what reads the value, and what reads that, the fake values of now. Nodes
-    stand in order. Raises ScheduleError on an op that cannot read it."""
+    """Give readers of the value, and readers of these in turn, their new fake values.
+    Nodes must be in order. Raises ScheduleError on an op that cannot read it."""
     tracer = _Tracer(build, {start.node: start.was})
     if _strides(start.was) != _strides(start.node.meta["val"]):
         tracer.run(r for r in start.readers if start.node in r.all_input_nodes)
@@ -60,7 +60,8 @@ class _Tracer:
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def run(self, readers: Any) -> None:
-        """What reads changed values, in order, and what reads them then."""
+        """Trace readers of changed values again, in order, and readers of what changes
+        then."""
         pending = list(dict.fromkeys(readers))
         queued = set(pending)
         heapify(pending)
@@ -78,7 +79,7 @@ class _Tracer:
                     heappush(pending, reader)
 
     def _value(self, node: fx.Node) -> Any:
-        """What an op gives, of its operands now."""
+        """Return the fake value of an op on its operands of now."""
         if isinstance(node.target, CallableRegion):
             return self._of_region(node)
         if node.target is operator.getitem:
@@ -95,7 +96,7 @@ class _Tracer:
         return node.meta["val"]
 
     def _lay_operands(self, node: fx.Node) -> None:
-        """Let an op read its operands as they lay."""
+        """Let an op read its operands in their old memory layout."""
         for operand in node.all_input_nodes:
             if operand not in self.was:
                 continue

@@ -1,18 +1,19 @@
-"""What of a local graph a schedule may move, repeat or leave out.
+"""Says which nodes of a local graph a schedule may move, repeat or leave out.
 
 In: a node of a local graph. Out: whether it communicates, writes over what it reads,
 draws from a generator, is a message or a region. Verbs move, repeat and leave out nodes
-by the values that these read alone; ``admit`` refuses, where a graph comes in, each
-node for which that is not all that counts.
+by data dependencies alone; ``admit`` refuses, where a graph comes in, each node with
+other effects. Never changes a graph but for its order (``arrange``) and the numbers
+that ``number`` notes.
 
 A generator gives its numbers in turn, so that ops which draw from it must stay in the
-order the program has them in, each once. Messages between two stages are matched by
-their order, and stages that receive before they send may wait for each other, so that
-the messages of a graph stay in one order too, sent and received alike; the chunks of
-one stand together. So do exchanges of rows in exact numbers, at which ranks meet.
-Nothing else says so: no value goes from one of them to the next. ``number`` notes the
-order; ``arrange`` puts all nodes behind what they read and behind those that come
-first; ``check`` raises ScheduleError if a verb has put them in another.
+order of the program, each once. Messages between two stages are matched by their order,
+and stages that receive before they send may wait for each other, so that the messages
+of a graph keep one order too, sent and received ones together; the chunks of one
+message stay together. So do exchanges of rows in exact numbers, at which ranks meet. No
+value connects these nodes, so that their order must be noted: ``number`` notes it;
+``arrange`` puts all nodes after what they read and after the one before in this order;
+``check`` raises ScheduleError if a verb has changed the order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SILENT = {*PRODUCTS, *EXACT, c10d.wait_tensor.default}
 
 
 class CallableRegion:
-    """A subgraph as a callable: inputs in order, results as a tuple."""
+    """Is a subgraph as a callable: inputs in order, results as a tuple."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -55,7 +56,8 @@ class CallableRegion:
 
 
 def flat(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes in the order in which they run, those of regions in their place."""
+    """Yield the nodes in the order in which they run, those of regions in their
+    place."""
     for node in graph.nodes:
         if isinstance(node.target, CallableRegion):
             yield from flat(node.target.graph)
@@ -64,18 +66,18 @@ def flat(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def is_message(node: fx.Node) -> bool:
-    """Whether a node sends to another stage or receives from it."""
+    """Return whether a node sends to another stage or receives from it."""
     return node.target in collective_nodes.MESSAGES
 
 
 def _sends_rows(node: fx.Node) -> bool:
-    """Whether ranks exchange as many rows as there are, which the host waits for."""
+    """Return whether ranks exchange exact numbers of rows, which the host waits for."""
     return node.target in EXACT
 
 
 def communicates(node: fx.Node) -> bool:
-    """Whether ranks meet in an op that is no step, and neither one of ``PRODUCTS`` nor
-    of ``EXACT``."""
+    """Return whether ranks meet in an op that is no step, and neither one of
+    ``PRODUCTS`` nor of ``EXACT``."""
     return node.target not in _SILENT and op_facts_of(node.target).communicates
 
 
@@ -84,7 +86,8 @@ def _writes(node: fx.Node) -> bool:
 
 
 def is_fresh(node: fx.Node) -> bool:
-    """Whether a node makes memory that holds no other value, to be written over."""
+    """Return whether a node makes memory that holds no other value, to be written
+    over."""
     return op_facts_of(node.target).constant == "filled"
 
 
@@ -97,8 +100,8 @@ def _over_what_others_see(node: fx.Node) -> bool:
 
 
 def _holds_graphs(node: fx.Node) -> bool:
-    """Whether nothing is known of graphs that an op runs, or they do more than give
-    values."""
+    """Return whether an op runs graphs of which nothing is known, or which do more than
+    give values."""
     higher = getattr(node.target, "namespace", "") == "higher_order"
     graphs = [n for n in node.all_input_nodes if n.op == "get_attr"]
     if higher and any("val" not in n.meta for n in graphs):
@@ -111,7 +114,7 @@ def _is_no_op(node: fx.Node) -> bool:
     return node.op in ("call_method", "call_module")
 
 
-# (of which nodes, why no schedule is applied to them, what to do)
+# (which nodes, why no schedule is applied to them, what to do)
 _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
     (
         communicates,
@@ -139,8 +142,8 @@ _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
 
 
 def admit(graph: fx.Graph) -> None:
-    """Raise ScheduleError on a node of which verbs would take for granted what is not
-    so. ``graph``: its collectives are steps."""
+    """Raise ScheduleError on a node that verbs cannot handle. ``graph``: its
+    collectives are steps."""
     for node in flat(graph):
         for refused, why, fix in _REFUSED:
             if refused(node):
@@ -148,7 +151,7 @@ def admit(graph: fx.Graph) -> None:
                 raise ScheduleError(what, where=user_line(node), fix=fix)
 
 
-# Which of its kind a node is, in the order the given graph has them in.
+# The key in ``meta`` of a node's number among its kind, in order of the given graph.
 _NUMBER = "fxpar_order"
 
 # kind -> (which nodes, what a verb that moves one would do)
@@ -165,7 +168,7 @@ _FIX = "leave what draws or communicates where it is: name other nodes"
 
 
 def number(graph: fx.Graph) -> Counter[str]:
-    """Note the order of what keeps it; how many there are of each kind."""
+    """Note the order of nodes that keep it. Return how many there are of each kind."""
     counts = Counter[str]()
     for node in flat(graph):
         for kind, (belongs, _) in _KINDS.items():
@@ -176,13 +179,13 @@ def number(graph: fx.Graph) -> Counter[str]:
 
 
 def instead(old: fx.Node, new: fx.Node) -> None:
-    """``new`` stands for a message, or is one of its parts."""
+    """Note that ``new`` replaces the message ``old``, or is a part of it."""
     new.meta[_NUMBER] = old.meta[_NUMBER]
 
 
 def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
-    """Raise ScheduleError unless all draws are there, once, and all in the order they
-    were numbered in. ``counts``: as of ``number``."""
+    """Raise ScheduleError unless all draws are there, once, and all nodes that keep an
+    order in the order of ``number``. ``counts``: the result of ``number``."""
     last, draw_count = dict.fromkeys(_KINDS, -1), 0
     for node in flat(graph):
         for kind, (belongs, why) in _KINDS.items():
@@ -200,14 +203,14 @@ def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether nothing changes if a node that nobody reads goes."""
+    """Return whether a node that nobody reads can go without effect."""
     return not any(belongs(node) for belongs, _ in _KINDS.values())
 
 
 def arrange(graph: fx.Graph) -> None:
-    """Order nodes so that each stands behind what it reads and, of what keeps its
-    order, behind the one before it; otherwise as they are. Raises ScheduleError if
-    there is no such order."""
+    """Order nodes so that each is after what it reads and, if it keeps its order, after
+    the one before it; otherwise leave them. Raises ScheduleError if there is no such
+    order."""
     first = _chained(graph)
     placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
@@ -237,7 +240,8 @@ def arrange(graph: fx.Graph) -> None:
 
 
 def _chained(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> those of its kinds right before it."""
+    """Return, for each node that keeps its order, the nodes of its kinds right before
+    it."""
     before: dict[fx.Node, list[fx.Node]] = {}
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:

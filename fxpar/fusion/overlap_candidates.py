@@ -1,11 +1,11 @@
-"""How a product could run beside its own collective: ways of ``overlap``, best first.
+"""Finds the ways of ``overlap`` to run a product overlapping with its own collective.
 
-In: a window around one collective. Out: the lines with which the window is simulated
-to be fastest. Tried are, along each dim, chunks in all numbers of ``CHUNKS`` that
-divide, rings in one direction and in both, with the product next to the collective, or
-with all from the one before it on; an all-reduce also as a reduce-scatter and a gather,
-each with ways of its own. What no way of a kind can beat is not tried: a lower bound of
-its seconds comes of the sizes alone. Never changes the graph.
+In: a window around one collective. Out: the lines with which the window is simulated to
+be fastest. Tried are, along each dim, chunks in all numbers of ``CHUNKS`` that divide
+it, rings in one direction and in both, with the product next to the collective, or with
+all ops from an earlier product on; an all-reduce also as a reduce-scatter and a gather,
+each with ways of its own. A way is not tried if a lower bound of its seconds, from
+sizes alone, shows that it cannot win. Never changes the graph.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, contracts, is_view, kernel_seconds
 from fxpar.sharding.mesh import Mesh
 
-# In so many chunks a product may run.
+# Numbers of chunks in which a product may run.
 CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
-# Regions of more nodes behind a gather run in chunks up to their first products alone.
+# Regions of more nodes after a gather run in chunks only up to their first products.
 _LONG = 12
 
-# What a way saves less than this share of a window is not worth to be tried.
+# A way that saves less than this share of a window is not worth trying.
 _LEAST = 1e-3
 
 _BOTH_WAYS, _ONE_WAY = (("ring", 2),), (("ring", 1),)
@@ -46,54 +46,56 @@ _LAST = (
 
 @dataclass(frozen=True)
 class OverlapWay:
-    """One way to run a window with its collective beside compute."""
+    """Is one way to run a window with its collective overlapping with compute."""
 
     # A verb of a window.
     line: Line
-    # Seconds that what it chunks, and its collective, take at least.
+    # Seconds that the chunked ops, and their collective, take at least.
     least: float
-    # Seconds that the same takes as it stands.
+    # Seconds that the same takes unchanged.
     now: float
 
 
 @dataclass(frozen=True)
 class OverlapCandidate:
-    """What to do with a window."""
+    """Holds the best lines for a window."""
 
     # Empty if nothing saves enough.
     lines: Schedule
-    # That they save of the window, by its simulation.
+    # Seconds that they save of the window, by its simulation.
     seconds: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What prices are for."""
+    """Holds what prices depend on."""
 
     # With the links of the hardware.
     mesh: Mesh
-    # What ops cost on one device.
+    # Costs of ops on one device.
     hardware: Hardware
 
     def transfer_seconds(self, node: fx.Node, share: float = 1.0) -> float:
-        """Seconds of a collective of a share of what ``node`` moves."""
+        """Return seconds of a collective on a share of what ``node`` moves."""
         return collective_nodes.step_seconds(node, self.mesh, share)
 
     def hop_seconds(self, node: fx.Node, share: float) -> float:
-        """Seconds of a permute of a share of what ``node`` moves."""
+        """Return seconds of a permute of a share of what ``node`` moves."""
         size = bytes_of(node.all_input_nodes[0])
         curve = along("permute", self.mesh, collective_nodes.axes_of(node))
         return float(curve.seconds(size * share))
 
     def work(self, node: fx.Node, parts: int = 1) -> float:
-        """Seconds, at least, of one of equal parts of an op."""
+        """Return a lower bound of the seconds of one of ``parts`` equal parts of an
+        op."""
         if collective_nodes.is_step(node):
             return 0.0
         launch = self.hardware.launch if contracts(node.target) else 0.0
         return launch + kernel_seconds(node, self.hardware, 1 / parts)
 
     def stages(self, region: Sequence[fx.Node], parts: int = 1) -> list[float]:
-        """Seconds of one of equal parts of each collective of a region."""
+        """Return seconds of one of ``parts`` equal parts of each collective of a
+        region."""
         collectives = (
             node for node in region if node.target in collective_nodes.COLLECTIVE
         )
@@ -101,15 +103,16 @@ class Machine:
 
 
 def potential(node: fx.Node, machine: Machine) -> float:
-    """Seconds of a collective: what running beside it could save at most."""
+    """Return seconds of a collective: the most that overlapping it could save."""
     return machine.transfer_seconds(node)
 
 
 def improved(
     window: Window, machine: Machine, least: float, *, split: bool
 ) -> OverlapCandidate:
-    """The lines with which a window is fastest, and what they save; none if they save
-    no more than ``least`` seconds. ``split``: whether to try an all-reduce in two."""
+    """Return the lines with which a window is fastest, and what they save; no lines if
+    they save no more than ``least`` seconds. ``split``: whether to try an all-reduce as
+    a reduce-scatter and a gather."""
     mesh, hardware = machine.mesh, machine.hardware
     base = window.seconds(Schedule(), mesh, hardware)
     best = _best(window, machine, base, least)
@@ -147,8 +150,9 @@ def improved(
 def _nested(
     window: Window, machine: Machine, base: float, least: float
 ) -> OverlapCandidate:
-    """An all-reduce in a step for the inner axes and one for the outer, which go over
-    links of their own: chunks pass through one behind the other."""
+    """Return the best way to run an all-reduce as one for the inner axes and one for
+    the outer, which use separate links, with chunks that pass through one after the
+    other."""
     node, best = window.collective, OverlapCandidate(Schedule(), least)
     starts = list(_starts(node))
     ways: list[tuple[float, Schedule]] = []
@@ -191,7 +195,7 @@ def _hops(
     outer: tuple[str, ...],
     chunks: int,
 ) -> tuple[float, float, float]:
-    """Seconds of each of the three collectives of a chunk."""
+    """Return seconds of each of the three collectives of a chunk."""
     mesh = machine.mesh
     size = bytes_of(node) / chunks
     part = size / mesh.count(inner)
@@ -205,7 +209,7 @@ def _hops(
 def _halves(
     axes: tuple[str, ...],
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """(inner, outer): all ways to part axes."""
+    """Yield all (inner, outer) partitions of axes."""
     for size in range(1, len(axes)):
         for inner in combinations(axes, size):
             yield inner, tuple(axis for axis in axes if axis not in inner)
@@ -214,7 +218,7 @@ def _halves(
 def _best(
     window: Window, machine: Machine, base: float, least: float
 ) -> OverlapCandidate:
-    """The best one line."""
+    """Return the best candidate of one line."""
     best = OverlapCandidate(Schedule(), 0.0)
     visited: set[Line] = set()
     slower_both_ways = False
@@ -258,7 +262,7 @@ def _in_parts(
     region: Sequence[fx.Node],
     machine: Machine,
 ) -> Iterator[OverlapWay]:
-    """One region in chunks or in a ring."""
+    """Yield the ways to run one region in chunks or in a ring."""
     now = machine.transfer_seconds(node) + sum(map(machine.work, region))
     now += sum(machine.stages(region))
     for chunks in CHUNKS:
@@ -279,9 +283,10 @@ def _in_parts(
 def _at_least(
     region: Sequence[fx.Node], machine: Machine, parts: int, hops: int, hop: float
 ) -> float:
-    """Seconds of a region in so many parts beside collectives that take so long each:
-    either runs without a break, but for the first or last part of the other; or the
-    longest of the collectives within the region does."""
+    """Return a lower bound of the seconds of a region in ``parts`` parts, overlapping
+    with ``hops`` collectives of ``hop`` seconds each: either runs without a break, but
+    for the first or last part of the other; or the longest of the collectives within
+    the region does."""
     work = sum(machine.work(node, parts) for node in region)
     beside = machine.hardware.beside * hop
     stages = machine.stages(region, parts)
@@ -290,14 +295,15 @@ def _at_least(
 
 
 def dims_of(node: fx.Node, chunks: int = 1) -> list[int]:
-    """The dims of a collective that so many chunks divide, on both of its sides."""
+    """Return the dims of a collective that ``chunks`` divides on both sides."""
     sides = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     pairs = enumerate(zip(*sides, strict=True))
     return [d for d, sizes in pairs if all(n and n % chunks == 0 for n in sizes)]
 
 
 def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
-    """(a product, what lies between it and the collective, both ends included)."""
+    """Yield (a product, the nodes from it up to the collective, without the
+    collective)."""
     before = _leading(node)
     for i, start in enumerate(reversed(before)):
         if contracts(start.target):
@@ -305,7 +311,7 @@ def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
 
 
 def _leading(node: fx.Node) -> list[fx.Node]:
-    """What is computed for a collective alone, in order."""
+    """Return the nodes that are computed for a collective alone, in order."""
     leading, at = {node}, node.prev
     while at.op == "call_function":
         if at.users and leading.issuperset(at.users):
@@ -317,7 +323,8 @@ def _leading(node: fx.Node) -> list[fx.Node]:
 
 
 def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
-    """(what reads a gather at last, all that lies between)."""
+    """Yield (names of the last readers of a gather, the nodes from the gather to
+    them)."""
     near = _near(node)
     if near:
         yield tuple(n.name for n in near), near
@@ -338,7 +345,7 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
 
 
 def _near(node: fx.Node) -> list[fx.Node]:
-    """The products that read what is gathered, through views alone."""
+    """Return the products that read the gathered value, directly or through views."""
     ends, pending = set[fx.Node](), list(node.users)
     while pending:
         user = pending.pop()
@@ -360,15 +367,15 @@ def _following(node: fx.Node) -> list[fx.Node]:
 
 
 def _beyond(node: fx.Node) -> list[fx.Node]:
-    """Collectives that read what is computed from a gather: in a window, over other
-    axes."""
+    """Return the collectives that read what is computed from a gather: in a window,
+    those over other axes."""
     behind = {node, *_following(node)}
     users = {user for one in behind for user in one.users}
     return sorted(user for user in users if user.target in collective_nodes.COLLECTIVE)
 
 
 def _between(node: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """What leads from a gather to a node, which is the last of it."""
+    """Return the nodes that lead from a gather to a node, which is the last of them."""
     behind = set(_following(node))
     members, pending = {end}, [end]
     while pending:

@@ -1,11 +1,12 @@
-"""A schedule on the graphs of a pipeline's stages, whose messages must keep fitting.
+"""Applies a schedule to the graphs of a pipeline's stages, whose messages must keep
+matching.
 
 In: a schedule, and for each position along one axis of the mesh the local graph that
-ranks there run; they send and receive (functional isend, irecv) along that axis, peers
-being positions along it. Out: new graphs, in each of which every line was done that
-names nodes or a message of it. The messages of two stages must agree in order, tag,
-shape and dtype before the first line and after the last: NCCL matches them by order
-alone. The given graphs are unchanged.
+ranks there run; they send and receive (functional isend, irecv) along that axis, and
+peers are positions along it. Out: new graphs; each line was applied to every graph that
+has the nodes or the message it names. The messages of two stages must agree in order,
+tag, shape and dtype before the first line and after the last: NCCL matches them by
+order alone. Never changes the given graphs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def apply_stages(
     groups: Mapping[str, tuple[str, ...]] | None = None,
     lowered: bool = True,
 ) -> list[fx.Graph]:
-    """The graphs after all lines. ``graphs[i]`` is that of position i along ``axis``;
-    ``inputs[i]``, and the other arguments, as of ``apply``. ``stage=i`` in a line keeps
-    it to one of the graphs.
+    """Return the graphs after all lines.
+
+    ``graphs[i]`` is that of position i along ``axis``; ``inputs[i]``, and the other
+    arguments, are those of ``apply``. ``stage=i`` in a line keeps it to one of the
+    graphs.
 
     Raises ScheduleError.
     """
@@ -71,7 +74,7 @@ def apply_stages(
 
 
 def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
-    """The line without ``stage``, and the stages that it is for."""
+    """Return the line without ``stage``, and the edits of the stages that it is for."""
     options = dict(line.options)
     stage = options.pop("stage", None)
     bare = replace(line, options=tuple(options.items()))
@@ -92,7 +95,7 @@ def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
 
 
 def _has(edit: Edit, line: Line) -> bool:
-    """Whether a graph has all nodes that a line names, or the message."""
+    """Return whether a graph has all nodes that a line names, or the message."""
     options = dict(line.options)
     if not line.arguments:
         tag = options.get("tag", 0)
@@ -110,8 +113,9 @@ def _has(edit: Edit, line: Line) -> bool:
 
 
 def _learn(edits: Sequence[Edit], axis: str) -> None:
-    """Note of what is received along which axes it varies: as where it was sent. Stages
-    may send to each other and back, so this starts from nothing and only adds."""
+    """Note for each received value the axes it varies over, which are those of the
+    value sent. Stages may send to each other and back, so this starts from nothing and
+    only adds."""
     pairs = list(_pairs(edits, axis))
     for _, _, received in pairs:
         received.meta["fxpar_sent"] = frozenset()
@@ -129,8 +133,8 @@ def _learn(edits: Sequence[Edit], axis: str) -> None:
 def _pairs(
     edits: Sequence[Edit], axis: str
 ) -> Iterator[tuple[int, list[fx.Node], fx.Node]]:
-    """(sender's stage, what is sent, what is received); while one end is changed and
-    the other not yet, all that is sent."""
+    """Yield (sender's stage, sent nodes, received node) for each message. While only
+    one end has been changed, the sent nodes are all that go between the two stages."""
     messages_of = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
     for j, each in enumerate(messages_of):
         for (i, to), received in each.items():

@@ -1,25 +1,26 @@
-"""A schedule: what is done to a local graph's compute and collectives, as data.
+"""Reads and writes schedules: edits of a local graph's compute and collectives, as
+data.
 
-One verb per line, in order, over names of nodes:
+A schedule has one verb per line, in order, over names of nodes:
 
     split(all_reduce, dim=1) -> rs, ag
     reorder([add, mul], ag) -> ag_1
     overlap(mm, rs, chunks=4)
 
-``Schedule.parse`` reads the text and ``str`` writes it; neither knows what a verb does,
-nor the graph. A line names its results after ``->``, for later lines; a result without
-a name has the one of its node. Text after ``#`` is a comment.
+In: text (``Schedule.parse``). Out: a ``Schedule``, whose ``str`` is text again. A line
+names its results after ``->``, for later lines; a result without a name has the one of
+its node. Text after ``#`` is a comment. Never knows the graph, or what a verb does.
 
 Lines ``buckets`` and ``prefetch`` name no node: they are settings of how a forward and
-a backward order their collectives, once they are parted, and hold for both.
+a backward order their collectives, once they are separated, and hold for both.
 ``buckets(bytes=4194304)``: collectives of parameters and gradients that can run
 together are joined until so many bytes are full, 0 for none; ``gathers``: bytes of a
 bucket of gathers, ``again``: of those that a backward repeats, if other.
 ``prefetch(ahead=2)``: gathers of parameters are started so many before they are read.
-They keep every number whatever they say.
+Settings never change a number.
 
-The verbs are those of CoCoNeT (arXiv 2105.05720, section 3), and what its schedules
-leave to the runtime.
+The verbs are those of CoCoNeT (arXiv 2105.05720, section 3), and others for what its
+schedules leave to the runtime.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _FORM = "write one verb per line, as in: split(all_reduce) -> rs, ag"
 
 @dataclass(frozen=True)
 class Line:
-    """One verb."""
+    """Is one line of a schedule: a verb and its arguments."""
 
     # Name of the verb, or of a setting.
     verb: str
@@ -61,19 +62,19 @@ class Line:
 
 @dataclass(frozen=True)
 class SettingForm:
-    """What a line that says settings may say."""
+    """Says which options a line of settings may have."""
 
-    # As a user writes it.
+    # An example, as a user writes it.
     form: str
     # Option -> field of ``Settings``.
     fields: Mapping[str, str]
-    # The least number that an option may be.
+    # The least value of an option.
     least: int
-    # The option that must be there.
+    # The option that must be given.
     needs: str
 
 
-# Lines that say settings.
+# Name of a setting -> its form.
 SETTINGS = {
     "buckets": SettingForm(
         "buckets(bytes=4194304, gathers=1048576, again=1048576)",
@@ -87,7 +88,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is done to a local graph, and to its forward and backward."""
+    """Holds the edits of a local graph, and settings of its forward and backward."""
 
     # Verbs on the local graph, in the order they are applied.
     lines: tuple[Line, ...] = ()
@@ -107,10 +108,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read the text form; of lines that say the same settings the last one counts.
+        """Read the text form; of lines with the same settings the last one counts.
 
-        Raises ScheduleError with the number of a line that is none, and on settings
-        that cannot be.
+        Raises ScheduleError with the number of a line that cannot be read, and on wrong
+        settings.
         """
         lines, settings = [], DEFAULT
         for number, line in enumerate(text.splitlines(), 1):
@@ -126,7 +127,8 @@ class Schedule:
 
     @classmethod
     def of(cls, source: Schedule | str | Path) -> Schedule:
-        """A schedule, its text, or the file that holds it. Raises ScheduleError."""
+        """Return a schedule, given itself, its text, or a file with it. Raises
+        ScheduleError."""
         if isinstance(source, Schedule):
             return source
         text = str(source)
@@ -142,12 +144,12 @@ class Schedule:
 
 
 def line_text(line: Line) -> str:
-    """A line as errors quote it."""
+    """Return a line as errors quote it."""
     return shorten(str(line), 160)
 
 
 def _setting_lines(settings: Settings) -> Iterator[Line]:
-    """The lines that say so, where it is not the default."""
+    """Yield the lines for settings that differ from the default."""
     if settings.bucket is not None:
         sizes: list[tuple[str, Argument]] = [("bytes", settings.bucket)]
         for name in ("gathers", "again"):
@@ -159,7 +161,7 @@ def _setting_lines(settings: Settings) -> Iterator[Line]:
 
 
 def _with_settings(settings: Settings, line: Line) -> Settings:
-    """The settings with what a line says. Raises ScheduleError."""
+    """Return the settings after a line that changes them. Raises ScheduleError."""
     setting, options = SETTINGS[line.verb], dict(line.options)
     why = None
     if line.arguments or line.gives:

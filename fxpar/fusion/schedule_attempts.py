@@ -1,8 +1,8 @@
-"""Schedules tried on one local graph: what a step takes with each, the best so far.
+"""Simulates schedules of one local graph and keeps the best so far.
 
 In: a local graph with steps, a mesh, the hardware; schedules, one after the other. Out:
-``Attempts``, which remembers what was simulated, what was taken, and what was left and
-why. Knows nothing of where schedules come from. Never changes the graph.
+``Attempts``, which remembers the simulated schedules, the one taken, and the others
+with the reason. Never makes a schedule, and never changes the graph.
 """
 
 from __future__ import annotations
@@ -27,34 +27,37 @@ from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.mesh import Mesh
 from fxpar.units import difference, short_bytes, short_seconds
 
-# A schedule that saves no more than this share of a step is not worth its name.
+# A schedule that saves no more than this share of a step is not worth taking.
 LEAST = 1e-3
 
-# A schedule with which a step takes no more than so many times as long comes near.
+# A schedule is a near miss if a step takes less than this many times as long with it.
 _CLOSE = 1.25
 
-# By what share of it buckets and gathers under way may raise a step's peak memory, and
-# by how many bytes buckets of gradients of whole parameters may at least.
+# The share by which buckets and gathers in flight may raise a step's peak memory, and
+# the bytes that buckets of gradients of whole parameters may always take.
 _ROOM, _LITTLE = 0.1, 8 << 20
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A local graph that was simulated."""
+    """Holds a local graph that was simulated."""
 
     # Collectives as they run, before it was ordered.
     lowered: fx.Graph
     # In the order in which it runs.
     phases: PhasesAsRun
-    # Of that.
+    # Of the phases.
     launches: Launches
 
 
 class Attempts:
-    """The schedule so far, and how long a step takes with it. ``simulated``: of each
-    that may be tried on the mesh; ``left``: others that may, by what a step of fewer
-    layers takes. ``keep_gathered``: the backward gathers no parameters again;
-    ``gathers``: whether parameters are gathered at all."""
+    """Holds the schedule so far and the timeline of a step with it, and tries others.
+
+    ``simulated``: the timeline with each schedule that may be tried on the mesh;
+    ``left``: others that may, by the seconds of a step with fewer layers; ``near``:
+    notes on near misses. ``keep_gathered``: the backward gathers no parameters again;
+    ``gathers``: whether parameters are gathered at all.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,8 @@ class Attempts:
         self.run = self._run_of(self.schedule)
 
     def others(self) -> tuple[Schedule, ...]:
-        """All that were simulated but the one taken, and those that need much more
-        memory than it, the fastest first."""
+        """Return all simulated schedules but the one taken and those that need much
+        more memory than it, the fastest first; then ``left``."""
         return tuple(dict.fromkeys([*self.by_seconds(), *self.left]))
 
     def most_bytes(self) -> int:
@@ -92,22 +95,23 @@ class Attempts:
         return peak + (room if self.gathers else max(room, _LITTLE))
 
     def by_seconds(self) -> tuple[Schedule, ...]:
-        """Those simulated but the one taken, and those that need much more memory."""
+        """Return the simulated schedules but the one taken and those that need much
+        more memory, the fastest first."""
         most = self.most_bytes()
         schedules = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
         fits = (s for s in schedules if self.simulated[s].peak_bytes <= most)
         return tuple(s for s in fits if s != self.schedule)
 
     def graph(self, schedule: Schedule) -> fx.Graph:
-        """After some lines, communication as steps; not to be changed. The last one
-        asked for is remembered."""
+        """Return the graph after some lines, communication as steps; not to be changed.
+        The last one asked for is remembered."""
         if self._last_steps is None or self._last_steps[0] != schedule.lines:
             steps = apply(schedule, self.first, self.mesh, lowered=False)
             self._last_steps = schedule.lines, steps
         return self._last_steps[1]
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """A step as it would run. Raises ScheduleError."""
+        """Return the simulated timeline of a step. Raises ScheduleError."""
         if schedule in self.simulated:
             return self.simulated[schedule]
         orders = self._lowered(schedule)
@@ -117,18 +121,18 @@ class Attempts:
         return simulate(graph, self.mesh, self.hardware, launches=launches)
 
     def _run_of(self, schedule: Schedule) -> SimulatedRun | None:
-        """What was simulated of a schedule, if that is the last one."""
+        """Return the simulation of a schedule, if it was the last one."""
         if self._last_run is None or self._last_run[0] != schedule:
             return None
         return self._last_run[1]
 
     def orders(self) -> Orders:
-        """Which settings give the lines so far one and the same order."""
+        """Return the orders that settings give the lines so far."""
         return self._lowered(self.schedule)
 
     def _lowered(self, schedule: Schedule) -> Orders:
-        """After the lines of a schedule, collectives as they run, to be ordered; the
-        last one asked for is remembered."""
+        """Return the graph after the lines of a schedule, with collectives as they run,
+        for settings to order. The last one asked for is remembered."""
         if self._last is None or self._last[0] != schedule.lines:
             lowered = apply(schedule, self.first, self.mesh, lowered=True)
             if not self.keep_gathered:
@@ -139,7 +143,7 @@ class Attempts:
 
     def attempt(self, schedule: Schedule, what: str) -> Timeline | None:
         """Take a schedule if a step is better with it than with the one so far; else
-        note why not. None if it is refused."""
+        note why not. Return its timeline; None if it is refused."""
         try:
             then = self.timeline(schedule)
         except Unexpected:
@@ -157,7 +161,7 @@ class Attempts:
         return then
 
     def take(self, schedule: Schedule, then: Timeline) -> bool:
-        """Whether a step is better with a schedule, which is then the one so far."""
+        """Take a schedule if a step is better with it. Return whether it was taken."""
         if not is_better(then, self.now):
             return False
         self.simulated[schedule] = then

@@ -1,10 +1,10 @@
-"""A local graph while a schedule is applied to it: what every verb gets to see.
+"""Holds a local graph while a schedule is applied to it: all that a verb sees.
 
-``Edit`` holds the graph, in which all communication is a step, the names that lines of
-the schedule gave, and how to build. ``lift`` makes steps of the collectives of a graph
-that was lowered, or written by hand. Verbs change the graph through it alone. It is a
-copy: a verb that raises ``ScheduleError`` may leave it half changed, and nobody reads
-it then.
+In: a copy of a local graph, whose communication is steps, or collectives of which
+``lift`` makes steps if it was lowered, or written by hand. Out: an ``Edit``: the graph,
+the names that lines of the schedule gave, and the builder. Verbs change the graph
+through it alone; one that raises ``ScheduleError`` may leave it half changed, and it is
+never read then.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ Axes = tuple[str, ...]
 
 @dataclass
 class Edit:
-    """A local graph to which a schedule is applied, line by line."""
+    """Is a local graph to which a schedule is applied, line by line."""
 
     # Changed in place.
     graph: fx.Graph
     # Makes new nodes in it; holds the mesh.
     build: Builder
-    # Inputs that may be kept in slices.
+    # Names of inputs that may be kept in slices.
     permit: frozenset[str] = frozenset()
-    # Whether the graphs it exchanges messages with are at hand, to be changed alike.
+    # Whether the graphs it exchanges messages with are at hand, to be changed equally.
     staged: bool = False
-    # What keeps its order, as of ``order``.
+    # Number of nodes that keep their order, by kind (``node_legality.number``).
     ordered: Counter[str] = field(default_factory=Counter)
-    # What the last results are written to.
+    # Writes to inputs; the values written are the last results.
     written: tuple[Write, ...] = ()
-    # Values that a verb has put in the place of others.
+    # Values that a verb has replaced, until ``trace_anew``.
     replaced: list[Replaced] = field(default_factory=list)
-    # What lines of the schedule call nodes.
+    # Nodes by the names that lines of the schedule gave.
     names: dict[str, fx.Node] = field(default_factory=dict)
-    # Nodes by name, as ``look`` saw them.
+    # Nodes by name, as of the last ``look``.
     _index: dict[str, fx.Node] = field(default_factory=dict)
 
     @property
@@ -66,7 +66,7 @@ class Edit:
         return self.build.mesh
 
     def node(self, name: str) -> fx.Node:
-        """The node that a line means. Raises ScheduleError if there is none."""
+        """Return the node that a line names. Raises ScheduleError if there is none."""
         target = self.names.get(name)
         node = self._index.get(target.name if target is not None else name)
         if node is not None and target in (None, node):
@@ -82,7 +82,7 @@ class Edit:
         )
 
     def look(self) -> None:
-        """Note what the graph's nodes are called now."""
+        """Note the present names of the graph's nodes."""
         self._index = {node.name: node for node in self.graph.nodes}
 
     def call(self, node: fx.Node, name: str) -> None:
@@ -92,44 +92,47 @@ class Edit:
             _torch.objects.rename(node, name)
 
     def varies(self) -> dict[fx.Node, frozenset[str]]:
-        """Node -> axes it varies over."""
+        """Return node -> axes it varies over."""
         return varying(self.graph)
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[Builder]:
-        """What is built inside stands before ``node`` and comes from it."""
+        """Build, within the context, nodes right before ``node`` that originate from
+        it."""
         with self.graph.inserting_before(node), self.build.at(node):
             yield self.build
 
     @contextmanager
     def after(self, node: fx.Node, origin: fx.Node | None = None) -> Iterator[Builder]:
-        """What is built inside stands right behind ``node``."""
+        """Build, within the context, nodes right after ``node`` that originate from it,
+        or from ``origin``."""
         with self.graph.inserting_before(node.next), self.build.at(origin or node):
             yield self.build
 
     def swap(self, old: fx.Node, new: fx.Node) -> None:
-        """Readers of ``old`` read ``new``; ``old`` goes, and what only it read."""
+        """Let all readers of ``old`` read ``new``, and erase ``old`` with what only it
+        read."""
         self.read_instead(old, new, [user for user in old.users if user is not new])
         self.erase([old])
 
     def read_instead(
         self, old: fx.Node, new: fx.Node, readers: Collection[fx.Node]
     ) -> None:
-        """These readers of ``old`` read ``new``."""
+        """Let ``readers`` of ``old`` read ``new``."""
         self.replaced.append(Replaced(new, old.meta.get("val"), tuple(readers)))
         for reader in readers:
             reader.replace_input_with(old, new)
 
     def trace_anew(self) -> None:
-        """Give what reads a value in the place of another, which may lie in memory
-        otherwise, fake values of now. Raises ScheduleError."""
+        """Give readers of replaced values, whose memory layout may differ, new fake
+        values. Raises ScheduleError."""
         for replaced in self.replaced:
             trace_anew(self.build, replaced)
         self.replaced.clear()
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
-        """Erase nodes that nobody reads, and of what only they read all but what has
-        an effect besides."""
+        """Erase nodes that nobody reads, and nodes that only these read, except those
+        with another effect."""
         pending, present = list(nodes), set(self.graph.nodes)
         while pending:
             node = pending.pop()
@@ -141,7 +144,7 @@ class Edit:
 
 
 def refuse(verb: str, node: fx.Node, why: str, fix: str | None = None) -> ScheduleError:
-    """The error of a verb that would change a number."""
+    """Return the error of a verb that would change a number."""
     what = f"{verb}: {node.name} {why}"
     page = "docs/reference/schedule_language.md"
     todo = fix or f"leave out the line, or see {verb} in {page}"
@@ -162,9 +165,11 @@ def check_staged(verb: str, edit: Edit, node: fx.Node) -> None:
 def lift(
     graph: fx.Graph, build: Builder, groups: Mapping[str, Axes] | None = None
 ) -> bool:
-    """Make steps of the functional collectives of a graph, in place; whether there were
-    any. ``groups``: axes of process groups by name; symbolic ones name their own. What
-    no step stands for stays (``node_legality.admit`` refuses it).
+    """Make steps of the functional collectives of a graph, in place. Return whether
+    there were any.
+
+    groups: axes of process groups by name; symbolic ones name their own. Collectives
+    for which there is no step stay (``node_legality.admit`` refuses them).
 
     Raises ScheduleError on a group whose axes are unknown.
     """
@@ -181,7 +186,7 @@ def lift(
             step.meta["fxpar_sent"] = frozenset(build.mesh.names)  # it may be anything
         name = node.name
         _replace_waited(graph, node, step)
-        step.name = name  # which lines of a schedule call it by
+        step.name = name  # lines of a schedule call it by that name
         has_collectives = True
     if has_collectives:
         graph.lint()
@@ -189,7 +194,8 @@ def lift(
 
 
 def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:
-    """In mesh order, in which the members of every group stand."""
+    """Return the axes of a collective in mesh order, which is the order of the members
+    of every group."""
     name = custom_ops.group_of_call(node)
     if name not in groups and not name.startswith(custom_ops.GROUP_PREFIX):
         raise ScheduleError(
@@ -205,7 +211,8 @@ def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:
 
 
 def _replace_waited(graph: fx.Graph, node: fx.Node, step: fx.Node) -> None:
-    """Readers of the collective's result, behind one or more waits, read the step."""
+    """Let readers of the collective's result, after one or more waits, read the
+    step."""
     for user in list(node.users):
         if user.target is c10d.wait_tensor.default:
             _replace_waited(graph, user, step)
@@ -213,7 +220,7 @@ def _replace_waited(graph: fx.Graph, node: fx.Node, step: fx.Node) -> None:
     graph.erase_node(node)
 
 
-# functional collective -> the node function of its step, and how its arguments are read
+# functional collective -> the node function of its step, and a reader of its arguments
 _LIFT: dict[Any, tuple[Callable[..., Any], Callable[[fx.Node], tuple[Any, ...]]]] = {
     lowering.ops[0]: (collective_nodes.NODES[kind], lowering.arguments)
     for kind, lowering in LOWERINGS.items()

@@ -1,12 +1,13 @@
-"""Which values of a region lie in slices between its collectives: an exact minimum cut.
+"""Decides which values of a region are stored in slices between its collectives, by an
+exact minimum cut.
 
 In: the ``Rows`` of a local graph, and seconds for ops and collectives. Out: the ops to
 run on slices and the all-reduces to split, so that the sum of seconds is least. Each
 value is either sliced or whole; an op on slices takes its share of the time, a
 collective along other axes that of a slice; an all-reduce whose result is sliced is a
-reduce-scatter; a sliced value that anything reads whole is gathered once; slices of a
-whole value are to be had for nothing; a sum over rows on slices is all-reduced. That is
-a minimum cut between "sliced" and "whole":
+reduce-scatter; a sliced value that anything reads whole is gathered once; slicing a
+whole value is free; a sum over rows on slices is all-reduced. That is a minimum cut
+between "sliced" and "whole":
 
     source -> op          op runs whole (its seconds)
     op -> sink            op runs on slices (its share, and what it must reduce)
@@ -18,8 +19,8 @@ It finds the reduce-scatters and all-gathers of Megatron's sequence parallelism
 (Korthikanti et al., 2022), where they pay.
 
 The cuts of all regions together then make schedules: those that pay by the sum of
-seconds, sets of them that go together, and the lines of the verbs that do what a set
-says. Never changes the graph.
+seconds, sets of them that are compatible, and the lines of verbs for a set. Never
+changes the graph.
 """
 
 from __future__ import annotations
@@ -49,37 +50,38 @@ _NEVER = 2**30
 
 @dataclass(frozen=True)
 class SliceCut:
-    """Ops of a graph that could run on slices, and what that saves."""
+    """Holds ops of a graph that could run on slices, and what that saves."""
 
     # Ops that run on slices.
     sliced: tuple[fx.Node, ...]
-    # All-reduces that are split, and along which dim.
+    # All-reduces that are split -> along which dim.
     split: dict[fx.Node, int]
-    # Those that are not, of which ops on slices read slices.
+    # All-reduces that stay, of which ops on slices read slices -> along which dim.
     unsplit: dict[fx.Node, int]
     # Seconds.
     saved: float
 
     @property
     def starts(self) -> dict[fx.Node, int]:
-        """The all-reduces that slices begin at."""
+        """Return the all-reduces at which slices begin, with their dims."""
         return {**self.split, **self.unsplit}
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of what runs whole and in slices."""
+    """Holds seconds of ops and collectives on whole values and on slices."""
 
-    # (op, share) -> of a share of an op, 1 or ``share``.
+    # (op, share) -> seconds of a share of an op, 1 or ``share``.
     work: Callable[[fx.Node, float], float]
-    # (kind, value) -> of a value as it is whole.
+    # (kind, value) -> seconds of a collective on a whole value.
     collective: Callable[[str, fx.Node], float]
-    # That of a slice.
+    # The share that one slice is of a value.
     share: float
 
 
 class _Network:
-    """Arcs with capacities in seconds, between numbered nodes; 0 source, 1 sink."""
+    """Holds arcs with capacities in seconds, between numbered nodes; 0 is the source, 1
+    the sink."""
 
     def __init__(self) -> None:
         self.number: dict[Any, int] = {"sliced": 0, "whole": 1}
@@ -90,8 +92,8 @@ class _Network:
         self.arcs.append((tail, head, seconds))
 
     def sliced(self) -> tuple[set[Any], float]:
-        """(what is on the side of the source, seconds of the cut). Of cuts of equal
-        cost the one with most in slices, which takes least memory."""
+        """Return (keys on the side of the source, seconds of the cut). Of cuts of equal
+        cost this is the one with most in slices, which takes least memory."""
         import numpy as np
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
@@ -113,7 +115,7 @@ class _Network:
         residual = (graph - flow.flow).tocsr()
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
-        # What cannot reach the sink any more stands with the source.
+        # Nodes that cannot reach the sink any more are on the side of the source.
         reach = set(
             breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)
         )
@@ -122,7 +124,8 @@ class _Network:
 
 
 def cut(rows: Rows, prices: Prices, *, split: bool = False) -> SliceCut:
-    """The best choice for one region. ``split``: of those that split every one."""
+    """Return the best cut for one region. ``split``: only among those that split every
+    all-reduce."""
     network = _Network()
     before = 0.0
     for op in rows.ops:
@@ -155,10 +158,11 @@ def cut(rows: Rows, prices: Prices, *, split: bool = False) -> SliceCut:
 def _value(
     network: _Network, rows: Rows, value: fx.Node, dim: int | None, prices: Prices
 ) -> None:
-    """A value is sliced as its op is; what reads it whole reads it gathered."""
+    """Add the arcs of a value: it is sliced if its op is; whoever reads it whole reads
+    it gathered."""
     maker = rows.makers.get(value)
     if dim is None or (maker is None and value not in rows.reduced):
-        # Whole; an op on slices takes its part of it for nothing.
+        # It is whole; an op on slices takes its part of it for free.
         network.arc(maker or value, "whole", math.inf)
         return
     if maker not in (None, value):
@@ -173,8 +177,9 @@ def _value(
 
 
 def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
-    """(seconds of ops that slices can save at most, seconds that collectives then take
-    longer at least): all ops on slices, and gathers where something reads whole."""
+    """Return (the most seconds of ops that slices can save, the least seconds that
+    collectives then take longer): all ops on slices, and gathers where something reads
+    whole."""
     work = sum(prices.work(op, 1.0) - prices.work(op, prices.share) for op in rows.ops)
     longer = 0.0
     for value in rows.reduced:
@@ -188,14 +193,14 @@ def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
     return work, longer
 
 
-# What saves this share of what it costs comes near to pay.
+# A region is a near miss if it saves more than this share of its cost.
 _NEAR = 0.5
 
 
 def alternatives(cuts: Sequence[SliceCut]) -> list[tuple[SliceCut, ...]]:
-    """Sets of regions that share no reduction: for each dim those that split it first,
-    or cut what is reduced along it, all others as far as they go together with them;
-    and the best region alone."""
+    """Return sets of regions that share no reduction. For each dim, regions that split
+    along it, or cut reduced values along it, come first, then all others that are
+    compatible with them; and the first region of each set alone."""
 
     def leads(one: SliceCut) -> set[tuple[int, bool]]:
         return {(dim, bool(one.unsplit)) for dim in one.starts.values()}
@@ -219,14 +224,14 @@ def alternatives(cuts: Sequence[SliceCut]) -> list[tuple[SliceCut, ...]]:
 def candidates(
     graph: fx.Graph, mesh: Mesh, axes: tuple[str, ...], hardware: Hardware
 ) -> tuple[list[SliceCut], list[str]]:
-    """(what pays by the sum of seconds, best first; why other regions do not). Those
-    along different dims share reductions."""
+    """Return (cuts that pay by the sum of seconds, best first; why other regions do
+    not). Cuts along different dims may share reductions."""
     prices = _prices(mesh, axes, hardware)
     regions = rows_of(graph, mesh, axes, varying(graph))
     cuts = sorted(((cut(rows, prices), rows) for rows in regions), key=_saved)
     paying = [one for one, _ in cuts if one.starts and one.sliced]
-    # What splits every all-reduce may be slower by the sum of seconds and faster in a
-    # step: more can run beside its gathers.
+    # A cut that splits every all-reduce may be slower by the sum of seconds and faster
+    # in a step: more can overlap with its gathers.
     every = [cut(rows, prices, split=True) for one, rows in cuts if one.unsplit]
     paying += [one for one in every if one.sliced]
     starts = {node for one in paying for node in one.starts}
@@ -263,7 +268,8 @@ def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:
 
 
 def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
-    """Seconds of a share of an op beyond its launch, or of a collective."""
+    """Return a function of an op and a share: seconds of that share of the op beyond
+    its launch, or of a collective."""
 
     def work(op: fx.Node, share: float) -> float:
         if collective_nodes.is_step(op):
@@ -274,8 +280,8 @@ def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
 
 
 def lines_of(cuts: Sequence[SliceCut], start: int) -> Schedule:
-    """Cuts as verbs: every all-reduce split, or cut where it is kept, then all ops
-    across the gathers; who reads whole what was cut reads it as it was."""
+    """Return cuts as lines: each all-reduce is split, or cut where it is kept, then all
+    ops cross the gathers; readers of a whole value that was cut read it as before."""
     lines: list[Line] = []
     for one in cuts:
         gathers, cut_gathers = [], []
@@ -297,7 +303,7 @@ def lines_of(cuts: Sequence[SliceCut], start: int) -> Schedule:
 
 
 def described(axes: tuple[str, ...], cuts: Sequence[SliceCut]) -> str:
-    """What cuts do, for the notes on near misses."""
+    """Describe cuts for the notes on near misses."""
     split = sum(len(one.split) for one in cuts)
     cut_only = sum(len(one.unsplit) for one in cuts)
     sliced = sum(len(one.sliced) for one in cuts)

@@ -1,14 +1,14 @@
-"""One op of a local graph on a slice: whether it may be, and the op that does it.
+"""Runs one op of a local graph on a slice, or refuses.
 
 In: a node, and for some of its operands slices of them along one dim. Out: the node's
-result on the slice, appended, with what of the result it is; or ``Refused`` with the
-reason. An op may run on slices of a dim if its rule has one factor for them and the
-result has that factor: pointwise ops, reductions and norms over other dims, products
-along rows of one operand (CoCoNeT, section 3.2; the conditions are those of row-local
-ops). Other operands that have the factor are sliced, those without it are left whole;
-either must be equal on all ranks of the axes. A factor that is summed over leaves
-summands: the result is reduced there and then. Shapes, indices and random numbers are
-made local as everywhere, by ``passes.local.local_ops``.
+result on the slice, appended, with the dim of the result that is sliced; or ``Refused``
+with the reason. An op may run on slices of a dim if its rule has one factor for them
+and the result has that factor, as pointwise ops, reductions and norms over other dims,
+products along rows of one operand (CoCoNeT, section 3.2; the conditions are those of
+row-local ops). Other operands that have the factor are sliced, those without it are
+left whole; either must be equal on all ranks of the axes. A factor that is summed over
+leaves summands: the result is reduced at once. Shapes, indices and random numbers are
+made local by ``passes.local.local_ops``, as everywhere. Never changes the node itself.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ Axes = tuple[str, ...]
 
 
 class Refused(Exception):
-    """Why an op cannot run on slices, to be read after its name."""
+    """Says why an op cannot run on slices, to be read after its name."""
 
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of a value."""
+    """Is a slice of a value."""
 
     # It holds what the axes leave of ``dim``.
     node: fx.Node
-    # Of the value, along which it is sliced.
+    # The dim of the value along which it is sliced.
     dim: int
 
 
 @dataclass(frozen=True)
 class SlicedResult:
-    """An op on slices."""
+    """Is the result of an op on slices."""
 
     # The new op; a tuple where several nodes give its results.
     node: Any
@@ -69,12 +69,14 @@ class SlicedResult:
 
 
 class Cutter:
-    """Runs ops on slices over ``axes``. ``varies``: node -> axes it varies over.
-    ``pull``: whole values that are computed on slices where only a slice is read.
-    ``cut``: appends the slice of any other, by default this rank's. ``grain``: parts of
-    a dim that slices keep together in order; more than the slices where each of them
-    is made of several parts. ``apart``: more axes along which ranks have other slices
-    at a time."""
+    """Runs ops on slices over ``axes``.
+
+    varies: node -> axes it varies over. pull: whole values that are computed on slices
+    where only a slice is read. cut: appends the slice of any other, by default this
+    rank's. grain: parts of a dim that slices keep together in order; more than the
+    slices where each of them is made of several parts. apart: more axes along which
+    ranks have different slices at a time.
+    """
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Cutter:
         factors: Sequence[str],
         parts: Mapping[fx.Node, SlicePart],
     ) -> SlicedResult:
-        """``node`` where slices cut ``factors``."""
+        """Append ``node`` where slices cut ``factors``."""
         operands = tensor_nodes(node)
         for number in set(node.all_input_nodes).difference(operands):
             self._check_equal(number)
@@ -148,7 +150,7 @@ class Cutter:
         return rule
 
     def _strategy(self, rule: Rule, factors: Sequence[str]) -> Strategy:
-        """All axes on the one factor that slices cut."""
+        """Return the strategy with all axes on the one factor that slices cut."""
         if len(set(factors)) != 1:
             raise Refused(f"would be cut along {sorted(set(factors))} at once")
         factor, mesh = factors[0], self.build.mesh
@@ -164,7 +166,8 @@ class Cutter:
         return Strategy(((factor, self.axes),))
 
     def _factor(self, rule: Rule, dims: Dims, dim: int) -> str:
-        """The factor that slices of ``dim`` of a tensor with these factors cut."""
+        """Return the factor that slices of ``dim`` of a tensor with factors ``dims``
+        cut."""
         spec = Spec.of([self.axes if d == dim else () for d in range(len(dims))])
         factors = project(dims, spec, rule.size, self.build.mesh)
         if list(factors.values()) != [self.axes]:
@@ -190,7 +193,8 @@ class Cutter:
             )
 
     def sliced(self, node: fx.Node, dim: int) -> fx.Node:
-        """The slice of a whole value; one that was just gathered is there already."""
+        """Return the slice of a whole value; if that was just gathered, the gather's
+        operand."""
         if node.target is collective_nodes.all_gather and node.args[1:] == (
             dim,
             self.axes,
@@ -204,7 +208,7 @@ class Cutter:
         return self._cuts[node, dim]
 
     def _pulled(self, node: fx.Node, dim: int) -> fx.Node:
-        """The slice of a value, computed on slices."""
+        """Return the slice of a value, computed on slices."""
         try:
             with self.build.at(node):
                 pulled = self._backwards(node, dim)
@@ -251,7 +255,7 @@ class Cutter:
     def _reduced(
         self, node: fx.Node, result: Any, results: tuple[Spec, ...]
     ) -> SlicedResult:
-        """Check shapes; reduce a result of summands."""
+        """Check shapes, and reduce a result that is summands."""
         mesh = self.build.mesh
         whole = tensors_of(node.meta["val"])
         local = tensors_of(value_of(result))
@@ -270,7 +274,7 @@ class Cutter:
         return SlicedResult(result, tuple(dims[0] if dims else None for dims in where))
 
     def _step(self, node: fx.Node, parts: Mapping[fx.Node, SlicePart]) -> SlicedResult:
-        """A step over other axes, which does to every slice what it does to the
+        """Append a step over other axes, which does to a slice what it does to the
         whole."""
         source: Any = node.args[0]
         part = parts[source]
@@ -287,8 +291,8 @@ class Cutter:
 def results_of(
     node: fx.Node, sliced: SlicedResult
 ) -> dict[fx.Node, tuple[fx.Node, int | None]]:
-    """What was made of ``node``, by the nodes that stand for its results: itself, or
-    those that take the elements of its tuple. Raises Refused."""
+    """Return the new (node, sliced dim) for each node that stands for a result of
+    ``node``: itself, or the getitems of its tuple. Raises Refused."""
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         return {node: (sliced.node, sliced.dims[0])}

@@ -1,9 +1,9 @@
-"""Which dims of which values could lie in slices together: the rows of a region.
+"""Finds the dims of values that can only be sliced together: the rows of a region.
 
 In: a local graph with steps, and axes. Out: ``Rows``, one for each set of (value, dim)
-that ops tie together by a factor of their rules: if one value of them lies in slices
-along its dim, so may every other. Only values equal on all ranks of the axes are asked
-about; ops without a rule, and ops that read what differs between ranks, tie nothing.
+that ops tie together by a factor of their rules: if one value of the set is sliced
+along its dim, so may every other be. Only values equal on all ranks of the axes count;
+ops without a rule, and ops that read a value that differs between ranks, tie nothing.
 Never changes the graph.
 """
 
@@ -34,11 +34,11 @@ Varies = Mapping[fx.Node, frozenset[str]]
 
 @dataclass
 class Rows:
-    """Values of a graph that could be sliced along one dim of each."""
+    """Holds values of a graph that could be sliced, each along one dim."""
 
     # Value -> the dim along which it would be sliced; None: never.
     dims: dict[fx.Node, int | None] = field(default_factory=dict)
-    # Op -> the values of these that it reads as slices.
+    # Op -> the values among ``dims`` that it reads as slices.
     ops: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     # Ops that sum over the rows, so that their result must be reduced.
     sums: set[fx.Node] = field(default_factory=set)
@@ -48,13 +48,13 @@ class Rows:
     reduced: list[fx.Node] = field(default_factory=list)
 
     def put(self, value: fx.Node, dim: int) -> None:
-        """Note a token; a value of which two dims are rows is never sliced."""
+        """Note a token; a value with two dims that are rows is never sliced."""
         if self.dims.setdefault(value, dim) != dim:
             self.dims[value] = None
 
 
 class _Sets:
-    """Tokens that belong together."""
+    """Holds disjoint sets of tokens that are tied together."""
 
     def __init__(self) -> None:
         self._number: dict[Token, int] = {}
@@ -75,13 +75,13 @@ class _Sets:
 
 @dataclass(frozen=True)
 class _Tie:
-    """One op and one of its factors: the tokens of its operands and results."""
+    """Holds the tokens of an op's operands and results for one of its factors."""
 
-    # The op.
+    # The op that ties the tokens.
     node: fx.Node
-    # Of operands.
+    # Tokens of operands.
     reads: tuple[Token, ...]
-    # Of results.
+    # Tokens of results.
     makes: tuple[Token, ...]
 
     @property
@@ -90,7 +90,7 @@ class _Tie:
 
 
 def rows_of(graph: fx.Graph, mesh: Mesh, axes: Axes, varies: Varies) -> list[Rows]:
-    """All rows that hold the result of an all-reduce along ``axes``."""
+    """Return all rows with a result of an all-reduce along ``axes``."""
     sets, ties = _Sets(), list(_all_ties(graph, mesh, axes, varies))
     for tie in ties:
         for token in tie.tokens:
@@ -123,7 +123,7 @@ def rows_of(graph: fx.Graph, mesh: Mesh, axes: Axes, varies: Varies) -> list[Row
 def _all_ties(
     graph: fx.Graph, mesh: Mesh, axes: Axes, varies: Varies
 ) -> Iterator[_Tie]:
-    """One for each op and factor that slices could cut."""
+    """Yield one tie for each op and factor that slices could cut."""
     rules = RuleReader()
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
@@ -149,7 +149,8 @@ def _all_ties(
 
 
 def _results(node: fx.Node) -> list[fx.Node | None] | None:
-    """The nodes that stand for a node's results; None if one is read as a tuple."""
+    """Return the nodes that stand for a node's results; None if it is read as a
+    tuple."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [node]
@@ -170,7 +171,8 @@ def _tie(
     axes: Axes,
     results: list[fx.Node | None],
 ) -> _Tie | None:
-    """What slices along the factor cut; None if the op cannot run on them."""
+    """Return the tokens that slices along the factor cut; None if the op cannot run on
+    them."""
     if not all(
         expressible(dims, {factor: axes}, rule.size, mesh) for dims in rule.tensors
     ):
@@ -195,7 +197,7 @@ def _tie(
 def _places(
     dims: Dims, factor: str, rule: Rule, mesh: Mesh, axes: Axes
 ) -> Iterator[int]:
-    """The dims of a tensor that are cut by slices along a factor."""
+    """Yield the dims of a tensor that are cut by slices along a factor."""
     for d, dim in enumerate(dims):
         if factor in dim:
             spec = Spec.of([axes if i == d else () for i in range(len(dims))])
@@ -204,7 +206,7 @@ def _places(
 
 
 def _step_ties(node: fx.Node, axes: Axes) -> Iterator[_Tie]:
-    """A step over other axes ties the dims that it leaves as they are."""
+    """Yield the ties of a step over other axes: the dims that it leaves as they are."""
     source: Any = node.args[0]
     if not set(collective_nodes.axes_of(node)) & set(axes):
         step_dims = collective_nodes.changed_dims(node)

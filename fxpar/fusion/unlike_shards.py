@@ -1,8 +1,8 @@
-"""Ops on shards that are not alike, as a schedule sees them: closed.
+"""Closes ops on unequal shards into regions, so that a schedule can skip them.
 
-In: a local graph with steps. Out: the same graph in which each op that reads or makes
-what is not as large on every rank is a region of its own (``UnlikeOp``), which no verb
-looks into: verbs cut all shards alike. What stays is as in any other graph, so that
+In: a local graph with steps. Out: the same graph in which each op that reads or makes a
+value which is not as large on every rank is a region of its own (``UnlikeOp``). Verbs
+cut all shards equally, so that they never look into it; all other nodes stay, so that
 verbs apply around it. ``fuse_nodes.inline`` opens the regions again.
 """
 
@@ -22,25 +22,26 @@ from fxpar.sharding.rank_ints import PLACES, SIZES
 
 
 class UnlikeOp(CallableRegion):
-    """A region of one op, some of whose shards are not alike."""
+    """Is a region of one op on unequal shards."""
 
 
 def has_unlike_shards(graph: fx.Graph) -> bool:
-    """Whether not all shards of a graph are alike, and its ops are not closed yet."""
+    """Return whether some shards of a graph are unequal, and its ops are not closed
+    yet."""
     if any(isinstance(node.target, UnlikeOp) for node in graph.nodes):
         return False
     return is_uneven(graph) or bool(graph.output_node().meta.get(UNEVEN))
 
 
 def is_closed(node: fx.Node) -> bool:
-    """Whether a node is what a closed op gives."""
+    """Return whether a node is a result of a closed op."""
     source: Any = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and isinstance(source.target, UnlikeOp)
 
 
 def closed(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
-    """A copy with each such op as a region; the graph itself if all shards are alike
-    or closed."""
+    """Return a copy with each op on unequal shards as a region; the graph itself if all
+    shards are equal or closed."""
     if not has_unlike_shards(graph):
         return graph
     graph = copy_of(graph)
@@ -49,7 +50,7 @@ def closed(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
 
 
 def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
-    """Make each such op a region, in place."""
+    """Make each op on unequal shards a region, in place."""
     values = unlike(graph, mesh, fake_mode)
     values.update(n for n in graph.nodes if n.target in SIZES)
     for node in list(graph.nodes):
@@ -67,7 +68,8 @@ def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
 
 
 def _close(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The item of its region, of the op's name, that is read instead of the op."""
+    """Put an op into a region. Return the region's item, under the op's name, that is
+    read instead of the op."""
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for read in node.all_input_nodes:

@@ -1,13 +1,12 @@
-"""Which axes each value of a local graph varies over.
+"""Finds the axes that each value of a local graph varies over.
 
 In: a local graph with steps, whose inputs know their specs (``meta["fxpar_spec"]``).
-Out: for every node, those inside of regions too, the axes along which ranks may hold
+Out: for every node, those inside regions too, the axes along which ranks may hold
 different values. A value that does not vary over an axis is replicated along it, so
-that each rank may compute on a slice; one that varies is a shard, a summand, or
-something of one rank alone, and what it is the steps that follow say. What another
-stage sends varies as it did there (``meta["fxpar_sent"]``). What communicates and is
-not in the table here does not come in (``node_legality.admit``). Never changes the
-graph.
+that each rank may compute on a slice; one that varies is a shard, a summand, or a value
+of one rank alone: the steps that follow distinguish them. A value from another stage
+varies as it did there (``meta["fxpar_sent"]``). Ops that communicate and are not in the
+table here never come in (``node_legality.admit``). Never changes the graph.
 
 The analysis is that of ``jax.shard_map``'s varying axes.
 """
@@ -36,12 +35,12 @@ from fxpar.sharding.spec import Spec
 Axes = frozenset[str]
 Varies = dict[fx.Node, Axes]
 
-# Steps after which ranks along the axes hold the same.
+# Steps after which ranks along the axes hold the same value.
 _EQUAL = {collective_nodes.all_reduce, collective_nodes.all_gather}
 
 
 def varying(graph: fx.Graph) -> Varies:
-    """Raises ScheduleError if an input does not know its spec."""
+    """Return the axes of each node. Raises ScheduleError if an input has no spec."""
     inputs = graph.find_nodes(op="placeholder")
     varies = {node: of_spec(node) for node in inputs}
     _through(graph, varies)
@@ -49,8 +48,8 @@ def varying(graph: fx.Graph) -> Varies:
 
 
 def _through(graph: fx.Graph, varies: Varies) -> None:
-    """Add what the nodes of a graph vary over, its inputs being known."""
-    # Of what gives several values: over what each of them varies.
+    """Add the axes of a graph's nodes to ``varies``, which has those of its inputs."""
+    # For a node that gives several values: the axes of each.
     each: dict[Any, list[Axes]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -86,7 +85,7 @@ def _through(graph: fx.Graph, varies: Varies) -> None:
 
 _GATHERED = torch.ops.fxpar.gather_matmul.default
 
-# Of whose ops none communicates, or knows its rank.
+# Namespaces of ops that do not communicate and do not know their rank.
 _ALONE = {"aten", "prims"}
 
 
@@ -95,7 +94,8 @@ def _of_any(several: Sequence[Axes]) -> Axes:
 
 
 def _of_region(node: fx.Node, varies: Varies) -> list[Axes]:
-    """Of each result of a region, whose nodes may cut and communicate."""
+    """Return the axes of each result of a region, whose nodes may cut and
+    communicate."""
     region: Any = node.target
     inputs = region.graph.find_nodes(op="placeholder")
     varies.update(zip(inputs, (varies[n] for n in node.args), strict=True))
@@ -105,14 +105,14 @@ def _of_region(node: fx.Node, varies: Varies) -> list[Axes]:
 
 
 def _of_gathered(node: fx.Node, varies: Varies) -> list[Axes]:
-    """Of what was gathered, and of its products."""
+    """Return the axes of the gathered value, and of its products."""
     x, weights, *_, group = node.args
     whole = varies[x] - set(custom_ops.group_axes(group))
     return [whole, *(whole | varies[w] for w in weights)]
 
 
 def of_spec(node: fx.Node) -> Axes:
-    """The axes an input varies over."""
+    """Return the axes an input varies over."""
     spec = node.meta.get("fxpar_spec")
     if isinstance(spec, Spec):
         return frozenset((*spec.axes, *node.meta.get(VARIES, ())))

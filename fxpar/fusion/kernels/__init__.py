@@ -1,16 +1,18 @@
-"""Regions: a collective and the compute around it as one op with generated kernels.
+"""Makes one op with generated kernels of a collective and the compute around it: a
+region.
 
-``fuse_regions`` makes regions of a graph: ``select_region`` says what belongs together,
-``kernel_worth`` whether it pays, ``trace_region`` makes a ``region_program`` of it,
-``region_op`` is the op that runs one. A program is run op by op (``interpret``) or by
-kernels (``run_kernels``): ``split_at_collectives`` cuts it, and of each part
-``kernel_text`` makes the text, by ``emit`` (what a line is in a kernel), ``placement``
-(where a value is needed), ``reductions`` (what a kernel runs over),
-``index_arithmetic`` (views), ``expressions`` (ops), ``device_functions``.
+In: the graph of a forward or a backward. Out: the graph with its regions as ops, which
+run as kernels. ``fuse_regions`` makes regions of a graph: ``select_region`` says which
+nodes belong together, ``kernel_worth`` whether it pays, ``trace_region`` makes a
+``region_program`` of it, ``region_op`` is the op that runs one. A program is run op by
+op (``interpret``) or by kernels (``run_kernels``): ``split_at_collectives`` cuts it,
+and ``kernel_text`` makes the text of each part, by ``emit`` (a line's form in a
+kernel), ``placement`` (where a value is needed), ``reductions`` (the space a kernel
+runs over), ``index_arithmetic`` (views), ``expressions`` (ops), ``device_functions``.
 
 A template that does a collective inside a kernel (``templates``; ``implementations``
 says when, ``symmetric_memory`` is where ranks meet, ``run_fused`` runs it) takes the
 parts and their bodies from these, with a ``Source`` that reads other ranks' memory or a
 ``Sink`` that writes there, and puts them into one function, with its barriers between.
-Nothing here is imported by ``import fxpar``; Triton only when a kernel runs.
+Never imported by ``import fxpar``; Triton is imported only when a kernel runs.
 """

@@ -1,17 +1,17 @@
-"""The fastest way to run a region, measured on all ranks alike.
+"""Measures the fastest way to run a region, on all ranks together.
 
-In: a program, the ways there are to run it, in the order that a table would take them,
-and what runs one. Out: one of them, the same on every rank. A kernel that waits for
-other ranks must not be timed by a tuner of each rank's own: two that try different
-configurations wait for each other for ever. Here all ranks run the same way at the same
-time, a way takes as long as its slowest rank, and all compute from the same figures.
-What fails on one rank is left out on all.
+In: a program, the ways to run it, in the order of preference of the table, and a
+function that runs one. Out: one of them, the same on every rank. A kernel that waits
+for other ranks must never be timed by a tuner of each rank's own: two that try
+different configurations wait for each other for ever. Here all ranks run the same way
+at the same time, a way takes as long as its slowest rank, and all compute from the same
+figures. A way that fails on one rank is left out on all.
 
-What was found is kept in files beside Inductor's caches, by all it depends on: the
-program (its shapes and dtypes with it), the ranks, the device, how ranks are connected,
-and the versions of torch and Triton. The first rank's file counts, so that ranks with
-other files, or none, do as it does. Without a GPU nothing is measured: the first way is
-the table's (``implementations``).
+Results are kept in files next to Inductor's caches, by all they depend on: the program
+(its shapes and dtypes with it), the ranks, the device, how ranks are connected, and the
+versions of torch and Triton. The first rank's file counts, so that ranks with other
+files, or none, follow it. Without a GPU nothing is measured: the first way is the
+table's (``implementations``).
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from fxpar.fusion.kernels.implementations import GroupFacts, choose, rungs_of
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
 
-# Launches timed together, so that those of the clock do not count; times that is done,
-# after some that are not counted.
+# Launches timed together, so that the clock's own time does not count; timed
+# repetitions; repetitions before them that are not counted.
 LAUNCHES, ROUNDS, WARMUP = 20, 5, 3
 
-# The table's way stands unless another is faster by this share.
+# The table's way is kept unless another is faster by this share.
 LEAST = 0.03
 
 
 @dataclass(frozen=True)
 class TunedWay:
-    """A measured way to run a region: the rung, and how large its kernel is."""
+    """Is a measured way to run a region: the rung, and the size of its kernel."""
 
-    # Of the ladder.
+    # Name of the rung of the ladder.
     rung: str
     # The largest grid.
     programs: int
-    # Of a program, 0 for as many as the kernel asks for.
+    # Warps of a program, 0 for as many as the kernel asks for.
     warps: int = 0
 
 
-# Runs a way once, as often as it is called.
+# Runs a way once, each time it is called.
 Run = Callable[[], Any]
-# Seconds that a run takes on this rank.
+# Returns the seconds that a run takes on this rank.
 Clock = Callable[[Run], float]
 
 
 def ways_of(
     program: RegionProgram, facts: GroupFacts, programs: int
 ) -> tuple[TunedWay, ...]:
-    """What is tried, the table's choice first: each rung that the program can have, by
-    all programs that run at a time and by half as many, and with twice the warps."""
+    """Return the ways to try, the table's choice first: each rung that the program can
+    have, with all programs that run at a time, with half as many, and with 16 warps."""
     first = choose(program, facts).name
     names = dict.fromkeys([first, *rungs_of(program, facts)])
     ways: dict[TunedWay, None] = {}
@@ -83,9 +83,9 @@ def fastest(
     meeting: Meeting,
     clock: Clock,
 ) -> tuple[TunedWay, dict[str, float]]:
-    """The way whose slowest rank is the fastest, and the seconds of each that all ranks
-    could run. ``prepare``: compiles one. Raises Unshared on all ranks if there is none.
-    """
+    """Return the way whose slowest rank is the fastest, and the seconds of each that
+    all ranks could run. ``prepare``: compiles one. Raises Unshared on all ranks if
+    there is none."""
     seconds: dict[int, float] = {}
     for i, way in enumerate(ways):
         try:
@@ -103,7 +103,8 @@ def fastest(
 
 
 def _with_runtime_errors(fn: Callable[[Any], Any], x: Any) -> Any:
-    """``fn(x)``; whatever it raises is something to tell the others."""
+    """Return ``fn(x)``; raise any error as a RuntimeError, which is reported to the
+    others."""
     try:
         return fn(x)
     except Exception as error:
@@ -119,7 +120,8 @@ def tuned(
     where: Mapping[str, Any],
     clock: Clock,
 ) -> TunedWay:
-    """``fastest``, kept: found once for a program and ``where`` (the device, links).
+    """Return the result of ``fastest``, kept: found once for a program and ``where``
+    (the device, links).
 
     Raises Unshared on all ranks.
     """
@@ -142,7 +144,7 @@ def _path(program: RegionProgram, ranks: int, where: Mapping[str, Any]) -> Path:
 
 
 def _text_of(path: Path) -> str:
-    """A file's text, "" if there is none."""
+    """Return a file's text, "" if there is none."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
@@ -157,7 +159,8 @@ def _read(text: str) -> TunedWay | None:
 
 
 def by_clock(run: Run) -> float:
-    """Seconds of a run that the host waits for, as on CPU; the median of some."""
+    """Return the seconds of a run that the host waits for, as on CPU; the median of
+    some."""
     seconds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -167,7 +170,8 @@ def by_clock(run: Run) -> float:
 
 
 def by_events(run: Run) -> float:
-    """Seconds of a launch on the current stream of a GPU, the median of some."""
+    """Return the seconds of a launch on the current stream of a GPU, the median of
+    some."""
     for _ in range(WARMUP):
         run()
     seconds = []

@@ -1,16 +1,16 @@
-"""What generated kernels call: functions of Triton's language that it lacks.
+"""Defines functions that generated kernels call and that Triton's language lacks.
 
-In: values of a block. Out: values of the same block, in float32. What needs no
-instruction of a GPU's own runs in Triton's interpreter too.
+In: values of a block. Out: values of the same block, in float32. Functions that need no
+special instruction of a GPU run in Triton's interpreter too. Never allocates memory.
 
-``switch_sum``: sums that the switch between GPUs makes, where memory has a multicast
+``switch_sum``: sums made by the switch between GPUs, where memory has a multicast
 address. In: 16 bytes at a time of all ranks' buffers. Out: their sums, in all ranks'
-buffers. One load through the multicast address reads and adds what all ranks have
-there, one store writes to all: of S bytes on W ranks S / W + S cross a GPU's link
-instead of the 2 (W - 1) / W S of two shots. It needs an instruction that Triton has no
-word for (``multimem``, PTX ISA 8.1), which no interpreter has; there the same bytes are
-read and written rank by rank. What the switch adds up in which order it does not say:
-one rank makes each sum and all get that, so that ranks hold the same bits.
+buffers. One load through the multicast address reads and adds the values of all ranks,
+one store writes to all: of S bytes on W ranks S / W + S cross a GPU's link instead of
+the 2 (W - 1) / W S of two shots. It needs an instruction that Triton does not have
+(``multimem``, PTX ISA 8.1), nor its interpreter; there the same bytes are read and
+written rank by rank. The order in which the switch adds is unknown: one rank makes each
+sum and all get that, so that ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _LOAD = """
 _LOAD_F32 = tl.constexpr(_LOAD.format(".v4.f32"))
 _LOAD_BF16 = tl.constexpr(_LOAD.format(".acc::f32.v4.bf16x2"))
 
-# An output nobody reads, the address 1, what is stored 2 to 5, whether it is 6.
+# An output nobody reads, the address 1, the stored values 2 to 5, whether this lane
+# counts 6.
 _STORE = tl.constexpr("""
 {
     .reg .pred live;
@@ -63,11 +64,11 @@ def switch_sum(
     TOTAL: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Sums of UNITS times 16 bytes from the unit ``first`` on, of TOTAL there are.
+    """Sum UNITS times 16 bytes from the unit ``first`` on, of TOTAL units.
 
-    ``buffers``: pointer to the addresses of all ranks' buffers, and behind them the
-    multicast one. ``summands``, ``summed``: where in each the summands are and the sums
-    go, in bytes. BLOCK: a power of two, at least UNITS.
+    ``buffers``: pointer to the addresses of all ranks' buffers, and after them the
+    multicast one. ``summands``, ``summed``: offsets in each, in bytes, of the summands
+    and of the sums. BLOCK: a power of two, at least UNITS.
     """
     if _INTERPRETED:
         PER: tl.constexpr = 128 // dtype.primitive_bitwidth
@@ -106,7 +107,7 @@ def switch_sum(
 
 HEAD = tl.constexpr(symmetric_memory.HEAD)
 
-# Questions until a rank counts as lost: of some microsecond each on a GPU, so some ten
+# Polls until a rank counts as lost: of some microsecond each on a GPU, so some ten
 # minutes (not measured), as long as NCCL waits; in the interpreter a minute or so.
 
 
@@ -116,7 +117,7 @@ SCALE = tl.constexpr(4.6566127342e-10)  # the largest that keeps 2**31 - 1 below
 
 @triton.jit
 def tanh(x):
-    """By the sigmoid; near zero, where that cancels, by its series."""
+    """Return tanh by the sigmoid; near zero, where that cancels, by its series."""
     s = x * x
     series = 0.13333333333333333 + s * (-0.05396825396825397 + s * 0.021869488536155203)
     series = x * (1.0 + s * (-0.3333333333333333 + s * series))
@@ -125,48 +126,50 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    """``1 / (1 + exp(-x))``."""
+    """Return ``1 / (1 + exp(-x))``."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def sign(x):
-    """1, -1 or 0; of NaN 0, as torch has it."""
+    """Return 1, -1 or 0; for NaN 0, as torch does."""
     return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
 
 
 @triton.jit
 def _ordered(bits):
-    """Bits of a float32 as an integer in the order of the numbers, and back."""
+    """Return the bits of a float32 as an integer in the order of the numbers, or
+    back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def amax(x):
-    """The largest number of a block; NaN if there is one, as torch has it: as an
-    integer that comes behind infinity."""
+    """Return the largest number of a block; NaN if there is one, as in torch: as an
+    integer it comes after infinity."""
     bits = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
     return _ordered(tl.max(_ordered(bits), 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def amin(x):
-    """The smallest number of a block; NaN, here before minus infinity, if there is
-    one."""
+    """Return the smallest number of a block; NaN if there is one: here it comes before
+    minus infinity."""
     bits = tl.where(x != x, -0x400000, x.to(tl.int32, bitcast=True))
     return _ordered(tl.min(_ordered(bits), 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _uniform(word):
-    """31 bits of a Philox word as a number in [0, 1)."""
+    """Return 31 bits of a Philox word as a number in [0, 1)."""
     x = word.to(tl.int32, bitcast=True)
     return tl.where(x < 0, -x - 1, x) * SCALE
 
 
 @triton.jit
 def rand_cpp(seed, index):
-    """Numbers of Inductor's C++: half the seed, and a counter for each element."""
+    """Return the numbers of Inductor's C++: half the seed, and a counter for each
+    element."""
     at = tl.cast(index, tl.uint32)
     zero = at * 0
     word, _, _, _ = tl.philox(seed & 0xFFFFFFFF, at, zero, zero, zero)
@@ -175,7 +178,8 @@ def rand_cpp(seed, index):
 
 @triton.jit
 def rand_triton_1(seed, index):
-    """Numbers of Inductor's Triton up to torch 2.12: a counter for each element."""
+    """Return the numbers of Inductor's Triton up to torch 2.12: a counter for each
+    element."""
     at = tl.cast(index, tl.uint32)
     zero = at * 0
     word, _, _, _ = tl.philox(seed, at, zero, zero, zero)
@@ -184,7 +188,8 @@ def rand_triton_1(seed, index):
 
 @triton.jit
 def rand_triton_4(seed, index):
-    """Numbers of Inductor's Triton from torch 2.13: four neighbours share a counter."""
+    """Return the numbers of Inductor's Triton from torch 2.13: four neighbours share a
+    counter."""
     at = tl.cast(index, tl.uint32)
     lane = at & 3
     zero = at * 0
@@ -196,7 +201,7 @@ def rand_triton_4(seed, index):
 
 @triton.jit
 def peer(buffers, rank, offset, dtype: tl.constexpr):
-    """Where ``offset`` bytes into the buffer of a rank are, as a pointer to ``dtype``.
+    """Return a pointer to ``dtype``, ``offset`` bytes into the buffer of a rank.
     ``buffers``: pointer to the addresses of all ranks' buffers; offsets are multiples
     of 16 bytes."""
     place = tl.load(buffers + rank) + offset
@@ -205,7 +210,7 @@ def peer(buffers, rank, offset, dtype: tl.constexpr):
 
 @triton.jit
 def patience(signals, rank):
-    """How often a kernel may ask in vain, over all its barriers: not at all if an
+    """Return how often a kernel may poll in vain, over all its barriers: 0 if an
     earlier one gave up."""
     pad = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
     return tl.where(tl.load(pad) == 0, SPINS, 0)
@@ -215,14 +220,14 @@ def patience(signals, rank):
 def _swap(
     places, live, old: tl.constexpr, new: tl.constexpr, order: tl.constexpr, questions
 ):
-    """At each of the places that are ``live``, put ``new`` where ``old`` is, once it
-    is; all are asked at once. Give up after ``questions``, at least one. Where
-    ``old`` never was, and the questions that are left."""
+    """At each of the places that are ``live``, replace ``old`` by ``new`` once it is
+    there; all are polled at once. Give up after ``questions`` polls, at least one.
+    Return the lanes where ``old`` never was, and the polls that are left."""
     tries = tl.maximum(questions, 1)
     waits = live
     value = live * 0 + new
     while (tl.max(waits, 0) != 0) & (tries > 0):
-        # What was found is not changed again: none of the places is ever -1.
+        # A place that was swapped is not changed again: none of the places is ever -1.
         expected = tl.where(waits != 0, old, -1)
         previous = tl.atomic_cas(places, expected, value, sem=order, scope="sys")
         waits = tl.where(previous != old, waits, 0)
@@ -232,20 +237,20 @@ def _swap(
 
 @triton.jit
 def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, questions):
-    """Wait for the program of the same number on every rank: what each wrote before is
-    then seen by all. Gives up after ``questions`` (``patience``), says so for the
-    host, and returns how many are left: then what follows computes with anything.
+    """Wait for the program of the same number on every rank: all then see what each
+    wrote before. Give up after ``questions`` polls (``patience``), report that to the
+    host, and return how many are left; after giving up, later results are undefined.
 
     ``signals``: pointer to the addresses of all ranks' pads, which are zero at first: a
-    head (``symmetric_memory.HEAD``), and of each program one int32 for each rank that
+    head (``symmetric_memory.HEAD``), and for each program one int32 for each rank that
     signals. A signal is raised from 0 to 1 by its sender and lowered by its receiver,
-    so the pads are zero again in the end. Each rank is a thread's, so that of any
-    number of ranks it takes one round trip to the others' memory and one to the own
+    so the pads are zero again in the end. Each rank has its own thread, so that any
+    number of ranks take one round trip to the others' memory and one to the own
     (``implementations.TRIPS``). Grids must be equal on all ranks, and all their
     programs run at a time. It is the handshake of torch's symmetric memory
     (CUDASymmetricMemory), without assembler.
     """
-    tl.debug_barrier()  # what all threads wrote comes before what one releases
+    tl.debug_barrier()  # writes of all threads come before the release by one
     first = HEAD + tl.program_id(0) * RANKS
     lane = tl.arange(0, triton.next_power_of_2(RANKS))
     live = (lane < RANKS).to(tl.int32)

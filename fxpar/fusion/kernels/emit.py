@@ -1,15 +1,15 @@
-"""A program without collectives as the body of a Triton kernel.
+"""Writes a program without collectives as the body of a Triton kernel.
 
-In: the program, the space it runs over, and where its inputs come from and its outputs
-go (``Source``, ``Sink``; pointers unless said otherwise). Out: a ``Body``: parameters,
-and lines before, in and after the loop over blocks. Each line of the program is one
-line of the kernel, with its shape beside it; views are index arithmetic (``index``),
-ops a table (``expressions``). All arithmetic is in float32: what is stored in fewer
-bits is widened when it is read and rounded when it is written, not in between. It never
-decides what belongs to a kernel, and writes no collective: a template does, by sources
-and sinks of its own.
+In: the program, the space it runs over, and how its inputs are read and its outputs
+written (``Source``, ``Sink``; pointers by default). Out: a ``Body``: parameters, and
+lines before, in and after the loop over blocks. Each line of the program is one line of
+the kernel, with its shape in a comment; views are index arithmetic
+(``index_arithmetic``), ops a table (``expressions``). All arithmetic is in float32:
+values stored in fewer bits are widened when read and rounded when written, not in
+between. Never decides which ops belong to a kernel, and never writes a collective: a
+template does, by sources and sinks of its own.
 
-``needs`` says first at which places each value is needed.
+``Needs`` first finds at which places each value is needed.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ from fxpar.fusion.kernels.region_program import (
 
 @dataclass(frozen=True)
 class Source:
-    """How an input is read."""
+    """Says how an input is read."""
 
     # Names of the kernel's parameters that it takes.
     parameters: tuple[str, ...]
-    # (offset, mask) -> lines, and the expression of what lies at the offset in
-    # elements, of the input's own dtype; the mask is "" or the name of what says which
-    # offsets there are.
+    # (offset, mask) -> lines, and the expression of the value at the offset in
+    # elements, in the input's own dtype; the mask is "" or the name of the mask of
+    # offsets that exist.
     read: Callable[[str, str], tuple[Sequence[str], str]]
     # Lines before the loop.
     before: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Sink:
-    """How an output is written."""
+    """Says how an output is written."""
 
     # Names of the kernel's parameters that it takes.
     parameters: tuple[str, ...]
@@ -92,12 +92,12 @@ class Sink:
 
 
 def masked(mask: str, other: str = "") -> str:
-    """The end of a call of ``tl.load`` or ``tl.store``."""
+    """Return the end of a call of ``tl.load`` or ``tl.store``."""
     return f", mask={mask}{other})" if mask else ")"
 
 
 def pointer_source(name: str) -> Source:
-    """From memory at ``<name>_ptr``."""
+    """Return a source that reads memory at ``<name>_ptr``."""
 
     def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
         return (), f"tl.load({name}_ptr + {offset}{masked(mask, ', other=0')}"
@@ -106,7 +106,8 @@ def pointer_source(name: str) -> Source:
 
 
 def number_source(name: str) -> Source:
-    """A number alone that the kernel is given: ``<name>_value``."""
+    """Return a source for a single number, an argument of the kernel:
+    ``<name>_value``."""
 
     def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
         return (), f"tl.full((), {name}_value, tl.float32)"
@@ -115,7 +116,7 @@ def number_source(name: str) -> Source:
 
 
 def pointer_sink(name: str) -> Sink:
-    """To memory at ``<name>_ptr``."""
+    """Return a sink that writes memory at ``<name>_ptr``."""
 
     def write(offset: str, value: str, mask: str) -> Sequence[str]:
         return (f"tl.store({name}_ptr + {offset}, {value}{masked(mask)}",)
@@ -125,24 +126,24 @@ def pointer_sink(name: str) -> Sink:
 
 @dataclass(frozen=True)
 class Body:
-    """The parts of a kernel's text."""
+    """Holds the parts of a kernel's text."""
 
-    # The elements that a program of the kernel works on.
+    # The elements that the kernel runs over.
     space: Space
     # Pointers, then numbers ("n0").
     parameters: tuple[str, ...]
-    # Which of the program's it reads.
+    # Indices of the program's numbers that it reads.
     numbers: tuple[int, ...]
-    # Outputs summed over blocks: each program writes its part, ``columns`` of them or
+    # Outputs summed over blocks: each program writes its part, ``columns`` elements or
     # one, at its number in its pointer.
     sums: tuple[str, ...]
     # Lines ahead of the loop.
     before: tuple[str, ...]
-    # Lines in it.
+    # Lines in the loop.
     loop: tuple[str, ...]
-    # Lines behind it.
+    # Lines after the loop.
     after: tuple[str, ...]
-    # Inputs and outputs, and whether each is read or written at the place of the
+    # Inputs and outputs, and whether each is read or written only at the place of the
     # element that a lane is at.
     touched: Mapping[str, bool]
 
@@ -155,9 +156,11 @@ def emit_body(
     sinks: Mapping[str, Sink] | None = None,
     random: str = "cpp",
 ) -> Body:
-    """The body of a program's kernel. ``sources``, ``sinks``: by names of inputs and
-    outputs, where they are no pointers. ``random``: whose numbers are drawn: "cpp",
-    "triton_1" or "triton_4" (``device_functions``).
+    """Return the body of a program's kernel.
+
+    sources, sinks: by names of inputs and outputs, where they are no pointers. random:
+    the generator whose numbers are drawn: "cpp", "triton_1" or "triton_4"
+    (``device_functions``).
 
     Raises CannotEmit.
     """
@@ -170,7 +173,7 @@ def emit_body(
 
 
 class _Writer:
-    """Writes the text, forwards."""
+    """Writes the text of a body, forwards."""
 
     def __init__(self, needs: Needs, random: str) -> None:
         self.needs, self.random = needs, random
@@ -227,7 +230,7 @@ class _Writer:
         return touched
 
     def _reach(self, place: Place) -> str:
-        """Write down the lines that make a place, once."""
+        """Write the lines that define a place, once; return its name."""
         if place.parent and place.text not in self.defined:
             self._reach(self.needs.places[place.parent])
             self.lines += [x for x in place.define if x not in self.defined]
@@ -235,7 +238,7 @@ class _Writer:
         return place.text
 
     def _name(self, name: str) -> str:
-        """A name for one more value of ``name``."""
+        """Return a new name for one more value of ``name``."""
         count = self.counts[name] = self.counts.get(name, -1) + 1
         return f"{name}_again_{count}" if count else name
 
@@ -258,7 +261,7 @@ class _Writer:
         self.texts[t.name, place.text] = Text(name, kind, where.block)
 
     def _offset(self, to: Map, place: Place) -> str:
-        """A place in memory, from a place among elements."""
+        """Return the offset in memory of a place among elements."""
         return (
             self._reach(self.needs.derive(place, to))
             if place is not ZERO
@@ -292,14 +295,14 @@ class _Writer:
         return self.texts[source.name, to.text]
 
     def _compute(self, line: Statement, place: Place, kind: str) -> tuple[str, bool]:
-        """The text of a line, and whether it differs between lanes."""
+        """Return the text of a line, and whether it differs between lanes."""
         if line.op == IOTA:
             options = dict(line.kwargs)
-            # Of 64 bits, which whole numbers take: places take 32.
+            # Of 64 bits, as all integers are: places have 32.
             at = f"tl.cast({place.text}, tl.int64)"
             return f"{at} * {options['step']} + {options['start']}", place.block
         if line.op == SEED:
-            # The seeds lie one after the other; which one is given.
+            # The seeds are stored one after the other; the index is an argument.
             return self._seed(line), False
         if line.op == RANDOM:
             return self._draw(line, place), place.block
@@ -374,13 +377,13 @@ class _Writer:
         return text
 
     def _check_sum(self, line: Statement) -> None:
-        """Raise LookupError where what is summed is rounded before."""
+        """Raise LookupError where a summand is rounded before the sum."""
         source = self.program.values[line.refs[0]].dtype
         if line.dtype in ("bfloat16", "float16") and source != line.dtype:
             raise LookupError(f"{line.op} of {source} in {line.dtype}")
 
     def _reduce(self, line: Statement, place: Place) -> None:
-        """The lines of a reduction of a row."""
+        """Write the lines of a reduction of a row."""
         source = self.texts[line.refs[0], "at"]
         columns, name = self.space.columns, self._name(line.name)
         kind = "float" if line.dtype == "tuple" else kind_of(line.dtype) or ""
@@ -411,7 +414,7 @@ class _Writer:
         self.texts[line.name, place.text] = Text(name, kind)
 
     def _filled(self, x: str, fill: float) -> str:
-        """A block with ``fill`` in the lanes that do not count."""
+        """Return a block with ``fill`` in the lanes that do not count."""
         mask = self.needs.at.mask
         return f"tl.where({mask}, {x}, {constant(fill, 'float')})" if mask else x
 
@@ -428,7 +431,8 @@ class _Writer:
         self.lines += sink.write(offset, text, place.mask)
 
     def _sum(self, t: Tensor, sink: Sink) -> tuple[list[str], list[str]]:
-        """Lines before and after the loop of what is summed over blocks."""
+        """Return lines before and after the loop for an output that is summed over
+        blocks."""
         line = reduction_behind(self.program, t.name)
         assert line is not None
         value = self.texts[line.refs[0], "at"]
@@ -443,6 +447,6 @@ class _Writer:
 
 
 def _as_value(x: Text) -> Text:
-    """A constant as a value of the kernel."""
+    """Return a constant as a value of the kernel."""
     dtype = {"float": "tl.float32", "int": "tl.int64", "bool": "tl.int1"}[x.kind]
     return Text(f"tl.full((), {x.text}, {dtype})", x.kind)

@@ -1,10 +1,10 @@
-"""What an op is in Triton: a table from ops of a graph to expressions.
+"""Maps each op of a graph to its expression in Triton, by a table.
 
 A value of a kernel is of one of three kinds: "float" (float32, whatever the tensor's
-own float is), "int" (int64) or "bool". Integers of fewer bits wrap at them, as torch's
-do. A cast to a float of fewer bits rounds; other ops on such floats do not. In: a line
-of a program and the text of its operands. Out: the text of its result. What an op needs
-of its operands is a column of the table, so no caller knows single ops. It never looks
+own float is), "int" (int64) or "bool". Integers of fewer bits wrap at their own size,
+as torch's do. A cast to a float of fewer bits rounds; other ops on such floats do not.
+In: a line of a program and the text of its operands. Out: the text of its result. How
+operands are read is a column of the table, so no caller knows single ops. Never looks
 at indices (``index_arithmetic``) or at memory (``emit``).
 """
 
@@ -30,30 +30,30 @@ DTYPES = {name: f"tl.{name}" for name in (*FLOATS, *INTS)} | {"bool": "tl.int1"}
 
 
 def kind_of(dtype: str) -> str | None:
-    """The kind of values of a dtype; None if kernels do not have it."""
+    """Return the kind of values of a dtype; None if kernels do not have it."""
     return _KINDS.get(dtype)
 
 
 @dataclass(frozen=True)
 class Text:
-    """An operand or a result: the name or constant that stands for it in a kernel."""
+    """Is an operand or a result in a kernel: its name or a constant."""
 
-    # As it is written there.
+    # As it is written in the kernel.
     text: str
     # "float", "int" or "bool".
     kind: str
-    # Whether it differs within a block, or is one number of it.
+    # Whether it differs within a block, or is one number for all lanes.
     block: bool = False
-    # Of a number as it is written, that number.
+    # The number, if it is a literal.
     value: bool | int | float | None = None
 
     @property
     def literal(self) -> bool:
-        """Whether it is a number as it is written."""
+        """Return whether it is a number as it is written."""
         return self.value is not None
 
     def to(self, kind: str) -> str:
-        """As another kind."""
+        """Return its text as another kind."""
         if kind == self.kind:
             return self.text
         if self.value is not None:
@@ -64,7 +64,7 @@ class Text:
 
 
 def constant(x: bool | int | float, kind: str) -> str:
-    """A number of the program as a constant of a kind."""
+    """Return a number of the program as a constant of a kind."""
     if kind == "float":
         value = float(x)
         return repr(value) if math.isfinite(value) else f'float("{value}")'
@@ -80,11 +80,11 @@ Write = Callable[..., str]
 
 @dataclass(frozen=True)
 class ElementOp:
-    """An op on elements, as an expression of its operands."""
+    """Is an op on elements, as an expression of its operands."""
 
-    # ``write(*operands, **kwargs)`` gives the expression.
+    # ``write(*operands, **kwargs)`` returns the expression.
     write: Write
-    # How they are read: RESULT, COMMON, BOOLS or PICK.
+    # How operands are read: RESULT, COMMON, BOOLS or PICK.
     operands: str = RESULT
     # Whether numbers among them have the dtype that operands are read in; others have
     # more bits.
@@ -92,7 +92,7 @@ class ElementOp:
 
 
 def _form(template: str, operands: str = RESULT, *, rounds: bool = False) -> ElementOp:
-    """``{0} * {1}``."""
+    """Return an op of a template like ``{0} * {1}``."""
     return ElementOp(lambda *args: template.format(*args), operands, rounds)
 
 
@@ -104,7 +104,8 @@ def _sum(sign: str) -> ElementOp:
 
 
 def _power(x: str, exponent: str) -> str:
-    """Raises LookupError for powers that are no few products and roots."""
+    """Return a power as products and roots. Raises LookupError if it is not a few of
+    these."""
     n = float(exponent)
     if n in (0.5, -0.5):
         return f"tl.sqrt_rn({x})" if n > 0 else f"tl.rsqrt({x})"
@@ -115,8 +116,8 @@ def _power(x: str, exponent: str) -> str:
 
 
 def _clamp(x: str, low: str | None = None, high: str | None = None) -> str:
-    """NaN stays; where bounds cross, the upper one counts. Raises LookupError for a
-    bound that is NaN."""
+    """Return a clamp that keeps NaN; if bounds cross, the upper one counts. Raises
+    LookupError for a bound that is NaN."""
     if "nan" in f"{low}{high}":
         raise LookupError("a bound that is NaN")
     if low is not None and high is not None and _number(high) < _number(low):
@@ -128,7 +129,7 @@ def _clamp(x: str, low: str | None = None, high: str | None = None) -> str:
 
 
 def _number(text: str) -> float:
-    """Of a constant."""
+    """Return the number of a constant's text."""
     return float(str(text).removeprefix('float("').removesuffix('")'))
 
 
@@ -159,7 +160,7 @@ def _products(a: str, b: str, c: str, sign: str, value: Any) -> str:
 
 
 def _lerp(a: str, b: str, weight: str) -> str:
-    """From the nearer end, as torch does."""
+    """Return the interpolation from the nearer end, as torch does."""
     if abs(float(weight)) < 0.5:
         return f"{a} + {weight} * ({b} - {a})"
     return f"{b} - ({b} - {a}) * (1.0 - {weight})"
@@ -182,8 +183,8 @@ _ARITHMETIC |= {"add": _sum("+"), "sub": _sum("-")}
 
 _BINARY = _ARITHMETIC | {word: _compared(sign) for word, sign in _SIGNS.items()}
 
-# Of bools. Triton's interpreter (3.7) takes no bool that is one for a block beside one
-# that differs in it, by "&" and "|".
+# Ops on bools. Triton's interpreter (3.7) does not take a bool that is uniform in a
+# block together with one that differs within it, in "&" and "|".
 _AND, _OR = "tl.where({0}, {1}, False)", "tl.where({0}, True, {1})"
 _OF_BOOLS = {
     "aten.bitwise_and.Tensor": _form(_AND),
@@ -264,7 +265,7 @@ OPS: dict[str, ElementOp] = {
 
 CASTS = frozenset(op for op in OPS if stated_facts(op).get("casts"))
 
-# What a row becomes: of what (a block with ``fill`` beyond the row's end), by what.
+# Reductions of a row -> the fill of a block's lanes beyond the row's end.
 SUMS = {
     "aten.sum.dim_IntList": 0.0,
     "aten.sum.default": 0.0,
@@ -274,11 +275,11 @@ SUMS = {
     "aten.var.correction": 0.0,
     "aten.var_mean.correction": 0.0,
 }
-# Those of them that may run along columns.
+# Reductions that may run along columns.
 BY_COLUMN = frozenset({"aten.sum.dim_IntList", "aten.sum.default"})
 
-# What of bools is as of numbers. Others would compute with the int1 of a device, whose
-# True is -1.
+# Ops that do on bools the same as on numbers. Others would compute with the int1 of a
+# device, where True is -1.
 _ALIKE = frozenset(
     {"aten.bitwise_not.default", "aten.copy.default"} | CASTS | set(_OF_BOOLS)
 )
@@ -289,9 +290,12 @@ _WRAPPED = {name: f"({{}}).to(tl.{name}).to(tl.int64)" for name in INTS[1:]}
 def expression(
     line: Statement, operands: Sequence[Text | Any], result: str, common: str
 ) -> str:
-    """What computes a line. ``operands``: a Text for each value read, other arguments
-    as they are. ``result``: its kind. ``common``: the dtype that operands are promoted
-    to. Raises LookupError, saying what, if there is none."""
+    """Return the expression of a line.
+
+    operands: a Text for each value read, other arguments as they are. result: its kind.
+    common: the dtype that operands are promoted to. Raises LookupError with the reason
+    if there is none.
+    """
     op = OPS[line.op]
     if result == "bool":
         op = _OF_BOOLS.get(line.op, op)
@@ -323,13 +327,14 @@ def expression(
 
 
 def compares(line: Statement) -> bool:
-    """Whether operands of a line are read in the dtype that they are promoted to."""
+    """Return whether operands of a line are read in the dtype that they are promoted
+    to."""
     return line.op in OPS and OPS[line.op].operands == COMMON
 
 
 def promoted(line: Statement, values: Mapping[str, Any]) -> str:
-    """The dtype that torch promotes a line's operands to. ``values``: those it reads,
-    by name."""
+    """Return the dtype that torch promotes a line's operands to. ``values``: those it
+    reads, by name."""
     samples = []
     for x in line.args:
         if isinstance(x, Ref):
@@ -341,7 +346,7 @@ def promoted(line: Statement, values: Mapping[str, Any]) -> str:
 
 
 def narrowed(text: Text, dtype: str) -> Text:
-    """A value in a dtype of fewer bits, which a number alone takes beside a tensor.
+    """Return a value in a dtype of fewer bits, as torch reads a number with a tensor.
     Raises LookupError if it is known, and does not fit."""
     if text.value is not None:
         value = rounded(text.value, dtype)
@@ -354,7 +359,8 @@ def narrowed(text: Text, dtype: str) -> Text:
 
 
 def rounded(x: bool | int | float, dtype: str) -> bool | int | float:
-    """A number as a tensor of a dtype has it. Raises LookupError if it does not fit."""
+    """Return a number as it is in a tensor of a dtype. Raises LookupError if it does
+    not fit."""
     if dtype in _ROUNDED:
         return float(torch.tensor(x, dtype=dtype_of(dtype)))
     if dtype in INTS and not _fits(x, dtype):
@@ -368,7 +374,7 @@ def _fits(x: float, dtype: str) -> bool:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether an argument may stand in a kernel's text."""
+    """Return whether an argument may be written in a kernel's text."""
     return not isinstance(x, (tuple, list)) and (
         not isinstance(x, float) or math.isfinite(x)
     )

@@ -1,10 +1,11 @@
-"""Regions of a graph become single ops, in place.
+"""Makes single ops of regions of a graph, in place.
 
 In: the graph of a forward or a backward after ``passes.schedule``. Out: the graph in
-which each region that pays is one ``fxpar::region``; and a ``Fused``, which says what
-was done and what nearly was. A region pays if it moves fewer bytes through memory than
-the kernels that Inductor would make of it. Kernels compute in float32 with the graph's
-casts: what the graph rounds they round, and what else has fewer bits has so in memory.
+which each region that pays is one ``fxpar::region``; and a ``Fused``, which reports the
+regions and near misses. A region pays if it moves fewer bytes through memory than the
+kernels that Inductor would make of it. Kernels compute in float32 with the graph's
+casts: they round where the graph rounds, and other values have fewer bits only in
+memory. Never decides which nodes are in a region (``select_region``).
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 
 @dataclass(frozen=True)
 class Fused:
-    """Regions of a graph that became ops, and those that did not."""
+    """Reports regions of a graph that became ops, and those that did not."""
 
     # One for each region, in order.
     programs: tuple[RegionProgram, ...] = ()
-    # Bytes that what became regions moves in several kernels.
+    # Bytes that the ops of regions move in several kernels.
     before: int = 0
-    # Bytes that it moves in one kernel for each region.
+    # Bytes that they move in one kernel for each region.
     after: int = 0
     # Near misses as text.
     near: tuple[str, ...] = ()
-    # What a schedule wanted in a region and is in none.
+    # Nodes that a schedule wants in a region and that are in none, as text.
     unfused: tuple[str, ...] = ()
     # How each region runs.
     rungs: tuple[Rung, ...] = ()
@@ -74,7 +75,8 @@ class Fused:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Of each different region: how often, what, how it runs and why so."""
+        """Return a line for each different region: how many there are, its title, its
+        rung and why."""
         counts = Counter(
             f"{program.title}: {rung.name}: {rung.why}"
             for program, rung in zip(self.programs, self.rungs, strict=True)
@@ -84,7 +86,7 @@ class Fused:
 
 @dataclass
 class _Log:
-    # What a schedule wants in a region and is in none so far, and why.
+    # Nodes that a schedule wants in a region and that are in none so far, and why.
     unfused: dict[fx.Node, str]
     # One for each region, in order.
     programs: list[RegionProgram] = field(default_factory=list)
@@ -106,10 +108,13 @@ def fuse_graph(
     beyond_schedule: bool = True,
     tune: bool = False,
 ) -> Fused:
-    """Make regions of a graph. ``facts_of``: what is known of a process group, by which
-    each gets a rung of the ladder. ``dump``: a directory for programs and their kernels
-    as text. ``beyond_schedule``: whether there are other regions than those of the
-    schedule. ``tune``: whether rungs are measured, when regions first run."""
+    """Make regions of a graph.
+
+    facts_of: facts of a process group, by its name, by which each region gets a rung of
+    the ladder. dump: a directory for programs and their kernels as text.
+    beyond_schedule: whether there are other regions than those of the schedule. tune:
+    whether rungs are measured, when regions first run.
+    """
     log = _Log(
         dict.fromkeys(asked_for(graph), "no kernel has it together with its collective")
     )
@@ -149,7 +154,7 @@ def fuse_graph(
 def _region(
     start: fx.Node, facts_of: Callable[[str], GroupFacts], log: _Log
 ) -> SelectedRegion | None:
-    """That of a collective, if it pays or a schedule wants it."""
+    """Return the region of a collective, if it pays or a schedule wants it."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
     log.near |= {_miss_text(miss): None for miss in misses}
     log.unfused |= {miss.node: miss.why for miss in misses if miss.node in log.unfused}
@@ -178,8 +183,9 @@ def _region(
 
 
 def asked_for(graph: fx.Graph) -> list[fx.Node]:
-    """What a schedule wants in a region with a collective that is here, without waits
-    and views. (A backward repeats some of a forward's nodes without it.)"""
+    """Return the nodes that a schedule wants in a region with a collective that is in
+    this graph, without waits and views. (A backward repeats some of a forward's nodes
+    without the collective.)"""
     wanted_regions = {region_of(node) for node in collectives(graph)} - {None}
     return [
         node
@@ -191,8 +197,8 @@ def asked_for(graph: fx.Graph) -> list[fx.Node]:
 
 
 def say(fused: Fused, name: str, debug: int) -> None:
-    """To the log: what was done, loud from ``FXPAR_DEBUG=1`` on; from 2 on also every
-    near miss. What a schedule asked for in vain is always loud."""
+    """Log the regions, as a warning from ``FXPAR_DEBUG=1`` on; from 2 on also every
+    near miss. A schedule's wish that was not met is always a warning."""
     for text in fused.unfused:
         log.warning("%s: %s", name, text)
     level = logging.WARNING if debug else logging.INFO
@@ -234,7 +240,8 @@ def replace(graph: fx.Graph, region: SelectedRegion, how: str) -> None:
 def _call(
     graph: fx.Graph, region: SelectedRegion, writes: Mapping[fx.Node, fx.Node], how: str
 ) -> fx.Node:
-    """The op of a region; one that changes operands if there is something to write."""
+    """Add the op of a region; the one that changes operands if there is something to
+    write."""
     outline = region.outline
     name = _op.remember(outline.program)
     run_kernels.LINES.setdefault(name, user_line(region.collective))
@@ -247,7 +254,8 @@ def _call(
 
 
 def _views_outside(graph: fx.Graph, members: list[fx.Node]) -> None:
-    """Others read copies of views that stand outside, so that no view is a result."""
+    """Let others read copies of views outside the region, so that no view is a
+    result."""
     inside = set(members)
     for node in reversed(members):
         if is_view(node) and any(u not in inside for u in node.users):
@@ -260,7 +268,7 @@ def _views_outside(graph: fx.Graph, members: list[fx.Node]) -> None:
 
 
 def drop_double_permutes(graph: fx.Graph) -> None:
-    """A permute of a permute that gives the tensor as it was is that tensor."""
+    """Replace a permute of a permute that restores the tensor by that tensor."""
     permute = torch.ops.aten.permute.default
     for node in graph.find_nodes(op="call_function", target=permute):
         inner = node.args[0]
@@ -273,7 +281,7 @@ def drop_double_permutes(graph: fx.Graph) -> None:
 
 
 def _miss_text(miss: Miss) -> str:
-    """A near miss as text."""
+    """Return a near miss as text."""
     what = f"near miss: {miss.node.name} ({op_name(miss.node)})"
     if miss.node is not miss.collective:
         what += f" is not fused with {miss.collective.name}"
@@ -283,7 +291,7 @@ def _miss_text(miss: Miss) -> str:
 
 
 def _write(fused: Fused, folder: Path) -> None:
-    """Every program, and the kernels of its parts, as text."""
+    """Write every program, and the kernels of its parts, as text."""
     for program in fused.programs:
         write_dump(folder / f"region_{program.hash}.txt", f"{program}\n")
         for step in stages_of(program):

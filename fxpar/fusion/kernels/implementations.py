@@ -1,8 +1,8 @@
-"""How a program's collectives run: in its kernel or between kernels.
+"""Chooses how a program's collectives run: in its kernel or between kernels.
 
-In: the program, and facts of its group that are alike on all ranks. Out: a ``Rung`` and
-why it is not a better one. Sizes are a table. It asks no device and no clock, so ranks
-decide alike.
+In: the program, and facts of its group that are equal on all ranks. Out: a ``Rung``,
+with the reason why it is not a better one. Limits of sizes are a table. Never asks a
+device or a clock, so that all ranks decide the same.
 
 Figures are of 8 H100 with NVLink, reported by others: one shot beats two shot up to
 about 130 KB and NCCL up to about 400 KB (kraken, pull request 6); NCCL's own symmetric
@@ -23,8 +23,8 @@ RANKS = (1, 2, 4, 8)
 ALIGNED = 16  # bytes that a thread reads at a time
 
 # Of a barrier: round trips one after the other, to the others' signals and to the own,
-# of however many ranks; and seconds of one, half of what makes one shot and two shot of
-# 8 ranks equal at 130 KB, where a barrier took as many.
+# for any number of ranks; and seconds of one, half of those that make one shot and two
+# shot of 8 ranks equal at 130 KB, where a barrier took as many.
 TRIPS, TRIP = 2, 0.85e-6
 BARRIER = TRIPS * TRIP
 # Bytes of an all-reduce's operand, or of all ranks' parts together, up to which a
@@ -35,7 +35,7 @@ MOST = {
     "reduce_scatter_tensor": 4 << 20,
     "all_gather_into_tensor": 4 << 20,
 }
-# The same where a switch sums up: 1.6 times NCCL's speed at 8 MiB, 1.2 at 32 MiB (vLLM,
+# The same where a switch sums: 1.6 times NCCL's speed at 8 MiB, 1.2 at 32 MiB (vLLM,
 # pull request 42324).
 IN_SWITCH = 8 << 20
 # An all-reduce in one shot reads ranks - 1 times its bytes: no gain over NCCL beyond.
@@ -44,9 +44,9 @@ ONE_SHOT = 400 << 10
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What is known of a group of ranks when a way to run on it is chosen."""
+    """Holds the facts of a group of ranks on which the choice of a rung depends."""
 
-    # Of the group.
+    # Ranks of the group.
     ranks: int
     # Whether generated kernels run.
     kernels: bool
@@ -54,17 +54,17 @@ class GroupFacts:
     shared: bool
     # Of the link, bytes/s one way.
     bandwidth: float = 4e11
-    # Whether that memory has an address through which a switch sums up.
+    # Whether that memory has an address through which a switch sums.
     multicast: bool = False
 
 
-# Rungs that a template runs: the shots of an all-reduce, and whether a switch sums up.
+# Rungs that a template runs: the shots of an all-reduce, and whether a switch sums.
 FUSED = {"multimem": (2, True), "two_shot": (2, False), "one_shot": (1, False)}
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung of the ladder of implementations that a region can run on."""
+    """Is one rung of the ladder of implementations that a region can run on."""
 
     # Of ``FUSED`` (in the kernel), "nccl" (between kernels) or "interpret".
     name: str
@@ -73,12 +73,12 @@ class Rung:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a template runs it."""
+        """Return whether a template runs it."""
         return self.name in FUSED
 
 
 def choose(program: RegionProgram, facts: GroupFacts) -> Rung:
-    """The rung of a program with collectives."""
+    """Return the rung of a program with collectives."""
     if not facts.kernels:
         return Rung("interpret", "no generated kernel runs on this device")
     if not facts.shared:
@@ -96,13 +96,14 @@ def choose(program: RegionProgram, facts: GroupFacts) -> Rung:
 
 
 def nbytes_of(program: RegionProgram, move: CollectiveStep) -> int:
-    """Of the whole value of a collective."""
+    """Return the bytes of the whole value of a collective."""
     values = program.values[move.operand], program.values[move.result]
     return max(v.count * dtype_of(v.dtype).itemsize for v in values)
 
 
 def rungs_of(program: RegionProgram, facts: GroupFacts) -> tuple[str, ...]:
-    """All that a program can have, whatever its size: what a tuner may try."""
+    """Return all rungs that a program can have at any size: those that a tuner may
+    try."""
     if not facts.kernels:
         return ("interpret",)
     moves = [step for step in stages_of(program) if isinstance(step, CollectiveStep)]
@@ -118,7 +119,7 @@ def rungs_of(program: RegionProgram, facts: GroupFacts) -> tuple[str, ...]:
 
 
 def _why_not(program: RegionProgram, move: CollectiveStep, facts: GroupFacts) -> str:
-    """Why a collective does not run in a kernel; "" if it does."""
+    """Return why a collective does not run in a kernel; "" if it does."""
     why = _why_never(program, move)
     if why:
         return why
@@ -131,7 +132,7 @@ def _why_not(program: RegionProgram, move: CollectiveStep, facts: GroupFacts) ->
 
 
 def _why_never(program: RegionProgram, move: CollectiveStep) -> str:
-    """Why it does not, whatever its size."""
+    """Return why a collective can run in a kernel at no size; "" if it can at some."""
     value, result = program.values[move.operand], program.values[move.result]
     if value.dtype not in DTYPES:
         return f"{move.operand} is of {value.dtype}, not of {' or '.join(DTYPES)}"
@@ -145,8 +146,8 @@ def _why_never(program: RegionProgram, move: CollectiveStep) -> str:
 
 
 def _shots(nbytes: int, facts: GroupFacts) -> Rung:
-    """Of an all-reduce: reading everything costs (ranks - 1) S / B, two shots
-    2 (ranks - 1) / ranks S / B and one more barrier."""
+    """Return the rung of an all-reduce: reading everything costs (ranks - 1) S / B, two
+    shots 2 (ranks - 1) / ranks S / B and one more barrier."""
     if facts.ranks <= 2:
         return Rung("one_shot", "two shots carry no less between two ranks")
     most = min(ONE_SHOT, _equal(facts.ranks, facts.bandwidth))
@@ -159,5 +160,5 @@ def _shots(nbytes: int, facts: GroupFacts) -> Rung:
 
 
 def _equal(ranks: int, bandwidth: float) -> int:
-    """Bytes at which one shot and two shot take equally long."""
+    """Return the bytes at which one shot and two shot take equally long."""
     return math.floor(BARRIER * bandwidth / ((ranks - 1) * (1 - 2 / ranks)))

@@ -1,9 +1,11 @@
-"""Where an element of one tensor lies in another: index arithmetic of views.
+"""Computes where an element of one tensor is stored in another: index arithmetic of
+views.
 
-An element is named by its number in row-major order. A ``Map`` gives the number (or
-the place in memory) in what is read, from the number in what is made: a sum of terms
+An element is named by its number in row-major order. A ``Map`` gives the number (or the
+offset in memory) in the source of a view, from the number in the view: a sum of terms
 ``number // divide % modulus * multiply``, one for each run of dims that stay together.
-In: shapes, strides and arguments of views. Out: maps, and their text. No tensors.
+In: shapes, strides and arguments of views. Out: maps, and their text. Never touches a
+tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Map:
-    """From the number of an element to that of another, term by term."""
+    """Maps the number of an element to another number, term by term."""
 
     # (divide, modulus or None, multiply), from the outermost dim in.
     terms: tuple[tuple[int, int | None, int], ...]
@@ -33,11 +35,11 @@ class Map:
 
     @property
     def is_constant(self) -> bool:
-        """Whether every element is made of one."""
+        """Return whether every element is read from one and the same."""
         return not self.terms
 
     def text(self, of: str) -> str:
-        """As an expression of the number ``of``."""
+        """Return the map as an expression of the number ``of``."""
         parts = []
         for divide, modulus, multiply in self.terms:
             part = of
@@ -53,7 +55,8 @@ IDENTITY = Map(((1, None, 1),))
 
 
 def strided(shape: Shape, strides: Shape, offset: int = 0) -> Map:
-    """Element of ``shape`` -> ``offset`` + sum of its indices times ``strides``."""
+    """Return the map: element of ``shape`` -> ``offset`` + sum of indices times
+    ``strides``."""
     runs: list[list[int]] = []  # divide, size, multiply; from the inside out
     divide, total = 1, math.prod(shape)
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -74,21 +77,22 @@ def strided(shape: Shape, strides: Shape, offset: int = 0) -> Map:
 
 
 def broadcast(source: Shape, target: Shape) -> Map:
-    """Element of ``target`` -> the one of ``source`` that fills it."""
+    """Return the map: element of ``target`` -> the one of ``source`` that fills it."""
     strides = contiguous(tuple(source))
     steps = [0 if n == 1 else s for n, s in zip(source, strides, strict=True)]
     return strided(target, [0] * (len(target) - len(source)) + steps)
 
 
 def permuted(source: Shape, dims: Shape) -> Map:
-    """Element of the permuted tensor -> that of ``source``."""
+    """Return the map: element of the permuted tensor -> that of ``source``."""
     strides = contiguous(tuple(source))
     dims = [d % len(source) for d in dims]
     return strided([source[d] for d in dims], [strides[d] for d in dims])
 
 
 def sliced(source: Shape, dim: int, start: int, result: Shape, step: int = 1) -> Map:
-    """Element of a slice of shape ``result`` from ``start`` on -> ``source``'s."""
+    """Return the map: element of a slice of shape ``result`` from ``start`` on -> that
+    of ``source``."""
     strides = list(contiguous(tuple(source)))
     offset = start * strides[dim]
     strides[dim] *= step
@@ -96,7 +100,8 @@ def sliced(source: Shape, dim: int, start: int, result: Shape, step: int = 1) ->
 
 
 def selected(source: Shape, dim: int, index: int) -> Map:
-    """Element of ``source`` at one index of ``dim`` -> that of ``source``."""
+    """Return the map: element of ``source`` at one index of ``dim`` -> that of
+    ``source``."""
     strides = list(contiguous(tuple(source)))
     offset = index % source[dim] * strides.pop(dim)
     return strided([n for i, n in enumerate(source) if i != dim], strides, offset)
@@ -125,14 +130,14 @@ VIEWS = frozenset(
         "getitem",
     }
 )
-# Those of them whose elements stand in the order of the operand's.
+# Views with their elements in the order of the operand's.
 SAME_ORDER = frozenset(
     op for op in VIEWS if op == "getitem" or stated_facts(op).get("keeps_order")
 )
 
 
 def view_map(line: Statement, source: Shape) -> Map:
-    """The map of a view of a tensor of shape ``source``."""
+    """Return the map of a view of a tensor of shape ``source``."""
     if line.op in SAME_ORDER:
         return IDENTITY if line.count != 1 else Map(())
     if line.op == "aten.expand.default":
@@ -153,7 +158,7 @@ def view_map(line: Statement, source: Shape) -> Map:
 
 
 def slice_start(args: Sequence[object], size: int, at: int = 2) -> tuple[int, int]:
-    """First index and step of a slice, whose start is argument ``at``."""
+    """Return first index and step of a slice; its start is argument ``at``."""
     argument = args[at] if len(args) > at else None
     step = args[at + 2] if len(args) > at + 2 else 1
     start = 0 if argument is None else argument

@@ -1,9 +1,9 @@
-"""A program run op by op: what generated kernels must equal, and what runs without
+"""Runs a program op by op: the reference for generated kernels, and the way without
 them.
 
 In: a program, its input tensors, numbers, and the name of the process group. Out: new
-tensors, in the strides the program says, or what they are to be written to. It changes
-no other input.
+tensors, in the strides that the program says, or the tensors they are written to. Never
+changes any other input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(
     group: str = "",
     into: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The program's outputs; those that ``into`` names are written there."""
+    """Return the program's outputs; those that ``into`` names are written there."""
     device = device_of(inputs)
     values: dict[str, Any] = dict(
         zip((t.name for t in program.inputs), inputs, strict=True)
@@ -62,8 +62,8 @@ def results(
     inputs: Iterable[torch.Tensor],
     into: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Outputs, of what was made by name: in memory of their own, or where they are to
-    be. All is read before any is written."""
+    """Return the outputs, among values by name: in memory of their own, or written to
+    ``into``. All values are read before any is written."""
     input_storages = {x.untyped_storage().data_ptr() for x in inputs}
     owned = set(input_storages)
     outputs = [
@@ -73,7 +73,7 @@ def results(
     written = {i: values[program.outputs[i].name] for i in into}
     for i, value in written.items():
         if value.untyped_storage().data_ptr() in input_storages:
-            written[i] = value.clone()  # it may lie where another one goes
+            written[i] = value.clone()  # it may be stored where another goes
     for i, value in written.items():
         if value is not into[i]:
             into[i].copy_(value)
@@ -82,7 +82,8 @@ def results(
 
 @cache
 def last_read(program: RegionProgram) -> tuple[tuple[str, ...], ...]:
-    """For each line, the values that no later one reads: they need not be kept."""
+    """Return, for each line, the values that no later line reads: they need not be
+    kept."""
     read_later = {t.name for t in program.outputs}
     out = []
     for line in reversed(program.lines):
@@ -96,7 +97,8 @@ _CPU = torch.device("cpu")
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where most of them are: numbers on the CPU may stand beside tensors elsewhere."""
+    """Return the device of most tensors: numbers on the CPU may occur next to tensors
+    elsewhere."""
     for x in tensors:
         if not x.is_cpu:
             return x.device
@@ -104,7 +106,8 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor:
-    """``x`` in memory of its own, which joins ``owned``, and in these strides."""
+    """Return ``x`` in memory of its own, which is added to ``owned``, and in these
+    strides."""
     place = x.untyped_storage().data_ptr()
     if tuple(x.stride()) != tuple(stride) or (place in owned and x.numel()):
         copy = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
@@ -113,7 +116,8 @@ def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor
     return x
 
 
-# Not by their own kernels: a gather on CPU goes as ``passes.schedule`` says.
+# Ops that do not run by their own kernels: a gather on CPU runs as ``passes.schedule``
+# says.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "prims.inductor_lookup_seed.default": lambda seeds, index: seeds[index],
@@ -132,7 +136,7 @@ def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
 
 @cache
 def op_of(name: str) -> Callable[..., Any]:
-    """What runs an op of a line."""
+    """Return the function that runs an op of a line."""
     if name in _INSTEAD:
         return _INSTEAD[name]
     if name.startswith("prims."):

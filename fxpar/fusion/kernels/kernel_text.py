@@ -1,9 +1,9 @@
-"""The text of a kernel around bodies, and how it is launched.
+"""Writes the text of a kernel around bodies, and says how it is launched.
 
 In: a program without collectives. Out: a ``Kernel``: readable source of one Triton
-function, what it reads and writes in the order of its parameters, its grid and its
-warps. Shapes are numbers in the text. Templates of collectives put several bodies into
-one function by ``phase``, with what they do in between. Nothing is compiled here.
+function, its reads and writes in the order of its parameters, its grid and its warps.
+Shapes are numbers in the text. Templates of collectives put several bodies into one
+function by ``phase``, with code of their own in between. Never compiles anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from fxpar.fusion.kernels import device_functions as lib
 """
 
-# Blocks that run at a time where each writes a part of a sum: what they write is read
+# Blocks that run at a time where each writes a part of a sum: these parts are read
 # again, and fewer would not keep a device busy.
 _SUMMING = 512
 _WARP = 32
@@ -30,9 +30,9 @@ _INT32 = 2**31
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """The source of one kernel, and what it is called with."""
+    """Holds the source of one kernel, and what it is called with."""
 
-    # Of the function that ``text`` defines.
+    # Name of the function that ``text`` defines.
     name: str
     # Its source. Parameters, in order: pointers of ``reads``, then of ``writes``, the
     # values of ``alone``, those of ``numbers``, and PROGRAMS, the size of the grid.
@@ -44,16 +44,16 @@ class Kernel:
     # Outputs of which each program writes a part, [PROGRAMS, elements] in float32, to
     # be added up.
     sums: frozenset[str]
-    # Which of the integers that the program is given, by index.
+    # Indices of the integers that it takes, among those of the program.
     numbers: tuple[int, ...]
-    # What it runs over.
+    # The elements that it runs over.
     space: Space
     # Size of the grid.
     programs: int
-    # Of a block.
+    # Warps of a block.
     warps: int
-    # Of what is read or written at the place of its element alone, in one loop, which
-    # one.
+    # Values that are read or written only element by element, and in one loop -> the
+    # index of that loop.
     loops: Mapping[str, int]
     # Inputs of one element that are given as numbers.
     alone: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Kernel:
 def kernel_of(
     program: RegionProgram, *, random: str = "cpp", alone: Collection[str] = ()
 ) -> Kernel:
-    """The kernel of a program without collectives, from pointers to pointers.
+    """Return the kernel of a program without collectives, from pointers to pointers.
     ``alone``: inputs of one float each that are given as numbers.
 
     Raises CannotEmit.
@@ -94,8 +94,8 @@ def kernel_of(
 
 
 def loops_of(bodies: Sequence[Body]) -> dict[str, int]:
-    """In which of several loops a value is read or written, if in one alone, element by
-    element."""
+    """Return, for values that are read or written in one of several loops alone,
+    element by element, the index of that loop."""
     loops: dict[str, int] = {}
     for i, body in enumerate(bodies):
         for name, alone in body.touched.items():
@@ -105,18 +105,19 @@ def loops_of(bodies: Sequence[Body]) -> dict[str, int]:
 
 
 def programs_of(space: Space, sums: bool) -> int:
-    """The grid."""
+    """Return the size of the grid."""
     return min(space.turns, _SUMMING) if sums else space.turns
 
 
 def warps_of(space: Space) -> int:
-    """Warps of a block: sixteen elements to a thread of a row, eight of a flat one."""
+    """Return the warps of a block: sixteen elements to a thread of a row, eight of a
+    flat one."""
     each = 16 if space.columns else 8
     return max(1, min(16, space.block // (_WARP * each)))
 
 
 def is_wide(program: RegionProgram) -> bool:
-    """Whether places in memory need more than 32 bits."""
+    """Return whether offsets in memory need more than 32 bits."""
     tensors = (*program.inputs, *program.outputs)
     return any(
         sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True)) >= _INT32
@@ -127,7 +128,8 @@ def is_wide(program: RegionProgram) -> bool:
 def function(
     name: str, parameters: Sequence[str], lines: Sequence[str], about: str
 ) -> str:
-    """Source of a module with one jitted function. ``lines``: of its body."""
+    """Return the source of a module with one jitted function. ``lines``: of its
+    body."""
     numbers = [p for p in parameters if _is_number(p)]
     signature = ", ".join([*parameters, "PROGRAMS: tl.constexpr"])
     # A number that differs between ranks must not give them different kernels.
@@ -145,8 +147,8 @@ def _is_number(parameter: str) -> bool:
 def phase(
     body: Body, *, blocks: str = "range(pid, {turns}, PROGRAMS)", wide: bool = False
 ) -> list[str]:
-    """Lines of a function that run a body over its blocks: what is before the loop,
-    the loop over ``blocks``, an expression, and what is after it."""
+    """Return the lines of a function that run a body over its blocks: those before the
+    loop, the loop over ``blocks``, an expression, and those after it."""
     space = body.space
     lines = ["pid = tl.program_id(0)"]
     turn, cast = "row" if space.columns else "block", []

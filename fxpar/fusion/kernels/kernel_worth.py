@@ -1,21 +1,21 @@
-"""Predict what generated kernels save: a region as one kernel, a matmul with signals.
+"""Predicts what generated kernels save: a region as one kernel, a matmul with signals.
 
-Of a region and its graph, which is only read: bytes through memory in one kernel and in
-those Inductor would make (``passes.simulate.launches``), and the results that a kernel
-may write where an input of the graph is. One kernel for all reads its inputs and writes
-its outputs. What a collective moves through buffers of its own is left out on both
-sides. What others could have computed in the same kernel as the region must now be
-written for them and read again. A training step leaves ``copy_(input, new)`` for each
-parameter and state. Where a region makes ``new`` for nothing else, it may write it
+In: a region and its graph. Out: bytes through memory in one kernel and in those that
+Inductor would make (``passes.simulate.launches``), and the results that a kernel may
+write where an input of the graph is. One kernel for all reads its inputs and writes its
+outputs. Bytes that a collective moves through buffers of its own are left out on both
+sides. A value that others could have computed in the same kernel as the region must now
+be written for them and read again. A training step leaves ``copy_(input, new)`` for
+each parameter and state. Where a region makes ``new`` for nothing else, it may write it
 there. Kernels write in place where that is safe (``run_kernels``), elsewhere a copy is
-made when they are done: a number never depends on it.
+made when they are done: a number never depends on it. Never changes the graph.
 
-Of sizes, the group's ranks and the hardware (``sharding.cost``): a ``Verdict`` on three
-forms of a matmul with its collective: one and then the other; chunk by chunk, as
+In: sizes, the group's ranks and the hardware (``sharding.cost``). Out: a ``Verdict`` on
+three forms of a matmul with its collective: one and then the other; chunk by chunk, as
 PyTorch's fused ops (``symm_mem::fused_all_gather_matmul``,
 ``symm_mem::fused_matmul_reduce_scatter``); and one kernel with signals
-(``matmul_kernel``). Asks no device, no rank and no clock, so that ranks decide alike.
-Nothing of it was measured with these kernels.
+(``matmul_kernel``). Never asks a device, a rank or a clock, so that all ranks decide
+the same. Nothing of it was measured with these kernels.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _WRITE = torch.ops.aten.copy_.default
 def writes_of(
     members: Collection[fx.Node], outputs: Collection[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Results that only a write to an input of the graph reads, with that write. What
-    else reads the input is done before the region begins, since it is needed for it."""
+    """Return the results that only a write to an input of the graph reads, with that
+    write. Other readers of the input come before the region, since it depends on
+    them."""
     inside = set(members)
     writes: dict[fx.Node, fx.Node] = {}
     for node in outputs:
@@ -76,8 +77,8 @@ def _is_write(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
-    """What a region depends on; also what changes a value it depends on before that is
-    read, as the wait of a gather does."""
+    """Return the nodes that a region depends on; also those that change a value before
+    it is read, as the wait of a gather does."""
     ancestors: set[fx.Node] = set()
     pending = list(members)
     while pending:
@@ -95,7 +96,8 @@ def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
 def _is_free(
     value: fx.Node, allowed: Collection[fx.Node], before: Collection[fx.Node]
 ) -> bool:
-    """Whether all that reads an input, or a view of it, may or is done before."""
+    """Return whether all readers of an input, or of a view of it, are allowed or come
+    before."""
     return all(
         user in allowed
         or (_is_free(user, allowed, before) if is_view(user) else user in before)
@@ -104,7 +106,7 @@ def _is_free(
 
 
 def bytes_of(region: SelectedRegion) -> tuple[int, int]:
-    """(bytes of several kernels, bytes of one)."""
+    """Return (bytes of several kernels, bytes of one)."""
     apart = launches_among(region.members, region.outputs)
     before = sum(launch.moved for launch in apart.launches)
     after = sum(tensor.nbytes for tensor in region.outline.program.inputs)
@@ -112,7 +114,7 @@ def bytes_of(region: SelectedRegion) -> tuple[int, int]:
     in_memory |= {b for launch in apart.launches if launch.axes for b in launch.makes}
     writes = writes_of(region.members, region.outputs)
     for node, buffers in zip(region.outputs, apart.outputs, strict=True):
-        # In place is what Inductor writes, too.
+        # Inductor writes in place, too.
         stored, read_again = (True, False) if node in writes else _readers(region, node)
         if not stored:
             before -= sum(b.nbytes for b in buffers if b not in in_memory)
@@ -121,8 +123,8 @@ def bytes_of(region: SelectedRegion) -> tuple[int, int]:
 
 
 def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:
-    """Of a result: whether it is in memory in any case, and whether some read it that
-    could have been in a kernel with it."""
+    """Return, for a result, whether it is in memory in any case, and whether it has
+    readers that could have been in a kernel with it."""
     inside = set(region.members)
     stored = read_again = False
     pending, seen = [node], set()
@@ -142,8 +144,8 @@ def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:
 
 
 def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
-    """Whether Inductor could compute a reader in the kernel that makes what it reads:
-    it is light, and waits for nothing else that takes time."""
+    """Return whether Inductor could compute a reader in the kernel of its operand: it
+    is light, and waits for nothing else that takes time."""
     if op_facts_of(user.target).mutates:
         return True  # written to in place
     if user.op == "output" or is_heavy(user) or not is_light(user.target):
@@ -164,23 +166,23 @@ def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
     return True
 
 
-# What is taken for granted, not measured: the share of the library's speed that this
-# kernel reaches, and by how much it must win.
+# Assumed, not measured: the share of the library's speed that this kernel reaches, and
+# by how much it must win.
 SHARE = 0.9
 MARGIN = 1.05
-# Rows below which launches and tiles that do not fill eat what is hidden: torch's own
-# fused matmuls begin there, too (_fused_all_gather_matmul_native).
+# Rows below which launches and tiles that do not fill cost more than is hidden: torch's
+# own fused matmuls begin there, too (_fused_all_gather_matmul_native).
 LEAST_ROWS = 2048
-# Seconds until a matmul that was launched fills the device, as those of the library
-# take by their ``Peak``, and of a copy between devices, beside its bytes. Estimates.
+# Seconds until a launched matmul fills the device, as those of the library take by
+# their ``Peak``, and of a copy between devices, in addition to its bytes. Estimates.
 LAUNCH = 3e-6
 COPY = 3e-6
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a kernel with signals pays, and the seconds of the collective and the
-    matmul, predicted."""
+    """Says whether a kernel with signals pays, with predicted seconds of the collective
+    and the matmul together."""
 
     # It is the fastest by ``MARGIN``.
     pays: bool
@@ -196,17 +198,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Work:
-    """A matmul with its collective: [ranks * rows, k] times [k, n]."""
+    """Is a matmul with its collective: [ranks * rows, k] times [k, n]."""
 
-    # As many as there are chunks.
+    # Equal to the number of chunks.
     ranks: int
-    # Of a chunk.
+    # Rows of a chunk.
     rows: int
-    # Of the product, without further weights.
+    # Columns of the product, without further weights.
     n: int
     # Size of the contraction.
     k: int
-    # Of the operands, without ``torch.``.
+    # Dtype of the operands, without ``torch.``.
     dtype: str
     # Flops/s of the library on one multiprocessor.
     speed: float
@@ -214,9 +216,9 @@ class _Work:
     units: int
     # Seconds to move all chunks but the own.
     moving: float
-    # Seconds to add up what came; 0 for a gather.
+    # Seconds to add up the received chunks; 0 for a gather.
     summing: float
-    # Columns of further weights, whose matmuls come later.
+    # Columns of further weights, with matmuls that come later.
     further: int = 0
 
 
@@ -233,17 +235,17 @@ def profitable(
     units: int = 0,
     further: int = 0,
 ) -> Verdict:
-    """Whether a matmul is worth joining with its collective: [m, k] times [k, n] as one
-    rank computes it, m over all chunks. ``units``: multiprocessors, as many as
+    """Judge whether a matmul is worth joining with its collective: [m, k] times [k, n]
+    as one rank computes it, m over all chunks. ``units``: multiprocessors, as many as
     ``programs`` if 0; ``further``: columns of further weights of a gather, which a
     kernel with signals leaves for later.
 
-    One after the other they take what ``sharding.cost`` says of them. Chunks move
-    (ranks - 1) / ranks of A's or the product's bytes over the link. Programs go
-    in waves of tiles, and a wave of a gather waits for the last chunk it reads; a
-    scatter is the same backwards in time. All is hidden from n (gather) or k (scatter)
-    of peak * bytes of an element / (2 * link) on, for many ranks. Chunk by chunk, each
-    chunk's tiles fill the device or do not.
+    One after the other they take the seconds of ``sharding.cost``. Chunks move (ranks -
+    1) / ranks of A's or the product's bytes over the link. Programs go in waves of
+    tiles, and a wave of a gather waits for the last chunk it reads; a scatter is the
+    same backwards in time. All is hidden from n (gather) or k (scatter) of peak * bytes
+    of an element / (2 * link) on, for many ranks. Chunk by chunk, each chunk's tiles
+    fill the device or do not.
     """
     size = dtype_of(dtype).itemsize
     whole = m * (k if kind == "gather" else n) * size
@@ -276,18 +278,18 @@ def profitable(
     return Verdict(pays, why, serial, overlapped, chunked)
 
 
-# The steps that a kernel with signals stands for.
+# The steps that a kernel with signals replaces.
 _STEPS = {"gather": "all_gather", "scatter": "reduce_scatter"}
 
 
 def _link(hardware: Hardware, ranks: int) -> Link:
-    """What joins so many ranks, all of those that there are."""
+    """Return the link that joins ``ranks`` ranks, if there are no others."""
     (link,) = hardware.links(Mesh((("ranks", ranks),)))
     return link
 
 
 def never(kind: str, m: int, n: int, k: int, ranks: int, dtype: str) -> str:
-    """Why it does not pay, whatever the device and the link; "" if it may."""
+    """Return why it does not pay on any device and link; "" if it may."""
     if ranks < 2:
         return "one rank has nothing to move"
     try:
@@ -300,8 +302,8 @@ def never(kind: str, m: int, n: int, k: int, ranks: int, dtype: str) -> str:
 
 
 def _signals(work: _Work, programs: int) -> float:
-    """Seconds of the kernel with signals: its programs go in waves of tiles. Chunks but
-    the own arrive one by one, evenly."""
+    """Return the seconds of the kernel with signals: its programs go in waves of tiles.
+    Chunks but the own arrive one by one, evenly."""
     m = work.rows * work.ranks
     tiles = tiles_of(m, work.n, work.k, work.ranks, work.dtype, programs)
     each = tiles.count(work.rows, work.n)
@@ -316,9 +318,10 @@ def _signals(work: _Work, programs: int) -> float:
 
 
 def _chunked(work: _Work, kind: str) -> float:
-    """Seconds of PyTorch's ops: on two streams in turn, a gather copies a chunk and
-    multiplies it, a scatter multiplies and copies one. Copies go one at a time, and so
-    do matmuls. The own chunk is the first to be multiplied, or the last."""
+    """Return the seconds of PyTorch's ops: on two streams in turn, a gather copies a
+    chunk and multiplies it, a scatter multiplies and copies one. Copies go one at a
+    time, and so do matmuls. The own chunk is the first to be multiplied, or the
+    last."""
     compute = LAUNCH + _filled(work, work.n)
     if work.further:
         compute += LAUNCH + _filled(work, work.further)
@@ -339,8 +342,8 @@ def _chunked(work: _Work, kind: str) -> float:
 
 
 def _filled(work: _Work, columns: int) -> float:
-    """Seconds of the library's matmul of one chunk: full waves of the better of the two
-    largest tiles; smaller ones do not reach its speed."""
+    """Return the seconds of the library's matmul of one chunk: full waves of the better
+    of the two largest tiles; smaller ones do not reach its speed."""
     return min(
         math.ceil(tiles.count(work.rows, columns) / work.units)
         * (2.0 * tiles.rows * tiles.columns * work.k / work.speed)

@@ -1,19 +1,19 @@
-"""Matmul with its collective: a kernel that computes chunk by chunk while others move
-chunks.
+"""Writes a matmul with its collective: a kernel that computes chunk by chunk while
+others move chunks.
 
 In: sizes, the kind, an epilogue. Out: a ``Gemm``: the readable source of one Triton
 function, which ``launch`` runs, and ``matmul_run`` with its copies. Shapes are numbers
-in the text. A chunk is the rows of one rank; flags (``matmul_signals``) join the kernel
-with whoever copies, on another stream:
+in the text. A chunk is the rows of one rank; flags (``matmul_signals``) connect the
+kernel with the stream that copies:
 
     gather    waits for the flag of a chunk of A before it reads it, own chunk first
     scatter   raises the flag of a chunk of the product once it is stored, own last
 
-It never copies a chunk nor starts a collective, and knows no rank: a rank's number is
-an argument. Programs stay for all tiles (persistent); one that waits holds its place,
-so who raises flags must have a place besides. Chunks from the own on: Flux (arXiv
-2406.06858); counted tiles and flags: FlashOverlap (arXiv 2504.19519) and kraken's
-gemm_reduce_scatter.
+Never copies a chunk nor starts a collective, and knows no rank: a rank's number is an
+argument. Programs stay for all tiles (persistent); one that waits keeps its place, so
+the stream that raises flags must have a place in addition. Chunks from the own on: Flux
+(arXiv 2406.06858); counted tiles and flags: FlashOverlap (arXiv 2504.19519) and
+kraken's gemm_reduce_scatter.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program computes at a time."""
+    """Holds the sizes of what a program computes at a time."""
 
-    # Of a tile of the product.
+    # Rows of a tile of the product.
     rows: int
-    # Of a tile of the product.
+    # Columns of a tile of the product.
     columns: int
-    # Of the contraction, at a step.
+    # Depth of the contraction at a step.
     depth: int
-    # Of a program.
+    # Warps of a program.
     warps: int
-    # Steps whose loads are under way, ``num_stages`` of Triton.
+    # Steps with loads in flight, ``num_stages`` of Triton.
     stages: int
     # Rows of tiles that go together.
     band: int = 8
 
     def count(self, rows: int, columns: int) -> int:
-        """Tiles of so many rows and columns."""
+        """Return the number of tiles that cover so many rows and columns."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
 
-# By dtype, from large to small; all fit the shared memory of an H100 and need no more
-# registers than there are. The order is what a tuner would try, too.
+# By dtype, from large to small; all fit the shared memory of an H100 and its registers.
+# A tuner would try them in this order, too.
 TILES = {
     "bfloat16": (
         Tiles(128, 256, 64, 8, 3),
@@ -79,8 +79,8 @@ TILES = {
 def tiles_of(
     m: int, n: int, k: int, ranks: int, dtype: str, programs: int = 132
 ) -> Tiles:
-    """The largest tiles of which there is one for each of ``programs`` at least, and
-    that chunks of m / ranks rows, columns and depth fill; else the smallest."""
+    """Return the largest tiles of which there is one for each of ``programs`` at least,
+    and that chunks of m / ranks rows, columns and depth fill; else the smallest."""
     for tiles in TILES[dtype]:
         full = tiles.rows <= m // ranks and tiles.columns <= n and tiles.depth <= k
         if full and ranks * tiles.count(m // ranks, n) >= programs:
@@ -90,7 +90,7 @@ def tiles_of(
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is done to a tile before it is stored."""
+    """Is applied to a tile before it is stored."""
 
     # Names of pointers, in order.
     parameters: tuple[str, ...] = ()
@@ -110,23 +110,23 @@ BIAS = Epilogue(
 
 @dataclass(frozen=True)
 class Gemm:
-    """The source of one matmul kernel, and how it is launched."""
+    """Holds the source of one matmul kernel, and how it is launched."""
 
-    # Of the function that ``text`` defines.
+    # Name of the function that ``text`` defines.
     name: str
-    # Its source. Parameters, in order: for "gather" this rank's chunk of A; A of all
-    # chunks; B; the product; the epilogue's; flags; counts; the rank.
+    # Its source. Parameters, in order: for "gather" this rank's chunk of A; then A of
+    # all chunks; B; the product; the epilogue's; flags; counts; the rank.
     text: str
-    # "gather" (of A, before) or "scatter" (of the product, behind).
+    # "gather" (of A, before) or "scatter" (of the product, after).
     kind: str
     # One for each rank.
     chunks: int
-    # That the source is written for.
+    # The tiles that the source is written for.
     tiles: Tiles
     # Size of the grid.
     programs: int
     # Whether it has flags at all; without, it is the same kernel that waits for nothing
-    # and tells nobody.
+    # and signals nothing.
     signals: bool
 
 
@@ -225,10 +225,10 @@ def gemm(
     precision: str = "ieee",
     signals: bool = True,
 ) -> Gemm:
-    """The kernel of [m, k] times [k, n] on one rank, m over all chunks.
+    """Return the kernel of [m, k] times [k, n] on one rank, m over all chunks.
 
     ``b_stride``: of B in elements, row by row if None. ``programs``: the largest grid
-    that runs at a time, beside those of a collective if kernels move the chunks.
+    that runs at a time, next to those of a collective if kernels move the chunks.
     ``precision``: of products of float32, "ieee" or "tf32". Raises CannotEmit.
     """
     check(kind, m, n, k, ranks, dtype)
@@ -252,7 +252,7 @@ def gemm(
 def _sizes(
     chunk: int, n: int, k: int, tiles: Tiles, b_stride: tuple[int, int], dtype: str
 ) -> dict[str, Any]:
-    """Numbers of the text that follow from sizes."""
+    """Return the numbers of the text that follow from sizes."""
     whole = chunk % tiles.rows == 0 and n % tiles.columns == 0
     return {
         "chunk": chunk,
@@ -275,7 +275,7 @@ def _sizes(
 
 
 def _lines(kind: str, epilogue: Epilogue) -> dict[str, Any]:
-    """What of the text follows from the kind and the epilogue."""
+    """Return the parts of the text that follow from the kind and the epilogue."""
     first = ("own_ptr", "a_ptr") if kind == "gather" else ("a_ptr",)
     lines = _LINES[kind] | {"epilogue": epilogue.lines}
     return {
@@ -289,7 +289,7 @@ def _lines(kind: str, epilogue: Epilogue) -> dict[str, Any]:
 
 
 def check(kind: str, m: int, n: int, k: int, ranks: int, dtype: str) -> None:
-    """Raises CannotEmit where there is no kernel."""
+    """Raise CannotEmit where there is no kernel."""
     assert kind in KINDS, kind
     if dtype not in DTYPES:
         raise CannotEmit("a matmul", f"is of {dtype}, not of {' or '.join(DTYPES)}")
@@ -304,28 +304,30 @@ def _indented(lines: Sequence[str], by: int) -> str:
 
 
 def _aligned(elements: int, dtype: str) -> int:
-    """Bytes that every tile's first address is a multiple of."""
+    """Return the bytes, at most ALIGNED, that every tile's first address is a multiple
+    of."""
     return math.gcd(elements * dtype_of(dtype).itemsize, ALIGNED)
 
 
 def signals_of(kernel: Gemm, device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    """Flags and counts, int32 [chunks] each, zero. One pair serves a kernel at a time,
-    for any number of launches one after the other."""
+    """Return flags and counts, int32 [chunks] each, zero. One pair serves a kernel at a
+    time, for any number of launches one after the other."""
     pair = [torch.zeros(kernel.chunks, dtype=torch.int32, device=device) for _ in "fc"]
     return tuple(pair)
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel's launch: the function, how many programs, arguments and constants."""
+    """Is a kernel's launch: the function, the number of programs, arguments and
+    constants."""
 
     # Compiled by Triton.
     function: Any
-    # In the grid.
+    # Size of the grid.
     programs: int
-    # Of the call.
+    # Arguments of the call.
     args: tuple[Any, ...]
-    # Of the compiled text.
+    # Constants of the compiled text.
     constants: Mapping[str, Any]
 
     def __call__(self) -> None:
@@ -340,9 +342,9 @@ def call_of(
     counts: torch.Tensor,
     rank: int,
 ) -> KernelLaunch:
-    """Its launch. ``operands``: pointers' tensors, in the order that ``Gemm`` says, as
-    they were described to ``gemm``, at addresses that are multiples of 16; the product
-    is among them."""
+    """Return a kernel's launch. ``operands``: tensors of the pointers, in the order
+    that ``Gemm`` says, as they were described to ``gemm``, at addresses that are
+    multiples of 16; the product is among them."""
     assert not any(x.data_ptr() % ALIGNED for x in operands), "not aligned"
     function = getattr(module_of(kernel.name, kernel.text), kernel.name)
     constants = {
@@ -363,5 +365,5 @@ def launch(
     counts: torch.Tensor,
     rank: int,
 ) -> None:
-    """Run it on the current stream, with what ``call_of`` takes."""
+    """Run a kernel on the current stream, with the arguments of ``call_of``."""
     call_of(kernel, operands, flags, counts, rank)()

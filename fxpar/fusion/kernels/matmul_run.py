@@ -1,22 +1,24 @@
-"""Matmuls with their collectives, run: the kernel with signals, and who copies chunks.
+"""Runs matmuls with their collectives: the kernel with signals, and the copies of
+chunks.
 
-In: a provider of memory that ranks share, this rank's tensors. Out: new tensors. Two
-streams: kernels compute on the current one, the provider's second one copies (a copy
-engine), raises or awaits flags (``matmul_signals``) and meets the other ranks. On CPU,
-for tests, a thread is the second stream; since Triton's interpreter runs one kernel at
-a time, ranks then meet before or after the matmul.
+In: a provider of memory that ranks share, this rank's tensors. Out: new tensors. There
+are two streams: kernels compute on the current one, the provider's second one copies (a
+copy engine), raises or awaits flags (``matmul_signals``) and meets the other ranks. On
+CPU, for tests, a thread is the second stream; since Triton's interpreter runs one
+kernel at a time, ranks then meet before or after the matmul.
 
     gather    own chunk to the workspace; meet; others' chunks to A, a flag for each,
-              beside the matmul that waits for them
-    scatter   matmul; beside it, as flags rise, chunks to their owners' workspaces;
-              meet; sum of what came
+              overlapping with the matmul that waits for them
+    scatter   matmul; overlapping with it, as flags rise, chunks to their owners'
+              workspaces; meet; sum of the received chunks
 
-Whatever a kernel waits for is launched before it, and kernels are loaded and memory is
-there before the first: the host waits for nothing and owes a running kernel nothing.
-Kernels take no more programs than the provider has, which leaves multiprocessors
-(``symmetric_memory.FREE``) to the meeting and to NCCL. Only the meeting waits for other
-ranks; it has a deadline (``device_functions.barrier``) and goes on behind it, and so
-does all that waits for it. Never decides whether it pays (``kernel_worth``).
+Anything a kernel waits for is launched before it, and kernels are loaded and memory is
+allocated before the first: the host waits for nothing, and no running kernel waits for
+the host. Kernels take no more programs than the provider has, which leaves
+multiprocessors (``symmetric_memory.FREE``) to the meeting and to NCCL. Only the meeting
+waits for other ranks; it has a deadline (``device_functions.barrier``) and goes on
+after it, and so does all that waits for it. Never decides whether it pays
+(``kernel_worth``).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from fxpar.fusion.kernels.matmul_kernel import (
 )
 from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace, region_number
 
-# An epilogue, and for each weight what its parameters point to.
+# An epilogue, and for each weight the tensors of its parameters.
 Bound = tuple[Epilogue, Sequence[Sequence[torch.Tensor]]]
 
 _BLOCK = 1024  # elements of a sum to a program
@@ -54,12 +56,12 @@ def gather_matmul(
     weights: Sequence[torch.Tensor],
     epilogue: Bound | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All ranks' rows [ranks * rows, k], and their products with weights [k, n].
+    """Return all ranks' rows [ranks * rows, k], and their products with weights [k, n].
 
     ``x``: [rows, k], of equal shape on all ranks, float32 or bfloat16, as are weights.
-    The weight of most columns computes beside the copies, the others behind it.
-    ``epilogue``: of every product. Raises CannotEmit; Unshared, on all ranks, where
-    memory has no room; FxparError where an earlier call missed a rank.
+    The product with the weight of most columns overlaps with the copies, the others
+    come after it. ``epilogue``: of every product. Raises CannotEmit; Unshared, on all
+    ranks, where memory has no room; FxparError where an earlier call missed a rank.
     """
     return prepared_gather(provider, x, weights, epilogue)()
 
@@ -67,9 +69,9 @@ def gather_matmul(
 def matmul_scatter(
     provider: Provider, x: torch.Tensor, w: torch.Tensor, *, mean: bool = False
 ) -> torch.Tensor:
-    """This rank's rows [m / ranks, n] of the sum over ranks of [m, k] times [k, n];
-    ``mean``: over the number of ranks. Products are rounded to their dtype, their sum
-    is in float32, in the order of ranks, and rounded once. Raises as
+    """Return this rank's rows [m / ranks, n] of the sum over ranks of [m, k] times [k,
+    n]; ``mean``: divided by the number of ranks. Products are rounded to their dtype,
+    their sum is in float32, in the order of ranks, and rounded once. Raises as
     ``gather_matmul``."""
     return prepared_scatter(provider, x, w, mean=mean)()
 
@@ -80,8 +82,8 @@ def prepared_gather(
     weights: Sequence[torch.Tensor],
     epilogue: Bound | None = None,
 ) -> Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]:
-    """``gather_matmul`` as far as it needs no other rank's kernel: what it gives runs
-    it. For one process that plays several ranks."""
+    """Prepare ``gather_matmul`` as far as it needs no other rank's kernel. Return a
+    function that runs it. For one process that plays several ranks."""
     rank, ranks = provider.rank, provider.ranks
     x, weights = _aligned(x), [_aligned(w, keep=True) for w in weights]
     rows, k = x.shape
@@ -128,7 +130,7 @@ def prepared_gather(
 def prepared_scatter(
     provider: Provider, x: torch.Tensor, w: torch.Tensor, *, mean: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """``matmul_scatter``, as ``prepared_gather``."""
+    """Prepare ``matmul_scatter``, as ``prepared_gather`` does."""
     rank, ranks = provider.rank, provider.ranks
     x, w = _aligned(x), _aligned(w, keep=True)
     rows, n = x.shape[0] // ranks, w.shape[1]
@@ -166,12 +168,14 @@ def prepared_scatter(
 
 
 def _ring(rank: int, ranks: int) -> list[int]:
-    """Others in the order in which the matmul of a gather wants their chunks."""
+    """Return the others in the order in which the matmul of a gather needs their
+    chunks."""
     return [(rank + i) % ranks for i in range(1, ranks)]
 
 
 def _back(rank: int, ranks: int) -> list[int]:
-    """Others in the order in which the matmul of a scatter makes their chunks."""
+    """Return the others in the order in which the matmul of a scatter makes their
+    chunks."""
     return [(rank - i) % ranks for i in range(1, ranks)]
 
 
@@ -179,8 +183,8 @@ def _back(rank: int, ranks: int) -> list[int]:
 
 
 def _signals(provider: Provider) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flags and counts of one call, as ``signals_of``: new ones, since a call that
-    failed leaves its own as they were."""
+    """Return flags and counts of one call, as ``signals_of``: new ones, since a call
+    that failed leaves its own as they were."""
     pair = torch.zeros(2, provider.ranks, dtype=torch.int32, device=provider.device)
     return pair[0], pair[1]
 
@@ -190,14 +194,15 @@ def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor, keep: bool = False) -> torch.Tensor:
-    """From a multiple of 16 bytes on, and row by row unless it is to ``keep`` its
-    strides."""
+    """Return ``x`` at a multiple of 16 bytes, and row by row unless it is to ``keep``
+    its strides."""
     x = x if keep else x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNED else x
 
 
 def _rows(space: torch.Tensor, like: torch.Tensor, rows: int) -> torch.Tensor:
-    """The start of a workspace as so many rows like others."""
+    """Return the start of a workspace as ``rows`` rows of the width and dtype of
+    ``like``."""
     size = rows * like.shape[1] * like.element_size()
     return space[:size].view(like.dtype).view(rows, like.shape[1])
 
@@ -210,7 +215,7 @@ def _kernel(
     epilogue: Epilogue,
     signals: bool,
 ) -> Gemm:
-    """``a``: of all chunks."""
+    """Return the kernel for ``a``, the rows of all chunks, and a weight."""
     return _cached_gemm(
         kind,
         *(a.shape[0], w.shape[1], a.shape[1], provider.ranks),
@@ -228,7 +233,7 @@ _cached_gemm = cache(gemm)
 def _call(
     name: str, programs: int, args: tuple[Any, ...], **constants: Any
 ) -> KernelLaunch:
-    """A launch of a kernel of ``matmul_signals``."""
+    """Return a launch of a kernel of ``matmul_signals``."""
     from fxpar.fusion.kernels import matmul_signals
 
     return KernelLaunch(getattr(matmul_signals, name), programs, args, constants)
@@ -239,7 +244,8 @@ def _flag(name: str, flags: torch.Tensor, chunk: int) -> KernelLaunch:
 
 
 def _meeting(provider: Provider, space: Workspace, title: str) -> KernelLaunch:
-    """All ranks' second streams wait for each other: one program of each."""
+    """Return a launch by which all ranks' second streams wait for each other: one
+    program on each."""
     number = region_number(hashlib.sha256(title.encode()).hexdigest(), title)
     args = space.signals, provider.rank
     how = {"RANKS": provider.ranks, "REGION": number, "num_warps": 1}
@@ -250,7 +256,7 @@ _LOADED: set[Any] = set()
 
 
 def _load(provider: Provider, *calls: KernelLaunch) -> None:
-    """Compile and load kernels: a load behind a kernel that waits would wait for it."""
+    """Compile and load kernels: a load after a kernel that waits would wait for it."""
     if provider.device.type == "cpu":
         return
     for call in calls:
@@ -268,7 +274,7 @@ def _load(provider: Provider, *calls: KernelLaunch) -> None:
 
 # Both streams.
 
-# Copies chunks; given what raises a chunk's flag, and what waits for one.
+# Copies chunks; takes a function that raises a chunk's flag, and one that waits for it.
 Copies = Callable[[Callable[[int], None], Callable[[int], None]], None]
 
 
@@ -281,9 +287,9 @@ def _beside_copies(
     *,
     waits: bool,
 ) -> None:
-    """A matmul beside copies, until both are done. ``waits``: the matmul waits for the
-    copies, ahead of which ranks meet; else these for the matmul, and ranks meet after.
-    """
+    """Run a matmul overlapping with copies, until both are done. ``waits``: the matmul
+    waits for the copies, and ranks meet before these; else the copies wait for the
+    matmul, and ranks meet after them."""
     on = _on_thread if provider.device.type == "cpu" else _on_streams
     on(provider, meet, copies, multiply, flags, waits)
 
@@ -296,8 +302,9 @@ def _on_streams(
     flags: torch.Tensor,
     waits: bool,
 ) -> None:
-    """The stream that waits is filled last. All tensors are of the current stream,
-    which the second one has joined when this returns: none needs to be recorded."""
+    """Run both on streams; the stream that waits is filled last. All tensors belong to
+    the current stream, which the second one has joined when this returns: none needs to
+    be recorded."""
     current, second = torch.cuda.current_stream(provider.device), provider.second()
     second.wait_stream(current)
 

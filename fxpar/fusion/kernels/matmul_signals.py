@@ -1,13 +1,14 @@
-"""What the text of a matmul with its collective calls: which tile comes next, its
-product, and flags between the kernel and who moves chunks.
+"""Defines functions that the text of a matmul with its collective calls: the order of
+tiles, their product, and flags between the kernel and the stream that moves chunks.
 
-A flag is an int32 of one chunk, zero at first: who has filled a chunk raises it to 1,
-who waited for it lowers it to 0. So a captured graph can be replayed, as long as a
-sender begins its next round when the receiver of the last one is done. Counts are
-int32, zero at first and zero again at the end of a kernel. Nothing here needs a GPU's
-own library or assembler, so all of it also runs in Triton's interpreter. It never
-copies between ranks: remote stores would stall the tensor cores' pipeline (Flux,
-arXiv 2406.06858, design notes on Hopper).
+In: pointers to operands, flags and counts. Out: products, and flags raised or lowered.
+A flag is an int32 of one chunk, zero at first: the stream that fills a chunk raises it
+to 1, the one that waits for it lowers it to 0. So a captured graph can be replayed, as
+long as a sender begins its next round when the receiver of the last one is done. Counts
+are int32, zero at first and zero again at the end of a kernel. Nothing here needs a
+GPU's own library or assembler, so all of it also runs in Triton's interpreter. Never
+copies between ranks: remote stores would stall the tensor cores' pipeline (Flux, arXiv
+2406.06858, design notes on Hopper).
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ def tile_of(
     BAND: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """The chunk of a tile, and its row and column among the chunk's HIGH by WIDE tiles.
+    """Return the chunk of a tile, and its row and column among the chunk's HIGH by WIDE
+    tiles.
 
     Chunks come from this rank's own upwards, or BACKWARD, so that the own is the last:
-    at any time ranks then work at chunks of different ranks. Tiles of a chunk come in
-    bands of BAND rows, column by column, which share what they read in the cache.
+    at any time ranks then work on chunks of different ranks. Tiles of a chunk come in
+    bands of BAND rows, column by column, so that their operands stay in the cache.
     """
     place = turn // (HIGH * WIDE)
     if BACKWARD:
@@ -61,9 +63,10 @@ def product(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The product of a tile in float32, [ROWS, COLUMNS]; ``a``, ``b``: pointers to its
-    first row and column, of which ``high`` and ``wide`` are left. A's columns lie side
-    by side, A_ROW is its stride; B has both strides. EVEN: nothing needs a mask."""
+    """Return the product of a tile in float32, [ROWS, COLUMNS]; ``a``, ``b``: pointers
+    to its first row and column, of which ``high`` and ``wide`` are left. A's columns
+    are adjacent in memory, A_ROW is its stride; B has both strides. EVEN: nothing needs
+    a mask."""
     i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     k = tl.arange(0, STEP)
     a_at = a + (i * A_ROW + k[None, :])
@@ -86,8 +89,8 @@ def product(
 
 @triton.jit
 def wait(flag):
-    """Until a chunk is there: what was written before its flag was raised is then seen
-    by all threads."""
+    """Wait until a chunk is there: all threads then see what was written before its
+    flag was raised."""
     while tl.atomic_cas(flag, 1, 1, sem="acquire", scope="sys") != 1:
         pass
     tl.debug_barrier()
@@ -95,7 +98,7 @@ def wait(flag):
 
 @triton.jit
 def lower(flags, count, CHUNKS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Lower all flags, by the program that is the last to have waited for them."""
+    """Lower all flags, in the program that is the last to have waited for them."""
     tl.debug_barrier()
     if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         for chunk in tl.static_range(CHUNKS):
@@ -114,8 +117,7 @@ def written(flag, count, TILES: tl.constexpr):
         tl.atomic_xchg(flag, 1, sem="release", scope="sys")
 
 
-# Kernels of one program, for the stream beside the one that computes; and the sum of
-# what a scatter brought.
+# Kernels of one program, for the second stream; and the sum of the chunks of a scatter.
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -127,7 +129,8 @@ def meet(signals_ptr, rank, RANKS: tl.constexpr, REGION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunk"])
 def raise_flag(flags_ptr, chunk):
-    """A chunk is there: what the stream did before is seen by who sees the flag."""
+    """Raise the flag of a chunk: a kernel that sees it sees the earlier writes of this
+    stream."""
     tl.debug_barrier()
     tl.atomic_xchg(flags_ptr + chunk, 1, sem="release", scope="sys")
 
@@ -150,8 +153,8 @@ def add_up(
     DIVISOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of ``COUNT`` elements of all ranks over ``DIVISOR``, in the order of
-    ranks and in float32; this rank's are at ``own_ptr``, not in its slot."""
+    """Sum ``COUNT`` elements of all ranks over ``DIVISOR``, in the order of ranks and
+    in float32; this rank's are at ``own_ptr``, not in its slot."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < COUNT
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,12 +1,12 @@
-"""Where in a kernel each value of a program is needed.
+"""Finds where in a kernel each value of a program is needed.
 
 In: a program without collectives, and the space its kernel runs over. Out: ``Needs``:
 for every value the places at which it is needed, found backwards from the outputs. A
 value that a view shows in another order is needed at other places than its neighbours;
-a sum of a row once a row. Of an op whose result is parts of several tensors side by
-side (it concatenates, pads, or puts a slice into a tensor) the parts are ``Choice``s in
-order: the first one whose ranges hold an element gives it, else the last one. It writes
-no text but that of places (``emit`` writes it).
+a sum of a row once a row. An op with a result of parts of several tensors (it
+concatenates, pads, or puts a slice into a tensor) has a ``Choice`` for each part, in
+order: the first one with ranges that hold an element gives it, else the last one. Never
+writes text but that of places (``emit`` writes the rest).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the tensors that an element of a result may come from."""
+    """Is one of the tensors that an element of a result may come from."""
 
     # A value, or a number that fills.
     source: Ref | float
@@ -54,7 +54,7 @@ class Choice:
     to: Map
 
 
-# Parts of one tensor: for every element a kernel asks each of them.
+# Parts of one tensor: for every element a kernel tests each of them.
 _MOST = 8
 
 
@@ -125,11 +125,12 @@ CHOICES = frozenset(_CHOICES)
 
 
 def choices_of(line: Statement, shapes: Shapes) -> list[Choice]:
-    """The parts of a line's result. Raises LookupError for what has no form."""
+    """Return the parts of a line's result. Raises LookupError for a line without a
+    form."""
     return _CHOICES[line.op](line, shapes)
 
 
-# Made of no operand, at any place.
+# Ops without operands, needed at any place.
 FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
 RANDOM = "fxpar.random.default"
 SEED = "prims.inductor_lookup_seed.default"
@@ -142,15 +143,15 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True)
 class Place:
-    """The number of an element as it is known in the kernel."""
+    """Is the number of an element as it is known in the kernel."""
 
-    # The name or the number that stands for it.
+    # Its name or its number in the kernel.
     text: str
-    # What says which lanes count.
+    # Name of the mask of lanes that count.
     mask: str = ""
     # Whether lanes differ.
     block: bool = True
-    # Lines that make it, if it is not there from the start.
+    # Lines that define it, if it is not known from the start.
     define: tuple[str, ...] = ()
     # The place or mask that ``define`` reads, by name; "" if none.
     parent: str = ""
@@ -158,14 +159,15 @@ class Place:
 
 ZERO = Place("0", block=False)
 
-# One of the parts that a value is made of: the name of the mask that says where ("" if
-# everywhere), what (a value, or a number), and at which place it is needed.
+# One of the parts of a value: the name of its mask ("" if everywhere), its source (a
+# value, or a number), and the place at which the source is needed.
 Part = tuple[str, Any, Place | None]
 
 
 class Needs:
-    """``needed``: by value, the names of places; ``places``: by name; ``chosen``: by
-    value and place, the parts it is made of; ``sums``: outputs summed over blocks.
+    """Finds the places at which values are needed. ``places_of``: by value, the names
+    of places; ``places``: by name; ``chosen``: by value and place, its parts; ``sums``:
+    outputs summed over blocks.
 
     Making one raises CannotEmit.
     """
@@ -193,7 +195,7 @@ class Needs:
                 self._operands(line, self.places[place])
 
     def derive(self, place: Place, to: Map) -> Place:
-        """The place that a map makes of one."""
+        """Return the place that a map makes of one."""
         if to.is_identity:
             return place
         if to.is_constant and not to.offset:
@@ -241,7 +243,8 @@ class Needs:
         return reduction
 
     def place_of(self, t: Tensor) -> Place:
-        """Where an output is written, that is not summed over blocks."""
+        """Return where an output that is not summed over blocks is written. Raises
+        CannotEmit."""
         if t.count == self.space.count:
             return self.at if t.count > 1 else ZERO
         if self.row is not None and t.count == self.space.rows:
@@ -249,7 +252,7 @@ class Needs:
         raise CannotEmit(t.name, "has neither all elements nor one a row")
 
     def _operands(self, line: Statement, place: Place) -> None:
-        """Say where a line's operands are needed for its value at ``place``."""
+        """Note where a line's operands are needed for its value at ``place``."""
         if kind_of(line.dtype) is None and line.dtype != "tuple":
             raise CannotEmit(line.name, f"is of dtype {line.dtype}")
         if line.op in SUMS:
@@ -292,7 +295,7 @@ class Needs:
         self._need(line.refs[0], self.at)
 
     def _choose(self, part: Choice, place: Place, line: Statement) -> Part:
-        """(mask or "", what, where) of one of the parts that a line is made of."""
+        """Return (mask or "", source, place) of one of the parts of a line."""
         conditions = []
         for dim, low, high in part.ranges:
             unit = [0] * len(line.shape)
@@ -323,7 +326,8 @@ class Needs:
 
 
 def formed(line: Statement, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``; that there is no form of something is said of the line."""
+    """Return ``fn(*args)``; raise CannotEmit, which names the line, for a missing
+    form."""
     try:
         return fn(*args)
     except LookupError as error:

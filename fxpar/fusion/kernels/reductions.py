@@ -1,8 +1,8 @@
-"""What a reduction reduces, and what a kernel runs over.
+"""Finds which dims a reduction reduces, and the space that a kernel runs over.
 
-A kernel runs over ``count`` elements, flat, or row by row where rows are reduced. In:
-a program without collectives. Out: its ``Space``, or CannotEmit, which names the line
-and why. Shapes alone decide, so every rank decides alike.
+A kernel runs over ``count`` elements, flat, or row by row where rows are reduced. In: a
+program without collectives. Out: its ``Space``, or CannotEmit, which names the line and
+the reason. Never depends on anything but shapes, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLAT_BLOCK = 1024
 
 
 class CannotEmit(Exception):
-    """A line that no kernel of one space can have: ``line``, ``why``."""
+    """Says that kernels of one space cannot have a line: ``line``, ``why``."""
 
     def __init__(self, line: str, why: str) -> None:
         super().__init__(f"{line}: {why}")
@@ -30,52 +30,52 @@ class CannotEmit(Exception):
 
 @dataclass(frozen=True)
 class Space:
-    """What a kernel runs over, in blocks."""
+    """Is the elements that a kernel runs over, in blocks."""
 
-    # Elements.
+    # Number of elements.
     count: int
-    # Of a row, which is a block; 0: blocks are flat.
+    # Elements of a row, which is a block; 0: blocks are flat.
     columns: int = 0
     # Elements of a flat block.
     flat_block: int = FLAT_BLOCK
 
     @property
     def rows(self) -> int:
-        """Rows; of a flat space none."""
+        """Return the number of rows; 0 for a flat space."""
         return self.count // self.columns if self.columns else 0
 
     @property
     def block(self) -> int:
-        """Elements of a block: a power of two."""
+        """Return the elements of a block: a power of two."""
         if not self.columns:
             return self.flat_block
         return 1 << max(0, self.columns - 1).bit_length()
 
     @property
     def turns(self) -> int:
-        """Blocks."""
+        """Return the number of blocks."""
         return self.rows or -(-self.count // self.block)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all blocks are full, and nothing need be masked."""
+        """Return whether all blocks are full, and nothing need be masked."""
         return self.count == self.turns * self.block
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """What of rows times columns of elements is reduced."""
+    """Says how rows times columns of elements are reduced."""
 
     # "row": each row; "column": each column; "all": everything, and there is one row.
     kind: str
-    # Before it.
+    # Rows before it.
     rows: int
-    # Before it.
+    # Columns before it.
     columns: int
 
 
 def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduction:
-    """What an op of ``SUMS`` with these arguments reduces of an operand of shape
+    """Return how an op of ``SUMS`` with these arguments reduces an operand of shape
     ``source``.
 
     Raises CannotEmit where dims in the middle, or at both ends, are reduced.
@@ -98,7 +98,7 @@ def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduc
 
 
 def space_of(program: RegionProgram) -> Space:
-    """What the kernel of a program runs over. Raises CannotEmit if its outputs and
+    """Return the space of a program's kernel. Raises CannotEmit if its outputs and
     reductions do not agree."""
     common: Space | None = None
     for line in program.lines:
@@ -123,8 +123,8 @@ CAST = "prims.convert_element_type.default"
 
 
 def reduction_behind(program: RegionProgram, name: str) -> Statement | None:
-    """The line of ``SUMS`` that an output is, or is in another dtype; not if it was
-    rounded to a third one in between."""
+    """Return the line of ``SUMS`` that an output is, directly or cast to another dtype;
+    None otherwise, also if it was rounded to a third dtype in between."""
     line = program.values[name]
     dtypes = {line.dtype, "float32"}
     while isinstance(line, Statement) and line.op == CAST and line.dtype in dtypes:
@@ -133,7 +133,8 @@ def reduction_behind(program: RegionProgram, name: str) -> Statement | None:
 
 
 def _space_of_outputs(program: RegionProgram) -> Space:
-    """Where rows are not reduced: flat, or by rows if some outputs are one a row."""
+    """Return the space if no rows are reduced: flat, or by rows if some outputs are one
+    a row."""
     counts = set()
     for t in program.outputs:
         line = reduction_behind(program, t.name)  # of everything

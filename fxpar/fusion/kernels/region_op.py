@@ -1,11 +1,11 @@
-"""``fxpar::region``: a whole region of a graph as one op.
+"""Defines ``fxpar::region``: a whole region of a graph as one op.
 
-In a graph: tensors, numbers, the hash of a program, the name of a process group, and
-how to run it (a key of ``RUNNERS``). Out: the program's outputs, new tensors;
-``region_`` writes some of them to tensors it is given instead, which the program may
-read. The program is looked up by its hash: programs are known to the process that made
-them, and kept in files beside Inductor's caches, for a process that compiles nothing
-because it found the compiled graph there.
+In: tensors, numbers, the hash of a program, the name of a process group, and how to run
+it (a key of ``RUNNERS``). Out: the program's outputs, new tensors; ``region_`` writes
+some of them to given tensors instead, which the program may read. Programs are looked
+up by their hash: they are known to the process that made them, and kept in files next
+to Inductor's caches, for a process that compiles nothing because it found the compiled
+graph there. Never compiles a graph.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _KNOWN: dict[str, RegionProgram] = {}
 
 Runner = Callable[..., list[torch.Tensor]]
 
-# How a region runs: op by op; by kernels with the collective between them; by one on a
-# rung of the ladder, which is chosen when it runs ("triton") or was before; by what is
-# measured to be the fastest.
+# How a region runs: op by op; by kernels with the collective between them; by one
+# kernel on a rung of the ladder, chosen when it runs ("triton") or before; by the way
+# that is measured to be the fastest.
 RUNNERS: dict[str, Runner] = {
     "interpret": interpret.run,
     "nccl": run_kernels.run,
@@ -39,8 +39,8 @@ RUNNERS: dict[str, Runner] = {
 
 
 def remember(program: RegionProgram) -> str:
-    """Make a program known; returns its hash. Where the disk refuses, it is known to
-    this process alone."""
+    """Make a program known; return its hash. If the disk refuses, only this process
+    knows it."""
     if program.hash not in _KNOWN:
         _KNOWN[program.hash] = program
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def remember(program: RegionProgram) -> str:
 
 
 def lookup(name: str) -> RegionProgram:
-    """The program of a hash. Raises FxparError if nobody knows it."""
+    """Return the program of a hash. Raises FxparError if it is not known."""
     if name not in _KNOWN:
         try:
             program = RegionProgram.parse(_path(name).read_text())
@@ -127,7 +127,7 @@ def _run(
     how: str,
     into: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The outputs that are in nothing given."""
+    """Return the outputs that are not written to ``into``."""
     with _torch.inductor.profiled(program.title):
         outputs = RUNNERS[how](program, inputs, numbers, group, into)
     return [x for i, x in enumerate(outputs) if i not in into]

@@ -1,11 +1,12 @@
-"""A region of a graph as a program: plain data that is printed, kept, hashed and run.
+"""Represents a region of a graph as a program: plain data that is printed, kept, hashed
+and run.
 
-A program has inputs, lines (one op each, in order) and outputs; it says nothing of the
-process group (an argument when it runs) nor of ranks, but how many there are. Numbers
-that differ between ranks or layers (where a mask begins, which seed) are arguments too.
-Names are made from ops, so equal regions of different layers are one program with one
-hash. In: text or parts. Out: text, a hash. It never looks at a graph (``trace_region``
-makes programs of one) and runs nothing (``interpret`` does).
+A program has inputs, lines (one op each, in order) and outputs; of the process group
+(an argument when it runs) it holds only the number of ranks. Numbers that differ
+between ranks or layers (where a mask begins, which seed) are arguments too. Names are
+made from ops, so equal regions of different layers are one program with one hash. In:
+text or parts. Out: text, a hash. Never looks at a graph (``trace_region`` makes
+programs of one) and runs nothing (``interpret`` does).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ FORMAT = "fxpar region 1"
 
 @dataclass(frozen=True)
 class Ref:
-    """A value of the program, as an argument of a line."""
+    """Refers to a value of the program, as an argument of a line."""
 
-    # Of an input, or of the line that makes it.
+    # Name of an input, or of the line that makes it.
     name: str
 
 
 @dataclass(frozen=True)
 class Number:
-    """An integer given when the program runs, as an argument of a line."""
+    """Is an integer given when the program runs, as an argument of a line."""
 
     # Among those that the program is given.
     index: int
@@ -41,14 +42,14 @@ class Number:
 
 @dataclass(frozen=True)
 class GroupName:
-    """The name of the process group, as an argument of a line."""
+    """Stands for the name of the process group, as an argument of a line."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or an output."""
+    """Describes an input or an output."""
 
-    # Of an output, that of a line.
+    # For an output, the name of a line.
     name: str
     # In elements.
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ class Tensor:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -69,51 +70,51 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Statement:
-    """One op: ``name = op(*args, **kwargs)``."""
+    """Is one op: ``name = op(*args, **kwargs)``."""
 
-    # Of its result.
+    # Name of its result.
     name: str
-    # "aten.mul.Tensor", or "getitem" of an op with several results, whose own dtype is
+    # "aten.mul.Tensor", or "getitem" of an op with several results, which has the dtype
     # "tuple".
     op: str
     # Names are ``Ref``s.
     args: tuple[Any, ...]
     # (name, argument); as ``args``.
     kwargs: tuple[tuple[str, Any], ...]
-    # Of the result.
+    # Shape of the result.
     shape: tuple[int, ...]
-    # Of the result, without ``torch.``.
+    # Dtype of the result, without ``torch.``.
     dtype: str
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """Names of the values it reads, in order."""
+        """Return the names of the values it reads, in order."""
         return tuple(refs_in((self.args, self.kwargs)))
 
 
 @dataclass(frozen=True)
 class RegionProgram:
-    """A region as text of its ops: what a kernel is written for."""
+    """Is a region as text of its ops, for which a kernel is written."""
 
-    # Tensors that it is given, in order.
+    # Input tensors, in order.
     inputs: tuple[Tensor, ...]
     # In order.
     lines: tuple[Statement, ...]
-    # Of its lines, in order.
+    # Results of its lines, in order.
     outputs: tuple[Tensor, ...]
-    # How many integers it is given.
+    # Number of integers it takes.
     numbers: int = 0
     # Members of its group, 1 if nothing is communicated.
     ranks: int = 1
 
     @cached_property
     def text(self) -> str:
-        """JSON; ``parse`` reads it."""
+        """Return the program as JSON, which ``parse`` reads."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -129,7 +130,7 @@ class RegionProgram:
 
     @cached_property
     def hash(self) -> str:
-        """Digest of the content."""
+        """Return a digest of the content."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def __hash__(self) -> int:
@@ -138,7 +139,8 @@ class RegionProgram:
 
     @staticmethod
     def parse(text: str) -> RegionProgram:
-        """Inverse of ``text``. Raises ValueError if it is no program's."""
+        """Return the program of a text: inverse of ``text``. Raises ValueError if it is
+        none."""
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("not the text of a region's program")
@@ -152,14 +154,14 @@ class RegionProgram:
 
     @cached_property
     def title(self) -> str:
-        """How a profile calls it: its first ops and its hash."""
+        """Return the name of the region in a profile: its first ops and its hash."""
         words = [line.op.split(".")[1] for line in self.lines if "." in line.op]
         ops = dict.fromkeys(w for w in words if w not in _UNTOLD)
         return f"fxpar::region {' '.join(list(ops)[:6])} {self.hash}"
 
     @cached_property
     def values(self) -> Mapping[str, Tensor | Statement]:
-        """Inputs and lines by name."""
+        """Return inputs and lines by name."""
         inputs: dict[str, Tensor | Statement] = {t.name: t for t in self.inputs}
         return inputs | {line.name: line for line in self.lines}
 
@@ -180,21 +182,21 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
 def short(value: Tensor | Statement) -> str:
-    """``f32[8, 64]``."""
+    """Return dtype and shape, as in ``f32[8, 64]``."""
     word = value.dtype.rstrip("0123456789")
     dtype = _SHORT.get(word, word) + value.dtype[len(word) :]
     return f"{dtype}{list(value.shape)}"
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype of its name without "torch."."""
+    """Return the dtype of a name without "torch."."""
     dtype = getattr(torch, text)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def refs_in(x: Any) -> list[str]:
-    """Names of the values in (nested) arguments."""
+    """Return the names of the values in (nested) arguments."""
     if isinstance(x, Ref):
         return [x.name]
     if isinstance(x, (tuple, list)):
@@ -203,7 +205,8 @@ def refs_in(x: Any) -> list[str]:
 
 
 def replaced(x: Any, fn: Any) -> Any:
-    """Arguments with ``fn`` of every Ref, Number and Group in place of it."""
+    """Return arguments with ``fn(x)`` in place of every Ref, Number and GroupName
+    ``x``."""
     if isinstance(x, (Ref, Number, GroupName)):
         return fn(x)
     if isinstance(x, (tuple, list)):
@@ -212,7 +215,7 @@ def replaced(x: Any, fn: Any) -> Any:
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor that lies row by row."""
+    """Return the strides of a tensor that is stored row by row."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(1, shape[i + 1])

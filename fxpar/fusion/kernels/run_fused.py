@@ -1,10 +1,10 @@
-"""A program with collectives as one kernel, where there is memory that ranks share.
+"""Runs a program with collectives as one kernel, where ranks share memory.
 
-In: what ``run_kernels.run`` is given, and an implementation. Out: the program's
-outputs, or None where that or the program says that collectives run between kernels.
+In: the arguments of ``run_kernels.run``, and an implementation. Out: the program's
+outputs, or None if collectives run between kernels for this implementation or program.
 Providers belong to groups, made when one is first needed on a GPU, or given
-(``install``). What is decided depends on the program and the group alone, or is
-measured by all ranks together (``autotune``), so ranks decide alike.
+(``install``). Decisions depend on the program and the group alone, or are measured by
+all ranks together (``autotune``), so that ranks never decide differently.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ log = logging.getLogger("fxpar")
 
 CPU = torch.device("cpu")
 
-# Of process groups there are: providers end with them, since ranks of a later group of
-# the same name may be others.
+# By process group: providers end with it, since a later group of the same name may have
+# other ranks.
 _PROVIDERS: WeakKeyDictionary[Any, dict[str, Provider | None]] = WeakKeyDictionary()
-_INSTALLED: dict[tuple[str, str], Provider | None] = {}  # of names of no group
+_INSTALLED: dict[tuple[str, str], Provider | None] = {}  # by names of no group
 
 
 def install(group: str, device: str, provider: Provider | None) -> None:
-    """Say what memory the ranks of a group share, on a kind of device."""
+    """Set the memory that the ranks of a group share, on a kind of device."""
     process_group = _torch.distributed.group_named(group)
     if process_group is None:
         _INSTALLED[group, device] = provider
@@ -55,7 +55,8 @@ def install(group: str, device: str, provider: Provider | None) -> None:
 
 
 def provider_of(group: str, device: torch.device) -> Provider | None:
-    """What memory the ranks of a group share; None if none."""
+    """Return the provider of memory that the ranks of a group share; None if there is
+    none."""
     process_group = _torch.distributed.group_named(group)
     if process_group is None:
         return _INSTALLED.get((group, device.type))
@@ -75,9 +76,10 @@ def run(
     into: Mapping[int, torch.Tensor] | None = None,
     rung: str = "",
 ) -> list[torch.Tensor]:
-    """The program's outputs, by a rung of the ladder, by the one that is "measured" to
-    be the fastest, or by the table's; those that ``into`` names are written there.
-    Raises FxparError where no kernel starts, or where an earlier one missed a rank."""
+    """Return the program's outputs, by a rung of the ladder, by the one that is
+    "measured" to be the fastest, or by the table's; those that ``into`` names are
+    written there. Raises FxparError where no kernel starts, or where an earlier one
+    missed a rank."""
     outputs = fused(program, inputs, numbers, group, into or {}, rung)
     if outputs is None:
         return run_kernels.run(program, inputs, numbers, group, into)
@@ -92,7 +94,8 @@ def fused(
     into: Mapping[int, torch.Tensor] | None = None,
     rung: str = "",
 ) -> list[torch.Tensor] | None:
-    """The program's outputs by one kernel with its collectives inside, else None."""
+    """Return the program's outputs by one kernel with its collectives inside; None if
+    it cannot run so."""
     device = interpret.device_of(tensors)
     if not group or not run_kernels.has_kernels(device):
         return None
@@ -127,7 +130,7 @@ def fused(
 
 
 def facts_of(provider: Provider, bandwidth: float = GroupFacts.bandwidth) -> GroupFacts:
-    """Of the group that shares memory, for the ladder."""
+    """Return the facts, for the ladder, of the group that shares memory."""
     return GroupFacts(
         provider.ranks,
         kernels=True,
@@ -141,19 +144,20 @@ def facts_of(provider: Provider, bandwidth: float = GroupFacts.bandwidth) -> Gro
 def _by_table(
     program: RegionProgram, facts: GroupFacts, programs: int, rung: str
 ) -> TunedWay:
-    """``rung``: what was chosen when the graph was compiled, else the ladder's."""
+    """Return the way of ``rung``, chosen when the graph was compiled, else the
+    ladder's."""
     name = rung or choose(program, facts).name
     if name == "multimem" and not facts.multicast:
         name = "two_shot"
     return TunedWay(name, programs)
 
 
-# Kernels found, by program, rung and numbers alone, for as long as a provider lives.
+# Kernels by program, rung and numbers alone, for as long as a provider lives.
 _Key = tuple[RegionProgram, str, frozenset[str]]
 _TEMPLATES: WeakKeyDictionary[Provider, dict[_Key, Template | None]] = (
     WeakKeyDictionary()
 )
-# What was measured, so long.
+# Measured ways, for as long as a provider lives.
 _WAYS: WeakKeyDictionary[Provider, dict[RegionProgram, TunedWay]] = WeakKeyDictionary()
 
 
@@ -164,8 +168,8 @@ def _measured(
     group: str,
     provider: Provider,
 ) -> TunedWay:
-    """The fastest way, found at the first call, which all ranks make together. What it
-    runs on the tensors given writes to none of them."""
+    """Return the fastest way, measured at the first call, which all ranks make
+    together. The measurement runs on the given tensors and writes to none of them."""
     ways_by_program = _WAYS.setdefault(provider, {})
     if program in ways_by_program:
         return ways_by_program[program]
@@ -198,7 +202,7 @@ def _measured(
     return ways_by_program.setdefault(program, way)
 
 
-# Where the one has no template, the other may.
+# The rung to take where one has no template.
 _INSTEAD = {"multimem": "two_shot"}
 
 
@@ -209,8 +213,8 @@ def planned(
     device: str,
     alone: frozenset[str] = frozenset(),
 ) -> Template | None:
-    """The kernel of a program, if it is to be one. ``alone``: inputs that are given as
-    numbers."""
+    """Return the kernel of a program on a rung; None if it has none. ``alone``: inputs
+    that are given as numbers."""
     name, why = way.rung, "so says the ladder"
     while name in FUSED:
         shots, switch = FUSED[name]
@@ -240,11 +244,12 @@ def launched(
     provider: Provider,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What the kernel writes, by name; at ``targets`` where that is safe. Raises
-    Unshared, on all ranks, where there is no room."""
+    """Run the kernel and return the tensors it writes, by name; at ``targets`` where
+    that is safe. Raises Unshared, on all ranks, where there is no room."""
     kernel = template.kernel
     arguments, writes = prepared(template, values, numbers, provider, targets)
-    # Nobody asks for memory while the kernel waits: what sums need is there again.
+    # Allocate the memory for sums before, so that nobody asks for any while the kernel
+    # waits.
     spare = [torch.empty_like(x[0]) for x in run_kernels.parts_of(kernel, writes)]
     how = {"launch_cooperative_grid": provider.cooperative}
     run_kernels.call(kernel, arguments, template.region, **how)
@@ -261,8 +266,8 @@ def prepared(
     provider: Provider,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """Arguments of the kernel, and those of them that it writes. All memory is there
-    then: none is asked for while a kernel waits for others."""
+    """Return the arguments of the kernel, and those of them that it writes. All memory
+    is allocated then: none is asked for while a kernel waits for others."""
     kernel, device = template.kernel, provider.device
     reads = [run_kernels.as_read(values[t.name], t, device) for t in kernel.reads]
     writes = run_kernels.places(kernel, reads, targets or {}, device)
@@ -273,7 +278,7 @@ def prepared(
 
 
 def start(kernel: Kernel, arguments: Sequence[Any]) -> None:
-    """Launch a kernel on the current stream, where others may run beside it."""
+    """Launch a kernel on the current stream, where others may run next to it."""
     run_kernels.call(kernel, arguments, None)
 
 

@@ -1,12 +1,12 @@
-"""A program run by its generated kernels, with its collectives between them.
+"""Runs a program by its generated kernels, with its collectives between them.
 
-In: a program, tensors, numbers, the name of the process group. Out: new tensors. Each
-part between collectives is one kernel, compiled once per process; its source is kept as
-a file beside Inductor's caches, where a debugger finds it. Collectives run as
-functional ops. On CPU kernels run in Triton's interpreter if TRITON_INTERPRET is set
-(it is read when Triton is first imported), else the program is interpreted op by op; so
-is a part that no kernel can have. That choice depends on shapes, dtypes and the device
-alone, so that it is one on all ranks.
+In: a program, tensors, numbers, the name of the process group. Out: new tensors, or the
+tensors that outputs are written to. Each part between collectives is one kernel,
+compiled once per process; its source is kept as a file next to Inductor's caches, where
+a debugger finds it. Collectives run as functional ops. On CPU kernels run in Triton's
+interpreter if TRITON_INTERPRET is set (it is read when Triton is first imported), else
+the program is interpreted op by op; so is a part that no kernel can have. That choice
+depends on shapes, dtypes and the device alone, so that it never differs between ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(
     group: str = "",
     into: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The program's outputs, as ``interpret.run`` gives them. Raises FxparError where
+    """Return the program's outputs, as ``interpret.run`` does. Raises FxparError where
     Triton or the device takes no kernel."""
     device, into = interpret.device_of(inputs), into or {}
     if not has_kernels(device):
@@ -70,7 +70,7 @@ def run(
         if kernel is None:
             values |= _interpreted(step.program, values, numbers)
             continue
-        # What an earlier part overwrites could be read by a later one.
+        # A later part could read what an earlier one overwrites.
         into_here = targets if i == last else {}
         values |= run_kernel(kernel, values, numbers, device, into_here, program)
     return interpret.results(program, values, inputs, into)
@@ -78,19 +78,19 @@ def run(
 
 @cache
 def names_of(program: RegionProgram) -> tuple[str, ...]:
-    """Of its inputs."""
+    """Return the names of a program's inputs."""
     return tuple(t.name for t in program.inputs)
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether generated kernels run on a device, here."""
+    """Return whether generated kernels run on a device, here."""
     return device.type == "cuda" or device.type == "cpu" and _interprets()
 
 
 def _interprets() -> bool:
-    """Whether Triton was imported as an interpreter: its own functions are then that
-    kind, too."""
+    """Return whether Triton was imported as an interpreter: its own functions are then
+    of that kind, too."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return False
     import triton.language as tl
@@ -105,8 +105,8 @@ _CPU = torch.device("cpu")
 def alone_of(
     program: RegionProgram, inputs: Sequence[torch.Tensor], device: torch.device
 ) -> frozenset[str]:
-    """Inputs that are numbers on the CPU, while kernels run elsewhere: they are given
-    as floats, since copies would wait for the device."""
+    """Return the inputs that are numbers on the CPU, while kernels run elsewhere: they
+    are given as floats, since copies would wait for the device."""
     if device == _CPU or not any(x.is_cpu for x in inputs):
         return _NONE
     return frozenset(
@@ -117,7 +117,7 @@ def alone_of(
 
 
 def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tensor:
-    """A collective, waited for."""
+    """Return the result of a collective, waited for."""
     args = replaced(step.line.args[1:], lambda _: group)
     result = interpret.op_of(step.line.op)(operand.contiguous(), *args)
     return torch.ops._c10d_functional.wait_tensor(result)
@@ -126,7 +126,7 @@ def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tenso
 def _interpreted(
     part: RegionProgram, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """What a part makes, by name, without a kernel."""
+    """Return the results of a part, by name, without a kernel."""
     results = interpret.run(part, [values[t.name] for t in part.inputs], numbers)
     return dict(zip((t.name for t in part.outputs), results, strict=True))
 
@@ -139,7 +139,8 @@ def run_kernel(
     targets: Mapping[str, torch.Tensor],
     region: RegionProgram,
 ) -> dict[str, torch.Tensor]:
-    """What a kernel makes, by name; at ``targets`` where that is safe."""
+    """Run a kernel and return its results, by name; at ``targets`` where that is
+    safe."""
     reads = [as_read(values[t.name], t, device) for t in kernel.reads]
     writes = places(kernel, reads, targets, device)
     scalars = given_numbers(kernel, values, numbers)
@@ -150,13 +151,13 @@ def run_kernel(
 def given_numbers(
     kernel: Kernel, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
 ) -> list[float]:
-    """The last arguments of a kernel."""
+    """Return the last arguments of a kernel."""
     alone: list[float] = [values[name].item() for name in kernel.alone]
     return [*alone, *(numbers[i] for i in kernel.numbers)]
 
 
 def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a kernel wrote, by name, with parts of sums added up."""
+    """Return the results of a kernel, by name, with parts of sums added up."""
     sums = kernel.sums
     return {
         t.name: summed(x, t) if t.name in sums else x
@@ -165,7 +166,7 @@ def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.T
 
 
 def parts_of(kernel: Kernel, writes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of what a kernel writes, parts of sums."""
+    """Return the tensors that a kernel writes which are parts of sums."""
     if not kernel.sums:
         return []
     pairs = zip(kernel.writes, writes, strict=True)
@@ -201,8 +202,8 @@ def call(
 def compiled(
     program: RegionProgram, device: str, alone: frozenset[str] = _NONE
 ) -> Kernel | None:
-    """The kernel of a part on a kind of device; None if there can be none. ``alone``:
-    inputs that are given as numbers."""
+    """Return the kernel of a part on a kind of device; None if there can be none.
+    ``alone``: inputs that are given as numbers."""
     try:
         return kernel_of(program, random=random_of(device), alone=alone)
     except CannotEmit:
@@ -210,15 +211,17 @@ def compiled(
 
 
 def random_of(device: str) -> str:
-    """Whose random numbers compiled code draws on a kind of device."""
+    """Return the name of the generator from which compiled code draws on a kind of
+    device."""
     if device == "cpu":
         return "cpp"
     return f"triton_{_torch.inductor.triton_random_lanes()}"
 
 
 def as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
-    """In the strides that the kernel was made for, where it runs, and from a multiple
-    of 16 bytes on: else Triton makes other code, and all ranks are to run the same."""
+    """Return ``x`` on the kernel's device, in the strides that the kernel was made for,
+    and at a multiple of 16 bytes: else Triton makes other code, and all ranks must run
+    the same."""
     if x.device != device:
         x = x.to(device)
     if (x.stride() != t.stride or x.data_ptr() % ALIGNED) and x.numel() > 1:
@@ -234,7 +237,8 @@ def places(
     targets: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Memory for what a kernel writes: where it is to be, if it can be."""
+    """Return memory for the results of a kernel: their targets, where a kernel can
+    write there."""
     if not targets:
         return [place(kernel, t, device) for t in kernel.writes]
     return [
@@ -248,8 +252,9 @@ def places(
 def fits(
     kernel: Kernel, reads: Sequence[torch.Tensor], t: Tensor, target: torch.Tensor
 ) -> bool:
-    """Whether a kernel can write an output over ``target``: of what lies there it reads
-    each element for that same element alone, in the loop that writes it."""
+    """Return whether a kernel can write an output over ``target``: it reads each
+    element there only for the same element of the output, in the loop that writes
+    it."""
     loop = kernel.loops.get(t.name)
     if loop is None or target.stride() != t.stride or t.name in kernel.sums:
         return False
@@ -266,7 +271,7 @@ def fits(
 
 
 def place(kernel: Kernel, t: Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for an output, or for the parts of one."""
+    """Return memory for an output, or for the parts of one."""
     if t.name in kernel.sums:
         return empty((kernel.programs, t.count), (t.count, 1), torch.float32, device)
     return empty(t.shape, t.stride, dtype_of(t.dtype), device)
@@ -278,12 +283,12 @@ def empty(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Where a kernel writes; tests put NaNs there."""
+    """Return memory for a kernel to write; tests put NaNs there."""
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def summed(parts: torch.Tensor, t: Tensor) -> torch.Tensor:
-    """An output of the parts that programs wrote of it."""
+    """Return an output, given the parts that programs wrote of it."""
     total = parts.sum(0).to(dtype_of(t.dtype)).view(t.shape)
     if t.stride == contiguous(t.shape):
         return total
@@ -291,14 +296,14 @@ def summed(parts: torch.Tensor, t: Tensor) -> torch.Tensor:
 
 
 def function_of(kernel: Kernel) -> Any:
-    """The kernel as a function of Triton."""
+    """Return the kernel as a function of Triton."""
     return getattr(module_of(kernel.name, kernel.text), kernel.name)
 
 
 @cache
 def module_of(name: str, text: str) -> Any:
-    """A source text as a module. Nothing is read of its file, in which anything may
-    stand by now: Triton finds the source of a function in ``linecache``."""
+    """Return a source text as a module. Its file is written and not read, since it may
+    have changed: Triton finds the source of a function in ``linecache``."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = cache_files.folder() / "kernels" / f"{name}_{digest}.py"
     with contextlib.suppress(OSError):

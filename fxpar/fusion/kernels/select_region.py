@@ -1,16 +1,17 @@
-"""What belongs into one kernel with a collective.
+"""Selects the nodes that belong into one kernel with a collective.
 
 From a collective a region grows down, through its wait, over all pointwise ops, views
 and reductions of rows, to the next contraction, collective or op that a kernel cannot
-have; and up, over what is computed for the region alone. A reduce-scatter's may go on
-through the all-gather of what is made of its result, as an optimizer's step does. A
-region is convex, and never makes the collective wait for work it could have run beside:
-what stands behind a later contraction is left out. Where a schedule's line ``fuse``
-made a region, that one is what grows, and nothing else; then it may wait.
+have; and up, over nodes that are computed for the region alone. A reduce-scatter's
+region may go on through the all-gather of a value made of its result, as in an
+optimizer's step. A region is convex, and never makes the collective wait for work that
+could overlap with it: nodes that depend on a later contraction are left out. Where a
+schedule's line ``fuse`` made a region, that one grows, and nothing else; then it may
+wait.
 
-In: a graph after ``passes.schedule``. Out: members, and near misses: what ended a
-region although it might have been in it, and why. The graph is only read. Shapes,
-dtypes and the order of nodes decide, alike on all ranks.
+In: a graph after ``passes.schedule``. Out: members, and near misses: nodes that ended a
+region although they might have been in it, with the reason. Never changes the graph.
+Shapes, dtypes and the order of nodes decide, equally on all ranks.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ _OWN_WAIT = "fxpar.wait_gather.default"
 _STARTS = MOVES | {_OWN_GATHER}
 WAITS = frozenset({WAIT, _OWN_WAIT})
 
-# Attempts to leave out what the emitter refuses.
+# Attempts to leave out nodes that the emitter refuses.
 _ATTEMPTS = 40
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A node that is not in a region."""
+    """Is a node that is not in a region, with the reason."""
 
-    # Whose region.
+    # The collective of the region.
     collective: fx.Node
-    # That is not in it.
+    # The node that is not in it.
     node: fx.Node
     # As text.
     why: str
@@ -69,28 +70,28 @@ class Miss:
 
 @dataclass(frozen=True)
 class SelectedRegion:
-    """What of a graph becomes one op."""
+    """Holds the nodes of a graph that become one op."""
 
-    # Around which it grew.
+    # The collective around which it grew.
     collective: fx.Node
     # In graph order.
     members: tuple[fx.Node, ...]
     # Members that others read, in graph order.
     outputs: tuple[fx.Node, ...]
-    # Its program, and what it is given.
+    # Its program, with its inputs and numbers.
     outline: Outline
 
 
 def collectives(graph: fx.Graph) -> list[fx.Node]:
-    """Where regions may begin, in graph order."""
+    """Return the collectives at which regions may begin, in graph order."""
     return [n for n in graph.nodes if op_name(n) in _STARTS]
 
 
 def grow(
     collective: fx.Node, ranks_of: Any
 ) -> tuple[SelectedRegion | None, list[Miss]]:
-    """The region around a collective, None if there is nothing to put into it, and
-    what was left out."""
+    """Return the region around a collective, None if nothing can join it, and the nodes
+    that were left out."""
     banned: dict[fx.Node, str] = {}
     for _ in range(_ATTEMPTS):
         growth = _Growth(collective, banned)
@@ -116,7 +117,7 @@ def grow(
 
 
 def _refused(outlined: Outline) -> CannotEmit | None:
-    """Why kernels cannot have a program."""
+    """Return why kernels cannot have a program; None if they can."""
     for step in stages_of(outlined.program):
         if isinstance(step, ComputeStep):
             try:
@@ -127,9 +128,10 @@ def _refused(outlined: Outline) -> CannotEmit | None:
 
 
 def under_way(region: SelectedRegion) -> fx.Node | None:
-    """A collective that has begun, and is not waited for yet, when a region runs: where
-    the last of what it reads is made. If the region's kernel waits inside, the two can
-    keep each other's programs out on different GPUs, for ever."""
+    """Return a collective that has begun, and is not waited for yet, when a region
+    runs, that is after the last of its operands; None if there is none. If the region's
+    kernel waits inside, the two can keep each other's programs out on different GPUs,
+    for ever."""
     inside, first = set(region.members), region.members[0]
     at = max([first.prev, *region.outline.inputs])
     for node in before(at):
@@ -148,15 +150,15 @@ def _waits(node: fx.Node) -> list[fx.Node]:
 
 
 def before(node: fx.Node) -> Iterator[fx.Node]:
-    """A node and those in front of it, from the last on."""
+    """Yield a node and those before it, from the last on."""
     while node.op != "root":
         yield node
         node = node.prev
 
 
 def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
-    """Members that others read: where a view is read, what it looks at; the view can be
-    taken outside."""
+    """Return the members that others read; instead of a view its source, since the view
+    can be taken outside."""
     inside = set(members)
     read_outside = set()
     for node in members:
@@ -169,24 +171,24 @@ def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether an op is worth running beside a collective, or is one itself."""
+    """Return whether an op is worth overlapping with a collective, or is one itself."""
     op = op_name(node)
     return op in _STARTS or op == REGION or contracts(node.target)
 
 
 @dataclass
 class _Growth:
-    """A region while it grows op by op."""
+    """Is a region while it grows op by op."""
 
-    # That it grows around.
+    # The collective around which it grows.
     collective: fx.Node
     # Nodes that may not be in it, and why.
     banned: dict[fx.Node, str]
-    # With the number of collectives done when they run.
+    # Member -> the number of collectives done when it runs.
     members: dict[fx.Node, int] = field(default_factory=dict)
-    # Of elements, by that number.
+    # Numbers of elements, by that number.
     counts: dict[int, int] = field(default_factory=dict)
-    # Of a row, where rows are reduced.
+    # Elements of a row, where rows are reduced, by that number.
     columns: dict[int, int] = field(default_factory=dict)
     # Members that no other may read but a cast: reductions of more than a row.
     ends: set[fx.Node] = field(default_factory=set)
@@ -196,11 +198,11 @@ class _Growth:
     misses: list[Miss] = field(default_factory=list)
     # Answers of ``_is_soon`` so far.
     soon: dict[fx.Node, bool] = field(default_factory=dict)
-    border: fx.Node | None = None  # the first heavy op behind the wait
+    border: fx.Node | None = None  # the first heavy op after the wait
     schedule_region: str | None = None  # the region of a schedule
 
     def run(self) -> bool:
-        """Grow; False if the collective itself cannot be in a region."""
+        """Grow. Return False if the collective itself cannot be in a region."""
         start = self.collective
         waits = _waits(start)
         value = start.meta.get("val")
@@ -232,7 +234,8 @@ class _Growth:
         self.misses.append(Miss(self.collective, node, why))
 
     def _down(self, node: fx.Node) -> None:
-        """Take in a node behind the collective, or know that it is outside."""
+        """Add a node after the collective to the members, or note that it is
+        outside."""
         read = node.all_input_nodes
         ends_here = len(read) == 1 and read[0] in self.ends and op_name(node) == CAST
         if ends_here and not _dtypes(node) and node not in self.banned:
@@ -260,7 +263,8 @@ class _Growth:
             self._miss(node, why)
 
     def _second_move(self, node: fx.Node) -> bool:
-        """The gather that ends a reduce-scatter's region."""
+        """Add the gather that ends a reduce-scatter's region, with its wait. Return
+        whether ``node`` is that gather."""
         if op_name(self.collective) != REDUCE_SCATTER or 2 in self.counts:
             return False
         waits = _waits(node)
@@ -276,7 +280,8 @@ class _Growth:
         return True
 
     def _why_not(self, node: fx.Node, stage: int) -> str | None:
-        """Why a node behind the collective is no member; "" if that is no miss."""
+        """Return why a node after the collective is no member; None if it is one, "" if
+        it is none and no near miss."""
         op = op_name(node)
         if node.op == "output" or is_heavy(node) or node in self.banned:
             return ""
@@ -303,7 +308,7 @@ class _Growth:
         return "" if is_view(node) else "it has another number of elements"
 
     def _why_not_reduced(self, node: fx.Node, stage: int) -> str | None:
-        """Of a reduction; takes note of the rows it reduces."""
+        """Return the same for a reduction; note the rows it reduces."""
         source = node.args[0].meta["val"].shape
         try:
             reduction = reduction_of(node.name, node.args, source)
@@ -325,7 +330,8 @@ class _Growth:
         return None
 
     def _is_soon(self, node: fx.Node) -> bool:
-        """Whether a value is there, or light to make, before the next heavy op."""
+        """Return whether a value is there, or light to make, before the next heavy
+        op."""
         stack = [node]
         while stack:
             at = stack[-1]
@@ -348,7 +354,7 @@ class _Growth:
         return self.soon[node]
 
     def _up(self) -> None:
-        """Take in what is computed for members alone."""
+        """Add nodes that are computed for members alone."""
         last = max(self.members)
         node = last.prev
         while node.op != "root" and node.op != "placeholder":
@@ -385,11 +391,12 @@ class _Growth:
         self.members[node] = stage
 
     def _read_at(self, user: fx.Node) -> int:
-        """How many collectives are done when ``user`` reads a member."""
+        """Return how many collectives are done when ``user`` reads a member."""
         return 0 if user is self.collective else self.members[user]
 
     def trimmed(self) -> list[fx.Node]:
-        """Members in order, without views at the border: those cost nothing there."""
+        """Return members in order, without views at the border: those cost nothing
+        there."""
         members = sorted(self.members)
         inside = set(members)
         for node in members:
@@ -407,7 +414,7 @@ class _Growth:
 
 
 def after(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes behind one."""
+    """Yield the nodes after one."""
     node = node.next
     while node.op != "root":
         yield node
@@ -415,7 +422,7 @@ def after(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    """The nodes between two."""
+    """Yield the nodes between two."""
     for node in after(first):
         if node is last:
             return
@@ -423,7 +430,7 @@ def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_computed_with(value: fx.Node) -> bool:
-    """Whether light ops read a value or a view of it."""
+    """Return whether light ops read a value or a view of it."""
     return any(
         _is_computed_with(u) if is_view(u) else is_light(u.target) for u in value.users
     )
@@ -436,7 +443,8 @@ def _count(node: fx.Node) -> int:
 
 
 def _dtypes(node: fx.Node) -> str:
-    """Why a kernel cannot have what a node makes or reads, or nothing."""
+    """Return why a kernel cannot have the dtypes that a node makes or reads; "" if it
+    can."""
     for value in tensors_in(node.meta.get("val")):
         name = str(value.dtype).removeprefix("torch.")
         if kind_of(name) is None:

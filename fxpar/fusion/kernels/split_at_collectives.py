@@ -1,10 +1,10 @@
-"""Split a region program at its collectives, for several kernels or for one.
+"""Splits a region program at its collectives, for several kernels or for one.
 
 In: a program. Out: its steps in order (``stages_of``): programs without collectives
-(``ComputeStep``) and collectives (``CollectiveStep``), which hand values on by name;
-or a ``SplitProgram``, of which one kernel is made. What does not depend on a
-collective and is not needed for one is computed as late as it can be, beside what
-reads it. It copies statements and makes none.
+(``ComputeStep``) and collectives (``CollectiveStep``), which pass values on by name; or
+a ``SplitProgram``, from which one kernel is made. Lines that do not depend on a
+collective and are not needed for one run as late as they can, together with their
+readers. Never makes a new statement: it copies them.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ MOVES = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 
 @dataclass(frozen=True)
 class CollectiveStep:
-    """A collective with its wait."""
+    """Is a collective with its wait."""
 
     # The line of the collective itself.
     line: Statement
     # Name of the value that it moves; contiguous.
     operand: str
-    # Name of what its wait gives; contiguous.
+    # Name of its wait's result; contiguous.
     result: str
 
     @property
     def kind(self) -> str:
-        """One of "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"."""
+        """Return one of "all_reduce", "reduce_scatter_tensor",
+        "all_gather_into_tensor"."""
         return self.line.op.split(".")[1]
 
 
 @dataclass(frozen=True)
 class ComputeStep:
-    """What is computed between two collectives."""
+    """Is the compute between two collectives."""
 
-    # Of the lines between, by themselves.
+    # The lines between them, as a separate program.
     program: RegionProgram
 
 
 @cache
 def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...]:
-    """The steps of a program."""
+    """Return the steps of a program."""
     moves = [line for line in program.lines if line.op in MOVES]
     stage = _stages(program)
     steps: list[ComputeStep | CollectiveStep] = []
@@ -75,8 +76,8 @@ def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...
 
 
 def _stages(program: RegionProgram) -> dict[str, int]:
-    """The number of collectives that are done when a line runs."""
-    least: dict[str, int] = {}  # by what it reads
+    """Return, for each line, the number of collectives that are done when it runs."""
+    least: dict[str, int] = {}  # by its operands
     started = 0
     for line in program.lines:
         after = max((least.get(name, 0) for name in line.refs), default=0)
@@ -86,7 +87,7 @@ def _stages(program: RegionProgram) -> dict[str, int]:
             assert after <= started, "a collective needs one that is after it"
             after, started = started, started + 1
         least[line.name] = after
-    last_stage: dict[str, int] = {}  # by what reads it
+    last_stage: dict[str, int] = {}  # by its readers
     end = started
     outputs = {t.name for t in program.outputs}
     for line in reversed(program.lines):
@@ -107,7 +108,7 @@ def _move(program: RegionProgram, line: Statement) -> CollectiveStep:
 
 
 def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
-    """Lines as a program: what others read of them are its outputs."""
+    """Return lines as a program; its outputs are the values that others read."""
     inside = {line.name for line in lines}
     read = {name: None for line in lines for name in line.refs if name not in inside}
     inputs = {t.name: t for t in program.inputs}
@@ -124,7 +125,7 @@ def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
         if line.name in read_outside or line.name in results
     ]
     operands = [inputs.get(name) or row_major(program.values[name]) for name in read]
-    # A collective reads what lies in memory row by row.
+    # A collective's operand is stored row by row.
     collective_operands = {n for x in program.lines if x.op in MOVES for n in x.refs}
     outputs = [row_major(t) if t.name in collective_operands else t for t in outputs]
     return RegionProgram(
@@ -133,30 +134,30 @@ def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
 
 
 def row_major(value: Statement | Tensor) -> Tensor:
-    """A value as it lies in memory row by row."""
+    """Return a value as a tensor that is stored row by row."""
     return Tensor(value.name, value.shape, contiguous(value.shape), value.dtype)
 
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """A program split for one kernel with all of it."""
+    """Is a program split for one kernel with all of it."""
 
     # In order.
     moves: tuple[CollectiveStep, ...]
-    # Before, between and behind ``moves``, one more than these; may have no lines.
+    # Before, between and after ``moves``, one more than these; may have no lines.
     parts: tuple[RegionProgram, ...]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of the collectives, in order."""
+        """Return the kinds of the collectives, in order."""
         return tuple(move.kind for move in self.moves)
 
 
 def cut(program: RegionProgram) -> SplitProgram:
     """Split a program for one kernel: each part gives all that the kernel must write.
 
-    That is also what passes from one collective to the next, or through one to the
-    caller, and masks of this rank's part. Raises CannotEmit.
+    That includes values that pass from one collective to the next, or through one to
+    the caller, and masks of this rank's part. Raises CannotEmit.
     """
     moves: list[CollectiveStep] = []
     parts: dict[int, RegionProgram] = {}
@@ -186,8 +187,9 @@ def _masks_behind(
     first: RegionProgram,
     then: RegionProgram,
 ) -> tuple[RegionProgram, RegionProgram]:
-    """What has the size of a collective's result and not of its operand is computed
-    behind it: a mask of this rank's rows, that is a result itself."""
+    """Return both parts, with outputs of the first that have the size of a collective's
+    result and not of its operand moved to the second: a mask of this rank's rows that
+    is a result itself."""
     operand, result = program.values[move.operand], program.values[move.result]
     fit = {t for t in first.outputs if t.count == result.count != operand.count}
     if not fit:
@@ -218,7 +220,7 @@ def _masks_behind(
 
 
 def _cone(part: RegionProgram, names: set[str]) -> tuple[Statement, ...]:
-    """The lines that values are made by."""
+    """Return the lines that compute some values."""
     names_read, lines = set(names), []
     for line in reversed(part.lines):
         if line.name in names_read:
@@ -228,8 +230,8 @@ def _cone(part: RegionProgram, names: set[str]) -> tuple[Statement, ...]:
 
 
 def _operand(program: RegionProgram, moves: Sequence[CollectiveStep], k: int) -> Tensor:
-    """What a collective is given that no line before it makes: an input, or the result
-    of the one before."""
+    """Return the operand of a collective that no line before it makes: an input, or the
+    result of the collective before. Raises CannotEmit."""
     name = moves[k].operand
     available = {t.name for t in program.inputs} | {move.result for move in moves[:k]}
     if name not in available:
@@ -240,7 +242,7 @@ def _operand(program: RegionProgram, moves: Sequence[CollectiveStep], k: int) ->
 
 
 def _passing_on(part: RegionProgram, t: Tensor) -> RegionProgram:
-    """A part that also hands on what it is given."""
+    """Return a part that also passes on one of its inputs."""
     inputs = part.inputs
     if t.name not in {x.name for x in inputs}:
         inputs = (*inputs, t)

@@ -1,16 +1,17 @@
-"""Memory that kernels of several ranks read and write.
+"""Provides memory that kernels of several ranks read and write.
 
-In: how ranks meet (a store, a group, one process). Out: a ``Provider``: workspaces of
-equal size on all ranks, with the addresses of all of them. There are three: torch's
-symmetric memory; files in shared memory, for processes on CPU whose kernels Triton
-interprets; and one process that plays all ranks, each on a stream of its own. A
-workspace belongs to one group and to one stream at a time. Nothing is computed here.
+In: a way for ranks to meet (a store, a group, one process). Out: a ``Provider``:
+workspaces of equal size on all ranks, with the addresses of all of them. There are
+three: torch's symmetric memory; files in shared memory, for processes on CPU with
+kernels that Triton interprets; and one process that plays all ranks, each on a stream
+of its own. A workspace belongs to one group and to one stream at a time. Never computes
+anything.
 
-A workspace has two halves, used in turn: who fills a half again has finished the call
-between, whose barrier others only reached when they were done with the call before it.
-So kernels need no barrier at their end. It grows when more is asked for, on all ranks
-at once, since they ask alike; where one rank has no room for it, none has it, and all
-keep what they had.
+A workspace has two halves, used in turn: a rank that fills a half again has finished
+the call between, and others reached the barrier of that call only when they were done
+with the call before it. So kernels need no barrier at their end. It grows when more is
+asked for, on all ranks at once, since all ask for the same; if one rank has no room for
+it, none gets it, and all keep the memory they had.
 """
 
 from __future__ import annotations
@@ -34,42 +35,42 @@ from fxpar.errors import FxparError
 
 log = logging.getLogger("fxpar")
 
-# Words at the start of each rank's pads, before its signals: the rank (plus one) that a
-# kernel did not hear from, and the number of the region it belongs to.
+# Words at the start of each rank's pads, before its signals: the rank (plus one) from
+# which a kernel got no signal, and the number of the region it belongs to.
 HEAD = 4
 _LEAST = 1 << 16  # bytes of the smallest half
 _ALIGNED = 1024
 # Multiprocessors that kernels which wait for others leave to those of NCCL.
 FREE = 16
-# Seconds between looks at what kernels on a GPU say of ranks not heard from.
+# Seconds between reads of the words in which kernels on a GPU report missing ranks.
 _LOOK = 1.0
 
 T = TypeVar("T")
 
 
 class Unshared(Exception):
-    """Memory that a rank could not get: all ranks raise it alike."""
+    """Is raised, on all ranks, for memory that one of them could not get."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The same piece of memory on every rank, zero at first."""
+    """Is one piece of memory on every rank, of equal size, zero at first."""
 
-    # Of all ranks' pieces, as they are known here.
+    # Addresses of all ranks' pieces, as seen by this process.
     addresses: tuple[int, ...]
     # This rank's piece, uint8.
     own: torch.Tensor
-    # What keeps the pieces alive.
+    # Keeps the pieces alive.
     keep: Any = None
     # The address through which a switch reaches all pieces, or 0.
     multicast: int = 0
-    # Gives all ranks' pieces as tensors (uint8).
+    # Returns all ranks' pieces as tensors (uint8).
     tensors: Callable[[], Sequence[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory for one call."""
+    """Is memory for one call."""
 
     # Addresses of all ranks' buffers, int64 [ranks + 1], the last the multicast one.
     buffers: torch.Tensor
@@ -81,40 +82,42 @@ class Workspace:
 
 @dataclass(eq=False)
 class Provider:
-    """Memory that all ranks of a group reach, and how kernels run beside it."""
+    """Provides memory that all ranks of a group reach, and says how kernels run on
+    it."""
 
-    # Of this process in the group.
+    # Rank of this process in the group.
     rank: int
-    # Of the group.
+    # Number of ranks in the group.
     ranks: int
     # How many programs of a kernel run at a time on every rank.
     programs: int
     # Where the memory is and the kernels run.
     device: torch.device
-    # (bytes, number) -> memory; the number grows, every rank calls it alike, and all
-    # raise Unshared if one gets none.
+    # (bytes, number) -> memory; the number grows, every rank calls it with the same
+    # arguments, and all raise Unshared if one gets none.
     allocate: Callable[[int, int], Memory]
-    # Waits on the host until all ranks' kernels are done and all are here.
+    # Waits on the host until all ranks' kernels are done and all have called it.
     barrier: Callable[[], None]
-    # Whether a device holds one kernel of it at a time, whose whole grid must fit.
+    # Whether a device holds one kernel of it at a time, with a grid that must fit as a
+    # whole.
     cooperative: bool = False
     # Whether its memory has a multicast address, however large.
     multicast: bool = False
-    # Where its ranks tell each other what they found.
+    # Where its ranks exchange their results.
     meeting: Meeting | None = None
-    # That the halves lie in; None before the first call.
+    # Holds the halves; None before the first call.
     _memory: Memory | None = None
     _half: int = 0  # bytes
     _most: float = float("inf")  # bytes of a half that could not be had
-    # How many memories were allocated.
+    # Number of memories that were allocated.
     _number: int = 0
     # Workspaces given so far.
     _calls: int = 0
     # The two that calls use in turn.
     _halves: list[Workspace] = field(default_factory=list)
     _stream: Any = None  # the last one it was used on
-    _words: torch.Tensor | None = None  # a copy of what kernels say, under way
-    # The CUDA event behind that copy.
+    _words: torch.Tensor | None = None  # a copy of what kernels report, in flight
+    # The CUDA event after that copy.
     _copied: Any = None
     # When it was begun, in seconds of ``time.monotonic``.
     _looked: float = 0.0
@@ -122,8 +125,9 @@ class Provider:
     _second: Any = None
 
     def workspace(self, nbytes: int) -> Workspace:
-        """The next half, of at least so many bytes. Raises Unshared where there is no
-        room, on all ranks, and FxparError where an earlier kernel missed a rank."""
+        """Return the next half, of at least ``nbytes`` bytes. Raises Unshared where
+        there is no room, on all ranks, and FxparError where an earlier kernel missed a
+        rank."""
         self.reserve(nbytes)
         if self.device.type == "cuda":
             self._follow()
@@ -137,7 +141,7 @@ class Provider:
             self._grow(nbytes)
 
     def tensors(self, space: Workspace) -> tuple[torch.Tensor, ...]:
-        """All ranks' buffers of a workspace, uint8: what a copy engine takes."""
+        """Return all ranks' buffers of a workspace, uint8, for a copy engine."""
         memory = self._memory
         assert memory is not None and memory.tensors is not None
         start = space.own.data_ptr() - memory.own.data_ptr()
@@ -145,13 +149,14 @@ class Provider:
         return tuple(x[start:end] for x in memory.tensors())
 
     def second(self) -> Any:
-        """A stream for copies beside kernels, and for kernels of one program."""
+        """Return a stream for copies that overlap with kernels, and for kernels of one
+        program."""
         if self._second is None:
             self._second = torch.cuda.Stream(self.device, priority=-1)
         return self._second
 
     def check(self) -> None:
-        """Wait for what kernels say. Raises FxparError if one missed a rank."""
+        """Wait for the report of kernels. Raises FxparError if one missed a rank."""
         if self._memory is not None:
             _raise_missed(self._head(self._memory).tolist())
 
@@ -159,7 +164,7 @@ class Provider:
         half = max(_LEAST, 1 << (nbytes - 1).bit_length())
         if half >= self._most:
             raise Unshared(f"there was no room for {self._most} bytes")
-        self.barrier()  # others may still read what is given back
+        self.barrier()  # others may still read the memory that is given back
         self.check()
         self._number += 1
         heads = 4 * (HEAD + self.ranks * self.programs)
@@ -184,15 +189,15 @@ class Provider:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
 
     def _follow(self) -> None:
-        """Halves are used in turn by kernels that end in turn: those of another stream
-        come first."""
+        """Let the current stream wait for the last one, if it is another: halves are
+        used in turn by kernels that end in turn."""
         stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
 
     def _look(self) -> None:
-        """Read what kernels said, some calls ago; the host waits for nothing."""
+        """Read what kernels reported, some calls ago; the host waits for nothing."""
         if self._words is not None and self._copied.query():
             words, self._words = self._words.tolist(), None
             _raise_missed(words)
@@ -212,14 +217,15 @@ _TITLES: dict[int, str] = {}
 
 
 def region_number(digest: str, title: str) -> int:
-    """What a kernel calls a region when it says that a rank was not heard from."""
+    """Return the number by which a kernel names a region when it reports a missing
+    rank."""
     number = int(digest[:7], 16)
     _TITLES[number] = title
     return number
 
 
 def _raise_missed(words: Sequence[int]) -> None:
-    """Raise FxparError if a kernel says that it did not hear from a rank."""
+    """Raise FxparError if a kernel reports that it got no signal from a rank."""
     missed, number = words[:2]
     if missed:
         title = _TITLES.get(number, "a region")
@@ -232,39 +238,40 @@ def _raise_missed(words: Sequence[int]) -> None:
 
 @dataclass
 class Meeting:
-    """Where ranks tell each other things: in turns, at a store that all reach."""
+    """Exchanges words between ranks: in turns, at a store that all reach."""
 
-    # That all ranks reach.
+    # A key-value store that all ranks reach.
     store: Any
-    # Of this process.
+    # Rank of this process.
     rank: int
-    # How many come.
+    # Number of ranks that meet.
     ranks: int
-    # Not used before there.
+    # Prefix of the keys, not used in the store before.
     name: str
     # Meetings so far.
     turn: int = 0
 
     @staticmethod
     def of(store: Any, rank: int, ranks: int, name: str) -> Meeting:
-        """One that is new, also on a store that has seen one of this name."""
+        """Return a new meeting, also on a store that has seen one of this name."""
         times = (store.add(f"{name}/meetings", 1) - 1) // ranks
         return Meeting(store, rank, ranks, f"{name}/{times}")
 
     def words_of_all(self, mine: str = "") -> list[str]:
-        """What all ranks say, once all have."""
+        """Return the words of all ranks, once all have given theirs."""
         self.turn += 1
         self.store.set(f"{self.name}/{self.turn}/{self.rank}", mine or "-")
         keys = [f"{self.name}/{self.turn}/{r}" for r in range(self.ranks)]
         return [self.store.get(key).decode() for key in keys]
 
     def meet(self) -> None:
-        """A barrier."""
+        """Wait until all ranks are here."""
         self.words_of_all()
 
     def agreed(self, fn: Callable[[], T]) -> T:
-        """``fn()``, if it is well on all ranks. Raises Unshared on all of them if one
-        raises a RuntimeError or an OSError; another error of this rank as it is."""
+        """Return ``fn()``, if it succeeds on all ranks. Raises Unshared on all of them
+        if one raises a RuntimeError or an OSError; raises another error on its own rank
+        unchanged."""
         result, error = None, None
         try:
             result = fn()
@@ -282,8 +289,8 @@ class Meeting:
 def shared_files(
     store: Any, rank: int, ranks: int, *, name: str = "", programs: int = 4
 ) -> Provider:
-    """For processes on one machine, on CPU. ``store``: a key-value store of torch that
-    all reach. Files have no names any more once all have them."""
+    """Return a provider for processes on one machine, on CPU. ``store``: a key-value
+    store of torch that all reach. Files are unlinked once all have mapped them."""
     meeting = Meeting.of(store, rank, ranks, f"fxpar/{name}")
     folder = Path("/dev/shm")
     if not folder.is_dir():
@@ -313,9 +320,9 @@ def shared_files(
 
 
 def symmetric(group: str, device: torch.device) -> Provider | None:
-    """Symmetric memory of torch on the GPUs of a group. None, on all ranks, where there
-    is one rank or several machines, where ranks share a GPU, or where one GPU does not
-    reach the others; the first rank says why to the log."""
+    """Return a provider with torch's symmetric memory on the GPUs of a group. None, on
+    all ranks, if there is one rank or several machines, if ranks share a GPU, or if one
+    GPU does not reach the others; the first rank logs the reason."""
     store, rank, ranks = _torch.distributed.group_store(group)
     if ranks == 1:
         return None
@@ -331,7 +338,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
         addresses, keep = _torch.distributed.symmetric_meet(own, group)
         multicast = _torch.distributed.multicast_address(keep)
         if switch and not multicast:
-            # Kernels that use one were chosen by what the first memory had.
+            # Kernels that use one were chosen because the first memory had one.
             raise RuntimeError("larger memory has no multicast address")
         return addresses, keep, multicast
 
@@ -372,19 +379,19 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
 
 
 def _check_places(machines: Sequence[str], devices: Sequence[str]) -> None:
-    """Raise Unshared if ranks are on several machines, or share a device: what one
-    waits for could then not run."""
+    """Raise Unshared if ranks are on several machines, or share a device: a kernel that
+    another waits for could then not run."""
     if len(set(machines)) > 1:
         raise Unshared("its ranks are on several machines")
-    # Asked for by tests on one GPU, whose processes then take turns on it.
+    # Set by tests on one GPU, where processes then take turns.
     together = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if len(set(devices)) < len(devices) and not together:
         raise Unshared("its ranks share GPUs")
 
 
 def _machine() -> str:
-    """What this machine is called since it was started; containers on it share that,
-    and may have names that others have as well."""
+    """Return an identifier of this machine since its start; containers on it share
+    that, while their names may be equal to those of other machines."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -392,10 +399,10 @@ def _machine() -> str:
 
 
 def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider]:
-    """One process that plays all ranks: a provider for each, whose kernels run on
-    streams of their own. ``programs``: those of all ranks together must run at a time.
-    What is needed is to be reserved for all before one launches: a kernel that waits
-    for others would be waited for."""
+    """Return a provider for each rank of one process that plays all ranks, with kernels
+    on streams of their own. ``programs``: those of all ranks together must run at a
+    time. Memory must be reserved for all before one launches: to allocate is to wait
+    for kernels, which may wait for others."""
     pieces: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def allocate(nbytes: int, number: int, rank: int) -> Memory:

@@ -1,9 +1,9 @@
-"""Collectives inside a kernel, with the compute around them.
+"""Writes collectives inside a kernel, with the compute around them.
 
-In: a program with one collective, or a reduce-scatter and the all-gather of what is
+In: a program with one collective, or a reduce-scatter and the all-gather of a value
 made of its result. Out: a ``Template``: one kernel in phases with barriers between
-(``device_functions.barrier``). Each rank writes what it gives into a buffer that all
-ranks read.
+(``device_functions.barrier``). Each rank gives its operand by writing it into a buffer
+that all ranks read.
 
     all-reduce, one shot    give | sum all ranks' values, go on
     all-reduce, two shot    give | sum the blocks that are this rank's | go on with
@@ -14,15 +14,15 @@ ranks read.
     all-gather              give | go on with all ranks' parts
     both                    give | sum, update, give | go on
 
-Sums are in float32 and in the order of ranks, so what ranks hold alike is equal to the
-bit. Program i of a rank waits for program i of the others alone; so in each phase it
-reads only what program i of any rank wrote: a value that is read in another order than
-it is given has no template. Nothing runs here (``run_fused`` does), and no rank is
-known: a rank's number is an argument.
+Sums are in float32 and in the order of ranks, so values that should be equal on ranks
+are equal to the bit. Program i of a rank waits for program i of the others alone; so in
+each phase it reads only what program i of any rank wrote: a value that is read in
+another order than it is given has no template. Never runs anything (``run_fused``
+does), and knows no rank: a rank's number is an argument.
 
 After one-shot and two-shot all-reduce of PyTorch (CUDASymmetricMemoryOps) and kraken.
 Two shots here deal out blocks in turn instead of slices, so that the programs of all
-phases agree, and keep sums apart from what is summed.
+phases agree, and keep sums separate from their summands.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _LEAST = 128
 # Flat blocks are so many times as large where there is one for each program: peers'
 # memory is far, so much of it has to be on its way at a time.
 _LARGE = 2
-# Bytes that one instruction of the switch sums up.
+# Bytes that one instruction of the switch sums.
 _UNIT = 16
 # The buffers of two collectives in one kernel begin at multiples of so many bytes.
 _ALIGNED = 128
@@ -81,12 +81,12 @@ NEXT = "left = lib.barrier(signals_ptr, rank, {ranks}, {region}, left)"
 
 @dataclass(frozen=True)
 class Template:
-    """A kernel written by hand for regions of one form."""
+    """Is a kernel with its collectives inside."""
 
     # Its parameters are ``buffers_ptr`` and ``signals_ptr`` (int64, one address for
     # each rank), the kernel's reads and writes, its numbers, and the rank.
     kernel: Kernel
-    # Of each rank's buffer.
+    # Bytes of each rank's buffer.
     nbytes: int
     # The program.
     region: RegionProgram
@@ -101,9 +101,11 @@ def template_of(
     alone: Collection[str] = (),
     switch: bool = False,
 ) -> Template:
-    """The kernel of a program with collectives. ``shots``: 1 or 2, of an all-reduce.
-    ``programs``: the largest grid that runs at a time on every rank. ``alone``: as in
-    ``kernel_of``. ``switch``: of two shots, the sums are made by ``multimem``.
+    """Return the kernel of a program with collectives.
+
+    shots: 1 or 2, of an all-reduce. programs: the largest grid that runs at a time on
+    every rank. alone: as in ``kernel_of``. switch: of two shots, the sums are made by
+    ``multimem``.
 
     Raises CannotEmit.
     """
@@ -118,7 +120,7 @@ def template_of(
 
 
 class _TemplateBuilder:
-    """The phases of one kernel, in order."""
+    """Builds the phases of one kernel, in order."""
 
     def __init__(
         self,
@@ -138,18 +140,17 @@ class _TemplateBuilder:
         self.space, self.whole = self._spaces()
         deal = self.ranks if self.shots == 2 and not self.spread else 1
         self.programs = max(1, min(programs, -(-self.space.turns // deal)))
-        self.starts: dict[str, int] = {}  # of what is given, in bytes
+        self.starts: dict[str, int] = {}  # of the given operands, in bytes
         self.nbytes = 0
         self.bodies: list[Body] = []
         self.lines = [f"rank = n{program.numbers}", START]
-        self.phase_outputs: dict[
-            str, Tensor
-        ] = {}  # by phases so far, in memory of its own
-        # Of these, what can be read again, by whether a phase runs over all parts.
+        self.phase_outputs: dict[str, Tensor] = {}  # outputs of phases so far
+        # Names among them that can be read again, by whether a phase runs over all
+        # parts.
         self.by_blocks: dict[bool, set[str]] = {False: set(), True: set()}
 
     def build(self) -> Template:
-        """Write all phases."""
+        """Write all phases. Return the template."""
         for k, part in enumerate(self.cut.parts):
             if k:
                 self._next()
@@ -163,7 +164,7 @@ class _TemplateBuilder:
         self.lines.append(NEXT.format(ranks=self.ranks, region=region))
 
     def _spaces(self) -> tuple[Space, Space]:
-        """Of a rank's part, and of all."""
+        """Return the spaces of a rank's part, and of all parts."""
         moves, values = self.cut.moves, self.program.values
         counts = {values[m.operand].count for m in moves}
         counts |= {values[m.result].count for m in moves}
@@ -192,11 +193,11 @@ class _TemplateBuilder:
         return space, dataclasses.replace(space, count=space.count * ranks)
 
     def _part(self, k: int, part: RegionProgram) -> None:
-        """A phase: what is computed after ``k`` collectives."""
+        """Write a phase: the compute after ``k`` collectives."""
         if not part.outputs:
             return
         kinds, moves = self.cut.kinds, self.cut.moves
-        # All parts before a reduce-scatter and behind a gather, else the rank's own.
+        # All parts before a reduce-scatter and after a gather, else the rank's own.
         every = (
             k < len(moves) and kinds[k].startswith("reduce_scatter")
             or k > 0 and kinds[k - 1].startswith("all_gather")
@@ -237,7 +238,8 @@ class _TemplateBuilder:
         self.lines += [f"    {line}" for line in inside]
 
     def _give(self, k: int) -> Sink:
-        """Into the own buffer, and to memory if others read it from there."""
+        """Return the sink to the own buffer, and to memory if others read it from
+        there."""
         name = self.cut.moves[k].operand
         t = row_major(self.program.values[name])
         own = self._place(f"{name}_given", t)
@@ -257,7 +259,7 @@ class _TemplateBuilder:
         return Sink(plain.parameters if plain else (), write, own)
 
     def _place(self, name: str, t: Tensor) -> tuple[str, ...]:
-        """Make room in the buffer; the line that says where."""
+        """Make room in the buffer. Return the line that defines its address."""
         self.starts[name] = self.nbytes
         self.nbytes += -(-t.nbytes // _ALIGNED) * _ALIGNED
         return (f"{name} = {self._peer('rank', name, t.dtype)}",)
@@ -266,7 +268,7 @@ class _TemplateBuilder:
         return f"lib.peer(buffers_ptr, {rank}, {self.starts[name]}, {DTYPES[dtype]})"
 
     def _received(self, k: int) -> Source:
-        """How the result of a collective is read."""
+        """Return the source of the result of a collective."""
         move = self.cut.moves[k]
         if self.shots == 2 and not self.spread:
             turn = "row" if self.space.columns else "block"
@@ -281,7 +283,7 @@ class _TemplateBuilder:
     def _read_from(
         self, move: CollectiveStep, name: str, rank: str, start: str
     ) -> Source:
-        """From one rank's buffer."""
+        """Return a source that reads one rank's buffer."""
 
         def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
             _check(move.result, offset)
@@ -293,7 +295,7 @@ class _TemplateBuilder:
         return Source((), read)
 
     def _read_sum(self, move: CollectiveStep, start: str) -> Source:
-        """From all ranks' buffers, in their order."""
+        """Return a source that sums all ranks' buffers, in their order."""
         summands, name = f"{move.operand}_given", move.result
         dtype = self.program.values[name].dtype
         each = range(self.ranks)
@@ -314,7 +316,8 @@ class _TemplateBuilder:
         return Source((), read, tuple(before))
 
     def _sum_own(self, move: CollectiveStep) -> None:
-        """The second shot: this rank sums its blocks, and all ranks wait for them."""
+        """Write the second shot: this rank sums its blocks, and all ranks wait for
+        them."""
         t = row_major(self.program.values[move.result])
         summed = f"{move.operand}_summed"
         own = self._place(summed, t)
@@ -337,7 +340,8 @@ class _TemplateBuilder:
         self._next()
 
     def _in_switch(self, t: Tensor, summands: str, summed: str) -> list[str]:
-        """The same blocks, 16 bytes at a time."""
+        """Return the lines in which the switch sums the same blocks, 16 bytes at a
+        time."""
         per = _UNIT // dtype_of(t.dtype).itemsize
         each = self.space.columns or self.space.block
         if each % per or t.count % per:
@@ -384,13 +388,15 @@ class _TemplateBuilder:
 
 
 def _check(name: str, offset: str) -> None:
-    """Others' memory is read in the order it is written in: block by block."""
+    """Raise CannotEmit unless others' memory is read in the order it is written in:
+    block by block."""
     if offset != "at":
         raise CannotEmit(name, "is read in another order than it is communicated in")
 
 
 def _same_place(name: str, source: Source) -> Source:
-    """Of what an earlier phase made: programs see only what they wrote themselves."""
+    """Return a source of a value of an earlier phase that raises CannotEmit for another
+    order: programs see only what they wrote themselves."""
 
     def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
         if offset not in ("at", "row"):

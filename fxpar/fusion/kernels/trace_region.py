@@ -1,10 +1,10 @@
-"""Nodes of a bound graph as a program.
+"""Makes a program of nodes of a bound graph.
 
 In: nodes of a graph after ``passes.schedule``, in order, and which of them others read.
-Out: an ``Outline``: the program, and what it is to be given: nodes, numbers, the name
-of the group. What differs between ranks or between layers that are alike becomes a
-number or is left out: where a slice of random numbers begins, which seed, devices, the
-group. Nothing in the graph changes.
+Out: an ``Outline``: the program, and its arguments: nodes, numbers, the name of the
+group. Values that differ between ranks or between identical layers become numbers or
+are left out: where a slice of random numbers begins, which seed, devices, the group.
+Never changes the graph.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Outline:
-    """A region's program, and the nodes of the graph that it stands for."""
+    """Holds a region's program, and the nodes of the graph that it replaces."""
 
     # Its values have names of their own.
     program: RegionProgram
@@ -55,7 +55,7 @@ class Outline:
     inputs: tuple[fx.Node, ...]
     # Nodes, in the program's order.
     outputs: tuple[fx.Node, ...]
-    # That the program is given.
+    # The integers that the program takes.
     numbers: tuple[int, ...]
     # The name of its process group, or "".
     group: str
@@ -64,7 +64,7 @@ class Outline:
 
 
 def op_name(node: fx.Node) -> str:
-    """``aten.mul.Tensor``; "getitem" for a result of several."""
+    """Return a name such as ``aten.mul.Tensor``; "getitem" for a result of several."""
     if isinstance(node.target, _torch.inductor.OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", str(node.target))
@@ -75,8 +75,8 @@ def outline(
     outputs: Collection[fx.Node],
     ranks_of: Callable[[str], int],
 ) -> Outline:
-    """The program of ``members``, of which ``outputs`` are read by others.
-    ``ranks_of``: the size of a group."""
+    """Return the program of ``members``, of which ``outputs`` are read by others.
+    ``ranks_of``: returns the size of a group."""
     return _Outliner(set(members)).outline(members, outputs, ranks_of)
 
 
@@ -86,11 +86,11 @@ class _Outliner:
     members: set[fx.Node]
     # Names of values so far.
     name_of: dict[fx.Node, str] = field(default_factory=dict)
-    # Read from outside.
+    # Nodes read from outside -> their tensors.
     inputs: dict[fx.Node, Tensor] = field(default_factory=dict)
-    # So far.
+    # Lines so far.
     lines: list[Statement] = field(default_factory=list)
-    # Those that the program is given.
+    # The integers that the program takes.
     numbers: list[int] = field(default_factory=list)
     # The process group that it communicates in.
     group: str = ""
@@ -173,13 +173,13 @@ class _Outliner:
 
 
 def tensor_of(name: str, value: torch.Tensor) -> Tensor:
-    """A fake tensor as data."""
+    """Return a fake tensor as data."""
     shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
     return Tensor(name, shape, stride, _text(value.dtype))
 
 
 def _dense(t: Tensor) -> Tensor:
-    """An output has a place for every element."""
+    """Return an output with memory for every element."""
     spread = any(n > 1 and not s for n, s in zip(t.shape, t.stride, strict=True))
     return dataclasses.replace(t, stride=contiguous(t.shape)) if spread else t
 
@@ -196,19 +196,22 @@ def _as_it_is(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def _draw(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Where the slice begins differs between ranks."""
+    """Return the arguments with numbers for the begin of the slice, which differs
+    between ranks."""
     size, seed, mode, whole, offset = node.args
     return (size, seed, mode, whole, [number(x) for x in offset]), {}
 
 
 def _draw_whole(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Inductor's own op, which compiled draws as ours does."""
+    """Return the arguments of our op for Inductor's own, which compiled draws the
+    same."""
     size, seed, mode = node.args
     return (size, seed, mode, size, [0] * len(size)), {}
 
 
 def _seed(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Which seed differs between layers."""
+    """Return the arguments with a number for the seed's index, which differs between
+    layers."""
     seeds, index = node.args
     return (seeds, number(index)), {}
 

@@ -1,5 +1,8 @@
-"""Where attention ops of torch and of fxpar have their arguments: read off schemas,
-which flex_attention has none of."""
+"""Finds the arguments of attention ops of torch and of fxpar.
+
+In: the target of a call. Out: an ``AttentionForm``, read off the op's schema;
+flex_attention has none, so that its form is written here. Never looks at a graph.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,26 @@ from fxpar.sharding.cost.op import contracts
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Where an attention has its arguments. Its first results are the output and a
-    log-sum-exp of each query, or the gradients of queries, keys and values."""
+    """Says which arguments an attention has at which positions.
 
-    # Of the keys; the queries stand before them, the values behind.
+    Its first results are the output and a log-sum-exp of each query, or the gradients
+    of queries, keys and values.
+    """
+
+    # Position of the keys; the queries are before them, the values after.
     keys: int
-    # Of a causal mask by places: where queries begin.
+    # Position of the first query's index, for a causal mask by index.
     ahead: int | None
     # Whether it gives gradients.
     backward: bool
-    # Of all, in order; those by keyword too.
+    # Names of all arguments, in order; those by keyword too.
     names: tuple[str, ...]
     # Sets of queries: each has an output and a log-sum-exp, or gradients, of its own.
     sets: int = 1
 
     def argument(self, node: fx.Node, *names: str) -> Any:
-        """What a call gives for the argument that has one of these names."""
+        """Return the argument of a call that has one of these names; None if not
+        given."""
         for name in names:
             if name in node.kwargs:
                 return node.kwargs[name]
@@ -55,8 +62,8 @@ FLEX: dict[str, AttentionForm] = {
 
 
 def form_of(target: Any) -> AttentionForm | None:
-    """The form of an attention on [batch, heads, sequence, features]; None of any other
-    op."""
+    """Return the form of an attention on [batch, heads, sequence, features]; None for
+    any other op."""
     flex = FLEX.get(_torch.aot.higher_order_name(target))
     if flex is not None:
         return flex

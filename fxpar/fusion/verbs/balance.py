@@ -1,12 +1,13 @@
-"""Verb ``balance``: queries of causal attention change places, so that all ranks have
-as much to do.
+"""Applies verb ``balance``: queries of causal attention change places, so that all
+ranks have equal work.
 
-``balance(attention)``: of queries split along the sequence the first rank's see few
-keys, the last rank's all. Each rank keeps the first half of its queries and swaps the
-second with the rank that stands as far from the other end; what comes of them is
-swapped back. In a backward, what is read of queries is swapped, and their gradients
-back. Keys are whole, and stay in order. This is the head-tail order of Llama 3 (arXiv
-2407.21783, section 3.3.2), for attention alone.
+In: an Edit and an attention with a causal mask by index, its queries split along the
+sequence. Out: a balanced attention in its place. Of such queries the first rank's see
+few keys, the last rank's all. Each rank keeps the first half of its queries and swaps
+the second with its mirror, the rank as far from the other end; results are swapped
+back. In a backward, operands that belong to queries are swapped, and their gradients
+swapped back. Keys are whole, and never change places. This is the head-tail order of
+Llama 3 (arXiv 2407.21783, section 3.3.2), for attention alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _BACKWARD = ours.causal_attention_backward.default
 
 
 def balances_of(graph: fx.Graph, mesh: Mesh) -> Schedule:
-    """A line for each attention of a local graph that can be balanced."""
+    """Return a line for each attention of a local graph that can be balanced."""
     lines = [
         Line("balance", (node.name,))
         for node in graph.nodes
@@ -50,7 +51,7 @@ def balances_of(graph: fx.Graph, mesh: Mesh) -> Schedule:
 
 
 def balance(edit: Edit, node: fx.Node) -> list[fx.Node]:
-    """``balance(attention)``: gives its output, or the gradient of queries."""
+    """Apply ``balance(attention)``. Return its output, or the gradient of queries."""
     if node.target not in (_FORWARD, _BACKWARD):
         raise refuse("balance", node, "is no attention with a causal mask by places")
     why = _obstacle(node, edit.mesh)
@@ -68,7 +69,7 @@ def balance(edit: Edit, node: fx.Node) -> list[fx.Node]:
 
 
 def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
-    """Why an attention cannot be balanced, if it cannot."""
+    """Return why an attention cannot be balanced; None if it can."""
     queries, keys = _rows(node)
     ahead: Any = _ahead(node)
     if not isinstance(ahead, fx.Node) or ahead.target is not rank_ints.offset:
@@ -86,7 +87,7 @@ def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
 
 
 def _rows(node: fx.Node) -> tuple[int, int]:
-    """How many queries and keys a call has."""
+    """Return the numbers of queries and of keys of a call."""
     first = int(node.target is _BACKWARD)
     query, key = (x.meta["val"] for x in node.args[first : first + 2])
     return query.shape[_SEQUENCE], key.shape[_SEQUENCE]
@@ -97,7 +98,8 @@ def _ahead(node: fx.Node) -> Any:
 
 
 def mirrored(build: Builder, x: fx.Node, axes: Sequence[str]) -> fx.Node:
-    """``x`` of the rank that stands as far from the other end of those along axes."""
+    """Return ``x`` of the mirror rank: as far from the other end of those along
+    axes."""
     mesh, count = build.mesh, build.mesh.count(axes)
     index = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
     sources = tuple(index.index(count - 1 - i) for i in index)
@@ -106,32 +108,35 @@ def mirrored(build: Builder, x: fx.Node, axes: Sequence[str]) -> fx.Node:
 
 
 class _Halves:
-    """Queries, or what comes of them: what a rank keeps and what it swaps."""
+    """Splits and joins tensors with one row for each query: the half that a rank keeps,
+    and the half that it swaps."""
 
     def __init__(self, build: Builder, node: fx.Node) -> None:
         self.build, self.rows = build, _rows(node)[0]
         self.axes = tuple(_ahead(node).args[1])
 
     def places(self) -> tuple[Any, Any]:
-        """Where the queries that a rank attends begin: its first half, and what it has
-        of the rank that stands as far from the other end."""
+        """Return the index of the first query in each half that a rank attends: its own
+        first half, and the second half of its mirror rank."""
         half, count = self.rows // 2, self.build.mesh.count(self.axes)
         near = self.build.offset(self.axes, 2 * half)
         return near, self.build.offset(self.axes, -2 * half, (2 * count - 1) * half)
 
     def swapped(self, x: fx.Node) -> fx.Node:
-        """``x`` of the rank that stands as far from the other end."""
+        """Return ``x`` of the mirror rank."""
         return mirrored(self.build, x, self.axes)
 
     def apart(self, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Of rows as they lie those that a rank attends, near and far."""
+        """Return the rows that a rank attends: its own first half, and the mirror's
+        second."""
         slice_, half = aten.slice.Tensor, self.rows // 2
         near = self.build.call(slice_, x, _SEQUENCE, 0, half)
         far = self.build.call(slice_, x, _SEQUENCE, half, self.rows)
         return near, self.swapped(far)
 
     def joined(self, near: fx.Node, far: fx.Node, like: torch.Tensor) -> fx.Node:
-        """Inverse of ``apart``, laid out as ``like``."""
+        """Return the rows in their first order, laid out as ``like``: inverse of
+        ``apart``."""
         rows = [near, self.swapped(far)]
         return laid_out(self.build, self.build.call(aten.cat.default, rows, 2), like)
 
@@ -142,7 +147,7 @@ def _items(build: Builder, node: fx.Node) -> list[fx.Node]:
 
 
 def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
-    """Output and log-sum-exp."""
+    """Return output and log-sum-exp, by position."""
     query, key, value, _, scale = node.args
     halves, whole = _Halves(build, node), node.meta["val"]
     near, far = halves.apart(query)
@@ -156,7 +161,7 @@ def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
 
 
 def _balanced_backward(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
-    """Gradients of queries, keys and values."""
+    """Return gradients of queries, keys and values, by position."""
     grad, query, key, value, out, lse, _, scale = node.args
     halves, whole = _Halves(build, node), node.meta["val"]
     sets = [halves.apart(x) for x in (grad, query, out, lse)]

@@ -1,9 +1,10 @@
-"""Verb ``overlap`` of gathers of keys and values and a flex_attention that reads them.
+"""Applies verb ``overlap`` to gathers of keys and values and a flex_attention that
+reads them.
 
-As any ring of an attention (``ring_attention``). On each part that comes the functions
-of scores and masks count from where it begins in the sequence, lists of blocks are
-those of its keys, and of captured tensors gradients are summed over the parts. Parts
-are whole blocks of the mask.
+In and out: as for any ring of an attention (``ring_attention``). On each part that
+arrives, the functions of scores and masks count from where the part begins in the
+sequence, lists of blocks are those of its keys, and gradients of captured tensors are
+summed over the parts. Never cuts a block of the mask: parts are whole blocks.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from fxpar.passes.attention.merge_attention import RunningAttention
 
 aten = torch.ops.aten
 
-# Functions of scores, by their names among the arguments.
+# Names of arguments that are functions of scores.
 _SCORES = ("score_mod", "fw_graph", "joint_graph")
 
-# Of a forward's results, the largest score of each query; of a backward's, the
-# gradients of captured tensors.
+# Positions among results: of a forward, the largest score of each query; of a backward,
+# the gradients of captured tensors.
 _LARGEST, _CAPTURED = 2, 3
 
-# Where a block mask has the number of keys, lists of blocks of keys, lists of blocks of
-# queries for each block of keys, the order in which a backward writes, and the keys of
-# a block.
+# Positions in a block mask: the number of keys, lists of blocks of keys, lists of
+# blocks of queries for each block of keys, the order in which a backward writes, and
+# the keys of a block.
 _KEYS, _BY_QUERIES, _BY_KEYS, _ORDER, _BLOCK = 1, (2, 4), (6, 8), slice(10, -3), -2
 
 
 class FlexRing(RingAttention):
-    """A flex_attention, the gathers it reads, and what is between."""
+    """Is a flex_attention, the gathers it reads, and the ops between them."""
 
     def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
         super()._check(chunks, dim, ring)
@@ -80,8 +81,9 @@ class FlexRing(RingAttention):
         return self._call(build, args)
 
     def _call(self, build: Builder, args: Sequence[Any]) -> fx.Node:
-        """The attention on a part. Of its results, gradients of keys and values alone
-        have another shape: functions of scores need not be run for their values."""
+        """Append the attention on a part. Only gradients of keys and values have
+        another shape than in the whole: functions of scores need not run for fake
+        values."""
         node = build.graph.call_function(self.node.target, tuple(args))
         results = list(self.node.meta["val"])
         if self.form.backward:
@@ -95,7 +97,8 @@ class FlexRing(RingAttention):
     def _counting_on(
         self, build: Builder, ring: Ring, i: int, function: fx.Node, key: int
     ) -> fx.Node:
-        """A function whose input ``key`` counts from the begin of the i-th part."""
+        """Return a function whose input ``key`` counts from the begin of the i-th
+        part."""
         rows = self.size // ring.chunks
 
         def start(inner: Builder) -> Size:
@@ -107,7 +110,7 @@ class FlexRing(RingAttention):
     def _mask_on(
         self, build: Builder, ring: Ring, i: int, mask: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """The block mask of the i-th part of the keys."""
+        """Return the block mask of the i-th part of the keys."""
         own, function = list(mask), mask[-1]
         own[-1] = self._counting_on(build, ring, i, function, flex_parts.MASK[-1])
         own[_KEYS] = self.size // ring.chunks
@@ -158,7 +161,7 @@ class FlexRing(RingAttention):
         summed = super()._summed(build, attention)
         gradients = build.call(operator.getitem, attention, _CAPTURED)
         for k, value in enumerate(captured):
-            # Of integers kernels make no gradient, though fakes of kernels have one.
+            # Kernels make no gradient for integers, though fakes of kernels have one.
             if value is not None and value.is_floating_point():
                 item = build.call(operator.getitem, gradients, k)
                 summed[_CAPTURED, k] = item, value
@@ -166,6 +169,6 @@ class FlexRing(RingAttention):
 
 
 def _weighted(build: Builder, attention: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Output and log-sum-exp of an attention to one part."""
+    """Return output and log-sum-exp of an attention to one part."""
     out, logs = (build.call(operator.getitem, attention, k) for k in range(2))
     return out, flex_parts.natural(build, logs, out)

@@ -1,15 +1,18 @@
-"""Verbs ``fuse`` and ``bucket``: several nodes become one region, or one collective.
+"""Applies verbs ``fuse`` and ``bucket``: several nodes become one region, or one
+collective.
+
+In: an Edit and nodes. Out: the region or the collective.
 
 ``fuse([nodes]) -> region``: the nodes, compute and at most one reduction and the
-gathers or sends that end it, are one call of a subgraph. In the graph that runs they
-are nodes again that say which region they are of (``joinable_collectives.REGION``); of
-these ``kernels.fuse_regions`` makes one op. A region must be convex: no path leads out
-of it and back, for then it would wait for itself (CoCoNeT, section 3.3).
+gathers or sends after it, are one call of a subgraph. In the graph that runs they are
+nodes again, marked with their region (``joinable_collectives.REGION``);
+``kernels.fuse_regions`` makes one op of each region. A region must be convex, no path
+leaves it and enters it again, or else it would wait for itself (CoCoNeT, section 3.3).
 
 ``bucket([rs, rs_1]) -> rs``: collectives of one kind that do not wait for each other;
 their operands are joined in one flat tensor, which one collective moves, and its result
 is cut up again. Reductions join with equal op and dtype, gathers with equal dtype; all
-along the same axes.
+along the same axes. Never joins nodes that wait for each other.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _REDUCING = {collective_nodes.all_reduce, collective_nodes.reduce_scatter}
 
 
 def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
-    """Gives the region."""
+    """Apply ``fuse``. Return the region."""
     members = sorted(set(nodes))
     for node in members:
         if node.op != "call_function":
@@ -63,8 +66,8 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
 
 
 def _check_messages(members: list[fx.Node]) -> None:
-    """A region may send, or receive: it could wait for what is made of what it sends,
-    which no path in this graph says."""
+    """Raise ScheduleError if a region both sends and receives: it could wait for a
+    value computed from what it sends, and no path in this graph shows that."""
     messages = [node for node in members if is_message(node)]
     if len({node.target for node in messages}) > 1:
         raise refuse("fuse", messages[-1], "is received and sent in one region")
@@ -101,7 +104,7 @@ def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
 
 
 def inline(graph: fx.Graph) -> None:
-    """Put the nodes of every region back, in place; they say which one."""
+    """Put the nodes of every region back, in place, marked with their region."""
     regions = [n for n in graph.nodes if isinstance(n.target, CallableRegion)]
     for region in regions:
         part = region.target.graph
@@ -122,15 +125,15 @@ def inline(graph: fx.Graph) -> None:
 
 
 def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:
-    """What a node says of the region that it was in."""
+    """Return the ``meta`` that marks a node with the region it was in."""
     if isinstance(region.target, UnlikeOp):
         return {}
     return {"custom": (node.meta.get("custom") or {}) | {REGION: region.name}}
 
 
 def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:
-    """A node outside on a path from one of ``nodes`` to another; None if they are
-    convex. For nodes that do not read each other: whether one waits for another."""
+    """Return a node outside on a path from one of ``nodes`` to another; None if they
+    are convex. For nodes that do not read each other: whether one waits for another."""
     inside = set(nodes)
     last = max(inside)
     reached: set[fx.Node] = set()  # outside, and after one of them
@@ -153,7 +156,7 @@ Nodes = tuple[fx.Node, ...]
 
 
 def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
-    """Gives the one collective."""
+    """Apply ``bucket``. Return the one collective."""
     nodes = tuple(sorted(set(nodes)))
     (first, *others), together = nodes, set(nodes)
     if first.target not in _JOIN:
@@ -178,14 +181,14 @@ def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
 
 
 def _kind(node: fx.Node) -> tuple[Any, ...]:
-    """What must be equal: op of a reduction, axes, dtype and device."""
+    """Return what must be equal: op of a reduction, axes, dtype and device."""
     value = node.meta["val"]
     op = [a for a in node.args[1:-1] if isinstance(a, str)]
     return node.target, *op, node.args[-1], value.dtype, value.device
 
 
 def _reduced(build: Builder, nodes: Nodes) -> Any:
-    """All-reduces: flat, one behind the other."""
+    """Join all-reduces: operands flat, one after the other."""
     flat = [build.call(aten.reshape.default, n.args[0], [-1]) for n in nodes]
     row = build.call(aten.cat.default, flat)
     whole = collective_nodes.step(
@@ -196,7 +199,7 @@ def _reduced(build: Builder, nodes: Nodes) -> Any:
 
 
 def _scattered(build: Builder, nodes: Nodes) -> Any:
-    """Reduce-scatters: one row per rank, in it the parts that the rank shall have."""
+    """Join reduce-scatters: one row per rank, of the parts that the rank receives."""
     count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
     flat = []
     for node in nodes:
@@ -216,7 +219,7 @@ def _scattered(build: Builder, nodes: Nodes) -> Any:
 
 
 def _collected(build: Builder, nodes: Nodes) -> Any:
-    """All-gathers: one row per rank, in it what the rank had."""
+    """Join all-gathers: one row per rank, of the rank's own operands."""
     count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
     flat = [build.call(aten.reshape.default, n.args[0], [1, -1]) for n in nodes]
     rows = build.call(aten.cat.default, flat, 1)
@@ -244,7 +247,8 @@ def _collected(build: Builder, nodes: Nodes) -> Any:
 def _cutting(
     build: Builder, whole: fx.Node, dim: int, starts: dict[fx.Node, int]
 ) -> Callable[[fx.Node], fx.Node]:
-    """Takes a node's result out of the flat one of all, which lies along ``dim``."""
+    """Return a function that takes a node's result out of the joined one, which is flat
+    along ``dim``."""
 
     def cut(node: fx.Node) -> fx.Node:
         shape = list(node.meta["val"].shape)
@@ -260,8 +264,8 @@ def _dim(node: fx.Node) -> int:
 
 
 def _starts(nodes: Nodes, sized: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Where the part of each begins, one flat behind the other; parts are as large as
-    the values of ``sized``."""
+    """Return where the part of each node begins, one after the other; parts have the
+    sizes of the values of ``sized``."""
     starts, start = {}, 0
     for node, like in zip(nodes, sized, strict=True):
         starts[node] = start

@@ -1,14 +1,14 @@
-"""Verbs on collectives alone: split, cut, hierarchical, merge, drop, hoist, sink; and
-as_slice.
+"""Applies verbs on collectives alone: split, cut, hierarchical, merge, drop, hoist,
+sink; and as_slice.
 
-In: an Edit and the nodes a line names. Out: the nodes that later lines may name. Each
-refuses what would change a number or leave a reader without its value.
+In: an Edit and the nodes a line names. Out: the nodes that later lines may name. Never
+changes a number, and never leaves a reader without its value: such lines are refused.
 
-``as_slice(m, m_1)``: optimizer state ``m``, equal on all ranks and read by slices
-alone, and ``m_1``, the gathered new state that the graph returns, computed from ``m``
-(CoCoNeT's asSlice and dead). Only state that is read and not written has none. The
-input's shape is that of a slice from then on, and so is the output's. What an input
-means to its owner cannot be seen in a graph, so it must be permitted by name.
+``as_slice(m, m_1)``: optimizer state ``m``, equal on all ranks and read only through
+slices, and ``m_1``, the gathered new state that the graph returns, computed from ``m``
+(CoCoNeT's asSlice and dead). State that is read and not written has no ``m_1``. From
+then on the input has the shape of a slice, and so has the output. The graph does not
+show how the owner uses an input, so it must be permitted by name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from fxpar.sharding.spec import Spec
 
 
 def split(edit: Edit, reduced: fx.Node, dim: int | None = None) -> list[fx.Node]:
-    """``split(ar, dim=) -> rs, ag``: an all-reduce as a reduce-scatter along ``dim``
-    and an all-gather (CoCoNeT, ARSplitRSAG). By default the first dim that divides."""
+    """Apply ``split(ar, dim=) -> rs, ag``: an all-reduce as a reduce-scatter along
+    ``dim`` and an all-gather (CoCoNeT, ARSplitRSAG). By default the first dim that
+    divides."""
     axes, op = _reduction("split", edit, reduced)
     dim = dividing("split", edit, reduced, dim, axes)
     return _split(edit, reduced, dim, op, axes, ())
@@ -35,8 +36,8 @@ def split(edit: Edit, reduced: fx.Node, dim: int | None = None) -> list[fx.Node]
 def cut(
     edit: Edit, value: fx.Node, axes: Axes, dim: int | None = None
 ) -> list[fx.Node]:
-    """``cut(w, axes=, dim=) -> part, ag``: a value equal on all ranks as the gather of
-    its slices, across which what reads it may then move."""
+    """Apply ``cut(w, axes=, dim=) -> part, ag``: a value equal on all ranks as the
+    gather of its slices, across which its readers may then move."""
     if not isinstance(value.meta.get("val"), torch.Tensor):
         raise refuse("cut", value, "is no tensor")
     check_equal("cut", edit, value, axes)
@@ -59,9 +60,9 @@ def cut(
 def hierarchical(
     edit: Edit, reduced: fx.Node, inner: Axes, outer: Axes, dim: int | None = None
 ) -> list[fx.Node]:
-    """``hierarchical(ar, inner=, outer=) -> rs, ar, ag``: reduce-scatter along the
-    inner axes, where links are fast, all-reduce of the part along the outer ones,
-    all-gather inside."""
+    """Apply ``hierarchical(ar, inner=, outer=) -> rs, ar, ag``: reduce-scatter along
+    the inner axes, where links are fast, all-reduce of the part along the outer ones,
+    all-gather along the inner ones."""
     axes, op = _reduction("hierarchical", edit, reduced)
     if sorted(inner + outer) != sorted(axes):
         why = f"reduces over {axes}, not {inner + outer}"
@@ -97,7 +98,7 @@ def _split(
 
 
 def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
-    """(axes, op) of an all-reduce of summands."""
+    """Return (axes, op) of an all-reduce of summands. Raises ScheduleError."""
     if node.target is not collective_nodes.all_reduce:
         raise refuse(verb, node, "is no all-reduce")
     axes, source = collective_nodes.axes_of(node), node.all_input_nodes[0]
@@ -111,8 +112,8 @@ def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
 
 
 def check_mean(verb: str, node: fx.Node, op: Any) -> None:
-    """Raise ScheduleError on a mean of whole numbers: rounded in two steps, or before
-    what comes after it, it is another."""
+    """Raise ScheduleError on a mean of integers: rounding in two steps, or before later
+    ops, gives another result."""
     dtype = node.meta["val"].dtype
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise refuse(verb, node, "is a mean that is rounded to a whole number")
@@ -130,7 +131,8 @@ def check_equal(verb: str, edit: Edit, value: fx.Node, axes: Axes) -> None:
 
 
 def dividing(verb: str, edit: Edit, node: fx.Node, dim: int | None, axes: Axes) -> int:
-    """``dim``, or the first that ranks along the axes divide. Raises ScheduleError."""
+    """Return ``dim``, by default the first that ranks along the axes divide. Raises
+    ScheduleError."""
     shape, count = list(node.meta["val"].shape), edit.mesh.count(axes)
     if dim is None:
         dim = next((d for d, n in enumerate(shape) if n % count == 0 and n), -1)
@@ -142,8 +144,9 @@ def dividing(verb: str, edit: Edit, node: fx.Node, dim: int | None, axes: Axes) 
 
 
 def merge(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
-    """``merge(ag, ag_1) -> ag``: equal steps of one value become one; a gather of what
-    another gathered along the same dim becomes one over the axes of both."""
+    """Apply ``merge(ag, ag_1) -> ag``: equal steps of one value become one; a gather of
+    another gather's result along the same dim, or an all-reduce of an all-reduce's,
+    becomes one over the axes of both."""
     first, *others = nodes
     for node in others:
         if node.target in collective_nodes.MESSAGES:
@@ -182,9 +185,9 @@ def _nested(edit: Edit, first: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
-    """``drop(ag)``: a gather that nobody reads, or of which every reader takes back
-    this rank's slice; one of the slices of a value equal on all ranks, which is then
-    read itself."""
+    """Apply ``drop(ag)``: remove a gather that nobody reads, or whose readers all take
+    back this rank's slice; or a gather of the slices of a value equal on all ranks,
+    which is then read itself."""
     for node in nodes:
         if node.target is not collective_nodes.all_gather:
             raise refuse("drop", node, "is no all-gather")
@@ -201,7 +204,7 @@ def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
 
 
 def _is_there(edit: Edit, gathered: fx.Node) -> bool:
-    """Whether what is gathered are slices of a value that all ranks hold."""
+    """Return whether a gather joins slices of a value that all ranks hold."""
     part = gathered.all_input_nodes[0]
     if not _takes_back(part, gathered):
         return False
@@ -215,14 +218,14 @@ def _takes_back(user: fx.Node, gathered: fx.Node) -> bool:
 
 
 def take_back(edit: Edit, gathered: fx.Node) -> None:
-    """Slices of what was just gathered are what was gathered."""
+    """Let readers of slices of a gathered value read the gather's operand."""
     for user in list(gathered.users):
         if _takes_back(user, gathered):
             edit.swap(user, gathered.all_input_nodes[0])
 
 
 def hoist(edit: Edit, node: fx.Node) -> list[fx.Node]:
-    """``hoist(ag)``: start a step as soon as what it reads is there."""
+    """Apply ``hoist(ag)``: start a step as soon as its operand is there."""
     _step("hoist", node)
     source = node.all_input_nodes[0]
     if source.op == "placeholder":
@@ -233,7 +236,7 @@ def hoist(edit: Edit, node: fx.Node) -> list[fx.Node]:
 
 
 def sink(edit: Edit, node: fx.Node) -> list[fx.Node]:
-    """``sink(ag)``: start a step right before its first reader."""
+    """Apply ``sink(ag)``: start a step right before its first reader."""
     _step("sink", node)
     if node.users:
         min(node.users).prepend(node)
@@ -248,7 +251,8 @@ def _step(verb: str, node: fx.Node) -> None:
 def as_slice(
     edit: Edit, state: fx.Node, updated: fx.Node | None = None
 ) -> list[fx.Node]:
-    """``as_slice(state, updated)``; of ``updated`` the output returns the slice."""
+    """Apply ``as_slice(state, updated)``; the output then returns the slice of
+    ``updated``."""
     if state.op != "placeholder":
         raise refuse("as_slice", state, "is no input")
     if state.name not in edit.permit:
@@ -282,7 +286,7 @@ def as_slice(
 
 
 def _is_gathered(node: fx.Node, state: fx.Node, dim: int, axes: Axes) -> bool:
-    """Whether a node gathers slices as those of the state are."""
+    """Return whether a node gathers slices like those of the state."""
     value, state_value = node.meta["val"], state.meta["val"]
     alike = node.target is collective_nodes.all_gather and node.args[1:] == (dim, axes)
     return (
@@ -291,7 +295,7 @@ def _is_gathered(node: fx.Node, state: fx.Node, dim: int, axes: Axes) -> bool:
 
 
 def _computed_from(state: fx.Node) -> set[fx.Node]:
-    """What a change of the state may change."""
+    """Return all nodes computed from the state."""
     readers, pending = set[fx.Node](), [state]
     while pending:
         for user in pending.pop().users:

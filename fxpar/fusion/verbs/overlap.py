@@ -1,16 +1,21 @@
-"""Verb ``overlap``: a product and the collective beside it run in chunks.
+"""Applies verb ``overlap``: a product and the collective next to it run in chunks.
+
+In: an Edit, the nodes where the chunks begin and where they end. Out: the joined
+results.
 
 ``overlap(mm, rs, chunks=4)``: while chunk i is reduced, the product of chunk i + 1
 runs. ``overlap(ag, mm, chunks=4)``: while chunk i is multiplied, chunk i + 1 is
-gathered. The values between the two are computed per chunk by the rules of ``parts``,
-with chunks in place of ranks: what may cross a gather may run in chunks (CoCoNeT,
-section 3.4; with functional collectives, which are asynchronous, on any backend).
+gathered. The values between the two are computed per chunk by the rules of
+``slice_op``, with chunks in place of ranks: an op that may cross a gather may run in
+chunks (CoCoNeT, section 3.4; with functional collectives, which are asynchronous, on
+any backend).
 
-Chunks lie along a dim that the collective does not touch, or within each rank's part of
-the one it does. A chunk's collective starts as soon as its operand is there, and is
-waited for where its result is read: gathers one chunk ahead, reductions at the end.
-With ``ring=`` the chunks are the parts of the ranks, which go from neighbour to
-neighbour (``ring``) instead. Messages to another stage run in chunks as well.
+Chunks are cut along a dim that the collective does not touch, or within each rank's
+part of the dim that it does. A chunk's collective starts as soon as its operand is
+there, and is waited for where its result is read: gathers one chunk ahead, reductions
+at the end. With ``ring=`` the chunks are the parts of the ranks, which go from
+neighbour to neighbour (``ring``) instead. Messages to another stage run in chunks as
+well. Never lets an op run in chunks that reads all of the cut dim.
 """
 
 from __future__ import annotations
@@ -57,17 +62,17 @@ class _Chunked(Builder):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where chunks lie in the value at the collective's compute side."""
+    """Says how the value at the collective's compute side is cut in chunks."""
 
-    # Of that value, along which they are cut.
+    # The dim of that value along which chunks are cut.
     dim: int
-    # How many, in each of ``ranks`` parts.
+    # Number of chunks, in each of ``ranks`` parts.
     chunks: int
-    # 1, or the ranks within whose parts of the dim they lie.
+    # 1, or the number of ranks in whose parts of the dim the chunks are.
     ranks: int = 1
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
-        """Chunk ``i`` of a whole value along its ``dim``."""
+        """Append chunk ``i`` of a whole value along its ``dim``."""
         shape = list(x.meta["val"].shape)
         if self.ranks == 1:
             size = shape[dim] // self.chunks
@@ -80,7 +85,7 @@ class Chunks:
         return build.call(aten.reshape.default, x, together)
 
     def join(self, build: Builder, chunks: list[fx.Node], dim: int) -> fx.Node:
-        """The whole value of its chunks; inverse of ``cut``."""
+        """Append the whole value of its chunks; inverse of ``cut``."""
         if self.ranks == 1:
             return build.call(aten.cat.default, chunks, dim)
         shape = list(chunks[0].meta["val"].shape)
@@ -104,12 +109,14 @@ def overlap(
     ring: int | None = None,
     fused: int = 0,
 ) -> list[fx.Node]:
-    """``overlap(ag, mm)`` or ``overlap(ag, [mm, mm_1])``: gives the joined results;
-    ``overlap(mm, rs)``: gives the joined result of the collective; ``overlap(recv,
-    mm)`` and ``overlap(mm, send)`` likewise. ``chunks``: how many, 2 by default.
-    ``dim``: of the collective's result that is cut in chunks. ``ring``: in one
-    direction or in 2; the chunks are then the parts of the ranks. ``fused=1``: one op
-    does both (``fused_matmul``)."""
+    """Apply ``overlap(ag, mm)`` or ``overlap(ag, [mm, mm_1])``, and return the joined
+    results; or ``overlap(mm, rs)``, and return the joined result of the collective;
+    ``overlap(recv, mm)`` and ``overlap(mm, send)`` likewise.
+
+    chunks: how many, 2 by default. dim: of the collective's result, to be cut in
+    chunks. ring: number of directions, 1 or 2; the chunks are then the parts of the
+    ranks. fused: 1 for one op that does both (``fused_matmul``).
+    """
     if fused:
         _check_alone(starts[0], chunks, dim, ring)
         if len(starts) == 1 and starts[0].target is collective_nodes.all_gather:
@@ -133,8 +140,8 @@ def _check_alone(node: fx.Node, *others: int | None) -> None:
         raise refuse("overlap", node, why, fix="leave out chunks, dim and ring")
 
 
-# What chunks may begin with, or end with; a gather that ends them is one that others
-# come before.
+# Collectives that chunks may begin with, or end with; a gather that ends them is one
+# that others come before.
 _FIRST = {collective_nodes.all_gather, collective_nodes.recv}
 _LAST = {
     collective_nodes.reduce_scatter,
@@ -143,13 +150,14 @@ _LAST = {
     collective_nodes.all_gather,
     collective_nodes.send,
 }
-# What a ring may stand for: a gather that comes first, a reduce-scatter that is last.
+# Collectives that a ring may replace: a gather that comes first, a reduce-scatter that
+# is last.
 _RINGS = {collective_nodes.all_gather, collective_nodes.reduce_scatter}
 
 
 class _Chunking:
-    """The collective of a line, and how it is to be cut up. ``along``: the dim that it
-    moves, None if it moves none; ``dim``: the one that was asked for."""
+    """Is the collective of a line, and how to cut it up. ``along``: the dim that it
+    moves, None if it moves none; ``dim``: the one that the line names."""
 
     def __init__(
         self,
@@ -234,8 +242,8 @@ def _collective_first(
 def _coming(
     edit: Edit, build: Builder, how: _Chunking
 ) -> tuple[Layout, int, Iterator[fx.Node]]:
-    """How the parts of a gather, or a message, lie; along which dim; and these, each
-    appended as it is asked for."""
+    """Return the layout of the parts of a gather, or a message; their dim; and the
+    parts, each appended when it is asked for."""
     node, along, chunks = how.node, how.along, how.chunks
     x = node.all_input_nodes[0]
     if how.ring is not None:
@@ -286,7 +294,8 @@ def _collective_last(
 def _ring_last(
     edit: Edit, build: Builder, region: list[fx.Node], how: _Chunking
 ) -> fx.Node:
-    """The region on each part, the sums of which go from rank to rank."""
+    """Append the region on each part, and sums of the parts that go from rank to
+    rank."""
     if how.node.target is not collective_nodes.reduce_scatter:
         raise refuse("overlap", how.node, "ends no ring, which a reduce-scatter may")
     op: Any = how.args[1]
@@ -299,7 +308,7 @@ def _ring_last(
 def _chunks_last(
     edit: Edit, build: Builder, region: list[fx.Node], how: _Chunking
 ) -> fx.Node:
-    """The region on each chunk, and the collective of it."""
+    """Append the region on each chunk, and the collective of it."""
     last, along, chunks = how.node, how.along, how.chunks
     source = last.all_input_nodes[0]
     shape, dim = list(source.meta["val"].shape), how.dim
@@ -322,7 +331,7 @@ def _chunks_last(
         skew.end()
     skew.order()
     if last.target is collective_nodes.send:
-        return pieces[-1]  # that a message was sent is all it says
+        return pieces[-1]  # a send has no other result than that it was sent
     return after.join(build, pieces, dim)
 
 
@@ -333,7 +342,8 @@ def on_part(
     layout: Layout,
     i: int,
 ) -> dict[fx.Node, Any]:
-    """The region on one chunk of what was gathered."""
+    """Append the region on one chunk of the gathered value. Return node -> (its result
+    on the chunk, the dim that is cut)."""
     cutter = _cutter(edit, layout, i, ())
     slices: dict[fx.Node, SlicePart] = dict(parts)
     results: dict[fx.Node, Any] = {}
@@ -355,7 +365,7 @@ def on_part(
 def _pull(
     edit: Edit, region: list[fx.Node], last: fx.Node, layout: Layout, i: int
 ) -> fx.Node:
-    """One chunk of ``last``, computed through the region."""
+    """Append one chunk of ``last``, computed through the region."""
     cutter = _cutter(edit, layout, i, region)
     try:
         return cutter.sliced(last, layout.dim)
@@ -383,7 +393,7 @@ def _check_size(node: fx.Node, x: fx.Node, dim: int, chunks: int) -> None:
 
 
 def between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.Node]:
-    """Nodes on a path from a start to an end, ends included, starts not."""
+    """Return the nodes on a path from a start to an end, ends included, starts not."""
     after, at = set(starts), min(starts)
     last = max(ends)
     while at is not last:
@@ -401,8 +411,8 @@ def between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.N
 
 
 class _Skew:
-    """Orders what chunks are made of, so that they run beside each other: what comes
-    after s collectives of chunk i stands with the start of chunk i + s, after it."""
+    """Orders the nodes of chunks so that chunks overlap: those after s collectives of
+    chunk i are placed after the start of chunk i + s."""
 
     def __init__(self, anchor: fx.Node) -> None:
         self.last = anchor.prev
@@ -410,7 +420,8 @@ class _Skew:
         self.chunks: list[list[fx.Node]] = []
 
     def end(self) -> None:
-        """A chunk is built: all that stands before the anchor since the one before."""
+        """Note that a chunk is complete: all nodes before the anchor since the last
+        one."""
         chunk = []
         node = self.anchor.prev
         while node is not self.last:
@@ -423,7 +434,7 @@ class _Skew:
         self.last = self.anchor.prev
 
     def order(self) -> None:
-        """Move the nodes."""
+        """Move the nodes of all chunks."""
         hops: dict[fx.Node, int] = {}
         place = []
         for i, chunk in enumerate(self.chunks):

@@ -1,12 +1,17 @@
-"""Verb ``overlap`` of gathers and an attention that reads them: which ring that is, if
-it is one, and the lines that a graph takes.
+"""Applies verb ``overlap`` to gathers and an attention that reads them, by the ring for
+its kind.
+
+In: an Edit, gathers, and an attention; anything else goes to ``overlap``. Out: its
+results from parts of keys and values that travel along a ring. ``rings_of`` gives the
+lines that a graph takes. Never changes a mask: parts count from where they begin.
 
 The ring of a balanced attention: after ``balance(attention)`` the verb ``overlap([ag,
 ag_1], attention, ring=1)`` has keys change places as queries did: a rank keeps the
-first half of its own and swaps the second with the rank that stands as far from the
-other end of the sequence. Whatever part comes along the ring, of the two halves of its
-keys and a rank's two sets of queries two pairs see one another, on every rank in every
-hop. Gradients of keys and values come home in the same order, and are swapped back.
+first half of its own and swaps the second with its mirror, the rank as far from the
+other end of the sequence. For every part that arrives, two pairs among the two halves
+of its keys and the rank's two sets of queries see one another, on every rank in every
+hop, so that the work is equal. Gradients of keys and values return in the same order,
+and are swapped back.
 
 The order is zigzag ring attention's (Zhu, github.com/zhuzilin/ring-flash-attention).
 """
@@ -41,8 +46,8 @@ _OF_HALVES = {
 
 
 class _HalvesRing(Ring):
-    """Parts of the first half that a rank has and, in its second half's place, that of
-    the rank that stands as far from the other end."""
+    """Is a ring of parts that hold the first half of a rank's rows and the second half
+    of its mirror rank's."""
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
         shape, halves = list(x.meta["val"].shape), 2 * self.chunks
@@ -55,7 +60,7 @@ class _HalvesRing(Ring):
 
 
 class BalancedRing(RingAttention):
-    """A balanced attention, the gathers it reads, and what is between."""
+    """Is a balanced attention, the gathers it reads, and the ops between them."""
 
     def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
         self._check_ring(chunks, dim, ring)
@@ -78,8 +83,8 @@ class BalancedRing(RingAttention):
     def _on_part(
         self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
     ) -> fx.Node:
-        """The first half of a part stands where it stood; the second as far from the
-        end as the first from the begin."""
+        """Append the attention on the i-th part, whose first half keeps its place and
+        whose second half is as far from the end as the first from the begin."""
         args = self._arguments(ring, i, parts)
         rows = self.size // ring.chunks
         start = build.offset(self.axes, rows, ring.parts[i] * rows, around=self.size)
@@ -94,8 +99,8 @@ class BalancedRing(RingAttention):
 
 
 def rings_of(graph: fx.Graph) -> Schedule:
-    """A line for each attention of a local graph with steps whose keys and values are
-    gathered for it."""
+    """Return a line for each attention of a local graph with steps whose keys and
+    values are gathered for it."""
     lines = []
     for node in graph.nodes:
         form = form_of(node.target)
@@ -110,7 +115,7 @@ def rings_of(graph: fx.Graph) -> Schedule:
 
 
 def _gather_of(x: Any) -> fx.Node | None:
-    """The gather from which alone a value is made."""
+    """Return the gather from which alone a value is computed; None if there is none."""
     while x.target is not collective_nodes.all_gather:
         if len(x.all_input_nodes) != 1:
             return None
@@ -127,8 +132,9 @@ def overlap(
     ring: int | None = None,
     fused: int = 0,
 ) -> list[fx.Node]:
-    """``overlap([ag, ag_1], attention, ring=1)``: gives its output, or the gradients of
-    keys and values; anything else is ``overlap.overlap``, whose options these are."""
+    """Apply ``overlap([ag, ag_1], attention, ring=1)``. Return its output, or the
+    gradients of keys and values; anything else goes to ``overlap.overlap``, which has
+    the same options."""
     form = form_of(ends[0].target) if len(ends) == 1 else None
     if form is not None and ring is not None and not fused:
         scheme = BalancedRing if form.sets > 1 else RingAttention

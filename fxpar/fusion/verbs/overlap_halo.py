@@ -1,17 +1,16 @@
-"""Verb ``overlap`` of the permutes of a halo and the convolution that reads it: windows
-that read only rows of the shard run while the rows around it come.
+"""Applies verb ``overlap`` to the permutes of a halo and the convolution that reads it:
+windows that read only rows of the shard run while the rows around it are on their way.
 
 In: a local graph with steps, in which a convolution reads rows that permutes bring,
-joined with the rows of a shard. Out: the convolution of the shard alone, behind the
-start of the permutes, that of the windows at its ends behind them, and their results
-joined:
+joined with the rows of a shard. Out: the convolution of the shard alone, after the
+start of the permutes, then that of the windows at its ends, and their results joined:
 
     p = permute(x[-1:]);  y = conv(cat(p, x))
     p = permute(x[-1:]);  y = cat(conv(cat(p, x[:2])), conv(x))
 
-Where both ends have as many windows they are one convolution, joined along the batch,
-since small kernels take longer than their arithmetic. Each window reads what it read,
-so that no number changes.
+If both ends have equally many windows they are one convolution, joined along the batch,
+since small kernels take longer than their arithmetic. Each window reads the same rows,
+so that this never changes a number.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ _CONVOLUTION = aten.convolution.default
 
 
 class NoInnerWindows(Exception):
-    """Why a convolution has no windows that could run before a halo is there."""
+    """Says why a convolution has no windows that could run before a halo is there."""
 
 
 @dataclass(frozen=True)
 class WindowsByEnd:
-    """The windows of a convolution along one dim, by which rows they read."""
+    """Divides the windows of a convolution along one dim by the rows they read."""
 
-    # Of tensors, along which rows are joined.
+    # The dim of tensors along which rows are joined.
     dim: int
-    # What is joined, in order.
+    # The joined tensors, in order.
     parts: tuple[fx.Node, ...]
     # Rows from one window to the next.
     stride: int
@@ -54,13 +53,13 @@ class WindowsByEnd:
     span: int
     # How many windows there are.
     count: int
-    # The first that reads no row of a halo.
+    # The first window that reads no row of a halo.
     first: int
-    # The first behind those.
+    # The first window after those.
     last: int
 
     def rows(self, build: Builder, first: int, last: int) -> fx.Node:
-        """The rows that windows ``[first, last)`` read."""
+        """Return the rows that windows ``[first, last)`` read."""
         start, end = first * self.stride, (last - 1) * self.stride + self.span
         read, at = [], 0
         for part in self.parts:
@@ -83,9 +82,9 @@ def overlap(
     ring: int | None = None,
     fused: int = 0,
 ) -> list[fx.Node]:
-    """``overlap([permute, permute_1], convolution)``: gives its result, and that of the
-    windows that read no halo; anything else is ``overlap_attention.overlap``, whose
-    options these are."""
+    """Apply ``overlap([permute, permute_1], convolution)``. Return its result, and that
+    of the windows that read no halo; anything else goes to
+    ``overlap_attention.overlap``, which has the same options."""
     is_halo = len(ends) == 1 and ends[0].target is _CONVOLUTION
     if not is_halo or any(n.target is not collective_nodes.permute for n in starts):
         args = starts, ends, chunks, dim, ring, fused
@@ -112,8 +111,8 @@ def overlap(
 
 
 def lines_of(graph: fx.Graph) -> list[tuple[Line, list[fx.Node], fx.Node]]:
-    """A line for each convolution of a local graph with steps that has windows which
-    read no halo; the permutes of that, and the convolution."""
+    """Return a line for each convolution of a local graph with steps that has windows
+    which read no halo, with the permutes of the halo, and the convolution."""
     out = []
     for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
         starts = _permutes(node)
@@ -127,7 +126,7 @@ def lines_of(graph: fx.Graph) -> list[tuple[Line, list[fx.Node], fx.Node]]:
 
 
 def _permutes(node: fx.Node) -> list[fx.Node]:
-    """The permutes that bring rows to what a convolution reads joined."""
+    """Return the permutes that bring rows to the joined operand of a convolution."""
     x: Any = node.args[0]
     if x.target is not aten.cat.default:
         return []
@@ -138,7 +137,8 @@ def _permutes(node: fx.Node) -> list[fx.Node]:
 
 
 def _windows(node: fx.Node, starts: Sequence[fx.Node]) -> WindowsByEnd:
-    """The windows of a convolution that reads what ``starts`` bring."""
+    """Return the windows of a convolution that reads rows from ``starts``. Raises
+    NoInnerWindows."""
     x, weight, _, strides, padding, dilation, transposed, *_ = node.args
     if transposed:
         raise NoInnerWindows("is transposed: its result has the halo")
@@ -174,7 +174,7 @@ def _windows(node: fx.Node, starts: Sequence[fx.Node]) -> WindowsByEnd:
 def _with_ends(
     build: Builder, end: fx.Node, windows: WindowsByEnd, inner: fx.Node
 ) -> list[fx.Node]:
-    """Results of all windows, in order, of which ``inner`` are there."""
+    """Return results of all windows, in order; ``inner`` are there already."""
     spans = (0, windows.first), (windows.last, windows.count)
     sizes = [last - first for first, last in spans]
     reads = [windows.rows(build, *span) for span in spans if span[0] < span[1]]

@@ -1,12 +1,16 @@
-"""Verb ``reorder``: compute moves across a collective.
+"""Applies verb ``reorder``: compute moves across a collective.
+
+In: an Edit, nodes, and the collectives that they cross. Out: the collectives after
+them.
 
 ``reorder([nodes], ag, ...) -> ag_1, ...``: nodes that read gathered values run on the
-slices instead, and what others read of them is gathered (CoCoNeT, section 3.2). Values
-equal on all ranks are sliced as an op needs it; what only the nodes read is computed on
-slices from the start. ``reorder([nodes], ar)``: nodes linear in an all-reduce's result
-run on the summands, and their result is reduced instead.
+slices instead, and their results are gathered where others read them (CoCoNeT, section
+3.2). Values equal on all ranks are sliced where an op needs it; values that only the
+nodes read are computed on slices from the start. ``reorder([nodes], ar)``: nodes linear
+in an all-reduce's result run on the summands, and their result is reduced instead.
 
-A node may cross if ``parts`` lets it; random numbers count by global index, so they do.
+A node may cross if ``slice_op`` lets it; random numbers count by global index, so they
+may. Never rounds a summand that was not rounded before.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from fxpar.sharding.read_program import RuleReader
 
 
 def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.Node]:
-    """Gives the gathers of what is read whole outside, in order of the nodes; of an
-    all-reduce, the one that comes after."""
+    """Apply ``reorder``. Return the gathers of results that are read whole outside, in
+    order of the nodes; for an all-reduce, the one after the nodes."""
     if not over:
         raise ScheduleError(
             "reorder: no collective is named that nodes are to cross",
@@ -62,8 +66,8 @@ def _cutter(edit: Edit, region: list[fx.Node], over: tuple[fx.Node, ...]) -> Cut
 def _on_slices(
     edit: Edit, region: list[fx.Node], cutter: Cutter, parts: dict[fx.Node, SlicePart]
 ) -> dict[fx.Node, SlicePart]:
-    """Build the nodes on slices, each before itself; node -> its slice. One that reads
-    no slice stays, and is computed on slices where these are all that is read."""
+    """Build the nodes on slices, each before itself. Return node -> its slice. A node
+    that reads no slice stays, and is computed on slices where only these are read."""
     slices, by_result = dict(parts), dict[fx.Node, Any]()
     for node in region:
         if node in slices or not any(n in slices for n in node.all_input_nodes):
@@ -86,7 +90,7 @@ def _on_slices(
 def _gathered(
     edit: Edit, region: list[fx.Node], slices: dict[fx.Node, SlicePart], cutter: Cutter
 ) -> list[fx.Node]:
-    """Gather what others read whole; the nodes themselves go."""
+    """Gather results that others read whole, and erase the nodes."""
     gathers = []
     for node in [n for n in sorted(slices) if any(u not in slices for u in n.users)]:
         part = slices[node]
@@ -111,8 +115,9 @@ def _gathered(
 
 
 def _check_holds(node: fx.Node, reduced: fx.Node) -> None:
-    """Raise ScheduleError unless summands of the node's result may be as large, and as
-    exact, as those that are reduced: a rounded sum is no sum of what was rounded."""
+    """Raise ScheduleError unless a dtype of summands of the node's result is as large,
+    and as exact, as that of the reduced summands: a rounded sum is no sum of rounded
+    values."""
     value, had = node.meta["val"], reduced.meta["val"].dtype
     if not isinstance(value, torch.Tensor):
         raise refuse("reorder", node, "gives several results, each to be reduced")
@@ -122,7 +127,7 @@ def _check_holds(node: fx.Node, reduced: fx.Node) -> None:
 
 
 def _holds(dtype: torch.dtype, every: torch.dtype) -> bool:
-    """Whether a dtype has every value of another."""
+    """Return whether a dtype has every value of another."""
     if dtype == every:
         return True
     if every.is_complex or dtype.is_complex:

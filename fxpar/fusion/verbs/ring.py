@@ -1,11 +1,12 @@
-"""Parts that travel in a ring: how ``overlap`` runs a product beside its collective
+"""Passes parts along a ring: ``overlap`` runs a product overlapping with its collective
 without a collective over all ranks.
 
-A ``Ring`` has the parts of one dim in the order in which a rank sees them, counted from
-its own: 0 is its own part, 1 that of the next rank, -1 that of the rank before. One
-direction passes every part all the way round; of two, each passes parts half of the
-way. Each hop is one ``permute`` step between neighbours. A graph stays the same on all
-ranks: which part is meant depends on the rank through ``Builder.offset`` alone.
+In: a mesh, axes, a dim, the number of directions. Out: a ``Ring``, which has the parts
+of the dim in the order in which a rank sees them, counted from its own: 0 is its own
+part, 1 that of the next rank, -1 that of the rank before. One direction passes every
+part all the way round; of two, each passes parts half of the way. Each hop is one
+``permute`` step between neighbours. Never makes a graph that differs between ranks:
+parts depend on the rank through ``Builder.offset`` alone.
 
 The schemes are those of collective matmuls (Wang et al., ASPLOS 2023, section 5).
 """
@@ -30,13 +31,13 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Ring:
-    """Parts of a value that ranks pass on."""
+    """Is the order of parts of a value that ranks pass on."""
 
-    # Along which ranks pass them on.
+    # The axes along which ranks pass them on.
     axes: Axes
-    # Of the value, along which it is in parts.
+    # The dim of the value that is in parts.
     dim: int
-    # Each once, counted from a rank's own, in the order in which the rank comes to
+    # Each part once, counted from a rank's own, in the order in which the rank comes to
     # them.
     parts: tuple[int, ...]
 
@@ -48,8 +49,8 @@ class Ring:
 
     @classmethod
     def near_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
-        """From a rank's own part on, as parts arrive that come from the rank before,
-        and, of two ways, from the next."""
+        """Return the ring that begins with a rank's own part, then parts as they arrive
+        from the rank before, and, of two ways, from the next."""
         count = mesh.count(axes)
         before = count - 1 if ways == 1 else count // 2
         behind = count - 1 - before
@@ -58,13 +59,13 @@ class Ring:
 
     @classmethod
     def far_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
-        """To a rank's own part at last, as sums are sent to the next, and, of two ways,
-        to the rank before."""
+        """Return the ring that ends with a rank's own part, as sums are sent to the
+        next rank, and, of two ways, to the rank before."""
         near = cls.near_first(mesh, axes, dim, ways)
         return cls(axes, dim, tuple(-part for part in reversed(near.parts)))
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
-        """The i-th part of a whole value along its ``dim``."""
+        """Append the i-th part of a whole value along its ``dim``."""
         shape, count = list(x.meta["val"].shape), self.chunks
         apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
         x = build.call(aten.reshape.default, x, apart)
@@ -72,9 +73,9 @@ class Ring:
         return build.call(aten.select.int, x, dim, where)
 
     def join(self, build: Builder, parts: list[fx.Node], dim: int) -> fx.Node:
-        """The whole value of its parts; inverse of ``cut``. They are put in a row that
-        begins with the next rank's and goes round almost twice, in which the part of
-        rank 0 has its place by the rank."""
+        """Append the whole value of its parts; inverse of ``cut``. Parts are put in a
+        row that begins with the next rank's and goes round almost twice, from which the
+        whole is cut at an offset that depends on the rank."""
         count = self.chunks
         of = dict(zip((part % count for part in self.parts), parts, strict=True))
         row = [of[(1 + i) % count] for i in range(2 * count - 1)]
@@ -85,7 +86,7 @@ class Ring:
         return contiguous(build, build.call(aten.slice.Tensor, x, dim, start, end))
 
     def passed(self, build: Builder, x: fx.Node, way: int) -> fx.Node:
-        """``x`` of the rank before (``way`` 1), or of the next (-1)."""
+        """Append ``x`` of the rank before (``way`` 1), or of the next (-1)."""
         mesh, count = build.mesh, build.mesh.count(self.axes)
         index = [mesh.index(r, self.axes) for r in mesh.group(0, self.axes)]
         sources = tuple(index.index((i - way) % count) for i in index)
@@ -96,8 +97,8 @@ class Ring:
         return permuted
 
     def arriving(self, build: Builder, own: fx.Node) -> Iterator[fx.Node]:
-        """The parts as they arrive, of ranks that each start with their own; a rank
-        passes one on before it is given out here, and so before it is worked on."""
+        """Yield the parts as they arrive, where each rank starts with its own; a rank
+        passes one on before it is yielded here, and so before it is worked on."""
         arrived = {0: own}
         for part in self.parts:
             for way in (1, -1):
@@ -109,9 +110,10 @@ class Ring:
     def reduced(
         self, build: Builder, parts: Callable[[int], fx.Node], op: str
     ) -> fx.Node:
-        """A rank's own part of the reduction; ``parts(i)`` appends its i-th summand.
-        What comes from a neighbour is added to it, and sent on. It is flat, since of a
-        product and a sum Inductor makes one op, which would wait for what comes."""
+        """Return a rank's own part of the reduction; ``parts(i)`` appends its i-th
+        summand. The sum from a neighbour is added to it, and sent on. It is flat, since
+        Inductor makes one op of a product and a sum, which would wait for the
+        neighbour."""
         coming: dict[int, fx.Node] = {}
         for i, part in enumerate(self.parts):
             summand = parts(i)

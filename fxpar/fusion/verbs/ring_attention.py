@@ -1,11 +1,15 @@
-"""Verb ``overlap`` of gathers of keys and values and an attention that reads them.
+"""Applies verb ``overlap`` to gathers of keys and values and an attention that reads
+them.
+
+In: an Edit, the gathers, the attention. Out: its results, from parts of keys and
+values.
 
 ``overlap([ag, ag_1], attention, ring=1)``: keys and values go from neighbour to
-neighbour, and no rank holds all of them. A rank attends its queries to each part while
-the next one comes, and merges what it gets by log-sum-exp. In a backward the gradients
-of keys and values travel as well, in the place of the reduce-scatters that follow, and
-come home at last. Of a causal mask, which part is meant depends on the rank through
-``Builder.offset`` alone; parts that nobody sees cost no arithmetic.
+neighbour, and no rank ever holds all of them. A rank attends its queries to each part
+while the next one is on its way, and merges the results by log-sum-exp. In a backward
+the gradients of keys and values travel as well, in place of the reduce-scatters that
+follow, and arrive at their owners in the end. With a causal mask, parts depend on the
+rank through ``Builder.offset`` alone; parts that nobody sees cost no arithmetic.
 
 The scheme is that of ring attention (Liu et al., arXiv 2310.01889).
 """
@@ -46,12 +50,12 @@ ours = torch.ops.fxpar
 # [batch, heads, sequence, features]
 SEQUENCE = 2
 
-# Which result of an attention: its place, or one in a tuple that stands at a place.
+# A result of an attention: its position, or one within the tuple at a position.
 Result = int | tuple[int, int]
 
 
 class RingAttention:
-    """An attention, the gathers it reads, and what is between."""
+    """Is an attention, the gathers it reads, and the ops between them."""
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class RingAttention:
             raise refuse("overlap", node, "has no log-sum-exp for each query")
 
     def run(self) -> list[fx.Node]:
-        """Rewrite the graph; what the line gives."""
+        """Rewrite the graph. Return the nodes that the line gives."""
         items = self._items()
         if self.form.backward:
             results, gives, scatters = self._backward()
@@ -116,7 +120,8 @@ class RingAttention:
         return gives
 
     def _items(self) -> list[tuple[fx.Node, Result]]:
-        """What reads a result of the attention, and which."""
+        """Return the readers of the attention's results, each with the result it
+        reads."""
         items = list(self.node.users)
         if any(item.target is not operator.getitem for item in items):
             raise refuse("overlap", self.node, "gives a tuple that is read whole")
@@ -129,7 +134,7 @@ class RingAttention:
     def _on_part(
         self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
     ) -> fx.Node:
-        """The attention on the i-th part of keys and values."""
+        """Append the attention on the i-th part of keys and values."""
         args = self._arguments(ring, i, parts)
         if self.form.ahead is not None:
             ahead, size = args[self.form.ahead], self.size // ring.chunks
@@ -145,7 +150,8 @@ class RingAttention:
         return build.call(self.node.target, *args, **kwargs)
 
     def _arguments(self, ring: Ring, i: int, parts: Sequence[fx.Node]) -> list[Any]:
-        """The arguments of the attention with the i-th part of keys and values."""
+        """Return the arguments of the attention with the i-th part of keys and
+        values."""
         sliced = {
             gather: SlicePart(part, int(gather.args[1]))
             for gather, part in zip(self.gathers, parts, strict=True)
@@ -160,7 +166,7 @@ class RingAttention:
         return args
 
     def _mask_of_part(self, build: Builder, ring: Ring, i: int) -> fx.Node | None:
-        """Of the i-th part of the keys."""
+        """Append the mask of the i-th part of the keys; None if there is no mask."""
         if self.mask is None:
             return None
         mask = self.form.argument(self.node, self.mask)
@@ -171,7 +177,8 @@ class RingAttention:
         return aligned(build, part) if self.mask == "attn_bias" else part
 
     def _forward(self) -> dict[Result, fx.Node]:
-        """Output and log-sum-exp over all keys, and what else is read."""
+        """Return output and log-sum-exp over all keys, and other results that are
+        read."""
         whole = self.node.meta["val"]
         results: dict[Result, fx.Node] = {}
         with self.edit.before(self.node) as build:
@@ -193,17 +200,18 @@ class RingAttention:
         return {**results, **further}
 
     def _shards(self, build: Builder) -> list[fx.Node]:
-        """A rank's own keys and values, as they travel."""
+        """Return a rank's own keys and values, as they travel."""
         return [gather.args[0] for gather in self.gathers]
 
     def _home(self, build: Builder, gradient: fx.Node, dim: int) -> fx.Node:
-        """The gradient of a rank's own keys or values, of that of what travels."""
+        """Return the gradient of a rank's own keys or values, given that of its
+        travelling part."""
         return gradient
 
     def _merged_under_mask(
         self, build: Builder, attentions: Sequence[fx.Node], at: int
     ) -> tuple[fx.Node, fx.Node]:
-        """Output and log-sum-exp of attentions over parts of the keys."""
+        """Return output and log-sum-exp of attentions over parts of the keys."""
         parts = []
         for node in attentions:
             out, lse = (build.call(operator.getitem, node, at + k) for k in range(2))
@@ -217,8 +225,8 @@ class RingAttention:
     def _summed(
         self, build: Builder, attention: fx.Node
     ) -> dict[Result, tuple[fx.Node, torch.Tensor]]:
-        """Results of a backward that are sums over all keys: the summand of a part, and
-        the whole value."""
+        """Return the results of a backward that are sums over all keys: the summand of
+        a part, and the whole value."""
         whole = self.node.meta["val"]
         return {
             k: (build.call(operator.getitem, attention, k), whole[k])
@@ -226,8 +234,8 @@ class RingAttention:
         }
 
     def _backward(self) -> tuple[dict[Result, fx.Node], list[fx.Node], list[fx.Node]]:
-        """Gradients of queries; those of keys and values, in the place of what reduced
-        them; and that."""
+        """Return the gradients of queries and other sums; those of keys and values, in
+        place of their reduce-scatters; and these."""
         sets, whole = range(self.form.sets), dict[Result, torch.Tensor]()
         ends = [self._reduced(len(sets) + i) for i in range(2)]
         scatters = [end.scatter for end in ends]
@@ -269,7 +277,8 @@ class RingAttention:
         return results, gradients, scatters
 
     def _reduced(self, i: int) -> _Reduced:
-        """What becomes of the gradient of the keys or values, the i-th result."""
+        """Return the path from the gradient of the keys or values, the i-th result, to
+        its reduce-scatter."""
         items = [user for user in self.node.users if user.args[1] == i]
         at, path = items[0] if len(items) == 1 else self.node, list[fx.Node]()
         while len(at.users) == 1:
@@ -292,7 +301,7 @@ class RingAttention:
         ring: Ring,
         i: int,
     ) -> fx.Node:
-        """The summand that a reduce-scatter would take of the i-th part."""
+        """Append the summand of the i-th part for a reduce-scatter."""
         item = build.call(operator.getitem, attention, k)
         slices = {end.item: SlicePart(item, SEQUENCE)}
         results = chunked.on_part(self.edit, end.path, slices, ring, i)
@@ -304,21 +313,21 @@ class RingAttention:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """A gradient of an attention, what is done to it, and the reduce-scatter then."""
+    """Holds a gradient of an attention, the ops on it, and its reduce-scatter."""
 
     # The gradient, a getitem of the attention.
     item: fx.Node
     # Ops from the gradient to the reduce-scatter, in order.
     path: list[fx.Node]
-    # What reduces it over the ranks, and reads the last of ``path``.
+    # Reduces it over the ranks, and reads the last of ``path``.
     scatter: fx.Node
 
 
 def _merged(
     build: Builder, attentions: Sequence[fx.Node], at: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Output and log-sum-exp, results ``at`` and the next one, of attentions over parts
-    of the keys, in the precision of the latter."""
+    """Return output and log-sum-exp, results ``at`` and the next one, of attentions
+    over parts of the keys, in the precision of the latter."""
     out, lse = (build.call(operator.getitem, attentions[0], at + k) for k in range(2))
     for node in attentions[1:]:
         part, weight = (build.call(operator.getitem, node, at + k) for k in range(2))
@@ -335,7 +344,7 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _packed(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:
-    """Parts as one message."""
+    """Append one flat message with all parts."""
     flat = [build.call(aten.reshape.default, part, [-1]) for part in parts]
     return build.call(aten.cat.default, flat)
 
@@ -343,7 +352,7 @@ def _packed(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:
 def _unpacked(
     build: Builder, message: fx.Node, shapes: Sequence[Sequence[int]]
 ) -> list[fx.Node]:
-    """Inverse of ``_packed``."""
+    """Append the parts of a message: inverse of ``_packed``."""
     out, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -356,8 +365,8 @@ def _unpacked(
 def near_first(
     build: Builder, ring: Ring, shards: Sequence[fx.Node]
 ) -> Iterator[list[fx.Node]]:
-    """Parts of all ranks, from a rank's own on; the next is under way when one is given
-    out."""
+    """Yield parts of all ranks, from a rank's own on; the next one is in flight when
+    one is yielded."""
     shapes = [list(x.meta["val"].shape) for x in shards]
     message = _packed(build, shards)
     for i in range(ring.chunks):
@@ -370,8 +379,9 @@ def near_first(
 def _far_first(
     build: Builder, ring: Ring, shards: Sequence[fx.Node], grad: fx.Node
 ) -> Iterator[list[fx.Node]]:
-    """Parts of all ranks, a rank's own at last. A message holds nothing of the gradient
-    but reads it: the forward's messages, which say the same, would else be kept."""
+    """Yield parts of all ranks, a rank's own at last. The message reads an empty slice
+    of the gradient so that it differs from the forward's equal messages, which would
+    else be kept until the backward."""
     shapes = [list(x.meta["val"].shape) for x in shards]
     nothing = build.call(aten.slice.Tensor, grad, 0, 0, 0)
     message = ring.passed(build, _packed(build, [*shards, nothing]), 1)

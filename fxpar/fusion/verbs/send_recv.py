@@ -1,12 +1,14 @@
-"""Verb ``share``: ranks that hold the same value send it to another stage in slices.
+"""Applies verb ``share``: ranks that hold the same value send it to another stage in
+slices.
 
-``share(axes=tp, tag=0, dim=0)``: of a message whose value is equal on all ranks along
-the axes, each sends its slice, and those who receive it gather the slices: the border
-of a pipeline, across which the gather moves to the receivers (CoCoNeT, section 3.2, T12
-of its programs). Both stages must do so: the graphs of all stages are changed by the
-same lines (``pipeline_stages.apply_stages``), and a graph alone is refused.
+``share(axes=tp, tag=0, dim=0)``: each rank along the axes sends its slice of a message
+whose value is equal on all of them, and the receivers gather the slices: at the border
+of a pipeline the gather moves to the receivers (CoCoNeT, section 3.2, T12 of its
+programs). Both stages must do so: the same lines change the graphs of all stages
+(``pipeline_stages.apply_stages``).
 
-In: an Edit of one stage. Out: the nodes that later lines may name.
+In: an Edit of one stage. Out: the nodes that later lines may name. Never changes one
+end of a message alone: a single graph is refused.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ aten = torch.ops.aten
 def share(
     edit: Edit, axes: Axes, tag: int = 0, dim: int | None = None
 ) -> list[fx.Node]:
-    """Gives the sends of the slices, or the gathers behind what is received. By
-    default along the first dim that divides."""
+    """Apply ``share``, by default along the first dim that divides. Return the sends of
+    the slices, or the gathers of the received ones."""
     matching = with_tag(edit, tag)
     if not matching:
         what = f"share: no message has the tag {tag}"
@@ -54,7 +56,7 @@ def share(
 
 
 def with_tag(edit: Edit, tag: int) -> list[fx.Node]:
-    """The messages with this tag, in order, those of regions too."""
+    """Return the messages with this tag, in order, those of regions too."""
     return [n for n in flat(edit.graph) if is_message(n) and n.args[2] == tag]
 
 
@@ -93,22 +95,22 @@ def _receive(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
 def _instead(
     edit: Edit, old: fx.Node, stand_in: fx.Node, read: fx.Node | None = None
 ) -> None:
-    """``stand_in`` takes the name of ``old``, and what is ``read`` (itself) its
-    readers."""
+    """Put ``stand_in`` in the place of ``old``, with its name; readers of ``old`` read
+    ``read``, by default ``stand_in``."""
     name = old.name
     edit.swap(old, read or stand_in)
     stand_in.name = name
 
 
 def check_buffer(verb: str, node: fx.Node) -> None:
-    """Raise ScheduleError unless the memory that is received into is the graph's."""
+    """Raise ScheduleError unless the buffer of a message belongs to the graph alone."""
     buffer: Any = node.args[0]
     if not is_fresh(buffer):
         raise refuse(verb, node, f"is written over {buffer.name}, which others see")
 
 
 def received(build: Builder, like: fx.Node, shape: Sequence[int]) -> fx.Node:
-    """Append a message of another shape, of which the rest is that of ``like``."""
+    """Append a received message of another shape, otherwise equal to ``like``."""
     value = like.meta["val"]
     how = {"dtype": value.dtype, "device": value.device}
     buffer = build.call(aten.empty.memory_format, list(shape), **how)
@@ -126,7 +128,7 @@ Message = tuple[int, tuple[int, ...], torch.dtype]  # tag, shape, dtype
 def messages(
     graph: fx.Graph, stage: int, axis: str
 ) -> dict[tuple[int, int], list[fx.Node]]:
-    """The messages of a stage's graph in order, by (sender, receiver). Raises
+    """Return the messages of a stage's graph in order, by (sender, receiver). Raises
     ScheduleError on one that crosses other axes than ``axis``."""
     by_ends: dict[tuple[int, int], list[fx.Node]] = {}
     for node in flat(graph):
@@ -143,7 +145,7 @@ def messages(
 
 
 def content(node: fx.Node) -> Message:
-    """What both ends of a message must agree on."""
+    """Return (tag, shape, dtype), on which both ends of a message must agree."""
     value: Any = node.args[0]
     value = value.meta["val"]
     tag: Any = node.args[2]
