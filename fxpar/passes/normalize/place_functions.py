@@ -29,6 +29,7 @@ class Affine:
 class TwoValued:
     """Is one value where all of some affine functions are at least 0, else another."""
 
+    # The affine functions.
     bounds: frozenset[Affine]
     # The value where all bounds are at least 0.
     yes: Number

@@ -57,6 +57,7 @@ def _wait_of(node: fx.Node) -> fx.Node:
 class _Stretch:
     """Holds the elements of a node that a bucket has: all, or part of its one row."""
 
+    # The node that has the elements.
     node: fx.Node
     # The first element, along dim 1.
     begin: int = 0

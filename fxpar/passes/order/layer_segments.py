@@ -54,6 +54,7 @@ DEVICES = {"cpu"}
 class LayerSegment:
     """Is a run of consecutive ops, as a function of their operands."""
 
+    # The ops, in order.
     nodes: tuple[fx.Node, ...]
     # Nodes with memory that is read after the segment, directly or through views.
     results: tuple[fx.Node, ...]

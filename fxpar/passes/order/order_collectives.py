@@ -71,6 +71,7 @@ class PhaseGraph:
     graph: fx.Graph
     # Gradients are reduced in it: a backward, or a step that has one inside.
     backward: bool
+    # The settings of the schedule.
     settings: Settings = DEFAULT
 
     @cached_property

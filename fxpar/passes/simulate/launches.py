@@ -81,7 +81,7 @@ class PhaseReader:
         self._forwards: dict[fx.Graph, _LocalReader] = {}
 
     def launches_of(self, phases: PhasesAsRun) -> Launches:
-        """Return the launches of a local graph as it runs. Raises as the function."""
+        """Return the launches of a graph as it runs. Raises as ``launches_of``."""
         forward, *backward = phases.graphs
         if not backward:
             return launches_of(forward)

@@ -104,6 +104,7 @@ class Traffic:
 
     # As in ``plan.Collective``.
     kind: str
+    # The axes over which they communicate.
     axes: tuple[str, ...]
     # Number of collectives.
     calls: int
