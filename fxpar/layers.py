@@ -171,9 +171,9 @@ def first_border(
 ) -> int:
     """Return where the first layer of a row begins, so that few values go from one
     layer to the next. It is less than a layer after the begin of the row and leaves
-    ``least`` layers. ``starts``: ops that start collectives; few of these under way at
-    a border count first. ``ends``: for a place, how far a body that begins earlier may
-    reach."""
+    ``least`` layers. ``starts``: ops that start collectives; borders with the fewest
+    of these under way are preferred. ``ends``: for a place, how far a body that begins
+    earlier may reach; borders where it may not go on are preferred next."""
     begin, end, distance = row
     place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
     # For each place in the second layer: the number of collectives that are under way

@@ -4,7 +4,8 @@ In: a graph traced with open sizes, which has symbols among its inputs. Out:
 ``as_nodes`` writes a size that is an expression of them as nodes, after the inputs;
 ``lift_sizes`` does so for all sizes of a graph, so that none is read from a tensor,
 whose shape changes when it becomes local; ``at_hints`` returns the graph at the sizes
-with which it was traced, for planning. Never: a guard is added on a symbol.
+with which it was traced, for planning. Never reads a size from a tensor that is not an
+input.
 """
 
 from __future__ import annotations

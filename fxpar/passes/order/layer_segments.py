@@ -93,8 +93,8 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
 
 
 def fits(node: fx.Node) -> bool:
-    """Return whether an op may be in a body: it has tensors of known sizes on a device
-    in ``DEVICES`` and computes nothing but its results from its operands."""
+    """Return whether an op may be in a body: it only computes tensors from tensors, of
+    known sizes on a device in ``DEVICES``, and does not count rows when it runs."""
     results = tensors_in(node.meta.get("val"))
     if node.op != "call_function" or not results or is_of_first_rows(node):
         return False
