@@ -1,12 +1,12 @@
-"""Layers: which ops of a graph repeat, found by structure.
+"""Finds the layers of a graph: ops that repeat, by structure.
 
-In: the ops of a graph, in order, with a label each, equal for ops that are the same but
-for what they read. Out: rows of layers, in which each op has the label of the one a
-layer before; and where a layer of a row begins. Names and modules do not count. It is
-found in the graph of Dynamo, of which AOTAutograd traces one layer of a kind
-(``passes.repeated_segments``), in a Program, where the search ties choices
-(``sharding.search.ties``), in a local graph, where schedules are tried on few layers
-(``fusion.fewer_layers``), and in forward and backward, of which Inductor compiles one
+In: the ops of a graph, in order, with a label each, equal for ops that are equal except
+for their operands. Out: rows of layers, in which each op has the label of the op one
+layer before; and where the first layer of a row begins. Names and modules do not count.
+It is used on Dynamo's graph, where AOTAutograd traces one layer of a kind
+(``passes.repeated_segments``), on a Program, where the search ties choices
+(``sharding.search.ties``), on a local graph, where schedules are tried on few layers
+(``fusion.fewer_layers``), and on forward and backward, where Inductor compiles one
 (``passes.order.layer_segments``). Never changes a graph.
 """
 
@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar._torch.objects import tensors_of
 
-# Bytes to which kernels may want what they read aligned.
+# Bytes to which kernels may want their operands aligned.
 ALIGNED = 16
 
 # Distances tried: the most frequent ones between ops of one label.
@@ -31,7 +31,7 @@ _TRIED = 16
 
 
 class RepeatedOps(NamedTuple):
-    """What repeats: ops [begin, end), at a distance."""
+    """Is a row of layers: ops [begin, end), each repeated ``distance`` ops later."""
 
     begin: int
     end: int
@@ -39,12 +39,12 @@ class RepeatedOps(NamedTuple):
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether a tensor begins where kernels may read many elements at once."""
+    """Return whether a tensor begins where kernels may read many elements at once."""
     return x.storage_offset() * x.dtype.itemsize % ALIGNED == 0
 
 
 def sizes_of(node: fx.Node) -> Any:
-    """Of the tensors that a node gives, all but their elements."""
+    """Return dtype, shape, strides, device and alignment of each tensor of a node."""
     return tuple(
         (x.dtype, tuple(x.shape), x.stride(), x.device, is_aligned(x))
         for x in tensors_of(node)
@@ -54,9 +54,9 @@ def sizes_of(node: fx.Node) -> Any:
 def label_of(
     node: fx.Node, value_of: Callable[[fx.Node], Any] = sizes_of, target: Any = None
 ) -> Any:
-    """Equal for nodes of one op and equal constants, on equal values, wherever they
-    read these. ``value_of``: equal for nodes that give equal values. ``target``: the op
-    if the node's target does not say it."""
+    """Return a key that is equal for nodes of one op with equal constants and equal
+    values, whichever nodes they read. ``value_of``: a key of a node's value.
+    ``target``: the op, if it is not the node's target."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
     values = tuple(map(value_of, (node, *node.all_input_nodes)))
     return target or node.target, repr(args), repr(kwargs), values
@@ -67,7 +67,7 @@ def labels_of(
     value_of: Callable[[fx.Node], Any] = sizes_of,
     target_of: Callable[[fx.Node], Any] = lambda node: node.target,
 ) -> np.ndarray:
-    """``label_of`` each node, as a number."""
+    """Return the ``label_of`` each node, as a number."""
     numbers: dict[Any, int] = {}
 
     @cache
@@ -78,16 +78,16 @@ def labels_of(
 
 
 def numbered(labels: Iterable[Any]) -> np.ndarray:
-    """A number for each label, equal for those that are."""
+    """Return a number for each label, equal for equal labels."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(label, len(numbers)) for label in labels], int)
 
 
 def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
-    """Labels in which those of what an op reads count too, and of what that reads, so
-    that few ops of one layer have the same."""
+    """Return labels that include those of an op's operands and their operands, three
+    levels deep, so that few ops of one layer have equal labels."""
     place = {node: i for i, node in enumerate(nodes)}
-    last = len(nodes)  # of what is not among the nodes
+    last = len(nodes)  # for operands that are not among the nodes
     reads = [[place.get(r, last) for r in node.all_input_nodes] for node in nodes]
     for _ in range(3):
         at = [*labels.tolist(), -1]
@@ -100,10 +100,10 @@ def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
 def rows_of_layers(
     labels: np.ndarray, finer: np.ndarray | None = None, *, overlap: bool = False
 ) -> list[RepeatedOps]:
-    """Rows in which labels repeat, no op in two of them. ``finer``: labels of which
-    fewer are equal, to find them by; where they begin and end, what is around ops
-    differs, and they are as long as labels repeat; if they may ``overlap``, also where
-    that is in another row."""
+    """Return rows in which labels repeat, no op in two of them. ``finer``: labels of
+    which fewer are equal, by which rows are found; since the surroundings of ops differ
+    at both ends, rows are then extended as far as ``labels`` repeat; if they may
+    ``overlap``, also into another row."""
     rows = rows_at_all_distances(labels if finer is None else finer)
     return without_overlaps(rows, labels, but_at_ends=overlap)
 
@@ -111,8 +111,8 @@ def rows_of_layers(
 def rows_at_all_distances(
     labels: np.ndarray, finer: np.ndarray | None = None
 ) -> Iterator[RepeatedOps]:
-    """As ``rows_of_layers``, an op perhaps in several rows. ``finer``: to find
-    distances by."""
+    """Yield rows as in ``rows_of_layers``, but an op may be in several. ``finer``:
+    labels by which distances are found."""
     for distance in _distances(labels if finer is None else finer):
         for begin, end in _runs(labels[distance:] == labels[:-distance]):
             if end - begin >= distance:
@@ -122,8 +122,8 @@ def rows_at_all_distances(
 def without_overlaps(
     rows: Iterable[RepeatedOps], labels: np.ndarray, *, but_at_ends: bool = False
 ) -> list[RepeatedOps]:
-    """Rows, but those with an op of an earlier one, as long as labels repeat; see
-    ``rows_of_layers``."""
+    """Return the rows that share no op with an earlier one, extended as far as labels
+    repeat; see ``rows_of_layers``."""
     free, chosen = np.ones(len(labels), bool), list[RepeatedOps]()
     for row in rows:
         if free[row.begin : row.end].all():
@@ -143,8 +143,8 @@ def without_overlaps(
 
 
 def _distances(labels: np.ndarray) -> list[int]:
-    """Between an op and the next one of its label, those that occur most first; among
-    those of which one is a multiple of the other, the smaller first."""
+    """Return distances between an op and the next one of its label, the most frequent
+    first; among equally frequent ones the smaller first."""
     last: dict[int, int] = {}
     counts: Counter[int] = Counter()
     for i, label in enumerate(labels.tolist()):
@@ -157,7 +157,7 @@ def _distances(labels: np.ndarray) -> list[int]:
 
 
 def _runs(same: np.ndarray) -> list[tuple[int, int]]:
-    """Maximal [begin, end) in which all are True."""
+    """Return the maximal [begin, end) in which all are True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], same.astype(int), [0]))))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
@@ -169,14 +169,15 @@ def first_border(
     ends: np.ndarray | None = None,
     starts: Collection[Any] = (),
 ) -> int:
-    """Where the first layer of a row begins, so that few values go from one to the
-    next: the later by less than a layer, the fewer layers, of which ``least`` stay.
-    Where ``starts``, ops that start collectives, are under way fewer still; ``ends``:
-    how far an op that begins at a place may reach."""
+    """Return where the first layer of a row begins, so that few values go from one
+    layer to the next. It is less than a layer after the begin of the row and leaves
+    ``least`` layers. ``starts``: ops that start collectives; borders with the fewest
+    of these under way are preferred. ``ends``: for a place, how far a body that begins
+    earlier may reach; borders where it may not go on are preferred next."""
     begin, end, distance = row
     place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
-    # Of each place in the second layer: collectives that are under way there, and what
-    # is made before and read there or later, by less than a layer.
+    # For each place in the second layer: the number of collectives that are under way
+    # there, and of values computed before and read there or less than a layer later.
     under_way, crossing = np.zeros((2, distance + 1), int)
     for i in range(begin, min(begin + 2 * distance, end)):
         last = max((place[user] for user in nodes[i].users if user in place), default=i)

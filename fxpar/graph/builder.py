@@ -1,8 +1,9 @@
-"""Adds nodes with fake values to a graph: what passes build and rewrite code with.
+"""Adds nodes with fake values to a graph, for passes that build and rewrite graphs.
 
-Every node made while ``at(node)`` or ``before(node)`` is active carries that node's
-provenance (stack trace, module stack, recompute tags), so that an error, a profile or
-activation checkpointing finds the user's line.
+In: a graph, and ops with arguments that hold nodes. Out: nodes. Every node made while
+``at(node)`` or ``before(node)`` is active carries that node's provenance (stack trace,
+module stack, recompute tags), so that an error, a profile or activation checkpointing
+finds the user's line. Never: an op runs on real data.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.row_moves import Exchange
 
-# A size among the arguments of an op in a local graph: a number, or a node that gives
-# one where not all ranks have the same.
+# A size among the arguments of an op in a local graph: a number, or a node that
+# computes it where it differs between ranks.
 Size: TypeAlias = int | fx.Node
 
 # The second operand that leaves the first as it is.
@@ -37,11 +38,12 @@ _NEUTRAL: dict[Any, int] = {
     operator.floordiv: 1,
 }
 
-# Of a program in stages: the stage of a node (``stage_kinds.StageHome``), the place it
-# runs at (``lay_out_stages``), and its part of the batch (``microbatches``).
+# Keys of ``meta`` in a program in stages: the stage of a node
+# (``stage_kinds.StageHome``), the place where it runs (``lay_out_stages``), and its
+# part of the batch (``microbatches``).
 STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", parts_apart.PART
 
-# What a rewritten node keeps of the node it comes from.
+# Keys of ``meta`` that a rewritten node keeps from the node it comes from.
 PROVENANCE = (
     "stack_trace",
     "nn_module_stack",
@@ -62,34 +64,35 @@ PROVENANCE = (
     PART,
 )
 
-# Of fxpar's own: the reshard, and what made it necessary; whether it is one of a
-# parameter; whether it is one of the chunks in which a schedule runs a collective.
+# fxpar's own such keys: the reshard and its cause; whether it is one of a parameter;
+# whether it is one of the chunks in which a schedule runs a collective.
 OURS = ("fxpar_reshard", "fxpar_cause", "fxpar_parameter", "fxpar_chunk")
 
-# Of the output of a local graph: whether some of its shards are not alike.
+# Key of ``meta`` on the output of a local graph: whether the graph has uneven shards.
 UNEVEN = "fxpar_uneven"
 
-# Of an input of a local graph: axes over which it varies, though its spec has none.
+# Key of ``meta`` on an input of a local graph: axes over which it varies, though its
+# spec has none.
 VARIES = "fxpar_varies"
 
 
 def value_of(arg: Any) -> Any:
-    """Arguments with nodes replaced by their fake values."""
+    """Return arguments with nodes replaced by their fake values."""
     return fx.node.map_arg(arg, lambda node: node.meta["val"])
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Shape of a node's tensor value, open sizes as symbols."""
+    """Return the shape of a node's tensor value, open sizes as symbols."""
     return tuple(node.meta["val"].shape)
 
 
 def is_zeros(node: fx.Node) -> bool:
-    """Whether a node is a tensor made of zeros alone."""
+    """Return whether a node is a tensor of zeros made by ``full``."""
     return node.target is torch.ops.aten.full.default and node.args[1] == 0
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have metadata of their own."""
+    """Return a copy whose nodes have metadata of their own."""
     copied_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -98,10 +101,10 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 class Builder:
-    """``call`` adds one op and computes its fake value from those of its inputs.
+    """Adds nodes to a graph, each with a fake value computed from those of its inputs.
 
-    ``mesh``: of a local graph, whose nodes also carry what fxpar notes of them (their
-    cause, their one-device node); None where a graph is rewritten in global shapes.
+    ``mesh``: that of a local graph, whose nodes also carry fxpar's notes (their cause,
+    their one-device node); None for a graph in global shapes.
     """
 
     def __init__(
@@ -118,8 +121,8 @@ class Builder:
 
     @contextmanager
     def at(self, origin: fx.Node, notes_from: fx.Node | None = None) -> Iterator[None]:
-        """Nodes made inside come from ``origin``; what fxpar notes of them is that of
-        ``notes_from`` (default: of ``origin`` too)."""
+        """Give nodes made inside the provenance of ``origin`` and fxpar's notes of
+        ``notes_from`` (default: ``origin`` too)."""
         outer = self._origin, self._notes_from
         self._origin, self._notes_from = origin, notes_from or origin
         try:
@@ -129,7 +132,7 @@ class Builder:
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
-        """Nodes made inside stand before ``node`` and come from it."""
+        """Insert nodes made inside before ``node``, with its provenance."""
         with self.graph.inserting_before(node), self.at(node):
             yield
 
@@ -145,7 +148,7 @@ class Builder:
         return node
 
     def stamp(self, node: fx.Node) -> None:
-        """Note where a node that was added comes from."""
+        """Give an added node the provenance and the notes that are active."""
         if self._origin is None or self._notes_from is None:
             return
         meta, notes = self._origin.meta, self._notes_from.meta
@@ -155,15 +158,15 @@ class Builder:
             node.meta["fxpar_origin"] = meta.get("fxpar_origin", self._origin.name)
 
     def replace(self, node: fx.Node, replacement: fx.Node) -> None:
-        """Let ``replacement`` take every use of ``node`` and erase the node."""
+        """Replace every use of ``node`` by ``replacement`` and erase the node."""
         node.replace_all_uses_with(replacement)
         self.graph.erase_node(node)
 
     def offset(
         self, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
     ) -> Any:
-        """An int: ``base + stride * (this rank's shard of axes)``, its remainder by
-        ``around`` unless that is 0; may be a node."""
+        """Return ``base + stride * (this rank's shard index over axes)``, modulo
+        ``around`` unless that is 0: an int, or a node that computes it."""
         base = base % around if around else base
         if not axes or stride == 0:
             return base
@@ -176,8 +179,8 @@ class Builder:
         return node
 
     def own_size(self, rows: Size, axes: Sequence[str]) -> Size:
-        """Rows of a dim of ``rows`` that this rank holds of it, split over axes; in
-        fake values those of the largest shard."""
+        """Return the number of rows that this rank holds of a dim of ``rows``, split
+        over axes; its fake value is that of the largest shard."""
         if not axes:
             return rows
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
@@ -188,7 +191,7 @@ class Builder:
         )
 
     def own_start(self, rows: Size, axes: Sequence[str], base: int = 0) -> Size:
-        """``base`` + the first row that this rank holds of a dim of ``rows``."""
+        """Return ``base`` + the first row that this rank holds of a dim of ``rows``."""
         if not axes:
             return base
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
@@ -198,7 +201,7 @@ class Builder:
         return self.compute(operator.add, start, base)
 
     def own_end(self, rows: Size, axes: Sequence[str]) -> Size:
-        """The row behind the last that this rank holds of a dim of ``rows``."""
+        """Return the row after this rank's last row of a dim of ``rows``."""
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
             size = rows // self.mesh.count(axes)
@@ -207,8 +210,8 @@ class Builder:
         return self.compute(operator.add, start, size)
 
     def part_sizes(self, rows: int, axes: Sequence[str], axis: str) -> list[Size]:
-        """Rows that each rank along one more axis holds of what this rank and they hold
-        of a dim of ``rows``, split over axes."""
+        """Return the sizes of the parts into which ``axis`` splits this rank's shard
+        over ``axes`` of a dim of ``rows``, one for each rank along it."""
         own, ranks = self.own_size(rows, axes), range(self.mesh.axis_size(axis))
         if isinstance(own, fx.Node):
             own = shard_sizes.largest(rows, self.mesh, axes)
@@ -221,7 +224,7 @@ class Builder:
         return [place(part_size, axes, rows, n, axis, i) for i, n in enumerate(sizes)]
 
     def largest_part(self, rows: int, axes: Sequence[str], axis: str) -> Size:
-        """The largest of ``part_sizes``."""
+        """Return the largest of ``part_sizes``."""
         own = self.own_size(rows, axes)
         if not isinstance(own, fx.Node):
             return shard_sizes.largest(own, self.mesh, (axis,))
@@ -229,8 +232,8 @@ class Builder:
         return self._place(rank_ints.largest_part, axes, rows, largest, axis)
 
     def window_rows(self, exchange: Exchange) -> Size:
-        """Rows of a window that ranks read, or add; in fake values those of the
-        largest."""
+        """Return the rows of the window that this rank reads, or adds; its fake value
+        is that of the largest."""
         members = self.mesh.group(0, exchange.axes)
         most = max(row_moves.window(exchange, self.mesh, r)[2] for r in members)
         moves = exchange.moves
@@ -240,7 +243,7 @@ class Builder:
         return self._of_window(rank_ints.window_rows, exchange, most)
 
     def window_start(self, exchange: Exchange) -> fx.Node:
-        """Where in its dim that window begins."""
+        """Return the row of its dim at which this rank's window begins."""
         return self._of_window(rank_ints.window_start, exchange, 0)
 
     def _of_window(
@@ -267,7 +270,7 @@ class Builder:
         return node
 
     def compute(self, operation: Callable[[int, int], int], a: Size, b: Size) -> Size:
-        """An operation of two sizes: a number if both are, else a node."""
+        """Return an operation of two sizes: a number if both are, else a node."""
         if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
             return operation(a, b)
         if operation in _NEUTRAL and b == _NEUTRAL[operation]:
@@ -279,18 +282,18 @@ class Builder:
         return node
 
     def missing(self, room: Size, size: Size) -> Size:
-        """Rows by which ``size`` falls short of ``room``."""
+        """Return ``room - size``, 0 if they are the same node."""
         return 0 if room is size else self.compute(operator.sub, room, size)
 
     def pad(self, x: fx.Node, amounts: Sequence[Size], fill: float = 0) -> fx.Node:
-        """``x`` with more rows at the end of each dim."""
+        """Return ``x`` with ``amounts`` more rows at the end of each dim."""
         rows = [n for size in reversed(amounts) for n in (0, size)]
         return self.pad_ends(x, rows, fill)
 
     def pad_ends(self, x: fx.Node, amounts: Sequence[Size], fill: float = 0) -> fx.Node:
-        """``x`` with more rows at both ends of each dim, as ``constant_pad_nd`` takes
-        them. Booleans as bytes: of comparisons of 8 bytes each Inductor (2.13) pads
-        none, its C++ does not compile."""
+        """Return ``x`` with more rows at both ends of each dim, ``amounts`` as in
+        ``constant_pad_nd``. Booleans are padded as bytes: Inductor's (2.13) C++ for a
+        padded comparison of 8-byte values does not compile."""
         dtype = x.meta["val"].dtype
         if dtype is torch.bool:
             x = self.cast(x, torch.uint8)
@@ -300,7 +303,7 @@ class Builder:
     def where(
         self, condition: fx.Node, x: fx.Node, other: bool | int | float
     ) -> fx.Node:
-        """``x`` where the condition holds, else the scalar ``other``."""
+        """Return ``x`` where the condition holds, else the scalar ``other``."""
         like, aten = x.meta["val"], torch.ops.aten
         constant = self.call(
             aten.full.default, [], other, dtype=like.dtype, device=like.device
@@ -308,8 +311,8 @@ class Builder:
         return self.call(aten.where.self, condition, x, constant)
 
     def reshape(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
-        """``x`` in another shape; what it shows in others, where that has it. Open
-        sizes are not compared, which would fix them."""
+        """Return ``x`` in another shape; if ``x`` is a reshape of a value that has this
+        shape already, that value. Open sizes are not compared, which would fix them."""
         source: Any = x
         while all(type(n) is int for n in (*shape, *shape_of(source))):
             if shape_of(source) == tuple(shape):
@@ -320,20 +323,20 @@ class Builder:
         return self.call(torch.ops.aten.reshape.default, x, list(shape))
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """``x`` in another dtype; itself if it has that."""
+        """Return ``x`` in another dtype; ``x`` itself if it has that dtype."""
         if x.meta["val"].dtype == dtype:
             return x
         return self.call(torch.ops.prims.convert_element_type.default, x, dtype)
 
     def product(self, sizes: Iterable[Size]) -> Size:
-        """The product of sizes."""
+        """Return the product of sizes."""
         out: Size = 1
         for size in sizes:
             out = size if out == 1 else self.compute(operator.mul, out, size)
         return out
 
     def iota(self, n: Size, device: torch.device, step: int = 1) -> fx.Node:
-        """``n`` whole numbers from 0, a step apart."""
+        """Return the integers ``0, step, ..., (n - 1) * step``."""
         return self.call(
             torch.ops.prims.iota.default,
             n,
@@ -345,5 +348,5 @@ class Builder:
         )
 
     def wait(self, collective: fx.Node) -> fx.Node:
-        """The finished result of a functional collective."""
+        """Return the finished result of a functional collective."""
         return self.call(torch.ops._c10d_functional.wait_tensor.default, collective)

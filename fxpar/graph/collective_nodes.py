@@ -1,10 +1,10 @@
-"""Steps of reshards as nodes of a local graph: one node each, on any dim.
+"""Defines the steps of reshards as nodes of a local graph: one node each, on any dim.
 
-A local graph is first made with these, so that rewrites see one ``all_gather(x, dim,
-axes)`` where later a collective stands between views and copies; ``lower`` makes it
-those. What a node gives is contiguous. ``call_of`` writes a step of
-``sharding.reshard`` as such a call, ``emit`` appends it. The functions only name what
-is to be done: a graph runs once it is lowered.
+In: steps of ``sharding.reshard``. Out: nodes. A local graph is first made with these,
+so that rewrites see one ``all_gather(x, dim, axes)`` where later there are a
+collective, views and copies, which ``lower`` makes. A node's result is contiguous.
+``call_of`` writes a step as such a call, ``emit`` appends all steps of a reshard. The
+functions are names only: never run, since a graph runs once it is lowered.
 """
 
 from __future__ import annotations
@@ -35,58 +35,60 @@ def _unlowered() -> NoReturn:
 
 
 def slice_(x: Any, dim: int, axes: Axes) -> Any:
-    """This rank's part of ``dim``."""
+    """Return this rank's part of ``dim``."""
     _unlowered()
 
 
 def mask(x: Any, op: str, axes: Axes) -> Any:
-    """The value on the first rank, the reduction's identity on the others."""
+    """Return ``x`` on the first rank, the reduction's identity on the others."""
     _unlowered()
 
 
 def all_reduce(x: Any, op: str, axes: Axes) -> Any:
-    """The reduction of all ranks' values, on each of them."""
+    """Return the reduction of all ranks' values."""
     _unlowered()
 
 
 def reduce_scatter(x: Any, dim: int, op: str, axes: Axes) -> Any:
-    """This rank's part, along ``dim``, of the reduction of all ranks' values."""
+    """Return this rank's part, along ``dim``, of the reduction of all ranks' values."""
     _unlowered()
 
 
 def all_gather(x: Any, dim: int, axes: Axes) -> Any:
-    """All ranks' values, joined along ``dim``."""
+    """Return all ranks' values, joined along ``dim``."""
     _unlowered()
 
 
 def all_to_all(x: Any, source_dim: int, target_dim: int, axes: Axes) -> Any:
-    """``source_dim`` gathered, ``target_dim`` split."""
+    """Return ``x`` with ``source_dim`` gathered and ``target_dim`` split."""
     _unlowered()
 
 
 def permute(x: Any, sources: tuple[int, ...], axes: Axes) -> Any:
-    """The value of member ``sources[i]``, i being this rank's place in mesh order."""
+    """Return the value of member ``sources[i]``; ``i``: this rank's place in mesh
+    order."""
     _unlowered()
 
 
 def move_rows(x: Any, exchange: str, axes: Axes) -> Any:
-    """The rows that this rank has of what an op makes by moving rows of ``x``, all
-    ranks' operands joined (``row_moves.Exchange``)."""
+    """Return this rank's rows of the results of an op that moves rows of ``x``, its
+    joined operands, between ranks. ``exchange``: text of ``row_moves.Exchange``."""
     _unlowered()
 
 
 def send(x: Any, peer: int, tag: int, axes: Axes) -> Any:
-    """Gives member ``peer`` of this rank's group the value; here, an empty tensor."""
+    """Send ``x`` to member ``peer`` of this rank's group; return an empty tensor."""
     _unlowered()
 
 
 def recv(x: Any, peer: int, tag: int, axes: Axes) -> Any:
-    """What member ``peer`` of this rank's group sends, written over ``x``."""
+    """Return the value that member ``peer`` of this rank's group sends, written over
+    ``x``."""
     _unlowered()
 
 
-# The node function of each kind of step, of rows that an op moves between ranks, and of
-# messages between ranks that run different graphs.
+# Kind -> function: steps of reshards, rows that an op moves between ranks, and messages
+# between ranks that run different graphs.
 NODES: dict[str, Callable[..., Any]] = {
     "slice": slice_,
     "mask": mask,
@@ -100,14 +102,14 @@ NODES: dict[str, Callable[..., Any]] = {
     "recv": recv,
 }
 MESSAGES = {send, recv}
-# What reshards communicate by, and all that communicates.
+# The functions by which reshards communicate, and all that communicate.
 RESHARDS = {
     function
     for kind, function in NODES.items()
     if kind in KINDS and not KINDS[kind].local
 }
 COLLECTIVE = RESHARDS | MESSAGES | {move_rows}
-# How two summands of a reduction become one.
+# Reduction -> the op that combines two of its summands.
 COMBINE: dict[str, Any] = {
     "sum": torch.ops.aten.add.Tensor,
     "avg": torch.ops.aten.add.Tensor,
@@ -120,8 +122,8 @@ _KIND = {function: kind for kind, function in NODES.items()}
 
 
 def call_of(step: Step, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """(function, its arguments after ``x``) of a step: dims, the reduction or the
-    members a permute reads, axes."""
+    """Return (function, its arguments after ``x``) of a step; the arguments are dims,
+    then the reduction or the members that a permute reads, then axes."""
     args: tuple[Any, ...] = (*step.dims, step.op) if step.op else step.dims
     if step.kind == "permute":
         args = (permutation(step, mesh),)
@@ -129,23 +131,23 @@ def call_of(step: Step, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]
 
 
 def is_step(node: fx.Node) -> bool:
-    """Whether a node is a step."""
+    """Return whether a node is a step."""
     return node.target in _KIND
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of a step, a key of ``NODES``."""
+    """Return the kind of a step, a key of ``NODES``."""
     return _KIND[node.target]
 
 
 def axes_of(node: fx.Node) -> Axes:
-    """The axes that a step goes over."""
+    """Return the axes over which a step communicates or slices."""
     axes: Any = node.args[-1]
     return axes
 
 
 def changed_dims(node: fx.Node) -> list[int]:
-    """The dims that a step cuts or joins, or whose rows it moves."""
+    """Return the dims that a step splits or joins, or whose rows it moves."""
     if node.target is move_rows:
         text: Any = node.args[1]
         return [Exchange.parse(text).moves.dim]
@@ -153,8 +155,8 @@ def changed_dims(node: fx.Node) -> list[int]:
 
 
 def step_seconds(node: fx.Node, mesh: Mesh, share: float = 1.0) -> float:
-    """How long the collective of a step takes for a share of its operand; of messages,
-    and of what is local, nothing."""
+    """Return the seconds that the collective of a step takes for a share of its
+    operand; 0 for messages and local steps."""
     operand = node.all_input_nodes[0]
     size = bytes_of(operand) * share
     if node.target is move_rows:
@@ -169,7 +171,7 @@ def step_seconds(node: fx.Node, mesh: Mesh, share: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a value is cut around a step."""
+    """Holds how a value is split before and after a step."""
 
     # The global shape.
     shape: tuple[int, ...]
@@ -177,22 +179,22 @@ class Cut:
     before: tuple[Axes, ...]
     # The axes of each dim after it.
     after: tuple[Axes, ...]
-    # Dims of which each rank has as many rows, whatever the shares of axes.
+    # Dims that are split evenly, whatever the shares of axes.
     alike: tuple[int, ...] = ()
 
     def is_even(self, mesh: Mesh) -> bool:
-        """Whether all ranks hold as much, before and after."""
+        """Return whether all dims are split evenly, before and after."""
         return all(self.is_even_in(mesh, d) for d in range(len(self.shape)))
 
     def is_even_in(self, mesh: Mesh, d: int) -> bool:
-        """Whether all ranks hold as much of a dim, before and after."""
+        """Return whether a dim is split evenly, before and after."""
         pair = self.before[d], self.after[d]
         return d in self.alike or all(
             shard_sizes.is_even(self.shape[d], mesh, axes) for axes in pair
         )
 
     def largest(self, mesh: Mesh) -> list[int]:
-        """The shape of the largest shard after the step."""
+        """Return the shape of the largest shard after the step."""
         return [
             rows // mesh.count(axes)
             if d in self.alike
@@ -202,13 +204,13 @@ class Cut:
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """As the node of a step keeps it."""
+        """Return the fields as a step's node keeps them (``kwargs["cut"]``)."""
         fields = self.shape, self.before, self.after
         return (*fields, self.alike) if self.alike else fields
 
 
 def cut_of(node: fx.Node) -> Cut | None:
-    """How the value of a step is cut, where not all ranks hold as much of it."""
+    """Return how the value of a step is split if it is uneven, else None."""
     fields: Any = node.kwargs.get("cut")
     return None if fields is None else Cut(*fields)
 
@@ -220,8 +222,8 @@ def step(
     *args: Any,
     cut: Cut | None = None,
 ) -> fx.Node:
-    """Append one step, with its fake value. ``cut``: how the value is cut around it,
-    kept where not all ranks hold as much."""
+    """Append one step, with its fake value. ``cut``: how the value is split around it;
+    the node keeps it only if it is uneven."""
     uneven = cut is not None and not cut.is_even(build.mesh)
     kwargs = {"cut": cut.fields} if cut and uneven else {}
     node = build.graph.call_function(target, (x, *args), kwargs)
@@ -251,8 +253,8 @@ def exchange_step(build: Builder, x: fx.Node, exchange: Exchange) -> fx.Node:
 def emit(
     build: Builder, x: fx.Node, steps: Iterable[Step], source: Spec, shape: Shape
 ) -> fx.Node:
-    """Append the steps of a reshard of a value of global ``shape`` that lies as
-    ``source``; ``x`` itself if there are none."""
+    """Append the steps of a reshard of a value of global ``shape`` laid out as
+    ``source``; return the last, or ``x`` itself if there are none."""
     trivial_axes = {axis for axis in build.mesh.names if build.mesh.sizes[axis] == 1}
     before = source.without(trivial_axes).dims
     for reshard_step in steps:
@@ -264,8 +266,8 @@ def emit(
 
 
 def chains(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """The steps among ``nodes``, in runs: each but the last of a run is read by the
-    next alone."""
+    """Return the steps among ``nodes`` as chains, in which each step but the last is
+    read by the next one only."""
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         if not is_step(node):

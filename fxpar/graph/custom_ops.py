@@ -1,10 +1,12 @@
-"""The few ops fxpar adds to a graph. Each runs as it stands, so every stage runs.
+"""Defines the few ops that fxpar adds to a graph, with fake and autograd functions.
 
-``fxpar::reshard(x, source, target, mesh)``: change of spec, still in global shapes: the
-identity on the one-device value. ``fxpar::permute``: a collective that gives each
+In: tensors, with specs and meshes as text. Out: registered ops. Ops in global shapes
+run on one device, so a graph can be run after each pass.
+``fxpar::reshard(x, source, target, mesh)`` changes a spec, still in global shapes: the
+identity on the one-device value. ``fxpar::permute`` is a collective that gives each
 member of a group the tensor of one other member. Collectives of a local graph name
-their group by axes, ``"fxpar:dp+tp"`` in mesh order; binding puts the process group's
-own name there.
+their group by axes, ``"fxpar:dp+tp"`` in mesh order, which binding replaces by the name
+of the process group. Never: an op here plans or rewrites a graph.
 """
 
 from __future__ import annotations
@@ -27,23 +29,23 @@ GROUP_PREFIX = "fxpar:"
 
 
 def group_name(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Symbolic group of ``axes`` (or parts of axes); members stand in mesh order."""
+    """Return the symbolic group of ``axes`` or parts of axes, in mesh order."""
     return GROUP_PREFIX + "+".join(mesh.ordered(axes))
 
 
 def group_of_call(node: fx.Node) -> str:
-    """The name of the process group of a functional collective."""
+    """Return the name of the process group of a functional collective."""
     return str(node.kwargs.get("group_name", node.args[-1]))
 
 
 def group_axes(name: str) -> tuple[str, ...]:
-    """Inverse of ``group_name``."""
+    """Return the axes of a group name; the inverse of ``group_name``."""
     return tuple(name.removeprefix(GROUP_PREFIX).split("+"))
 
 
 @torch.library.custom_op("fxpar::reshard", mutates_args=())
 def reshard(x: torch.Tensor, source: str, target: str, mesh: str) -> torch.Tensor:
-    """The identity on the global value; lowering makes it collectives and slices."""
+    """Return the global value; localizing makes this collectives and slices."""
     return x.clone()
 
 
@@ -54,7 +56,7 @@ def _(x: torch.Tensor, source: str, target: str, mesh: str) -> torch.Tensor:
 
 @torch.library.custom_op("fxpar::permute", mutates_args=())
 def permute(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
-    """Member i of the group receives the ``x`` of member ``sources[i]``.
+    """Give member i of the group the ``x`` of member ``sources[i]``.
 
     Exists only until binding, which makes it one ``all_to_all_single``.
     """
@@ -66,9 +68,9 @@ def _(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Rows that an op moves between ranks: ``x`` are the local operands, joined along a dim,
-# the result what this rank has of all results, ``rows`` of that dim. ``exchange``: as
-# ``row_moves.Exchange`` writes it. Exists only until binding, as ``fxpar::permute``.
+# Moves rows between ranks: ``x`` has the local operands, joined along a dim, the result
+# this rank's ``rows`` of all results, joined. ``exchange``: text of
+# ``row_moves.Exchange``. Exists only until binding, as ``fxpar::permute``.
 torch.library.define(
     "fxpar::move_rows",
     "(Tensor x, int dim, SymInt rows, str exchange, str mesh, str group) -> Tensor",
@@ -81,7 +83,7 @@ def _(x, dim, rows, exchange, mesh, group):
 
 
 def letters(equation: str) -> str:
-    """``"b s h, h o -> b s o"`` as torch.einsum writes it."""
+    """Return ``"b s h, h o -> b s o"`` in one-letter form for torch.einsum."""
     words = equation.replace(",", " , ").replace("->", " -> ").split()
     letter_of: dict[str, str] = {}
     out = []
@@ -95,8 +97,8 @@ def letters(equation: str) -> str:
 
 @torch.library.custom_op("fxpar::dot", mutates_args=())
 def dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
-    """A contraction by named factors, ``"b s h, h o -> b s o"``. Planning sees every
-    dim apart; localizing makes it views around one mm or bmm."""
+    """Contract by named factors, ``"b s h, h o -> b s o"``. Planning sees every dim
+    by itself; localizing makes it views around one mm or bmm."""
     return torch.einsum(letters(equation), lhs, rhs).contiguous()
 
 
@@ -111,8 +113,8 @@ def _(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
 
 @torch.library.custom_op("fxpar::constrain", mutates_args=())
 def constrain(x: torch.Tensor, spec: str) -> torch.Tensor:
-    """A hint on a value, entries per dim joined by commas as in ``sharding.hints``; an
-    identity."""
+    """Return a copy of ``x`` that carries a hint: entries per dim joined by commas as
+    in ``sharding.hints``."""
     return x.clone()
 
 
@@ -134,7 +136,7 @@ constrain.register_autograd(_constrain_backward, setup_context=_constrain_contex
 
 @torch.library.custom_op("fxpar::with_gradient_of", mutates_args=())
 def with_gradient_of(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``x``, of which the gradient goes to ``other``, of the same shape, instead."""
+    """Return a copy of ``x`` whose gradient goes to ``other``, of the same shape."""
     return x.clone()
 
 
@@ -148,8 +150,8 @@ with_gradient_of.register_autograd(lambda ctx, gradient: (None, gradient))
 
 @torch.library.custom_op("fxpar::mean_over_ranks", mutates_args=())
 def mean_over_ranks(x: torch.Tensor, spec: str) -> torch.Tensor:
-    """The gradient of a parameter that rests as ``spec``, which becomes the mean over
-    the ranks of manual axes (``sharding.manual_axes``); an identity on one device."""
+    """Return the gradient of a parameter whose spec at rest is ``spec``, as the mean
+    over the ranks of manual axes (``sharding.manual_axes``); a copy on one device."""
     return x.clone()
 
 
@@ -162,8 +164,8 @@ def _(x: torch.Tensor, spec: str) -> torch.Tensor:
 def shift(
     x: torch.Tensor, dim: int, by: int, fill: float | None = None
 ) -> torch.Tensor:
-    """Row ``i`` of a dim is row ``i + by`` of ``x``: around the end, or, with ``fill``,
-    that constant beyond it."""
+    """Return ``x`` with row ``i + by`` of a dim as row ``i``: cyclically, or, with
+    ``fill``, that constant beyond the ends."""
     shifted = torch.roll(x, -by, dim).contiguous()
     if fill is not None:
         start = max(x.shape[dim] - by, 0) if by > 0 else 0
@@ -178,7 +180,7 @@ def _(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> torch.Te
 
 @torch.library.custom_op("fxpar::scan_back", mutates_args=())
 def scan_back(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
-    """A scan of ATen (``cumsum``) from the last row of a dim to the first."""
+    """Scan (``cumsum`` or the like) from the last row of a dim to the first."""
     rows = getattr(torch, scan)(x.flip(dim), dim).flip(dim)
     return rows.contiguous()
 
@@ -190,9 +192,9 @@ def _(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
 
 @torch.library.custom_op("fxpar::choice_back", mutates_args=())
 def choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
-    """The gradient of a running choice (``cummax``): rows of a dim, each added where
-    the row lies that was chosen up to it, which is the row itself or that of the row
-    before."""
+    """Return the gradient of a running choice (``cummax``): each row of ``grad`` is
+    added at the row chosen for it, which is the row itself or the one chosen for the
+    row before."""
     return torch.zeros_like(grad).scatter_add(dim, places, grad).contiguous()
 
 
@@ -203,7 +205,7 @@ def _(grad: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
 
 @torch.library.custom_op("fxpar::sum_turns", mutates_args=())
 def sum_turns(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
-    """The sum of so many parts of a dim that lie one after the other."""
+    """Return the sum of ``turns`` consecutive parts of a dim."""
     return x.unflatten(dim, (turns, -1)).sum(dim)
 
 
@@ -216,8 +218,8 @@ def _(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
 
 @torch.library.custom_op("fxpar::interleave", mutates_args=())
 def interleave(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Rows of a dim of each part in turn, then the next of each; the first parts may
-    have one row more than the others."""
+    """Return the first row of each part, then the second of each, and so on; the first
+    parts may have one row more than the others."""
     rows = sum(x.shape[dim] for x in parts)
     out = parts[0].new_empty([*parts[0].shape[:dim], rows, *parts[0].shape[dim + 1 :]])
     for i, x in enumerate(parts):
@@ -233,7 +235,7 @@ def _(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0].new_empty(shape)
 
 
-# ``torch.cat``, which Inductor, once taught, leaves to torch.
+# ``torch.cat``, which Inductor leaves to torch after ``register_joins``.
 torch.library.define("fxpar::join", "(Tensor[] parts, int dim) -> Tensor")
 
 
@@ -249,7 +251,7 @@ def _(parts, dim):
 
 @functools.cache
 def register_joins() -> None:
-    """Teach Inductor ``fxpar::join``: called where one is put in a graph."""
+    """Register Inductor's lowering of ``fxpar::join``; called where one is added."""
     _torch.inductor_lowerings.lower_as_call(
         torch.ops.fxpar.join.default, torch.ops.aten.cat.default
     )
@@ -257,7 +259,7 @@ def register_joins() -> None:
 
 @torch.library.custom_op("fxpar::kept", mutates_args=())
 def kept(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a value that is written over later, which no pass takes for ``x``."""
+    """Return a copy of a value that is overwritten later; no pass removes the copy."""
     return x.clone()
 
 
@@ -266,7 +268,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-# The two crossings between what one rank holds and the global value, for parameters at
+# The two crossings between one rank's shard and the global value, for parameters at
 # rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
 # may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are
 # reduced, "" for their own. ``home``: number of the model's ``sharded_modules.Home``.
@@ -305,7 +307,7 @@ def refuse_sparse(gradient: torch.Tensor) -> None:
 
 
 def unreduced(spec: Spec, axes: Sequence[str]) -> Spec:
-    """``spec`` of a gradient that is not reduced over ``axes`` yet."""
+    """Return ``spec`` for a gradient that is not reduced over ``axes`` yet."""
     dims = [tuple(a for a in dim if a not in axes) for dim in spec.dims]
     return Spec.of(dims, [(axis, "sum") for axis in axes])
 
@@ -328,8 +330,8 @@ torch.library.register_autograd(
 
 
 # An all-gather on CPU in two ops, for ``order_collectives.give_outputs``: the second
-# ends the first. Inductor must be taught both (``register_lowering``): what is read
-# until the second is the buffer that it gave the first, not another copy of its value.
+# waits for the first. Inductor needs lowerings of both (``register_lowering``), so that
+# readers get the buffer that the first writes to, not another copy of its value.
 torch.library.define(
     "fxpar::all_gather_into_tensor", "(Tensor x, int count, str group) -> Tensor"
 )
@@ -363,15 +365,16 @@ def _(out):
 
 @functools.cache
 def register_lowering() -> None:
-    """Teach Inductor the all-gather in two ops: called where one is put in a graph."""
+    """Register Inductor's lowerings of the all-gather in two ops; called where one is
+    added."""
     ours = torch.ops.fxpar
     _torch.inductor_lowerings.lower_collective(
         ours.all_gather_into_tensor.default, ours.wait_gather.default
     )
 
 
-# A gather with the products that read it, a product with the reduce-scatter that takes
-# it: for ``fusion.fused_matmul``. ``count``: ranks of the group, for shapes.
+# A gather with the matmuls that read it, and a matmul with the reduce-scatter of its
+# result, for ``fusion.fused_matmul``. ``count``: ranks of the group, for shapes.
 torch.library.define(
     "fxpar::gather_matmul",
     "(Tensor x, Tensor[] ws, int dim, int count, str group) -> Tensor[]",
@@ -382,8 +385,8 @@ torch.library.define(
 )
 
 
-# Other ways to run them, "gather" and "scatter", asked first: each gives None where it
-# is not the way (``fused_matmul``).
+# Other ways to run them, "gather" and "scatter", tried first: each returns None where
+# it does not apply (``fused_matmul``).
 JOINED: dict[str, Callable[..., Any]] = {}
 
 

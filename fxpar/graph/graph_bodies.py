@@ -1,10 +1,10 @@
-"""Bodies, the graphs that ops of higher order run, as values of the graph they are in.
+"""Handles bodies, the graphs that higher-order ops run, as values of a graph.
 
-A body stands in a graph as a ``get_attr`` node. While planned and rewritten the node
-holds it as its value (``meta["val"]``), so that passes hand it on like any other and
-may put another in its place; a graph that is to run gets them on its module by
-``hold``. A local body is rank-agnostic, as local graphs are: ``bound_body`` puts a rank
-into it.
+In: a graph with ``get_attr`` nodes, one for each body. Out: while it is planned and
+rewritten, each such node has the body as its value (``meta["val"]``), so that passes
+hand it on like any other value and may replace it; ``hold`` puts the bodies on the
+module of a graph that is to run. A local body is the same on all ranks, as local graphs
+are; ``bound_body`` binds it to one. Never: a body's ops are planned here.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fxpar.sharding import rank_ints
 
 
 def body_of(node: fx.Node) -> fx.GraphModule | None:
-    """The body that a node stands for; None if it stands for something else."""
+    """Return the body that a node holds; None if it holds something else."""
     value = node.meta.get("val") if node.op == "get_attr" else None
     return value if isinstance(value, fx.GraphModule) else None
 
 
 def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
-    """The bodies that a call runs."""
+    """Return the bodies that a call runs."""
     values = map(body_of, node.all_input_nodes)
     return [body for body in values if body is not None]
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes of a graph, and of bodies in it, whose names are values already."""
+    """Yield the nodes of a graph and of the bodies that its nodes hold."""
     for node in graph.nodes:
         yield node
         body = body_of(node)
@@ -41,7 +41,7 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def show_bodies(graph: fx.Graph, root: torch.nn.Module | None) -> None:
-    """Give nodes that stand for bodies of ``root`` these as values, in place."""
+    """Set the values of nodes that name bodies of ``root`` to the bodies, in place."""
     for node in graph.find_nodes(op="get_attr"):
         body = attribute_at(root, str(node.target)) if root is not None else None
         if isinstance(body, fx.GraphModule):
@@ -50,15 +50,15 @@ def show_bodies(graph: fx.Graph, root: torch.nn.Module | None) -> None:
 
 
 def attribute_at(root: Any, path: str) -> Any:
-    """What a module has at a path of names; None if it has nothing there."""
+    """Return the attribute of a module at a dotted path; None if there is none."""
     for name in path.split("."):
         root = getattr(root, name, None)
     return root
 
 
 def hold(root: torch.nn.Module, graph: fx.Graph) -> None:
-    """Put the bodies of a graph among the modules of ``root``; its nodes hold them no
-    more, as Inductor wants it."""
+    """Add the bodies of a graph to the modules of ``root``; its nodes no longer hold
+    them, as Inductor wants it."""
     for node in graph.find_nodes(op="get_attr"):
         body = body_of(node)
         if body is not None:
@@ -67,12 +67,12 @@ def hold(root: torch.nn.Module, graph: fx.Graph) -> None:
 
 
 def is_of_a_rank(body: fx.GraphModule) -> bool:
-    """Whether a body does not run alike on all ranks."""
+    """Return whether a body depends on the rank."""
     return any(node.target in rank_ints.PLACES for node in all_nodes(body.graph))
 
 
 def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
-    """A local body with the rank's coordinates folded in."""
+    """Return a local body with the rank's numbers in place of ``rank_ints`` calls."""
     if not is_of_a_rank(body):
         return body
     bound = fx.Graph()
@@ -90,7 +90,8 @@ def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
 
 
 def module_of(root: torch.nn.Module | None, graph: fx.Graph) -> fx.GraphModule:
-    """A graph as a module that has what it needs of ``root``, and its bodies."""
+    """Return a graph as a module with the attributes of ``root`` that it reads, and its
+    bodies."""
     attributes = {}
     for node in graph.find_nodes(op="get_attr"):
         body = body_of(node)
@@ -100,7 +101,7 @@ def module_of(root: torch.nn.Module | None, graph: fx.Graph) -> fx.GraphModule:
 
 
 def new_body(build: Builder, old: fx.Node, body: fx.GraphModule, name: str) -> fx.Node:
-    """A node that stands for another body in the place of ``old``, appended."""
+    """Append a node that holds another body than ``old`` does."""
     node = build.graph.create_node("get_attr", f"{old.target}_{name}")
     node.meta = {**old.meta, "val": body}
     return node

@@ -1,9 +1,11 @@
-"""Open sizes in a graph: nodes that compute them, and the graph at the sizes seen.
+"""Computes open (symbolic) sizes by nodes of a graph, or fixes them at their hints.
 
-A graph traced with open sizes has symbols among its inputs. ``as_nodes`` writes a size
-that is an expression of them as nodes, behind the inputs; ``lift_sizes`` writes all of
-a graph so, none read off a tensor, whose shape is another once it is local.
-``at_hints`` is the graph with the sizes that it was traced with, which planning sees.
+In: a graph traced with open sizes, which has symbols among its inputs. Out:
+``as_nodes`` writes a size that is an expression of them as nodes, after the inputs;
+``lift_sizes`` does so for all sizes of a graph, so that none is read from a tensor,
+whose shape changes when it becomes local; ``at_hints`` returns the graph at the sizes
+with which it was traced, for planning. Never reads a size from a tensor that is not an
+input.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fxpar.sharding.program import OPEN
 
 
 def symbols_in(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """The inputs of a graph that are one symbol each, by their expressions."""
+    """Return the inputs of a graph that are one symbol each, by their expressions."""
     inputs = graph.find_nodes(op="placeholder")
     return {
         expression(node.meta["val"]): node
@@ -30,14 +32,14 @@ def symbols_in(graph: fx.Graph) -> dict[Any, fx.Node]:
 
 
 def is_open(graph: fx.Graph) -> bool:
-    """Whether a graph has symbols among its inputs."""
+    """Return whether a graph has symbols among its inputs."""
     return bool(symbols_in(graph))
 
 
 def as_nodes(graph: fx.Graph, arg: Any) -> Any:
-    """An argument, the symbolic numbers in it as nodes that compute them.
+    """Return an argument with its symbolic numbers replaced by nodes that compute them.
 
-    Raises Inexpressible for what the inputs of the graph do not tell.
+    Raises Inexpressible for a size that the graph's inputs do not determine.
     """
     if isinstance(arg, (tuple, list)):
         if not _holds_symbols(arg):
@@ -100,7 +102,7 @@ def _node_of(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
     return _torch.symbols.computed(size, node_of, add)
 
 
-# What sizes are computed by.
+# Operations that compute sizes.
 _ARITHMETIC = {
     operator.add,
     operator.mul,
@@ -112,12 +114,13 @@ _ARITHMETIC = {
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node computes a size, and stands where all may read it."""
+    """Return whether a node computes a size by arithmetic."""
     return node.target in _ARITHMETIC and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def lift_sizes(graph: fx.Graph) -> None:
-    """Sizes that nodes compute, or read off tensors, are computed behind the inputs."""
+    """Replace nodes that compute sizes, or read them from tensors, by nodes right after
+    the inputs."""
     for node in list(graph.nodes):
         if node.op == "placeholder" or not isinstance(
             node.meta.get("val"), torch.SymInt
@@ -131,7 +134,7 @@ def lift_sizes(graph: fx.Graph) -> None:
 
 
 def put_in_place(node: fx.Node, value: Any) -> None:
-    """Let a node, or a number, take every use of ``node``, which is erased."""
+    """Replace every use of ``node`` by a node or a number, and erase it."""
     for user in list(node.users):
         user.args, user.kwargs = (
             fx.node.map_arg(arg, lambda n: value if n is node else n)
@@ -141,8 +144,9 @@ def put_in_place(node: fx.Node, value: Any) -> None:
 
 
 def at_hints(graph: fx.Graph, fake_mode: Any) -> fx.Graph:
-    """A graph that has every size as it was when it was traced; its nodes know those
-    that they stand for (``meta[OPEN]``). Nodes that compute sizes are gone."""
+    """Return a copy of a graph with every size at the number seen in tracing; its
+    nodes' ``meta[OPEN]`` are the nodes they copy. It has no nodes that compute sizes.
+    """
     hinted, copies = fx.Graph(graph.owning_module), dict[fx.Node, Any]()
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -1,4 +1,4 @@
-"""Rewrites of graphs, from what is traced to what a rank runs; ``fxpar.pipeline`` has
-their order."""
+"""Holds the passes, which rewrite a traced graph into the graph that a rank runs;
+``fxpar.pipeline`` has their order."""
 
 from fxpar.passes.normalize import random as _random  # noqa: F401

@@ -1,14 +1,13 @@
-"""traced -> traced: what enters and leaves a graph; parameters at rest become global
-inputs with a resting spec.
+"""Makes sharded parameters global inputs of a traced graph, and reads its signature.
 
-In: a joint graph in which a parameter enters as one rank's part, crosses ``to_global``
-where it is used, and its gradient crosses ``to_local`` on the way out. Out: the same
-graph without crossings, all shapes global; ``Boundaries`` says how the inputs and
-gradients rest. What stands between a crossing and the border is taken along: views,
-casts, and the sum where a parameter is used in several modules. Anything else there
-means that the program looks at one rank's part, which is an error.
+In: a joint graph in which a parameter enters as one rank's shard, crosses ``to_global``
+where it is used, and its gradient crosses ``to_local`` before it is returned. Out: the
+same graph without crossings, all shapes global; ``Boundaries`` has the specs at rest of
+the inputs and gradients. Nodes between a crossing and an input or output are rewritten
+to global shapes: views, casts, and the sum where several modules use a parameter. Any
+other node there computes with one rank's shard, which is an error. Never plans.
 
-``signature`` reads what inputs and outputs are off AOTAutograd's descriptors.
+``read_signature`` reads the kinds of inputs and outputs from AOTAutograd's descriptors.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from fxpar.sharding.plan_facts import module_path
 from fxpar.sharding.program import Input, Output, Signature, user_line
 from fxpar.sharding.spec import Spec
 
-# (kind, name) -> Input; lets the caller say where inputs rest.
+# (kind, payload of the descriptor, node) -> Input; the caller gives its spec at rest.
 MakeInput = Callable[[str, Any, fx.Node], Input]
 MakeOutput = Callable[[str, str, int | None], Output]
 
 
 def make_plain_output(kind: str, name: str, of: int | None) -> Output:
-    """An output that lies as the plan has it."""
+    """Return an output whose spec the plan chooses."""
     return Output(name, kind, of)
 
 
@@ -46,9 +45,10 @@ def read_signature(
     make_input: MakeInput,
     make_output: MakeOutput = make_plain_output,
 ) -> Signature:
-    """The Signature of a graph whose placeholders and output carry ``meta["desc"]``.
+    """Return the Signature of a graph whose placeholders and output carry
+    ``meta["desc"]``.
 
-    ``make_input(kind, payload, node)`` names an input and says where it rests;
+    ``make_input(kind, payload, node)`` gives an input its name and its spec at rest;
     ``make_output(kind, name, of)`` does so for an output. Raises PlanError for a graph
     with sparse tensors.
     """
@@ -98,7 +98,7 @@ def _refuse_sparse(node: fx.Node) -> None:
 
 
 def _nearest_line(node: fx.Node) -> str | None:
-    """The user's line of a node, or of the nearest that it is computed from."""
+    """Return the user's line of a node, or of the nearest node it is computed from."""
     nodes = [node]
     for each in nodes:
         if line := user_line(each):
@@ -110,21 +110,21 @@ def _nearest_line(node: fx.Node) -> str | None:
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 
-# What may be done to a gradient, besides casts.
+# Ops, in addition to casts and views, that may stand after a gradient's crossing.
 _ON_GRADIENTS = {aten.add.Tensor, aten.clone.default}
 
 
 @dataclass
 class Boundaries:
-    """How the inputs and the gradients of a graph rest."""
+    """Holds the specs at rest of the inputs and the gradients of a graph."""
 
-    # Placeholder position -> (spec it rests in, hint for its use).
+    # Placeholder position -> (spec at rest, hint for its use).
     inputs: dict[int, tuple[Spec, tuple[str, ...]]] = field(default_factory=dict)
-    # Output position -> spec it rests in.
+    # Output position -> spec at rest.
     gradients: dict[int, Spec] = field(default_factory=dict)
 
     def declare(self, signature: Signature) -> Signature:
-        """The signature with these resting specs."""
+        """Return the signature with these specs at rest."""
         inputs, outputs = list(signature.inputs), list(signature.outputs)
         for i, (spec, hint) in self.inputs.items():
             use = hint if any(entry.strip("?_") for entry in hint) else None
@@ -137,11 +137,11 @@ class Boundaries:
 def absorb(
     graph: fx.Graph, fake_mode: Any, mesh: Mesh, manual: Axes = ()
 ) -> Boundaries:
-    """Take the crossings out of a graph, in place. ``manual``: axes over which each
+    """Remove the crossings from a graph, in place. ``manual``: axes over which each
     gradient becomes a mean.
 
-    Raises MeshError if a parameter rests on another mesh, PlanError if the program
-    computes with one rank's part.
+    Raises MeshError if a parameter is sharded over another mesh, PlanError if the
+    program computes with one rank's shard.
     """
     boundaries, rewriter = Boundaries(), Builder(graph, fake_mode)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -177,7 +177,7 @@ def _enter(
     rewriter: Builder,
     mesh: Mesh,
 ) -> None:
-    """The parameter in global shape, for what ``to_global`` made of its part."""
+    """Replace a ``to_global`` by the parameter itself, in global shape."""
     local, shape, spec, hint, its_mesh, *_ = node.args
     if str(Mesh.parse(its_mesh).unrefined) != str(mesh.unrefined):
         raise MeshError(
@@ -208,13 +208,13 @@ def _enter(
 
 @dataclass(frozen=True)
 class _Leaving:
-    """How a gradient leaves."""
+    """Holds the arguments of the ``to_local`` through which a gradient is returned."""
 
-    # That it is at rest in.
+    # Its spec at rest.
     spec: Spec
-    # As Mesh.parse reads it, that of all ranks.
+    # The mesh of all ranks, as text for Mesh.parse.
     mesh: str
-    # The dtype that it is reduced in; "": its own.
+    # The dtype in which it is reduced; "": its own.
     reduce: str
 
 
@@ -225,8 +225,9 @@ def _leave(
     rewriter: Builder,
     manual: Axes,
 ) -> None:
-    """The gradient itself, in global shape, for its part. It owns its memory, since
-    autograd adds to it in place: ``result_owners`` hold other results."""
+    """Replace a ``to_local`` by the gradient itself, in global shape. It owns its
+    memory, since autograd adds to it in place: a gradient that is a view of one of
+    ``result_owners``, whose memory other results have, is copied."""
     x, spec, mesh, reduce = node.args
     way = _Leaving(Spec.parse(spec), str(mesh), reduce)
     own_dtype = x.meta["val"].dtype
@@ -238,8 +239,8 @@ def _leave(
             x.meta["fxpar_reduce_here"] = True
             if dtype != own_dtype:
                 x = rewriter.call(_CONVERT, x, own_dtype)
-    # A node of its own, since one value may be the gradient of parameters that rest
-    # apart.
+    # A node of its own, since one value may be the gradient of parameters with
+    # different specs at rest.
     owner, strides = (
         _owner(x),
         zip(x.meta["val"].shape, x.meta["val"].stride(), strict=True),
@@ -257,9 +258,9 @@ def _leave(
 
 
 def _mean(gradient: fx.Node, way: _Leaving, manual: Axes, rewriter: Builder) -> fx.Node:
-    """The mean over ranks of a gradient, which is summed up: so ranks that read the
-    parameter more often than others do not reduce it more often."""
-    if way.spec.partial:  # ``no_sync`` adds up what becomes a sum over ranks
+    """Return the mean over ranks of a gradient that is already summed over its uses: a
+    rank that reads the parameter more often does not reduce it more often."""
+    if way.spec.partial:  # under ``no_sync`` it is summed over ranks later
         ranks = Mesh.parse(way.mesh).count(manual)
         return rewriter.call(aten.mul.Tensor, gradient, 1 / ranks)
     own_dtype = gradient.meta["val"].dtype
@@ -274,7 +275,7 @@ def _mean(gradient: fx.Node, way: _Leaving, manual: Axes, rewriter: Builder) -> 
 
 
 def _owner(x: fx.Node) -> fx.Node:
-    """The node whose memory a value is a view of."""
+    """Return the node whose memory a value is a view of."""
     while isinstance(x.target, OpOverload):
         returns = _torch.objects.schema_of(x.target).returns
         if not returns or returns[0].alias_info is None:
@@ -284,7 +285,7 @@ def _owner(x: fx.Node) -> fx.Node:
 
 
 def _carry(node: fx.Node, leaving: dict[fx.Node, _Leaving], rewriter: Builder) -> None:
-    """A step of a gradient from its crossing to the border, in global shape."""
+    """Rewrite an op between a gradient's crossing and the output to global shape."""
     ways = {leaving.get(arg) for arg in node.all_input_nodes}
     facts = op_facts_of(node.target)
     may_carry = facts.renames or facts.casts or node.target in _ON_GRADIENTS

@@ -1,10 +1,10 @@
-"""bound: ops of the graph that Inductor has no kernel for, as the ops it makes of them.
+"""Decomposes ops of a bound graph for which Inductor has no kernel.
 
 In: the graph one rank runs. Out: the same graph, changed in place, computing the same
-values. AOTAutograd traces a program with Inductor's decompositions; what passes add
-after it was never traced, and Inductor refuses an op that it decomposes. So it does
-flex_attention on CPU where it is to give weights (``written_out_flex``). What it never
-does: touch an op that Inductor takes, or a graph that is run op by op.
+values. AOTAutograd traces a program with Inductor's decompositions; ops that passes add
+later were never traced, and Inductor refuses an op that it decomposes. It also refuses
+flex_attention on CPU that returns weights (``written_out_flex``). Never: an op that
+Inductor takes is touched, or a graph that is run op by op.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpar.passes.attention import written_out_flex
 
 
 def decompose(graph: fx.Graph, fake_mode: Any) -> None:
-    """Rewrite a graph in place."""
+    """Decompose the ops of a graph that Inductor has no kernel for, in place."""
     build = Builder(graph, fake_mode)
     table = _torch.inductor.decompositions()
     decomposed = calls_where(graph, _torch.inductor.is_decomposed)
@@ -44,7 +44,7 @@ def _decompose_node(
     function: Callable[..., Any],
     table: Mapping[Any, Any],
 ) -> None:
-    """Put what a function, which gives what the node does, is made of in its place."""
+    """Replace a node by the decomposed trace of a function that computes the same."""
     bodies = {n: n.meta["val"] for n in node.all_input_nodes if body_of(n) is not None}
     operands = [n for n in node.all_input_nodes if n not in bodies]
 
@@ -72,7 +72,8 @@ def _decompose_node(
 def _replace_uses(
     node: fx.Node, result: Any, copies: Mapping[fx.Node, fx.Node]
 ) -> None:
-    """Let what was made take every use of a node; of several results, of its items."""
+    """Replace each use of a node, or of its items if it has several results, by the
+    copy of the result, and erase it."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(copies[result])
     else:

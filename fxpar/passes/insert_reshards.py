@@ -1,9 +1,10 @@
-"""planned -> resharded: explicit ``fxpar::reshard`` nodes where specs differ.
+"""Inserts explicit ``fxpar::reshard`` nodes into a planned graph where specs differ.
 
 In: the planned graph and its Decision. Out: a new graph, still in global shapes and
 still equal to the one-device graph when run, in which every op reads its operands in
 exactly the specs its strategy needs. Op nodes carry ``meta["fxpar_op"]``, their index
 in the Program; reshard nodes ``meta["fxpar_reshard"]``, the Reshard they stand for.
+Never changes the planned graph.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fxpar.sharding.spec import Spec
 
 
 def insert_reshards(graph: fx.Graph, decision: Decision) -> fx.Graph:
-    """The resharded graph of a planned one."""
+    """Return the resharded copy of a planned graph."""
     return _Inserter(graph, decision).run()
 
 
@@ -32,7 +33,7 @@ class _Inserter:
         self.graph, self.decision, self.program = graph, decision, decision.program
         self.resharded = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        # node of each version of each value
+        # (value, spec) -> the node that has the value in this spec
         self.versions: dict[tuple[int, Spec], fx.Node] = {}
         self.early: dict[int, list[Reshard]] = defaultdict(list)
         self.before: dict[int, list[Reshard]] = defaultdict(list)

@@ -1,8 +1,11 @@
-"""Losses of torch whose graphs have sizes that data says, as ops of fixed sizes.
+"""Defines ops of fixed sizes for torch's losses that have data-dependent sizes.
 
-``fxpar::ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)``:
-of each sequence what the targets cost. torch's own op gives its table of alignments
-too, as long as the longest target; here the backward makes that table once more.
+``fxpar::ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)``
+gives the loss of each sequence. torch's own op also returns its table of alignments,
+as long as the longest target; here the backward computes that table again.
+
+In: the tensors of ``torch.nn.functional.ctc_loss``. Out: losses, unreduced; gradients
+of ``log_probs``. Never: a result has a data-dependent size.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ def _table(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """(targets where torch's kernel wants them, its results)."""
+    """Return (targets on the device and in the dtype that torch's kernel wants, its
+    losses and table)."""
     targets = targets.to(log_probs.device, torch.long)
     return targets, aten._ctc_loss.Tensor(
         log_probs, targets, *lengths, blank, zero_infinity
@@ -35,7 +39,7 @@ def ctc(
     blank: int,
     zero_infinity: bool,
 ) -> torch.Tensor:
-    """Of ``[time, batch, classes]``, a cost for each of the batch."""
+    """Return the losses ``[batch]`` of ``log_probs`` ``[time, batch, classes]``."""
     lengths = (input_lengths, target_lengths)
     if not log_probs.shape[1]:
         return log_probs.new_empty(0)
@@ -65,7 +69,7 @@ def ctc_backward(
     blank: int,
     zero_infinity: bool,
 ) -> torch.Tensor:
-    """Of ``log_probs``."""
+    """Return the gradient of ``log_probs``; ``grad`` is that of the losses."""
     lengths = (input_lengths, target_lengths)
     if not log_probs.shape[1]:
         return log_probs.new_empty(log_probs.shape)

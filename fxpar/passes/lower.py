@@ -1,15 +1,16 @@
-"""Lowering of reshards: the steps of ``sharding.reshard`` as local ops and collectives.
+"""Lowers the steps of reshards (``sharding.reshard``) to local ops and collectives.
 
-``LOWERINGS`` says of each kind what torch has for it: how it is lowered, the functional
-collectives, how they are read back as steps, what they compute. ``lower_graph`` lowers.
+``LOWERINGS`` has for each kind of step how it is lowered, its functional collectives,
+how they are read back as steps, and their emulation. ``lower_graph`` lowers a graph.
 
 In: a local graph with the steps of ``collective_nodes``. Out: the same graph with each
 of them lowered in its place: ``_c10d_functional`` collectives and messages, each with
 its wait, ``fxpar::permute``, and ATen data movement with static sizes. The graph stays
 the same on every rank of a stage; where a rank's position matters it enters through
-``Builder.offset`` and, where shards are not alike, ``own_size`` and ``own_start``.
+``Builder.offset`` and, where shards are uneven, ``own_size`` and ``own_start``. Never
+merges or reorders collectives.
 
-Collectives join and cut along dim 0, and the members of a group stand in mesh order. A
+Collectives join and split along dim 0, and the members of a group are in mesh order. A
 step on another dim, or on axes in another order, is brought into that form by moving
 data before or after it.
 """
@@ -42,7 +43,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
 
-# Values are stored as 0 and 1 in a byte: sum and product would leave that range.
+# bools are stored as 0 and 1 in a byte: sum and product would leave that range.
 _BOOL = {"sum": "max", "product": "min"}
 
 
@@ -51,7 +52,7 @@ def _resized(shape: Sequence[Size], dim: int, size: Size) -> tuple[Size, ...]:
 
 
 def contiguous(build: Builder, x: fx.Node) -> fx.Node:
-    """``x`` as a step gives it."""
+    """Return ``x`` if it is contiguous, else a contiguous copy."""
     if x.meta["val"].is_contiguous():
         return x
     return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -60,8 +61,8 @@ def contiguous(build: Builder, x: fx.Node) -> fx.Node:
 def _to_front(
     build: Builder, x: fx.Node, dim: int, axes: Sequence[str]
 ) -> tuple[fx.Node, tuple[Size, ...]]:
-    """``x`` as one block per member of the group, joined along dim 0: block i is the
-    part of ``dim`` that member i shall have. Also the shape of a block."""
+    """Return ``x`` as one block per member of the group, joined along dim 0, and the
+    shape of a block; block i is the part of ``dim`` that member i is to get."""
     mesh, shape, m = build.mesh, local_shape(x), len(axes)
     order = mesh.ordered(axes)
     k = mesh.count(axes)
@@ -81,7 +82,7 @@ def _to_front(
 def _from_front(
     build: Builder, x: fx.Node, block: Sequence[Size], dim: int, axes: Sequence[str]
 ) -> fx.Node:
-    """Inverse of ``_to_front``: the blocks of the members, joined along ``dim``."""
+    """Return the members' blocks joined along ``dim``; the inverse of ``_to_front``."""
     mesh, m = build.mesh, len(axes)
     order = mesh.ordered(axes)
     if dim == 0 and order == tuple(axes):
@@ -125,13 +126,14 @@ def _reduction(x: fx.Node, op: str) -> str:
 
 
 def divides_first(x: fx.Node) -> bool:
-    """Whether summands of a mean are divided, and not their sum, for which float16 may
-    have no room."""
+    """Return whether the summands of a mean are divided and not their sum, which may
+    overflow float16."""
     return x.meta["val"].dtype == torch.float16
 
 
 def divided(build: Builder, x: fx.Node, count: int) -> fx.Node:
-    """``x`` by a number of ranks, in its dtype: whole numbers towards zero."""
+    """Return ``x`` divided by a number of ranks, in its dtype; integers are rounded
+    towards zero."""
     dtype = x.meta["val"].dtype
     if dtype.is_floating_point or dtype.is_complex:
         return build.call(aten.div.Scalar, x, count)
@@ -141,7 +143,8 @@ def divided(build: Builder, x: fx.Node, count: int) -> fx.Node:
 def _reduced(
     build: Builder, x: fx.Node, op: str, axes: Axes, target: Any, *args: Any
 ) -> fx.Node:
-    """``x`` reduced by a collective that takes the kind, ``args`` and the group."""
+    """Return ``x`` reduced by the collective ``target``, which is called with the kind
+    of reduction, ``args`` and the group."""
     kind, group = _reduction(x, op), group_name(build.mesh, axes)
     count, early = build.mesh.count(axes), divides_first(x)
     if op == "avg" and early:
@@ -190,7 +193,8 @@ def _permute(
 
 
 def _move_rows(build: Builder, x: fx.Node, text: str, axes: Axes) -> fx.Node:
-    """Where no row changes ranks, and all of them do the same, just that."""
+    """Return the rows after an exchange: computed locally where no row changes ranks
+    and all ranks do the same, else by ``fxpar::move_rows``."""
     exchange, mesh = Exchange.parse(text), build.mesh
     moves = exchange.moves
     if moved_rows.is_local(exchange, mesh):
@@ -236,21 +240,21 @@ def _recv(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Nod
 
 @dataclass(frozen=True)
 class Lowering:
-    """What torch has for one kind of step."""
+    """Holds how one kind of step is lowered, read back and emulated."""
 
     # (builder, x, the step's other arguments) -> the node of the result.
     lower: Callable[..., fx.Node]
-    # The functional collectives it may become, the first as it is lowered.
+    # The functional collectives it may become; ``lower`` makes the first.
     ops: tuple[Any, ...] = ()
     # The same for several tensors at once.
     coalesced: tuple[Any, ...] = ()
-    # The first one's node -> the arguments of the step between ``x`` and the axes.
+    # Node of ``ops[0]`` -> the arguments of the step between ``x`` and the axes.
     arguments: Callable[[fx.Node], tuple[Any, ...]] | None = None
-    # (what the members hold, other arguments) -> what each of them gets.
+    # (the members' operands, other arguments) -> the members' results.
     emulate: Callable[..., emulate_collectives.Ranks] | None = None
 
     def emulations(self) -> dict[Any, Callable[..., emulate_collectives.Ranks]]:
-        """What each op computes, for ``lockstep``; of messages nothing."""
+        """Return the emulation of each op, for ``lockstep``; messages have none."""
         if self.emulate is None:
             return {}
         several = emulate_collectives.coalesced(self.emulate)
@@ -270,7 +274,7 @@ def _check_even_splits(node: fx.Node) -> tuple[int, int]:
     return 0, 0
 
 
-# Of each kind in ``collective_nodes.NODES``.
+# Kind in ``collective_nodes.NODES`` -> its lowering.
 LOWERINGS: dict[str, Lowering] = {
     "slice": Lowering(_slice),
     "mask": Lowering(_mask),
@@ -326,13 +330,13 @@ LOWERINGS: dict[str, Lowering] = {
 
 
 def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
-    """Lower all steps of a graph, in place. What the last of a chain gives is
-    contiguous, so that every view the one-device graph takes of it holds."""
+    """Lower all steps of a graph, in place. The result of a chain's last step is
+    contiguous, so that every view the one-device graph takes of it is legal."""
     build, uneven = Builder(graph, fake_mode, mesh), False
     for chain in collective_nodes.chains(graph.nodes):
         last, value = chain[-1], chain[0].args[0]
         for node in chain:
-            # Each in its own place: what stands between two of them runs between.
+            # Each in its own place: a node between two steps keeps its place.
             with graph.inserting_before(node), build.at(last, notes_from=node):
                 lowering = LOWERINGS[collective_nodes.kind_of(node)]
                 cut = collective_nodes.cut_of(node)

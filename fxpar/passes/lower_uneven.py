@@ -1,9 +1,9 @@
-"""Lowering of reshards on shards that are not alike, by padding to shards that are.
+"""Lowers reshards of uneven shards, by padding them to equal ones.
 
-``lower_uneven`` pads what a step gathers or splits, lowers it as ``lower`` does where
-shards are alike, and cuts the result to what this rank holds. In: a step, its operand,
-and how its kind is lowered. Out: the node of the result. What is padded reaches no
-result. Never chooses how a kind is lowered.
+``lower_uneven`` pads the dims that a step gathers or splits, lowers it as ``lower``
+does for even shards, and slices the result to this rank's rows. In: a step, its
+operand, and how its kind is lowered. Out: the node of the result. Never: padding
+reaches a result, or this module chooses how a kind is lowered.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
-# Where a step's operand has its shape, if that is not the same on all ranks.
+# Key of ``meta`` for a step's operand whose shape is not the same on all ranks.
 _SHAPE = "fxpar_shape"
 
 
 def local_shape(node: fx.Node) -> tuple[Size, ...]:
-    """What a rank holds of a step's operand."""
+    """Return this rank's shape of a step's operand."""
     return tuple(node.meta.get(_SHAPE) or node.meta["val"].shape)
 
 
@@ -42,10 +42,10 @@ def lower_uneven(
     x: fx.Node,
     *args: Any,
 ) -> fx.Node:
-    """A step on shards that are not alike: what it gathers and what it splits is padded
-    to shards that are, and what it gives is cut to what this rank holds. Unless an axis
-    has shares, only the last shards are short, so what is gathered begins with all that
-    is valid; else each is taken out by itself."""
+    """Return the result of a step on uneven shards: the dims that it gathers or splits
+    are padded to equal shards, and the result is sliced to this rank's rows. Unless an
+    axis has shares, only the last shards are short, so all valid rows come first in a
+    gathered dim; with shares, each part is sliced out by itself."""
     before, after = (
         [_own_size(build, cut, d, axes) for d, axes in enumerate(dims)]
         for dims in (cut.before, cut.after)
@@ -92,7 +92,7 @@ def lower_uneven(
     for d, size in short.items():
         result = build.call(aten.slice.Tensor, result, d, 0, size)
     if short:
-        # On some ranks that is all there is, and so lies in order, on others not.
+        # A slice of all rows is contiguous, as on some ranks; on others it is not.
         result = build.call(
             aten.clone.default, result, memory_format=torch.contiguous_format
         )
@@ -100,31 +100,31 @@ def lower_uneven(
 
 
 def _changed(cut: Cut) -> list[int]:
-    """The dims that a step cuts or joins."""
+    """Return the dims that a step splits or joins."""
     pairs = enumerate(zip(cut.before, cut.after, strict=True))
     return [d for d, (before, after) in pairs if before != after]
 
 
 def _is_even(mesh: Mesh, cut: Cut, d: int) -> bool:
-    """Whether all ranks hold as much of a dim, before and after."""
+    """Return whether a dim is split evenly, both before and after the step."""
     return cut.is_even_in(mesh, d)
 
 
 def _own_size(build: Builder, cut: Cut, d: int, axes: Axes) -> Size:
-    """Rows of a dim that this rank holds, split over axes."""
+    """Return this rank's number of rows of a dim that is split over axes."""
     if d in cut.alike:
         return cut.shape[d] // build.mesh.count(axes)
     return build.own_size(cut.shape[d], axes)
 
 
 def _is_far(cut: Cut, d: int) -> bool:
-    """Whether a dim loses or gains more than one axis at its minor end."""
+    """Return whether a dim changes by anything but one axis at its minor end."""
     shorter, longer = sorted((cut.before[d], cut.after[d]), key=len)
     return longer[:-1] != shorter
 
 
 def _room(build: Builder, rows: Size, count: int) -> Size:
-    """Rows of the first chunk of so many of ``rows``."""
+    """Return the rows of the largest of ``count`` chunks of ``rows``."""
     rows = build.compute(operator.add, rows, count - 1)
     return build.compute(operator.floordiv, rows, count)
 
@@ -132,7 +132,7 @@ def _room(build: Builder, rows: Size, count: int) -> Size:
 def _pad_parts(
     build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
 ) -> fx.Node:
-    """``x`` with each of the parts of a dim padded to as much room."""
+    """Return ``x`` with each part of dim ``d`` padded to ``room`` rows."""
     blocks, start = [], 0
     for size in parts:
         end = build.compute(operator.add, start, size)
@@ -147,7 +147,7 @@ def _pad_parts(
 def _join_parts(
     build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
 ) -> fx.Node:
-    """Inverse of ``_pad_parts``."""
+    """Return ``x`` without the padding of ``_pad_parts``."""
     blocks = []
     for i, size in enumerate(parts):
         start = build.product((room, i)) if i else 0
@@ -157,7 +157,7 @@ def _join_parts(
 
 
 def _own_slice(build: Builder, x: fx.Node, cut: Cut, dims: Sequence[int]) -> fx.Node:
-    """What this rank holds of what it has of more."""
+    """Return this rank's rows after a slice step, taken from its rows before it."""
     for d in dims:
         rows, sub = cut.shape[d], operator.sub
         first = build.own_start(rows, cut.before[d])

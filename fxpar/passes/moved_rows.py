@@ -1,9 +1,9 @@
-"""Rows that ranks exchange: taken, sent and put where they belong.
+"""Exchanges rows between ranks: slices them out, sends them, and places them.
 
-In: an ``Exchange``, and what ranks hold of all operands, joined: tensors, or nodes of a
-graph. ``call`` runs an op on the one, or appends it to the other, so that ranks that
-are simulated and one device (``exchanged``), and one rank's graph (``bound_exchange``)
-do the same. Out: what they have of all results, joined.
+In: an ``Exchange``, and the ranks' shards of all operands, joined: tensors, or nodes of
+a graph. ``call`` runs an op on tensors, or appends it to a graph, so that the emulation
+of all ranks (``exchanged``) and one rank's graph (``bound_exchange``) share the code.
+Out: the ranks' shards of all results, joined. Never decides which rows move.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ aten = torch.ops.aten
 
 Call = Callable[..., Any]
 
-# (rows for all members along dim 0, how many come from each, how many go to each) ->
-# the rows that come.
+# (rows for all members along dim 0, number received from each, number sent to each) ->
+# the received rows.
 Send = Callable[[fx.Node, list[int], list[int]], fx.Node]
 
 
 def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``call`` that runs an op."""
+    """Run an op; the ``call`` for tensors."""
     return op(*args, **kwargs)
 
 
 def exchanged(
     call: Call, members: Sequence[Any], exchange: Exchange, mesh: Mesh
 ) -> list[Any]:
-    """What each member of a group has, of what all of them hold."""
+    """Return each member's rows after the exchange, given the rows of all of them."""
     dim, table = exchange.moves.dim, runs(exchange, mesh)
     out = []
     for j, rank in enumerate(mesh.group(0, exchange.axes)):
@@ -50,7 +50,7 @@ def exchanged(
 
 
 def is_local(exchange: Exchange, mesh: Mesh) -> bool:
-    """Whether all ranks do the same, each by itself."""
+    """Return whether no row changes ranks and all ranks do the same."""
     if crossing(exchange, mesh)[0]:
         return False
     table, group = runs(exchange, mesh), mesh.group(0, exchange.axes)
@@ -61,9 +61,9 @@ def is_local(exchange: Exchange, mesh: Mesh) -> bool:
 def bound_exchange(
     build: Builder, x: fx.Node, exchange: Exchange, mesh: Mesh, rank: int, send: Send
 ) -> fx.Node:
-    """What one rank does. Who sends nothing sends no rows of ``x``, and what he gets is
-    part of the result where it is no row: nothing of it is left out on one rank alone,
-    for which others would wait."""
+    """Return one rank's rows after the exchange. A rank that sends nothing sends an
+    empty slice of ``x``, and an empty receipt is still joined into the result: else
+    dead code removal would drop the collective on this rank and others would wait."""
     call, dim, table = build.call, exchange.moves.dim, runs(exchange, mesh)
     me = mesh.group(rank, exchange.axes).index(rank)
     others = [i for i in range(len(table)) if i != me]
@@ -99,7 +99,7 @@ def _slice(call: Call, x: Any, dim: int, start: int, end: int, step: int = 1) ->
 
 
 def _taken(call: Call, x: Any, dim: int, run: Run) -> Any:
-    """The rows of a run."""
+    """Return the rows of a run."""
     last = run.first + run.step * (run.count - 1)
     low, high = sorted((run.first, last))
     x = _slice(call, x, dim, low, high + 1, abs(run.step) if run.count > 1 else 1)
@@ -112,7 +112,7 @@ def _joined(call: Call, parts: Sequence[Any], dim: int) -> Any:
 
 
 def _to_front(call: Call, x: Any, dim: int, *, back: bool = False) -> Any:
-    """``x`` with its dim in front, in memory too; or brought back from there."""
+    """Return ``x`` with ``dim`` moved to the front, contiguous; or moved ``back``."""
     if dim == 0:
         return x if back else _contiguous(call, x)
     others = [d for d in range(_value(x).dim()) if d != dim]
@@ -131,8 +131,8 @@ def _contiguous(call: Call, x: Any) -> Any:
 
 
 def _padded(call: Call, x: Any, exchange: Exchange, before: int, after: int) -> Any:
-    """``x`` with so many rows of the constant around it. Its other dims may be of
-    another size on every rank."""
+    """Return ``x`` with ``before`` and ``after`` rows of the constant around it. The
+    sizes of its other dims may differ from rank to rank."""
     if not before and not after:
         return x
     behind = _value(x).dim() - 1 - exchange.moves.dim
@@ -148,8 +148,8 @@ def _put(
     blocks: Sequence[tuple[Run, Any]],
     nothing: Sequence[Any] = (),
 ) -> Any:
-    """``rows`` rows with blocks of them in their places, and the constant elsewhere.
-    ``x``: what has all other dims of these; ``nothing``: what has no row."""
+    """Return ``rows`` rows with the blocks in their places and the constant elsewhere.
+    ``x`` has the sizes of the other dims; ``nothing`` are values without rows."""
     dim = exchange.moves.dim
     if blocks and exchange.moves.adds:
         return _added(call, exchange, rows, blocks, nothing)
@@ -179,7 +179,7 @@ def _added(
     blocks: Sequence[tuple[Run, Any]],
     nothing: Sequence[Any],
 ) -> Any:
-    """``rows`` rows with blocks of them added where they lie."""
+    """Return ``rows`` rows, with the blocks that overlap in a place added up there."""
     total = None
     for run, block in blocks:
         after = rows - run.at - run.count

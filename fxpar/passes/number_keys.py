@@ -1,8 +1,11 @@
-"""Whole numbers that stand for floats in a collective, ordered as torch orders these.
+"""Encodes floats as integers (keys) with the same order, for a max or min over ranks.
 
-Backends take of a NaN and a number either, by which of them comes first; torch gives
-NaN. Here NaN is beyond all others: the bits of a float, those below the sign turned
-round where it is negative, are ordered as the floats are.
+Of a NaN and a number, backends return either one, depending on which comes first; torch
+returns NaN. A key is the bits of a float, those below the sign inverted where it is
+negative, so that keys are ordered as the floats are; NaN has the most extreme key.
+
+In: a node, and the reduction. Out: the node of its keys, or of the numbers of keys.
+Never adds a collective.
 """
 
 from __future__ import annotations
@@ -14,18 +17,18 @@ from fxpar.graph.builder import Builder
 
 aten = torch.ops.aten
 
-# Whole numbers as wide as a float, that backends reduce.
+# Float -> the integer dtype of the same width, which backends reduce.
 _WIDE = {torch.float32: torch.int32, torch.float64: torch.int64}
 KEYS = frozenset(_WIDE.values())
 
 
 def dtype_of_keys(dtype: torch.dtype) -> torch.dtype:
-    """Of what stands for floats of this dtype."""
+    """Return the dtype of the keys for floats of this dtype."""
     return _WIDE.get(dtype, torch.int32)
 
 
 def keys_of(build: Builder, x: fx.Node, op: str) -> fx.Node:
-    """What stands for ``x`` in a reduction by max or min."""
+    """Return the keys of ``x`` for a reduction by max or min."""
     keys = dtype_of_keys(x.meta["val"].dtype)
     limits = torch.iinfo(keys)
     x = build.cast(x, _float_of(keys))
@@ -38,7 +41,7 @@ def keys_of(build: Builder, x: fx.Node, op: str) -> fx.Node:
 
 
 def numbers_of(build: Builder, keys: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The numbers of this dtype that keys stand for."""
+    """Return the numbers that keys encode, in this dtype."""
     wide = _float_of(keys.meta["val"].dtype)
     return build.cast(build.call(aten.view.dtype, _turned(build, keys), wide), dtype)
 
@@ -48,7 +51,8 @@ def _float_of(keys: torch.dtype) -> torch.dtype:
 
 
 def _turned(build: Builder, bits: fx.Node) -> fx.Node:
-    """Bits of negative numbers in the other order; of what that gives, as before."""
+    """Return the bits with those below the sign inverted in negative numbers; the
+    function is its own inverse."""
     below_sign = torch.iinfo(bits.meta["val"].dtype).max
     turned = build.call(aten.bitwise_xor.Scalar, bits, below_sign)
     is_negative = build.call(aten.lt.Scalar, bits, 0)

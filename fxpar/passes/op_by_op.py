@@ -1,8 +1,8 @@
-"""What runs an op outside of Inductor, where the op itself does not.
+"""Replaces ops that torch runs in compiled code only, where ops run one by one.
 
-In: the target of a call, and the dtype that it names. Out: what to call in its place,
-with the same arguments and the same results; the target itself, but for the few that
-torch runs in compiled code alone.
+In: the target of a call, and the dtype that it names. Out: the function to call in its
+place, with the same arguments and the same results; for most ops the target itself.
+Never changes a graph.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fxpar import _torch
 
 _IOTA = torch.ops.prims.iota.default
 
-# An identity matrix is made of the smallest numbers that count its rows; in these torch
-# (2.13) counts on no CPU.
+# torch makes an identity matrix of the smallest dtype that counts its rows; on CPU it
+# (2.13) has no iota in these dtypes.
 _WIDE = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def op_by_op(target: Any, dtype: torch.dtype | None = None) -> Any:
-    """What to call for an op."""
+    """Return the function to call for an op."""
     if target is _IOTA and dtype in _WIDE:
         return count
     if _torch.aot.higher_order_name(target) == "higher_order::flex_attention_backward":
@@ -34,13 +34,13 @@ def op_by_op(target: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def count(length: int, *, dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    """Whole numbers evenly apart, of any dtype."""
+    """Return ``length`` evenly spaced integers, as ``prims.iota``, in any dtype."""
     return _IOTA(length, dtype=torch.int64, **options).to(dtype)
 
 
 def _with_gradients(target: Any, *args: Any) -> Any:
-    """The backward of flex_attention, which (torch 2.13) gives gradients of captured
-    tensors only where these require them as they are run."""
+    """Run the backward of flex_attention, which (torch 2.13) computes gradients of
+    captured tensors only if they require gradients when it runs."""
     joint, captured = args[8], args[12] if len(args) > 12 else ()
     (results,) = joint.graph.output_node().args
     operands = [

@@ -1,9 +1,9 @@
-"""Sizes of a local graph on one rank, where not all ranks hold as much.
+"""Computes the sizes of a local graph on one rank, where shards are uneven.
 
 In: a local graph, whose fake values are those of the largest shard, with its
-communication as steps or as collectives. Out: the fake values that one rank has
-(``own_value``), the graph with them (``sized``), or the nodes whose values are not as
-large on every rank (``unlike``). Never changes the graph.
+communication as steps or as collectives. Out: the fake value of a node on one rank
+(``restate``), a copy of the graph with them (``sized``), or the nodes whose sizes
+differ between ranks (``unlike``). Never changes the graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxpar.sharding.spec import Spec
 
 
 def is_uneven(graph: fx.Graph) -> bool:
-    """Whether not all ranks hold as much of each value of a local graph."""
+    """Return whether a local graph has values of other sizes on some ranks."""
     return any(
         node.target in rank_ints.SIZES or "fxpar_global_shape" in node.meta
         for node in graph.nodes
@@ -40,20 +40,20 @@ def is_uneven(graph: fx.Graph) -> bool:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node computes a size of other sizes."""
+    """Return whether a node computes a size from other sizes."""
     return isinstance(node.target, BuiltinFunctionType | type) and (
         isinstance(node.meta.get("val"), int) and node.target is not operator.getitem
     )
 
 
 def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
-    """The local graph with numbers and fake values of one rank, and all else as it is:
-    what a simulation of that rank reads."""
+    """Return a copy of the local graph with the numbers and fake values of one rank,
+    for a simulation of that rank."""
     return _sized(graph, mesh, rank, fake_mode)[0]
 
 
 def unlike(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> set[fx.Node]:
-    """Nodes whose values are not as large on every rank."""
+    """Return the nodes whose values have different sizes on different ranks."""
     differing = set[fx.Node]()
     for rank in _corners(mesh):
         _, own = _sized(graph, mesh, rank, fake_mode)
@@ -64,8 +64,8 @@ def unlike(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> set[fx.Node]:
 
 
 def _corners(mesh: Mesh) -> Iterator[int]:
-    """Ranks among which each size of a shard is that of one: the first, those that
-    differ from it along one axis, and the last."""
+    """Yield ranks that together have every shard size of the mesh: the first, those
+    that differ from it along one axis, and the last."""
     for rank in range(mesh.size):
         places = [mesh.index(rank, (axis,)) for axis in mesh.names]
         if sum(place > 0 for place in places) <= 1 or rank == mesh.size - 1:
@@ -75,7 +75,7 @@ def _corners(mesh: Mesh) -> Iterator[int]:
 def _sized(
     graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any
 ) -> tuple[fx.Graph, dict[fx.Node, Any]]:
-    """(the graph of one rank, the form there of each node)"""
+    """Return (the graph of one rank, each node's copy or number in it)."""
     rank_graph, bound = fx.Graph(), dict[fx.Node, Any]()
     for node in graph.nodes:
         if node.target in rank_ints.PLACES:
@@ -100,8 +100,8 @@ def restate(
     rank: int,
     fake_mode: Any,
 ) -> None:
-    """Give a node the fake value that it has on this rank: in a local graph that is the
-    one of the largest shard. ``bound``: the bound form of each node before it."""
+    """Set the fake value of ``copy`` to the one on this rank; in a local graph it is
+    that of the largest shard. ``bound``: each earlier node's copy or number."""
     if "fxpar_global_shape" in node.meta:
         shape = node.meta["fxpar_global_shape"]
         shape = node.meta["fxpar_spec"].rank_shape(mesh, shape, rank)
@@ -125,7 +125,7 @@ def restate(
 
 
 def _cuts_unlike(node: fx.Node) -> bool:
-    """Whether a step may give ranks unlike shards, whatever it reads."""
+    """Return whether a step may give ranks uneven shards, even from even ones."""
     moves = node.target is collective_nodes.move_rows
     return moves or collective_nodes.cut_of(node) is not None
 
@@ -133,7 +133,7 @@ def _cuts_unlike(node: fx.Node) -> bool:
 def _step_shape(
     node: fx.Node, operand: torch.Size, mesh: Mesh, rank: int
 ) -> tuple[int, ...]:
-    """The shape of what a step gives one rank, of an operand of its own."""
+    """Return the shape of a step's result on a rank, from its operand's shape there."""
     shape, cut = list(operand), collective_nodes.cut_of(node)
     if cut is not None:
         whole = Spec.of(cut.after).rank_shape(mesh, cut.shape, rank)
@@ -153,7 +153,7 @@ def _step_shape(
 
 
 def is_alike(node: fx.Node, bound: Any) -> bool:
-    """Whether a value is as large on this rank as in the local graph."""
+    """Return whether a value has the same shape on this rank as in the local graph."""
     if not isinstance(bound, fx.Node):
         return not (node.target in rank_ints.SIZES or is_size(node))
     pairs = zip(

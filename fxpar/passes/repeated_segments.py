@@ -1,9 +1,9 @@
-"""Which segments of a graph of Dynamo repeat: layers that are alike, node for node.
+"""Finds segments of a Dynamo graph that repeat: layers that are identical node by node.
 
-In: a graph as Dynamo traced it. Out: kinds of segments, each with its nodes, with what
-they read from outside and what is read of them; AOTAutograd traces one of a kind
-(``_torch.traced_once``). Alike are equal ops on equal constants, dtypes, sizes,
-strides and needs of gradients, that read in the same places. Never changes a graph.
+In: a graph as Dynamo traced it. Out: kinds of segments, each with its nodes, the values
+they read from outside and the results read outside; AOTAutograd traces one of a kind
+(``_torch.traced_once``). Segments of a kind have equal ops on equal constants, dtypes,
+sizes, strides and ``requires_grad``, wired equally. Never changes a graph.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fxpar.layers import (
 )
 from fxpar.passes.shared_memory import SharedMemory
 
-# Nodes that need not be traced, at least, and nodes of a segment, which is some work
-# by itself too.
+# The least number of nodes whose tracing is saved, and of nodes in a segment: each
+# segment costs some work too.
 LEAST_SAVED, LEAST_SIZE = 10, 4
 
-# Ops that run graphs and are traced as what these do.
+# Ops that run graphs and are traced as the ops of these graphs.
 _INLINED = (
     CHECKPOINT,
     "higher_order::autograd_function_apply",
@@ -46,7 +46,7 @@ Operands = list[tuple[fx.Node, int | None]]
 
 
 def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
-    """Kinds of segments that repeat. Sizes that Dynamo left open are numbers that a
+    """Return the kinds of segments that repeat. Symbolic sizes are numbers that a
     segment reads."""
     ends = ("placeholder", "output")
     nodes = [node for node in gm.graph.nodes if node.op not in ends]
@@ -74,7 +74,7 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
 def _kinds(
     segments: Sequence[list[fx.Node]], memory: SharedMemory
 ) -> Iterator[SegmentKind]:
-    """Those among segments of equal ops that read in the same places."""
+    """Yield the kinds among segments of equal ops: those with equal wiring."""
     by_wiring: dict[Any, list[tuple[list[fx.Node], Operands]]] = {}
     for nodes in segments:
         wiring, operands = _wiring(nodes)
@@ -100,10 +100,9 @@ def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
-    """What each node reads, equal for segments that read in the same places; and what
-    that is outside. Of that, a value with a gradient that others read too comes once
-    for each reader, the last first, as its gradients do: they are added up in this
-    order."""
+    """Return the wiring of a segment (which nodes or operands each node reads) and its
+    operands from outside. A value with a gradient that is also read elsewhere is one
+    operand per reader, the last reader first: its gradients are added in this order."""
     at = {node: i for i, node in enumerate(nodes)}
     operands: dict[tuple[fx.Node, int | None], int] = {}
     wiring: list[tuple[int, int | None, int | None]] = []
@@ -132,7 +131,8 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _target(node: fx.Node) -> Any:
-    """The op; of an attribute what it is. A call that runs graphs is like no other."""
+    """Return a key of the op, or of the attribute's value. A call that runs graphs
+    equals no other, unless it is inlined."""
     name = higher_order_name(node.target)
     if name and name not in _INLINED:
         return node
@@ -143,7 +143,7 @@ def _target(node: fx.Node) -> Any:
 
 
 def _body(body: fx.GraphModule) -> Any:
-    """Equal for graphs that are alike, of what metadata says of them too."""
+    """Return a key that is equal for identical graphs with equal metadata."""
     nodes = list(body.graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
     keys = [
@@ -155,7 +155,7 @@ def _body(body: fx.GraphModule) -> Any:
 
 
 def _size(node: fx.Node) -> int:
-    """How many nodes it is, with those of a body."""
+    """Return 1, or the number of nodes of a body that the node holds."""
     held = attribute(node) if node.op == "get_attr" else None
     if isinstance(held, fx.GraphModule):
         return sum(map(_size, held.graph.nodes))
@@ -167,7 +167,7 @@ def _facts_at(node: fx.Node) -> Any:
 
 
 def _facts(value: Any) -> Any:
-    """What of a value a trace may depend on."""
+    """Return the facts of a value on which a trace may depend."""
     if isinstance(value, torch.Tensor):
         numbers = *value.shape, *value.stride(), value.storage_offset()
         where = [n if type(n) is int else str(n) for n in numbers]

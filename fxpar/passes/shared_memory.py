@@ -1,8 +1,8 @@
-"""Which values of a traced graph keep their elements until they are last read.
+"""Finds which values of a traced graph are unchanged until they are last read.
 
-In: an ATen graph that writes in place, as ``_torch.aot.trace_flat`` makes one, whose
-values share memory where tensors did. Out: of a value whether it could as well be a
-tensor of its own. Never changes a graph.
+In: an ATen graph that writes in place, from ``_torch.aot.trace_flat``, whose values
+share memory where tensors did. Out: whether a value could be a tensor of its own.
+Never changes a graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxpar._torch.objects import memory_of, tensors_of, written_by
 
 
 class SharedMemory:
-    """What is written to in a graph, and when."""
+    """Is an index of the writes to each memory in a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
@@ -27,9 +27,9 @@ class SharedMemory:
                     self.writers[memory].append(node)
 
     def lasts(self, node: fx.Node) -> bool:
-        """Whether nothing writes to the memory of a value, by any name, before it and
-        what is a view of it are last read, nor by their names at all; and they are no
-        results of the graph. False where it is not known."""
+        """Return whether nothing writes to the memory of a value before it and its
+        views are last read, nothing writes through them at all, and none of them is a
+        result of the graph. False where its memory is unknown."""
         memories = self._memories(node)
         if not memories:
             return False
@@ -46,7 +46,7 @@ class SharedMemory:
         return not any(begin < self.position[w] < last for w in writers)
 
     def _names(self, node: fx.Node, memories: set[int]) -> set[fx.Node]:
-        """A value and what is made of it that has its memory."""
+        """Return a value and the values computed from it that share its memory."""
         names, pending = {node}, [node]
         while pending:
             for user in pending.pop().users:

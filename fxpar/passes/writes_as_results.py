@@ -1,11 +1,12 @@
-"""Writes to inputs at the end of a graph: results while it is planned and scheduled.
+"""Turns writes to inputs into results while a graph is planned and scheduled, and back.
 
-AOTAutograd leaves ``copy_(input, new)`` for what a program writes to, as batch norms do
-to buffers and optimizers to parameters. Planning, verbs and stages see values alone; so
-``lift`` makes ``new`` one more result of the graph, and ``put`` makes it a write again,
-behind all else, where code generation lets the op that computes a value write it in
-place. A graph may hand back what it wrote to, as a static cache does its length.
-``keep_read`` is for what was read of an input before. Nothing else is changed.
+In: a graph with ``copy_(input, new)`` where the program writes to an input, as batch
+norms do to buffers and optimizers to parameters. Planning, verbs and stages see values
+only, so ``lift`` makes ``new`` one more result. Out: ``put`` makes it a write again,
+after all else, where code generation can let the op that computes the value write in
+place. A graph may return the written input, as a static cache does its length.
+``keep_read`` protects values read from an input before it is written. Never: any other
+node changes.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ _WRITE = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True)
 class Write:
-    """A write to an input, while it is a result."""
+    """Is a write to an input, while it is a result."""
 
     # Position of the input among those of the graph.
     target: int
-    # Of the node that writes to it.
+    # ``meta`` of the node that writes to it.
     meta: dict[str, Any]
-    # Which of the graph's own results are the input, once written.
+    # Positions of the graph's own results that are the written input.
     returned: tuple[int, ...] = ()
 
 
 def lift(graph: fx.Graph) -> tuple[Write, ...]:
-    """Take writes off a graph, in place; their values are results, behind its own. A
-    write whose input is read later stays."""
+    """Remove writes from a graph, in place; their values become results, after its own.
+    A write whose input is read later stays."""
     output = graph.output_node()
     inputs = graph.find_nodes(op="placeholder")
     position = {node: i for i, node in enumerate(inputs)}
@@ -69,8 +70,8 @@ def lift(graph: fx.Graph) -> tuple[Write, ...]:
 
 
 def put(graph: fx.Graph, writes: Sequence[Write], phase: str | None = None) -> None:
-    """The inverse, on a graph with the same inputs. ``phase``: where in a training step
-    all writes are."""
+    """Undo ``lift``, on a graph with the same inputs. ``phase``: the phase of a
+    training step that all writes get."""
     if not writes:
         return
     output = graph.output_node()
@@ -97,12 +98,14 @@ def put(graph: fx.Graph, writes: Sequence[Write], phase: str | None = None) -> N
 
 
 def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
-    """Keep what is computed of inputs that the graph writes to, in place, so that the
-    write does not change it. ``written``: positions of inputs written after it ran.
+    """Mark values computed from inputs that the graph writes to as saved, in place, so
+    that the write does not change them. ``written``: positions of inputs written after
+    the graph ran.
 
     In a joint graph the backward would read the input after it was written: Inductor
-    (torch 2.13) takes a copy for the value it copies, so copies become ops it does not
-    know; and the partitioner computes again what reads the input, so that is saved.
+    (torch 2.13) treats a copy as the value it copies, so copies become ops it does not
+    know; and the partitioner may recompute values that read the input, so these are
+    saved.
     """
     inputs = graph.find_nodes(op="placeholder")
     overwritten = {inputs[i] for i in written}
@@ -131,14 +134,14 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
 
 
 def _results(output: fx.Node) -> list[Any]:
-    """What a graph returns, as a list."""
+    """Return the results of a graph, as a list."""
     results: Any = output.args[0]
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
 def _read_behind(value: fx.Node, write: fx.Node) -> bool:
-    """Whether something behind a write reads what it writes to, or a view of it. That
-    the input itself is handed back is no reading: it is what was written to it."""
+    """Return whether a node after a write reads what it writes to, or a view of it.
+    Returning the input itself is no read: the value is the one written to it."""
     return any(
         (user is not write and user.op != "output" and write < user)
         or (is_view(user) and (_is_result(user) or _read_behind(user, write)))

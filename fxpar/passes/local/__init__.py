@@ -1,1 +1,1 @@
-"""Local forms of ops: resharded -> local, what one rank runs of each."""
+"""Makes the local graph, which one rank runs, from a resharded one, op by op."""

@@ -1,14 +1,16 @@
-"""Local forms of flex_attention, whose score and mask functions count globally.
+"""Makes local forms of flex_attention, whose score and mask functions get global
+indices.
 
-Batch, heads, queries and keys are counted by global index, so that the functions see
-what they see on one device. A block mask is split along queries and along keys in whole
-blocks: of its lists by block of queries each rank has those of its own, and keeps of
-them the blocks of its own keys; of its lists by block of keys, which a backward reads,
-its own queries (``flex_parts``).
+In: a local call of flex_attention or of its backward. Out: its results. Batch, heads,
+queries and keys are numbered by global index, so that the functions see the same
+numbers as on one device. A block mask is split along queries and keys in whole blocks:
+each rank has the lists of its own blocks of queries, and keeps in them the blocks of
+its own keys; the lists by block of keys, which a backward reads, keep its own queries
+(``flex_parts``).
 
-Where keys are split a forward gives each query's log-sum-exp, of which -inf is no
-weight, and what ranks have is merged by it (``merge_attention``). That of the op is to
-base 2.
+Where keys are split a forward also gives each query's log-sum-exp (-inf: no weight), by
+which the ranks' outputs are merged (``merge_attention``). The op's own log-sum-exp is
+to base 2. Never: a block is split between ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
 
-# (operand, its dim) of batch, head, query and key, as a score function and a mask
-# function have them.
+# (operand, its dim) of batch, head, query and key, the order of a score function's and
+# a mask function's arguments.
 _INDEXED = ((0, 0), (0, 1), (0, 2), (1, 2))
 
 
 def _with_global_index(
     call: LocalCall, node: fx.Node, places: tuple[int, ...]
 ) -> fx.Node:
-    """A function of scores or masks, its batch, head, query and key moved on by where
-    this rank's begin."""
+    """Return a score or mask function whose batch, head, query and key arguments are
+    shifted by this rank's starts. ``places``: positions of these arguments."""
 
     def start(axes: Axes, rows: int) -> Callable[[Builder], Size]:
         return lambda build: build.own_start(rows, axes)
@@ -69,15 +71,15 @@ def _forward(
 
 
 def _of_parts(call: LocalCall, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a kernel."""
+    """Return the options of a kernel, which gives weights too if keys are split."""
     if call.build.mesh.count(call.operands[1].dims[2]) == 1:
         return options
     return flex_parts.weighted_options(options)
 
 
 def _merged(call: LocalCall, node: fx.Node, axes: Axes) -> tuple[fx.Node, ...]:
-    """This rank's summand of the output over all keys, their log-sum-exp, and the
-    largest score, of the output of an attention to its own keys."""
+    """Return this rank's summand of the output over all keys, the log-sum-exp over all
+    keys, and the largest score, from an attention to its own keys (``node``)."""
     build = call.build
     out, logs, most = (build.call(operator.getitem, node, i) for i in range(3))
     lse = flex_parts.natural(build, logs, out)
@@ -93,8 +95,8 @@ def _merged(call: LocalCall, node: fx.Node, axes: Axes) -> tuple[fx.Node, ...]:
 
 
 def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:
-    """Queries in memory of their own, laid out alike: on CPU Inductor (2.13) takes no
-    view of a tensor of three dims."""
+    """Return queries in memory of their own, in the same dim order: on CPU Inductor
+    (2.13) refuses a view of a tensor of three dims."""
     value, build = q.meta["val"], call.build
     if value.device.type != "cpu":
         return q
@@ -121,8 +123,8 @@ def _backward(call: LocalCall, *args: Any) -> Any:
 
 
 def _captured_gradient(call: LocalCall, captured: Any, whole: Any, local: Any) -> Any:
-    """The gradient of a captured tensor, where one device has one: a fake run gives it
-    of what requires gradients there alone."""
+    """Return the gradient of a captured tensor if it has one on one device: a fake run
+    gives gradients only of tensors that require them in that run."""
     if whole is None or local is not None:
         return local
     with call.build.fake_mode:
@@ -132,8 +134,9 @@ def _captured_gradient(call: LocalCall, captured: Any, whole: Any, local: Any) -
 def _own_mask(
     call: LocalCall, mask: tuple[Any, ...], *, backward: bool = False
 ) -> tuple[Any, ...]:
-    """A mask of this rank's queries and keys. Lists by block of queries are of these
-    already, and name blocks of keys; those by block of keys a backward alone reads."""
+    """Return the mask of this rank's queries and keys. Lists by block of queries are
+    split already, and name blocks of keys; lists by block of keys are read by a
+    backward only."""
     build, own = call.build, list(mask)
     own[-1] = _with_global_index(call, mask[-1], flex_parts.MASK)
     queries, keys = (call.operands[i].dims[2] for i in range(2))

@@ -1,8 +1,9 @@
-"""Local form of ops that move rows of a dim that is split (``Rule.moves``).
+"""Makes the local form of ops that move rows of a split dim (``Rule.moves``).
 
-Operands are joined, ranks exchange rows in one step, and what a rank gets is parted
-into the results; of several dims one after the other. Rows of a dim that no axis splits
-are moved in the same way. In: a local call. Out: its results, each contiguous.
+Operands are joined, ranks exchange rows in one step, and the received rows are split
+into the results; several dims are done one after the other. Rows of a dim that no axis
+splits are moved in the same way. In: a local call. Out: its results, each contiguous.
+Never: rows of a symbolic size are moved (``Inexpressible``).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ aten = torch.ops.aten
 
 
 def crosses(call: LocalCall) -> bool:
-    """Whether ranks hold different rows of a dim whose rows an op moves, which they do
-    not send by permutes (``halos``)."""
+    """Return whether an op moves rows between ranks by exchanges, not by permutes
+    (``halos``)."""
     exchanges = (_exchange(call, moves) for moves in call.rule.moves)
     target, mesh = call.node.target, call.build.mesh
     return any(x.axes and not by_permutes(target, x, mesh) for x in exchanges)
 
 
 def local_moves(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
-    """The results of a call; several as a tuple."""
+    """Return the results of a call, a tuple if there are several."""
     values = list(operands)
     for moves in call.rule.moves:
         if not all(isinstance(s[moves.dim], int) for s in call.shapes):
@@ -72,7 +73,7 @@ def _moved(
 
 
 def _repeated(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
-    """This rank's rows of what begins anew after each turn, of the first of them."""
+    """Return this rank's rows of a result that repeats, from its first turn ``x``."""
     build, dim, (n,) = call.build, exchange.moves.dim, exchange.moves.targets
     (split,) = exchange.split_targets
     axes = exchange.axes if split else ()

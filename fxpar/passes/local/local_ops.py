@@ -1,11 +1,10 @@
-"""One op of a graph in its local form, and the bodies it runs.
+"""Appends one op in its local form to a graph, with the bodies it runs.
 
-In: a call in global shapes, its rule and strategy, and the local nodes of what it
-reads. Out: the call in local shapes, appended. A body in which something is split
-becomes one in local shapes too, op by op; nothing inside communicates
-(``sharding.body_rules``).
+In: a call in global shapes, its rule and strategy, and the local nodes of its operands.
+Out: the call in local shapes, appended. A body with split values is made local too, op
+by op. Never: an op inside a body communicates (``sharding.body_rules``).
 
-Most ops compute their shard from the shards of their operands unchanged. Of the others
+Most ops compute their shard from the shards of their operands unchanged. For the others
 the row (``sharding.ops``) has a local form: an index into a split dim must be shifted
 by the rank's offset and masked where it points elsewhere, a size among the arguments
 must become the local one, a random op must count by global index.
@@ -46,15 +45,15 @@ from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
-# Of a node with several results: by place, the dims that are cut, with their sizes.
+# Key of ``meta``: position of a result -> [(dim to slice, its size)].
 CUTS = "fxpar_cuts"
 
 
 def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
-    """Append one op on local arguments; the op's own name where nothing else is said,
-    its shape argument, if its row marks one, made local. What a rank holds nothing of
-    is a row of zeros to an op that cannot run on nothing; of several results it is cut
-    off where they are read (``cut``)."""
+    """Append one op on local arguments: its local form, or the op itself, with the
+    shape argument, if its row marks one, made local. An operand of which a rank holds
+    no rows is padded to a row of zeros for an op that cannot run without rows; the row
+    is cut off the result, or where several results are read (``cut``)."""
     n = len(call.operands)
     read = {(window.position, window.dim) for window in call.rule.windows}
     empty = [
@@ -93,14 +92,14 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
 
 
 def cut(build: Builder, x: fx.Node, cuts: Sequence[tuple[int, Size]]) -> fx.Node:
-    """``x`` without the rows that this rank does not hold."""
+    """Return ``x`` without the rows that this rank does not hold."""
     for d, size in cuts:
         x = build.call(aten.slice.Tensor, x, d, 0, size)
     return x
 
 
 def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
-    """The tensors that a call reads, in order."""
+    """Return the tensors that a call reads, in order."""
     out: list[fx.Node] = []
 
     def add(node: fx.Node) -> fx.Node:
@@ -151,14 +150,14 @@ _OWN = (
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
-    """Fake tensor of the largest shard, dims laid out in memory as in ``value``."""
+    """Return a fake tensor of the largest shard, with the dim order of ``value``."""
     if spec.is_whole:
         return value
     return resized(value, spec.local_shape(mesh, value.shape), mode)
 
 
 def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
-    """Fake tensor of another shape, dims laid out in memory as in ``value``."""
+    """Return a fake tensor of another shape, with the dim order of ``value``."""
     if tuple(value.shape) == tuple(shape):
         return value
     strides = _torch.symbols.hint_shape(value.stride())
@@ -183,8 +182,8 @@ def local_op(
     strategy: Strategy,
     local: Local,
 ) -> fx.Node | tuple[fx.Node | None, ...]:
-    """Append an op under a strategy; ``local``: the local node of one that it reads.
-    A tuple where several nodes give its results.
+    """Append an op under a strategy; return its node, or a tuple of nodes if several
+    give its results. ``local``: node that it reads -> its local node.
 
     Raises PlanError if a shard comes out with another shape than its spec says.
     """
@@ -208,7 +207,8 @@ def local_op(
 
 
 def _laid_out_alike(node: fx.Node, local: Local) -> bool:
-    """Whether what a node reads lies in memory as in the global graph."""
+    """Return whether a node's operands have the same memory layout as in the global
+    graph."""
     pairs = ((n.meta["val"], local(n).meta["val"]) for n in node.all_input_nodes)
     return all(
         a is b or not isinstance(a, torch.Tensor) or _layout(a) == _layout(b)
@@ -217,24 +217,24 @@ def _laid_out_alike(node: fx.Node, local: Local) -> bool:
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:
-    """Where the elements of a tensor lie in its memory."""
+    """Return the strides and the offset of a tensor."""
     return x.stride(), x.storage_offset()
 
 
 def _symbolic_size(node: fx.Node) -> Any:
-    """A size that a node computes, which local forms take as the number that it is;
-    None of other nodes."""
+    """Return the symbolic size that a node computes, which local forms take as a
+    number; None for other nodes."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.SymInt) else None
 
 
 def _shapes(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
-    """Global shapes of an op's tensors, open sizes as symbols."""
+    """Return the global shapes of an op's tensors, open sizes as symbols."""
     return tuple(program.values[v].sizes for v in op.tensors)
 
 
 def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """An op on whole values is the op itself, fake value included."""
+    """Copy an op on whole values, fake value included."""
     args = size_nodes.as_nodes(build.graph, args)
     kwargs = size_nodes.as_nodes(build.graph, kwargs)
     copy = add_node(build.graph, node.op, node.target, args, kwargs)
@@ -261,7 +261,8 @@ def _check(
 
 
 def _local_bodies(call: LocalCall, args: Any, axes: Mapping[str, Axes]) -> Any:
-    """The arguments with local bodies, appended in the place of the global ones."""
+    """Return the arguments with local bodies in place of the global ones; the bodies
+    are appended."""
     bodies = inside_of(call.node)
     assert bodies is not None
     count = iter(range(len(bodies.programs)))
@@ -278,7 +279,8 @@ def _local_bodies(call: LocalCall, args: Any, axes: Mapping[str, Axes]) -> Any:
 def _local_body(
     build: Builder, bodies: Inside, b: int, axes: Mapping[str, Axes]
 ) -> fx.GraphModule:
-    """A body in local shapes, where ``axes`` split factors of the call that runs it."""
+    """Return a body in local shapes. ``axes``: factor of the call that runs it -> the
+    axes that split it."""
     program, body = bodies.programs[b], bodies.ties.bodies[b]
     inner = Builder(fx.Graph(), build.fake_mode, build.mesh)
     op_of = {op.node: op for op in program.ops}

@@ -1,9 +1,9 @@
-"""resharded -> local: what one rank runs, the same text on every rank.
+"""Makes the local graph, which one rank runs, from the resharded one.
 
 In: the resharded graph (global shapes). Out: a new graph in local shapes whose reshards
 are steps, or once lowered ``_c10d_functional`` collectives on symbolic groups and local
-slices, and whose shape arguments are local. The rank enters through ``offset`` ints
-alone, so the graph is equal on all ranks and its size does not depend on their number.
+slices, and whose shape arguments are local. The rank enters through ``rank_ints`` only.
+Never: the graph differs between ranks, or its size depends on their number.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fxpar.sharding.propagate.at_rest import gathered_again
 
 
 def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
-    """The local graph of a resharded one, lowered. Raises as ``partition``."""
+    """Return the local graph of a resharded one, lowered. Raises as ``partition``."""
     return lower_graph(partition(graph, decision, fake_mode), decision.mesh, fake_mode)
 
 
 def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
-    """The local graph of a resharded one; its reshards are ``collective_nodes``,
-    its inputs know their specs (``meta["fxpar_spec"]``), and where not all ranks hold
-    as much of one, its global shape (``meta["fxpar_global_shape"]``). Raises PlanError
-    if a shard comes out with another shape than its spec says, naming the op."""
+    """Return the local graph of a resharded one. Its reshards are ``collective_nodes``;
+    its inputs have their specs in ``meta["fxpar_spec"]`` and, if uneven, their global
+    shapes in ``meta["fxpar_global_shape"]``. Raises PlanError, naming the op, if a
+    shard comes out with another shape than its spec says."""
     return _Localizer(decision, fake_mode).run(graph)
 
 
@@ -119,8 +119,9 @@ class _Localizer:
 
 
 def _reduce_before_views(graph: fx.Graph) -> None:
-    """Where a value is reduced in another shape than it is made in, and read in that
-    again, as the gradient of a weight whose heads are a dim, it is reduced in that."""
+    """Move all-reduces before a reshape that all their readers undo, as for the
+    gradient of a weight whose heads are a dim: the value is reduced in the shape in
+    which it is computed."""
     for node in graph.find_nodes(op="call_function", target=all_reduce):
         view: Any = node.args[0]
         if node.kwargs or not op_facts_of(view.target).reshapes:
@@ -135,7 +136,7 @@ def _reduce_before_views(graph: fx.Graph) -> None:
 
 
 def _gives_back(reader: fx.Node, source: fx.Node) -> bool:
-    """Whether what a node shows has the shape of ``source``, of known sizes."""
+    """Return whether a node reshapes to the shape of ``source``, of known sizes."""
     if not op_facts_of(reader.target).reshapes:
         return False
     sizes, shape = shape_of(source), shape_of(reader)

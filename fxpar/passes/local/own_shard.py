@@ -1,10 +1,11 @@
-"""Ops on this rank's place in the mesh, looked up when they run.
+"""Defines ops that look up this rank's place in the mesh when they run.
 
-In: the bound graph of one rank, in which ``offset`` would be a number. With these ops
-in its place the graph, and the code compiled of it, is one text on all ranks: one rank
-can compile for all. Eagerly they are what they say; Inductor is taught both
+In: nodes of one rank's graph that read ``offset``, which binding makes a number. Out:
+these ops in their place, so that the graph, and the code compiled from it, is identical
+on all ranks: one rank can compile for all. Inductor gets a lowering for both
 (``register_lowering``): a slice is a view whose start is a symbol of the kernel that
-reads it, its size and strides are numbers as before.
+reads it; its size and strides stay numbers. Never: a slice's size differs between
+ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ torch.library.define(
 
 
 def own_shard(mesh: str, axes: str) -> int:
-    """Which shard of ``axes`` ("dp+tp", major to minor) this process holds."""
+    """Return the index of the shard over ``axes`` ("dp+tp", major to minor) that this
+    process holds."""
     return _shard(mesh, axes, rank_ints.rank_here())
 
 
@@ -68,7 +70,7 @@ def _(mesh, axes, stride, base, device):
 
 @functools.cache
 def register_lowering() -> None:
-    """Teach Inductor both ops; needed before it first compiles one of them."""
+    """Register Inductor lowerings of both ops; needed before it compiles either."""
     ours = torch.ops.fxpar
     _torch.inductor_lowerings.lower_own_shard(
         ours.own_slice.default, ours.own_offset.default, _count, __name__
@@ -81,9 +83,9 @@ def _count(mesh: str, axes: str) -> int:
 
 
 def bind_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """A node that reads offsets with one of these ops in their place; None if its op
-    takes numbers alone. ``args``, ``kwargs``: of ``node``, but offsets, in the graph
-    of ``build``."""
+    """Return a node that computes what ``node`` does, with one of these ops in place
+    of its offsets; None if its op takes numbers only. ``args``, ``kwargs``: those of
+    ``node``, as nodes in the graph of ``build``, except for offsets."""
     read = [x for x in node.all_input_nodes if x.target in rank_ints.PLACES]
     form = _FORMS.get(node.target)
     if form is None or any(
@@ -94,7 +96,8 @@ def bind_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _slice(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Of a number of rows known here."""
+    """Return an ``own_slice``; None unless its number of rows is known and it is inside
+    the dim on every rank."""
     _, dim, start, end, *step = node.args
     if kwargs or step or not all(isinstance(x, fx.Node) for x in (start, end)):
         return None
@@ -141,7 +144,7 @@ def _offset(build: Builder, offset: fx.Node, device: torch.device) -> Any:
     return build.call(own, mesh, "+".join(axes), stride, base, device)
 
 
-# How ops that read offsets read what is known when they run.
+# Op that reads offsets -> its form that looks them up when it runs.
 _FORMS = {
     aten.slice.Tensor: _slice,
     aten.sub.Tensor: _sub,

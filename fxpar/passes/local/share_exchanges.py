@@ -1,12 +1,12 @@
-"""local: slices of one tensor along a split dim are cut from rows exchanged once.
+"""Cuts several slices of one tensor along a split dim from rows exchanged once.
 
 In: the local graph of one rank, communication as steps. Out: the same graph, changed in
 place. A stencil reads ``x[2:]``, ``x[1:-1]``, ``x[:-2]``: each is an exchange of rows
-by itself, and most of these are the same. Instead each rank gets the window of rows
-that all of them reach, and cuts its own rows out of it. Their gradients are put into
+by itself, and most of the rows are the same. Instead each rank gets the window of rows
+that covers all of them, and slices its own rows out of it. Their gradients are put into
 zeros, each by an exchange, and added up: instead each rank adds up its own in such a
-window, which is sent back at once. What it never does: share where exchanges by
-themselves send less or are predicted to be faster.
+window, which is sent back at once. Never: exchanges are shared where separate ones send
+less or are predicted to be faster.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 
 def share_exchanges(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
-    """Rewrite a local graph in place; ``mesh``: with its links."""
-    # What is cut of slices along one dim may be slices along another.
+    """Share exchanges of a local graph in place; ``mesh`` has its links."""
+    # Slices along one dim may be sliced again along another, so repeat.
     while any(_share(build, alike, mesh) for alike in _slices(graph, mesh)):
         pass
     for node in list(graph.nodes):
@@ -43,7 +43,7 @@ def _exchange(node: fx.Node) -> Exchange:
 
 
 def _slices(graph: fx.Graph, mesh: Mesh) -> list[list[fx.Node]]:
-    """Steps that send rows of one tensor for slices of as many rows."""
+    """Return groups of steps that send rows of one tensor for slices of equal size."""
     slices: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is not collective_nodes.move_rows:
@@ -57,13 +57,13 @@ def _slices(graph: fx.Graph, mesh: Mesh) -> list[list[fx.Node]]:
 
 
 def _row(x: fx.Node, dim: int) -> float:
-    """Bytes of a row of a dim."""
+    """Return the bytes of a row of a dim."""
     value = x.meta["val"]
     return nbytes_of(value) / max(1, value.shape[dim])
 
 
 def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
-    """Whether slices are now cut from one window of rows."""
+    """Cut slices from one window of rows if that pays; return whether it did."""
     exchanges = [_exchange(node) for node in nodes]
     window, x = shared_rows.window_of(exchanges), nodes[0].args[0]
     assert isinstance(x, fx.Node)
@@ -90,7 +90,7 @@ def _cut(build: Builder, x: fx.Node, dim: int, start: int, rows: Any) -> fx.Node
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one shape and dtype."""
+    """Return whether a node adds two tensors of one shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
     read = [x.meta["val"] for x in node.all_input_nodes]
@@ -100,12 +100,12 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _joins_sum(node: fx.Node) -> bool:
-    """Whether nothing reads a node but one sum."""
+    """Return whether a node's only reader is one sum."""
     return len(node.users) == 1 and all(map(_is_sum, node.users))
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """What a sum of sums adds up, of which nothing else is made."""
+    """Return the summands of a sum of sums that nothing else reads."""
     out: list[fx.Node] = []
     for x in filter(_joins_sum, node.all_input_nodes):
         out += _summands(x) if _is_sum(x) else [x]
@@ -113,7 +113,7 @@ def _summands(node: fx.Node) -> list[fx.Node]:
 
 
 def _share_sum(build: Builder, root: fx.Node, mesh: Mesh) -> None:
-    """Summands that put rows into zeros put them into one window."""
+    """Put the rows that summands put into zeros into one window, where it pays."""
     puts: dict[Exchange, list[fx.Node]] = {}
     for node in _summands(root):
         if node.target is not collective_nodes.move_rows or _rows_put(node) is None:
@@ -138,7 +138,7 @@ def _share_sum(build: Builder, root: fx.Node, mesh: Mesh) -> None:
 
 
 def _rows_put(node: fx.Node) -> fx.Node | None:
-    """The rows that a step puts into zeros; None of any other step."""
+    """Return the rows that a step puts into zeros; None for any other step."""
     join: Any = node.args[0]
     if join.target is not aten.cat.default:
         return None
@@ -148,7 +148,8 @@ def _rows_put(node: fx.Node) -> fx.Node | None:
 
 
 def _put_at_once(build: Builder, nodes: Sequence[fx.Node], window: Exchange) -> fx.Node:
-    """What steps put into zeros, added up where it lies in one window of rows."""
+    """Return the sum of the rows that steps put into zeros, by one exchange of the
+    window in which they are added up."""
     firsts = shared_rows.firsts_of([_exchange(node) for node in nodes])
     total: fx.Node | None = None
     for node, first in zip(nodes, firsts, strict=True):
@@ -165,7 +166,7 @@ def _put_at_once(build: Builder, nodes: Sequence[fx.Node], window: Exchange) -> 
 def _without(
     build: Builder, node: fx.Node, left_out: Sequence[fx.Node]
 ) -> fx.Node | None:
-    """A sum of sums without some of its summands; None if there are no others."""
+    """Return a sum of sums without some summands; None if there are no others."""
     if node in left_out:
         return None
     if not _is_sum(node) or not set(_summands(node)).intersection(left_out):
@@ -178,7 +179,8 @@ def _without(
 
 
 def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Leave out steps, and all that was made of them, or for them alone."""
+    """Erase steps that nothing reads, with the sums of them and the nodes that only
+    they read."""
     parts = set(nodes)
     for node in reversed(graph.nodes):
         if not node.users and (node in parts or _is_sum(node)):

@@ -1,12 +1,12 @@
-"""local: what normalizes a softmax along a split dim is exchanged at once.
+"""Replaces the all-reduces of a softmax along a split dim by one all-gather.
 
 In: the local graph of one rank, communication as steps. Out: the same graph, changed in
-place. A softmax, a logsumexp or a cross entropy along a dim that ranks split takes the
-largest score of all ranks, then the sum of all that is less by it, then the score of a
-label, which one rank has: three all-reduces of a number for each row, one after the
-other. Instead each rank sums by its own largest score, and ranks gather the numbers of
-all: sums are weighted as what they were subtracted from differs. What it never does:
-change a softmax for which the all-reduces are predicted to be faster.
+place. A softmax, a logsumexp or a cross entropy along a split dim takes the largest
+score of all ranks, then the sum of the exponentials of the scores less that, then the
+score of a label, which one rank has: three all-reduces of a number for each row, one
+after the other. Instead each rank subtracts its own largest score, and the ranks gather
+all these numbers: sums are weighted by the difference of the largest scores. Never: a
+softmax changes for which the all-reduces are predicted to be faster.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fxpar.sharding.program import ancestors
 
 aten = torch.ops.aten
 
-# What is computed of the largest score before it is subtracted has no more nodes.
+# At most as many nodes compute the shift from the largest score.
 _FEW = 8
 
 
 @dataclass(frozen=True)
 class SplitSoftmax:
-    """``exp(scores - shift)``, summed along a split dim."""
+    """Holds the nodes of ``exp(scores - shift)``, summed along a split dim."""
 
     # This rank's part.
     scores: fx.Node
     # All-reduce of the largest score.
     largest: fx.Node
-    # What is subtracted: the largest, or 0 for infinity.
+    # The subtrahend: the largest score, or 0 for infinity.
     shift: fx.Node
     # All-reduce of the sum.
     total: fx.Node
@@ -57,7 +57,8 @@ class SplitSoftmax:
         return collective_nodes.axes_of(self.total)
 
     def pays(self, mesh: Mesh) -> bool:
-        """Whether one gather takes less than the all-reduces, on a mesh with links."""
+        """Return whether one gather takes less time than the all-reduces; ``mesh`` has
+        links."""
         sizes = [nbytes_of(node.meta["val"]) for node in self.reductions]
         reduce = collectives.along("all_reduce", mesh, self.axes)
         gather = collectives.along("all_gather", mesh, self.axes)
@@ -65,7 +66,7 @@ class SplitSoftmax:
 
 
 def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
-    """Rewrite a local graph in place; ``mesh``: with the links of the hardware."""
+    """Rewrite a local graph in place; ``mesh`` has the links of the hardware."""
     softmaxes = [_softmax_of(node) for node in graph.nodes]
     paying = [softmax for softmax in softmaxes if softmax and softmax.pays(mesh)]
     for softmax in paying:
@@ -74,7 +75,7 @@ def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
         graph.eliminate_dead_code()
 
 
-# What it is read off
+# Matching
 
 
 def _softmax_of(total: fx.Node) -> SplitSoftmax | None:
@@ -104,7 +105,8 @@ def _softmax_of(total: fx.Node) -> SplitSoftmax | None:
 
 
 def _reduced(node: fx.Node | None, op: str, target: Any) -> fx.Node | None:
-    """What an all-reduce is of, a call of ``target`` that nothing else reads."""
+    """Return the operand of an all-reduce by ``op`` if it is a call of ``target`` that
+    nothing else reads, else None."""
     if node is None or node.target is not collective_nodes.all_reduce:
         return None
     source: Any = node.args[0]
@@ -113,7 +115,8 @@ def _reduced(node: fx.Node | None, op: str, target: Any) -> fx.Node | None:
 
 
 def _derived_from(shift: fx.Node) -> fx.Node | None:
-    """The one reduction of which, and of constants, a shift is made."""
+    """Return the all-reduce from which, with constants, a shift is computed; None if it
+    is not the only source."""
     seen, waiting, reductions = set[fx.Node](), [shift], list[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -130,7 +133,8 @@ def _derived_from(shift: fx.Node) -> fx.Node | None:
 
 
 def _label_of(shifted: fx.Node, total: fx.Node, largest: fx.Node) -> fx.Node | None:
-    """The all-reduce of a label's normalized score, of which other ranks have 0."""
+    """Return the all-reduce of a label's normalized score, for which other ranks have
+    0; None if there is none that can be moved."""
     normalized = [
         user
         for user in shifted.users
@@ -157,26 +161,26 @@ def _is_log(node: Any, total: fx.Node) -> bool:
 
 
 def _places(label: fx.Node) -> tuple[fx.Node, fx.Node, Any]:
-    """(which rank has it, where, what others have) of a label."""
+    """Return (whether this rank has the label, its index, the value elsewhere)."""
     own, read, fill = label.args[0].args
     return own, read.args[2], fill
 
 
 def _movable(label: fx.Node, before: fx.Node) -> bool:
-    """Whether where a label is can be known before a node."""
+    """Return whether a label's index can be computed before the node ``before``."""
     return before not in _sources(label)
 
 
 def _sources(label: fx.Node) -> set[fx.Node]:
-    """What has to be known before a label's score can be taken."""
+    """Return the nodes that a label's index depends on."""
     return ancestors(x for x in _places(label) if isinstance(x, fx.Node))
 
 
-# What becomes of it
+# Rewriting
 
 
 def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
-    """One gather of a row of numbers for each rank in the place of the all-reduces."""
+    """Replace the all-reduces by one gather of a row of numbers from each rank."""
     largest, shift, total = softmax.largest, softmax.shift, softmax.total
     _, dims, *keep = total.args[0].args
     maximum: Any = largest.args[0]
@@ -223,7 +227,7 @@ def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
 def _gathered(
     build: Builder, own: Sequence[fx.Node], axes: tuple[str, ...]
 ) -> list[fx.Node]:
-    """Each value of all ranks, [ranks, elements], in one message."""
+    """Return each value of all ranks, ``[ranks, elements]``, from one message."""
     flat = [build.call(aten.reshape.default, x, [1, -1]) for x in own]
     message = build.call(aten.cat.default, flat, 1)
     gather = collective_nodes.all_gather

@@ -1,1 +1,1 @@
-"""Rewrites of the one-device graph: traced -> normalized, the same on any mesh."""
+"""Normalizes a traced one-device graph, so that sharding rules see its dims."""

@@ -1,12 +1,12 @@
-"""traced -> normalized: gradients of scans, and of running choices, are one op.
+"""Makes gradients of scans, and of running choices, one op each.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
-place, computing the same values. The gradient of a scan scans rows turned round, and
-turns them back. As one op (``fxpar::scan_back``) it may be split along its dim as the
-scan is: ranks gather what shards come to, and turn no rows round between them. That of
-``cummax`` adds rows where they were chosen, as updates at any place are
-(``fxpar::choice_back``): each is the row itself, or the one of the row before, so that
-of what was chosen before a shard there is one row.
+place, computing the same values. The gradient of a scan flips rows, scans them, and
+flips them back. As one op (``fxpar::scan_back``) it may be split along its dim as the
+scan is: ranks gather the totals of shards, and exchange no rows to flip them. The
+gradient of ``cummax`` adds rows at the places that were chosen, by a scatter
+(``fxpar::choice_back``): each place is the row itself, or that of the row before, so
+that a shard adds to at most one row before it. Never: a result's strides change.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _TURNS = (aten.flip.default, torch.ops.prims.rev.default)
 
 
 def find_backward_scans(graph: fx.Graph, rewriter: Builder) -> None:
-    """Rows that are turned round, scanned, and turned back, as ``fxpar::scan_back``,
-    and gradients of running choices as ``fxpar::choice_back``."""
+    """Replace a flip, scan and flip by ``fxpar::scan_back``, and gradients of running
+    choices by ``fxpar::choice_back``."""
     _find_backward_choices(graph, rewriter)
     for scan in [node for node in graph.nodes if node.target in _SCANS]:
         turned, dim = scan.args[:2]
@@ -46,7 +46,7 @@ def find_backward_scans(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
-    """Rows added to zeros at the places of a running choice along the dim, as
+    """Replace additions to zeros at the places of a running choice along the dim by
     ``fxpar::choice_back``."""
     scatters = graph.find_nodes(op="call_function", target=aten.scatter_add.default)
     for node in scatters:
@@ -64,7 +64,7 @@ def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _are_places(node: fx.Node, dim: int) -> bool:
-    """Whether a node is where the rows of a running choice along this dim lie."""
+    """Return whether a node is the indices of a running choice along this dim."""
     if node.target is not operator.getitem or node.args[1] != 1:
         return False
     choice: Any = node.args[0]
@@ -73,7 +73,7 @@ def _are_places(node: fx.Node, dim: int) -> bool:
 
 
 def _turns(node: Any, dim: int) -> bool:
-    """Whether a node is the rows of this one dim in the other order."""
+    """Return whether a node flips this one dim."""
     if not isinstance(node, fx.Node) or node.target not in _TURNS:
         return False
     ndim = len(shape_of(node))

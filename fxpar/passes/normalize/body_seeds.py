@@ -1,14 +1,15 @@
-"""Random numbers in bodies: a seed is drawn outside and passed in.
+"""Draws a seed outside of bodies that draw random numbers, and passes it in.
 
-A call of ``cond``, ``map``, ``scan`` or ``while_loop`` whose bodies draw is traced as
-one that takes a seed more, and each body draws its numbers as functions of that seed
-and of the global index. So rank 0 draws for all, numbers do not depend on the mesh, and
-a backward that computes a body again has the numbers of the forward: the seed is an
-input of both. What runs often has a seed for each time: a row of seeds for each step
-where their number is known; a ``while_loop`` carries its seed from step to step.
+In: a call of ``cond``, ``map``, ``scan`` or ``while_loop``, while the program is
+traced and before it is differentiated. Out: if its bodies draw, the call with one more
+operand, a seed; each body draws its numbers as functions of that seed and of the global
+index. So rank 0 draws for all, numbers do not depend on the mesh, and a backward that
+recomputes a body gets the numbers of the forward: the seed is an input of both. Each
+step of a loop has a seed of its own: a row of a tensor of seeds where the number of
+steps is known; a ``while_loop`` carries its seed from step to step.
 
-This happens while the program is traced, before it is differentiated. In a traced graph
-``refuse_draws`` finds what is left.
+Never: a body draws from the generator; ``refuse_draws`` raises for draws that are left
+in a traced graph.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from fxpar.sharding.program import user_line
 
 aten, ours = torch.ops.aten, torch.ops.fxpar
 
-# From the seed of a step to that of the next: 2**32 over the golden ratio, whose
-# multiples lie far apart, since on the CPU 32 bits of a seed count.
+# Added to the seed of a step to get the next one: 2**32 over the golden ratio, whose
+# multiples are far from each other, since on the CPU only 32 bits of a seed count.
 STEP = 0x9E3779B9
 
 _SEEDS = "seeds"
@@ -39,23 +40,23 @@ _FIX = "draw the numbers outside and pass them in"
 
 @dataclass(frozen=True)
 class _DrawingCall:
-    """How an op runs its bodies."""
+    """Holds the positions of an op's arguments that matter to its bodies' draws."""
 
-    # Of its arguments the bodies that are computed.
+    # The bodies that compute results.
     bodies: tuple[int, ...]
-    # Of its arguments the lists that are inputs of each body, in order.
+    # The lists that are inputs of each body, in order.
     inputs: tuple[int, ...]
-    # Of these the list that the seed is last in.
+    # The list of inputs to which the seed is appended.
     seed: int
-    # Of these the list of which a body takes a row at each step.
+    # The list of inputs of which a body takes a row at each step.
     rows: int | None = None
     # The seed is carried from step to step.
     carried: bool = False
-    # Of its arguments the test of a loop; None: it has none.
+    # The test of a loop; None: it has none.
     test: int | None = None
 
     def seeds(self, args: tuple[Any, ...]) -> list[int]:
-        """The size of a tensor of its seeds."""
+        """Return the size of the tensor of seeds: one for each step, or a scalar."""
         return [] if self.rows is None else [args[self.rows][0].shape[0]]
 
 
@@ -71,17 +72,18 @@ _CALLS = {
 
 @dataclass
 class _Draws:
-    """What a body draws, once it runs."""
+    """Records what a body draws while it runs, and draws it by seeds."""
 
-    # Of the first draw; each further one counts on from it.
+    # The seed of the first draw; further ones count on from it.
     seed: torch.Tensor
-    # Seeds count down: of a test, beside a body that counts up.
+    # Seeds count down, for a test whose body counts up from the same seed.
     down: bool = False
-    # What was drawn, in order.
+    # The draws, in order.
     requests: list[tuple[Any, ...]] = field(default_factory=list)
 
     def next(self, device: Any, *request: Any) -> torch.Tensor:
-        """A seed that no other draw of this body has. ``request``: of what draw."""
+        """Return a seed that no other draw of this body has, and record ``request``,
+        which describes the draw."""
         count = len(self.requests)
         self.requests.append(request)
         place = -1 - count if self.down else count
@@ -90,7 +92,8 @@ class _Draws:
         return seed if seed.device == device else seed.to(device)
 
     def numbers(self, mode: str, size: Sequence[int], like: dict[str, Any]) -> Any:
-        """Numbers of ``mode``, "rand" or "randn", as factories of tensors give them."""
+        """Return random numbers as ``torch.rand`` or ``torch.randn`` (``mode``) does;
+        ``like`` has dtype and device."""
         seed = self.next(like.get("device"), mode, *size)
         out = ours.random(list(size), seed, mode, list(size), [0] * len(size))
         return out.to(like.get("dtype") or torch.get_default_dtype())
@@ -103,8 +106,8 @@ class _Draws:
         return out.to(like.get("dtype") or torch.int64)
 
     def replace(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an op gives, drawn by seeds; NotImplemented of one that draws nothing,
-        or what seeds do not say."""
+        """Return the result of an op, drawn by seeds; NotImplemented if it draws
+        nothing or has a generator of its own."""
         if torch.Tag.nondeterministic_seeded not in op.tags:
             return NotImplemented
         if kwargs.get("generator") is not None:
@@ -115,15 +118,15 @@ class _Draws:
             return _FORMULAS[op](*args, **kwargs)
         if op.overloadpacket in _DECOMPOSED:
             return _torch.inductor.decompositions()[op](*args, **kwargs)
-        return op.decompose(*args, **kwargs)  # what torch makes of others
+        return op.decompose(*args, **kwargs)  # into ops that come here again
 
     def called(self, name: str, args: tuple[Any, ...]) -> None:
-        """Note what a call of higher order would draw for its bodies."""
+        """Record the seeds that a higher-order call would draw for its bodies."""
         if name in _CALLS and _draws(_CALLS[name], args):
             self.requests.append((_SEEDS, *_CALLS[name].seeds(args)))
 
 
-# What draws by itself. What is asked of the tensor (dtype, device) comes last.
+# Op that draws by itself -> (draws, its arguments, kwargs such as dtype and device).
 _SOURCES: dict[Any, Callable[..., Any]] = {
     aten.rand.default: lambda own, size, like: own.numbers("rand", size, like),
     aten.randn.default: lambda own, size, like: own.numbers("randn", size, like),
@@ -158,7 +161,7 @@ def _in_place(formula: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: x.copy_(formula(x, *args, **kwargs))
 
 
-# Of numbers that ``rand_like`` and ``randn_like`` draw.
+# Op -> its formula in numbers that ``rand_like`` and ``randn_like`` draw.
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.default: lambda x, **_: _bernoulli(x, x),
     aten.bernoulli.p: _bernoulli,
@@ -173,7 +176,7 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.normal.float_Tensor: lambda mean, std, **_: _normals(std * 0 + mean, std),
 }
 
-# What Inductor's decompositions make of others.
+# Ops that Inductor's decompositions reduce to others.
 _DECOMPOSED = {
     aten.native_dropout,
     aten.rand_like,
@@ -189,11 +192,11 @@ _DECOMPOSED = {
     aten.log_normal_,
 }
 
-_ACTIVE: list[_Draws] = []  # of the bodies that run, the innermost last
+_ACTIVE: list[_Draws] = []  # for each body that runs, the innermost last
 
 
 def _run(body: Callable[..., Any], draws: _Draws, inputs: Sequence[Any]) -> Any:
-    """What a body gives with a seed of its own."""
+    """Run a body whose draws are replaced by draws by seeds."""
     _ACTIVE.append(draws)
     try:
         with _torch.loops.ops_replaced(draws.replace, draws.called):
@@ -203,7 +206,7 @@ def _run(body: Callable[..., Any], draws: _Draws, inputs: Sequence[Any]) -> Any:
 
 
 def _draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
-    """Whether bodies of a call draw what seeds say."""
+    """Return whether a body or the test of a call draws numbers that seeds can give."""
     inputs = [x for group in call.inputs for x in args[group]]
     start = sum(len(args[g]) for g in call.inputs if call.rows and g < call.rows)
     rows = range(start, start + len(args[call.rows])) if call.rows else ()
@@ -222,14 +225,14 @@ def _draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
 
 
 def _device(args: Any) -> torch.device:
-    """Where a call computes: where any of its operands lies that is not on the CPU."""
+    """Return the device of the first operand that is not on the CPU, else the CPU."""
     tensors = [x for x in _torch.fake.tree_leaves(args) if isinstance(x, torch.Tensor)]
     devices = [x.device for x in tensors if x.device.type != "cpu"]
     return devices[0] if devices else torch.device("cpu")
 
 
 def _new_seeds(size: list[int], device: torch.device) -> torch.Tensor:
-    """Seeds of a call: in a body out of its own."""
+    """Return seeds for a call; inside a body they are drawn by the body's own seed."""
     if _ACTIVE:
         seed = _ACTIVE[-1].next(device, _SEEDS, *size)
         return ours.randint(0, 1 << 62, size, seed, size, [0] * len(size))
@@ -238,8 +241,8 @@ def _new_seeds(size: list[int], device: torch.device) -> torch.Tensor:
 
 
 def pass_seeds(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
-    """The arguments of a call whose bodies take a seed, if they draw; how many of its
-    last results are not the user's."""
+    """Return the arguments of a call, whose bodies take a seed if they draw, and the
+    number of its last results that are not the user's."""
     call = _CALLS[name]
     if not _draws(call, args):
         return args, 0
@@ -257,8 +260,8 @@ def pass_seeds(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
 def with_seed(
     body: Callable[..., Any], place: int, *, down: bool = False, hands_on: bool = False
 ) -> Callable[..., Any]:
-    """A body that takes its seed as its ``place``-th input; ``hands_on``: and gives
-    that of the next step.
+    """Return a body that takes its seed as its ``place``-th input; ``hands_on``: and
+    returns the seed of the next step.
 
     It raises PlanError if it draws something else when it is traced for a backward."""
     draws_of_runs: list[list[tuple[Any, ...]]] = []
@@ -281,8 +284,8 @@ _torch.loops.rewrite_calls(tuple(_CALLS), pass_seeds)
 
 
 def refuse_draws(graph: fx.Graph) -> None:
-    """Raise PlanError if a body of a traced graph, its bodies known
-    (``graph_bodies.show_bodies``), draws what no seed says."""
+    """Raise PlanError if a body of a traced graph, whose nodes hold their bodies
+    (``graph_bodies.show_bodies``), draws from the generator."""
     for node in graph.nodes:
         for body in bodies_of(node):
             refuse_draws(body.graph)

@@ -1,9 +1,9 @@
-"""A slice of a join as what it is of one part: that part shifted, a few rows put in.
+"""Computes a slice of a join from one part: that part shifted, with a few rows put in.
 
-In: a slice of as many rows as one of the parts that were joined, as differences between
-neighbours read (``torch.diff`` with what comes before the first). Out: nodes that give
-the same and, unlike the join, have as many rows as the part: where an axis divides the
-one it divides the other. Never replaces the slice.
+In: a slice with as many rows as one of the joined parts, such as the operands of
+differences between neighbours (``torch.diff`` with ``prepend``). Out: nodes that
+compute the same and, unlike the join, have as many rows as the part: an axis that
+divides the part divides them. Never replaces the slice.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 
 def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
-    """The rows of a slice of a join along ``dim``, made before it; None where no part
-    has as many, or others give rows that are not those of the part beside it."""
+    """Return the rows of a slice of a join along ``dim``, built before it; None if no
+    part has as many rows, or the other rows are not all of one neighbouring part."""
     join: Any = node.args[0]
     if join.target is not aten.cat.default or join.kwargs or node.kwargs:
         return None
@@ -56,7 +56,7 @@ def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
 
 
 def _are_alike(nodes: list[fx.Node], dim: int) -> bool:
-    """Whether tensors are of one dtype and number of dims, of known rows."""
+    """Return whether tensors have one dtype, one number of dims and known rows."""
     values = [node.meta["val"] for node in nodes]
     have_sizes = all(isinstance(x.shape[dim], int) for x in values if x.dim() > dim)
     return have_sizes and len({(x.dtype, x.dim()) for x in values}) == 1

@@ -1,11 +1,11 @@
-"""traced -> normalized: rows repeated one by one, of a dim that no axes divide.
+"""Rewrites rows repeated one by one, in a dim that no axes divide.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. ``repeat_interleave`` and its gradient view a dim as
-rows and their copies, and a view as several dims is whole where shards are not alike.
-Instead rows are looked up near those they are made of, and the gradient sums windows of
-rows: of both a rank reads what its own rows reach. What it never does: change a dim
-that axes divide, or one of few rows, as heads are.
+rows and their copies, and a view as several dims must be whole where shards are uneven.
+Instead rows are looked up by index, and the gradient sums windows of rows: for both a
+rank reads only rows near its own. Never: a dim changes that axes divide, or one of few
+rows, such as heads.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ _Interleaved = tuple[tuple[Any, ...], int, int]
 def interleave_rows(
     graph: fx.Graph, rewriter: Builder, splits: Callable[[int], bool]
 ) -> None:
-    """Rows repeated one by one are looked up, and their gradients sums of windows.
-    ``splits``: whether a dim of so many rows may be split into shards that are not
-    alike."""
+    """Replace repeats of single rows by lookups, and their gradients by sums of
+    windows. ``splits``: whether a dim of so many rows may be split unevenly."""
     repeats_seen: set[_Interleaved] = set()
     for view in graph.find_nodes(op="call_function", target=aten.view.default):
         interleaved = _interleaved(view)
@@ -53,7 +52,8 @@ def interleave_rows(
 
 
 def _interleaved(view: fx.Node) -> tuple[fx.Node, _Interleaved] | None:
-    """The rows that a view has several of each of, one after the other."""
+    """Return (x, its shape, dim and number of copies) if a view repeats each row of
+    ``x`` in place, else None."""
     copies: Any = view.args[0]
     if copies.target is aten.clone.default:
         copies = copies.args[0]
@@ -78,7 +78,7 @@ def _interleaved(view: fx.Node) -> tuple[fx.Node, _Interleaved] | None:
 def _sum_windows(
     node: fx.Node, repeats_seen: set[_Interleaved], rewriter: Builder
 ) -> None:
-    """The sum over the copies of each row."""
+    """Replace a sum over the copies of each row by a sum of windows."""
     view, dims, keep = (*node.args, False)[:3]
     if view.target is not aten.view.default or node.kwargs or len(dims) != 1:
         return

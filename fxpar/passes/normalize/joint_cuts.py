@@ -1,11 +1,11 @@
-"""traced -> normalized: few rows cut one by one out of a dim are cut out of one slice.
+"""Cuts few rows that are cut one by one out of a dim out of one slice instead.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
-place, computing the same values. Of a dim that is split each cut (``select``, a short
-slice) is a sum over ranks by itself. Where cuts of one tensor lie together, or evenly
-apart, the rows that all of them are of are one slice, summed once; on one device that
-is a view more. What it never does: slice twice as many rows as are cut out, or more
-than would be summed rather than exchanged.
+place, computing the same values. In a split dim each cut (``select``, a short slice) is
+a sum over ranks by itself. Where cuts of one tensor are near each other, or evenly
+spaced, one slice holds the rows of all of them and is summed once; on one device that
+is one more view. Never: the slice has more than twice as many rows as are cut out, or
+more than would be summed rather than exchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def join_cuts(graph: fx.Graph, rewriter: Builder) -> None:
-    """Cut few rows of one dim out of one slice."""
+    """Replace several cuts of few rows of one dim by cuts of one slice."""
     cuts: dict[tuple[fx.Node, int], dict[fx.Node, range]] = defaultdict(dict)
     for node in graph.nodes:
         dim = _dim_of(node)
@@ -51,7 +51,7 @@ def join_cuts(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _dim_of(node: fx.Node) -> int | None:
-    """The dim that a cut is along; None of other nodes, and of truths, which no ranks
+    """Return the dim of a cut; None for other nodes, and for bools, which ranks do not
     sum."""
     if node.target not in (aten.select.int, aten.slice.Tensor) or node.kwargs:
         return None
@@ -62,7 +62,7 @@ def _dim_of(node: fx.Node) -> int | None:
 
 
 def _rows_of(node: fx.Node, dim: int) -> range | None:
-    """The rows of a cut, one after the other; None if they are many, or not known."""
+    """Return the consecutive rows of a cut; None if they are many, or unknown."""
     n, bounds = shape_of(node.args[0])[dim], node.args[2:]
     if not all(isinstance(k, int | None) for k in (n, *bounds)):
         return None
@@ -74,7 +74,8 @@ def _rows_of(node: fx.Node, dim: int) -> range | None:
 
 
 def _shared(cuts: list[range], n: int) -> range | None:
-    """The rows of one slice that several cuts are of."""
+    """Return the rows of one slice that holds several cuts; None if it would not pay.
+    ``n``: rows of the dim."""
     cut_out = sorted({row for rows in cuts for row in rows})
     if len({*cuts}) < 2:
         return None

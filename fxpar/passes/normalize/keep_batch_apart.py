@@ -1,11 +1,11 @@
-"""traced -> normalized: a batch that is flattened with another dim is kept apart.
+"""Keeps a batch that is flattened with another dim a dim of its own.
 
 Losses flatten ``[b, s, v]`` to ``[b*s, v]``. Where the axes of the batch divide ``b``
-each rank's rows of the merged dim lie together as a shard of it; where they do not, or
-other axes split ``s``, the merged dim would be cut elsewhere, and all of it be gathered
-before. In: an ATen graph. Out: the same graph, in which ops that treat the rows of a
-merged batch alike run before it is merged, forward and backward. What it never does:
-change a number, or a graph whose batch the axes divide and whose sequence none splits.
+each rank's rows of the merged dim are a shard of it; where they do not, or other axes
+split ``s``, shards of the merged dim would have other rows, and all of it be gathered
+before. In: an ATen graph. Out: the same graph, in which ops that treat all rows of a
+merged batch in the same way run before it is merged, forward and backward. Never: a
+number changes, or a graph whose batch the axes divide and whose sequence none splits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fxpar.sharding.ops import pointwise
 
 aten = torch.ops.aten
 
-# Their second argument is the shape of the result.
+# Ops whose second argument is the shape of the result.
 _SHAPED = {aten.expand.default}
 
 
 def keep_batch_apart(
     graph: fx.Graph, rewriter: Builder, splits: Callable[[int, int], bool]
 ) -> None:
-    """Rewrite a graph in place. ``splits``: whether a batch of that size and the dim
-    behind it may be split so that what they make together is cut elsewhere."""
+    """Rewrite a graph in place. ``splits(b, s)``: whether a batch of ``b`` and the dim
+    of ``s`` after it may be split so that the merged dim has other shards."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(
             node.meta.get("val"), torch.Tensor
@@ -48,7 +48,7 @@ def keep_batch_apart(
 def _merged_sizes(
     node: fx.Node, splits: Callable[[int, int], bool]
 ) -> tuple[int, int] | None:
-    """(b, s) of a value that merges its first two dims into one; None if none does."""
+    """Return (b, s) if a node merges its first two dims into one, else None."""
     if not op_facts_of(node.target).reshapes:
         return None
     source: Any = node.args[0]
@@ -60,7 +60,8 @@ def _merged_sizes(
 
 
 def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
-    """The node on values whose batch is apart, merged again behind it, if it can be."""
+    """Replace a node by the same op on unmerged values and a merge of its result, if it
+    can be."""
     shape = shape_of(node)
     if op_facts_of(node.target).reshapes:
         source: Any = node.args[0].args[0]
@@ -75,7 +76,7 @@ def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
         read: _unmerged(read, pair, rewriter)
         for read in node.all_input_nodes
         if _is_merged(read, rows)
-        # One of fewer dims meets others, which may be as many.
+        # One of fewer dims broadcasts: its first dim is another, maybe of equal size.
         and not (of_points and len(shape_of(read)) < len(shape))
     }
     args, kwargs = fx.node.map_arg(
@@ -93,7 +94,7 @@ def _is_merged(node: fx.Node, rows: int) -> bool:
 
 
 def _unmerged(read: fx.Node, pair: tuple[int, int], rewriter: Builder) -> fx.Node:
-    """What is read, its first dim in two."""
+    """Return an operand with its first dim split in two."""
     shape = shape_of(read)
     source: Any = read.args[0] if read.args else None
     reshapes = op_facts_of(read.target).reshapes
@@ -107,8 +108,8 @@ def _unmerged(read: fx.Node, pair: tuple[int, int], rewriter: Builder) -> fx.Nod
 
 
 def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
-    """The arguments of a node on values whose first dim is two; None if it does not
-    treat the rows of that dim alike."""
+    """Return a node's arguments for operands with their first dim split in two; None if
+    it does not treat all rows of that dim in the same way."""
     target, args = node.target, list(node.args)
     shape, rows, facts = shape_of(node), pair[0] * pair[1], op_facts_of(node.target)
     if facts.of_all:
@@ -128,7 +129,7 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
         return None if dims is None else [*args[:place], dims, *args[place + 1 :]]
     if not _is_pointwise(node):
         return None
-    # A tensor of as many dims has the rows; one of fewer dims meets others alone.
+    # A tensor of as many dims has the rows; one of fewer dims has other dims only.
     alike = all(
         len(shape_of(read)) < len(shape) or _is_merged(read, rows) for read in tensors
     )
@@ -136,15 +137,15 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    """Whether points are combined: not if an op moves elements, though it makes each of
-    one, as a transpose does."""
+    """Return whether an op is pointwise; one that moves elements, such as a transpose,
+    is not."""
     target: Any = node.target
     return torch.Tag.pointwise in target.tags or target in pointwise.ROWS
 
 
 def _dims_behind_batch(dims: Any, node: fx.Node) -> Any:
-    """Dims of an op behind the first, counted with one more before them; None if the
-    first is among them."""
+    """Return the dims of an op, each plus 1 for the split batch; None if the first dim
+    is among them."""
     source: Any = node.args[0]
     ndim = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
     positions = [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]

@@ -1,11 +1,11 @@
-"""traced -> normalized, part one: matrix products with the views around them undone.
+"""Undoes the views around matrix products.
 
 ``F.linear`` on ``[b, s, h]`` reaches ATen as view to ``[b*s, h]``, mm, view back, and a
 batched matmul of attention as view to ``[b*h, s, d]``, bmm, view back. A merged dim can
 be split by the axes of its major part only, so the views hide sequence, head and fused
 projection dims from sharding. In: an ATen graph. Out: the same graph with mm, bmm,
-addmm and baddbmm as ``fxpar::dot`` over the unmerged dims, biases added apart. What it
-never does: change a result other than by the rounding of a bias addition.
+addmm and baddbmm as ``fxpar::dot`` over the unmerged dims, biases added separately.
+Never: a result changes other than by the rounding of a bias addition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Words = list[str]
 
 
 def undo_views_around_matmul(graph: fx.Graph, rewriter: Builder) -> None:
-    """Every matrix product becomes a ``fxpar::dot`` over the dims its views merged."""
+    """Replace every matmul by a ``fxpar::dot`` over the dims that its views merged."""
     for node in list(graph.nodes):
         if node.op == "call_function" and op_facts_of(node.target).equation:
             _Contraction(node, rewriter).rewrite()
@@ -59,7 +59,7 @@ def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | N
 
 
 def before_views(node: Any) -> fx.Node:
-    """What a chain of views shows in other shapes."""
+    """Return the source of a chain of views, or the node itself if it is no view."""
     return next(reversed([*_views_of(node)]), node)
 
 
@@ -71,7 +71,7 @@ def _views_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 class _Contraction:
-    """One product on its way to a dot: two operands, an equation, the view back."""
+    """Is a product while it becomes a dot: two operands, an equation, the view back."""
 
     def __init__(self, node: fx.Node, rewriter: Builder) -> None:
         self.node, self.rewriter = node, rewriter
@@ -174,7 +174,7 @@ class _Contraction:
         for word, size in zip(words, shape_of(operand), strict=True):
             shape += sizes.get(word, [size])
         source = before_views(operand)
-        if shape_of(source) == tuple(shape):  # as it was merged from: shown at once
+        if shape_of(source) == tuple(shape):  # the unmerged value itself
             self.operands[i] = source
         else:
             with self.rewriter.before(self.node):
@@ -186,7 +186,7 @@ class _Contraction:
         return [part for word in words for part in parts.get(word, [word])]
 
     def _add_bias(self, product: fx.Node) -> fx.Node:
-        """``beta * bias + alpha * product``, the bias aligned to the unmerged dims."""
+        """Return ``beta * bias + alpha * product``, with the bias in unmerged dims."""
         build, bias, full = self.rewriter, self.bias, shape_of(self.node)
         scale = self.node.kwargs
         if scale.get("alpha", 1) != 1:
@@ -208,7 +208,7 @@ class _Contraction:
 
 
 def stack_of_equal(cat: fx.Node, rewriter: Builder) -> fx.Node | None:
-    """The stack that a cat of equal pieces merges, built before it; else None."""
+    """Return the stack that a cat of equal pieces merges, built before it, or None."""
     if "fxpar_stack" in cat.meta:
         return cat.meta["fxpar_stack"]
     pieces = cat.args[0]
@@ -224,7 +224,7 @@ def stack_of_equal(cat: fx.Node, rewriter: Builder) -> fx.Node | None:
 
 
 def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
-    """``sum(view(x), dims)`` becomes a sum over the dims the view merged."""
+    """Replace ``sum(view(x), dims)`` by a sum over the dims that the view merged."""
     for node in list(graph.nodes):
         if node.target is not aten.sum.dim_IntList or node.args[1] is None:
             continue
@@ -250,7 +250,7 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _cancel_views(graph: fx.Graph, rewriter: Builder) -> None:
-    """``view(view(x))`` is one view; a view to the same shape is nothing."""
+    """Replace ``view(view(x))`` by one view, and erase views to the same shape."""
     for node in list(graph.nodes):
         if not op_facts_of(node.target).reshapes:
             continue

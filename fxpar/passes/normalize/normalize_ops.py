@@ -1,9 +1,9 @@
-"""traced -> normalized: the few shapes that hide sharding from the factor rules undone.
+"""Rewrites patterns of ops that hide sharding from the factor rules.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. A pass is one concern; ``fxpar.pipeline`` has their
-order. ``expand_moments`` and ``join_pool_gradients`` run only for the nodes that
-planning asks for.
+order. Never: ``expand_moments`` and ``join_pool_gradients`` change other nodes than
+those that planning asks for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MOMENTS = (aten.var_mean.correction, aten.var.correction)
 
 
 def clone_constants(graph: fx.Graph, rewriter: Builder) -> None:
-    """A constant per use, so that it never couples the specs of unrelated users."""
+    """Give each use of a constant its own, so that it never couples the specs of
+    unrelated users."""
     for node in list(graph.nodes):
         filled = op_facts_of(node.target).constant == "filled"
         if filled and not node.all_input_nodes and len(node.users) > 1:
@@ -43,10 +44,10 @@ def clone_constants(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
-    """``split(x @ w + b)`` into equal parts becomes a projection with a dim of parts.
+    """Replace ``split(x @ w + b)`` into equal parts by a projection to a dim of parts.
 
-    A fused QKV weight holds three matrices side by side; split over an axis, the parts
-    would straddle ranks. With the parts as a dim of their own each is split alike.
+    A fused QKV weight holds three matrices next to each other; split over an axis, the
+    parts would straddle ranks. With a dim of parts, each part is split in the same way.
     """
     for node in list(graph.nodes):
         if not op_facts_of(node.target).splits:
@@ -71,7 +72,8 @@ def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _widen(x: fx.Node, parts: int, width: int, rewriter: Builder) -> fx.Node | None:
-    """``x`` with its last dim as [parts, width], pulled through a bias to the dot."""
+    """Return ``x`` with its last dim as [parts, width], pulled through a bias to the
+    dot; None if ``x`` is no such projection."""
     if x.target is torch.ops.fxpar.dot.default:
         return _widen_dot(x, parts, width, rewriter)
     if x.target is aten.add.Tensor and isinstance(x.args[1], fx.Node) and not x.kwargs:
@@ -110,8 +112,8 @@ def _widen_dot(
 
 
 def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
-    """Random ops become functions of a seed and the global index, as Inductor makes
-    them on one device, so that a shard of a mask is the mask's own shard."""
+    """Replace random ops by functions of a seed and the global index, as Inductor makes
+    them on one device, so that a shard of a mask is the same on any mesh."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -133,18 +135,18 @@ def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _is_moment(op: Op) -> bool:
-    """Whether an op is a variance of real numbers, maybe with their mean."""
+    """Return whether an op is a variance of real numbers, maybe with their mean."""
     node: Any = op.node
     return op.target in MOMENTS and not node.args[0].meta["val"].is_complex()
 
 
 def moments_of(program: Program) -> list[fx.Node]:
-    """Nodes that could be expanded."""
+    """Return the nodes that ``expand_moments`` could expand."""
     return [op.node for op in program.ops if _is_moment(op)]
 
 
 def split_moments(decision: Decision) -> list[fx.Node]:
-    """Moments whose operand lies split over a dim they reduce."""
+    """Return the moments whose operand is split over a dim that they reduce."""
     moments = []
     for op in decision.program.ops:
         if _is_moment(op):
@@ -157,7 +159,7 @@ def split_moments(decision: Decision) -> list[fx.Node]:
 
 
 def expand_moments(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
-    """``var``/``var_mean`` over dims that a plan splits, as two sums.
+    """Replace ``var``/``var_mean`` over dims that a plan splits by two sums.
 
     The one-pass (Welford) form needs its dims whole; mean and centered squares are
     plain sums, partial over any axis, and as stable. Narrow floats are summed in wider
@@ -198,13 +200,13 @@ def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
 
 
 def pool_gradients_of(graph: fx.Graph) -> list[fx.Node]:
-    """Additions at the places of maxima, which a backward of a pool is made of."""
+    """Return the additions at the places of maxima that the backward of a pool has."""
     scatters = graph.find_nodes(op="call_function", target=aten.scatter_add.default)
     return [node for node in scatters if _pool_of(node) is not None]
 
 
 def split_pool_gradients(decision: Decision) -> list[fx.Node]:
-    """Those of pools of which a plan splits rows or columns."""
+    """Return the gradients of pools whose rows or columns a plan splits."""
     program, gradients = decision.program, []
     op_of = {op.node: op for op in program.ops}
     for node in pool_gradients_of(program.ops[0].node.graph):
@@ -216,8 +218,8 @@ def split_pool_gradients(decision: Decision) -> list[fx.Node]:
 
 
 def join_pool_gradients(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
-    """The backward of a pool as one op again, which knows where windows lie: a rank
-    then sends rows that others' windows reach, not the whole image."""
+    """Make the backward of a pool one op again, whose windows are known: a rank then
+    sends only rows that windows of other ranks reach, not the whole image."""
     for node in nodes:
         index, pool = _index_and_pool(node)
         (result,) = node.users
@@ -242,7 +244,8 @@ def _index_and_pool(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(indices, pool) where the gradient of a pool is added up, channel by channel."""
+    """Return (indices, pool) of a node that adds up the gradient of a pool, channel by
+    channel; None for any other node."""
     zeros, dim, index, grad = node.args
     users = list(node.users)
     views = (aten.view.default, aten.reshape.default)
@@ -265,8 +268,8 @@ def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:
-    """A join of tensors along a dim, viewed as their stack, is one along a dim of its
-    own: so what they are joined along may be split."""
+    """Replace a join of tensors along a dim, viewed as their stack, by a join along a
+    new dim, so that the original dim may be split."""
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         join = node.args[0]
         if join.target is not aten.cat.default or len(join.users) > 1:
@@ -287,12 +290,12 @@ def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
-    """``sum(scatter(zeros, dim, index, value) * weight, dim)`` of one index a row is
-    ``weight * value``.
+    """Replace ``sum(scatter(zeros, dim, index, value) * weight, dim)``, with one index
+    a row, by ``weight * value``.
 
-    So it stands in the backward of a cross entropy. Over classes that a plan splits the
-    sum would be a collective; on one device it reads as much as the logits. A weight
-    that is not finite gives inf, not NaN; the gradient it is for is NaN either way.
+    The backward of a cross entropy has this sum. Over classes that a plan splits it
+    would be a collective; on one device it reads as much as the logits. A weight that
+    is not finite gives inf, not NaN; the gradient computed from it is NaN either way.
     """
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         x, (dim, *further_dims) = node.args[0], node.args[1] or (0, 1)
@@ -318,7 +321,9 @@ def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
-    """What each row along ``dim`` has in one place, where all else of it is zero."""
+    """Return the value that each row along ``dim`` has in one place, with zeros
+    elsewhere; None if the node is no such one-hot tensor. ``rows``: its shape with
+    ``dim`` of size 1."""
     if not isinstance(node, fx.Node) or node.target is not aten.scatter.value:
         return None
     zeros, at, index, value = node.args
@@ -333,7 +338,8 @@ def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
 
 
 def _is_like(weight: Any, shape: tuple[int, ...], *alike: fx.Node) -> bool:
-    """Whether it is a tensor of this shape, of the one floating dtype of all."""
+    """Return whether ``weight`` is a tensor of this shape, and all nodes have one
+    floating dtype."""
     if not isinstance(weight, fx.Node) or shape_of(weight) != shape:
         return False
     dtypes = {n.meta["val"].dtype for n in (weight, *alike)}

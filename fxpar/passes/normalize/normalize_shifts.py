@@ -1,13 +1,14 @@
-"""traced -> normalized: rows that move by a constant number become ``fxpar::shift``.
+"""Replaces ops that move rows by a constant number by ``fxpar::shift``.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. A roll, a join of slices, a pad that is cut at the
-other end, and lookups at positions that count up (of an iota, computed here once) all
-give row ``i`` of a dim the row ``i + by`` of one tensor, around the end or with a
-constant beyond it. As one op it may be split along that dim: each rank then needs a few
-rows of its neighbour. So may a slice of a join that is one part of it, shifted, and
-rows put in (``cut_joins``). What gathers rows so, the backward adds up so: additions
-into zeros, of slices or at such positions, are shifts back.
+other end, and lookups at positions that count up (from an iota, computed here once) all
+make row ``i`` of a dim the row ``i + by`` of one tensor, cyclically or with a constant
+beyond the end. As one op it may be split along that dim: each rank then needs a few
+rows of its neighbour. So may a slice of a join that is one part of it, shifted, with
+rows put in (``cut_joins``). In the backward, additions into zeros, of slices or at such
+positions, are shifts back. Never: a value's strides change for a reader that would
+notice.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ aten = torch.ops.aten
 
 
 def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
-    """Nodes that shift the rows of one dim of a tensor as ``fxpar::shift``; the last
-    first, so that what several of them make is one."""
+    """Replace nodes that shift the rows of one dim of a tensor by ``fxpar::shift``; the
+    last first, so that several that make one shift become one."""
     for node in reversed(list(graph.nodes)):
         dim = _dim_of(node) if node.users else None
         if dim is None or not 1 < rows_of(node, dim) <= MOST_ROWS:
@@ -59,15 +60,15 @@ def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
                 )
         elif node.target is aten.slice.Tensor:
             shifted = of_one_part(node, dim, rewriter)
-        # What is not read is dropped with all that is dead.
+        # A shift that is not used here is removed as dead code.
         if shifted is not None and can_be_read_for(shifted, node):
             rewriter.replace(node, shifted)
 
 
 def can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
-    """Whether nothing but the two themselves lies in memory otherwise with a shift in
-    the place of a node. A slice of what was padded skips over memory, a shift does not;
-    what is made of either point by point does not."""
+    """Return whether no reader's memory layout changes with a shift in the place of a
+    node. A slice of a padded tensor has gaps in memory, a shift has none; the results
+    of pointwise readers have none in either case."""
     if _steps(shifted) == _steps(node):
         return True
     in_order = all(
@@ -79,14 +80,15 @@ def can_be_read_for(shifted: fx.Node, node: fx.Node) -> bool:
 
 
 def _steps(node: fx.Node) -> tuple[Any, ...]:
-    """Strides of the dims that have several rows, which alone say where rows lie."""
+    """Return the strides of dims of more than one row; only these matter."""
     value = node.meta["val"]
     pairs = zip(value.stride(), expressions(value.shape), strict=True)
     return expressions(stride for stride, rows in pairs if rows != 1)
 
 
 def _shift_of(node: fx.Node, dim: int) -> tuple[RowPlaces, int] | None:
-    """(rows, by how many) of a node that is a shift of one tensor of its shape."""
+    """Return (rows, number of rows shifted by) if a node is a shift of one tensor of
+    its shape, else None."""
     rows = row_places(node, dim)
     if rows is None or rows.source in (None, node):
         return None
@@ -111,7 +113,7 @@ def _shift_of(node: fx.Node, dim: int) -> tuple[RowPlaces, int] | None:
 
 
 def _dim_of(node: fx.Node) -> int | None:
-    """The dim along which a node may be a shift."""
+    """Return the dim along which a node may be a shift; None if there is none."""
     candidate = _DIM.get(node.target) if node.op == "call_function" else None
     if candidate is None or not all(map(is_known, (node, *node.all_input_nodes))):
         return None
@@ -132,7 +134,7 @@ def _index_dim(node: fx.Node) -> int | None:
 
 
 def _scatter_dim(node: fx.Node) -> int | None:
-    """The dim along which two additions to zeros were made."""
+    """Return the dim of the ``slice_scatter`` among a node's operands, if any."""
     if not any(
         isinstance(x, fx.Node) and x.target is aten.slice_scatter.default
         for x in node.args
@@ -143,12 +145,12 @@ def _scatter_dim(node: fx.Node) -> int | None:
 
 
 def _cut_dim(node: fx.Node) -> int | None:
-    """The dim of a slice of what was padded, or joined."""
+    """Return the dim of a slice of a pad or a join; None for other slices."""
     longer = aten.constant_pad_nd.default, aten.cat.default
     return _dim_argument(node) if node.args[0].target in longer else None
 
 
-# Along which dim a node may be a shift.
+# Op -> function that returns the dim along which its node may be a shift.
 _DIM: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.cat.default: _dim_argument,
     aten.slice.Tensor: _cut_dim,

@@ -1,8 +1,9 @@
-"""Functions of an element's place in a tensor, that need none of its elements.
+"""Defines functions that give an element from its place in a tensor alone.
 
-What is made of positions that count up is affine in the place (``Affine``), and what
-compares them is one of two constants, by inequalities (``TwoValued``). Sizes may be
-open.
+A value computed from positions that count up is affine in the place (``Affine``), and a
+comparison of such values is one of two constants, by inequalities (``TwoValued``).
+In: such functions and sizes, which may be open. Out: functions. Never reads a tensor or
+a graph.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ Number: TypeAlias = int | float | bool
 
 @dataclass(frozen=True)
 class Affine:
-    """``constant + sum(step * place)`` over the dims of a tensor."""
+    """Is ``constant + sum(step * place)`` over the dims of a tensor."""
 
-    # Of each dim; 0 of a dim of one element.
+    # One for each dim; 0 for a dim of one element.
     steps: tuple[int, ...]
     # The value at place 0 of all dims.
     constant: Number
@@ -26,11 +27,11 @@ class Affine:
 
 @dataclass(frozen=True)
 class TwoValued:
-    """One value where each of some affine functions is at least 0, else another."""
+    """Is one value where all of some affine functions are at least 0, else another."""
 
-    # The functions that have to be at least 0, all of them.
+    # The affine functions.
     bounds: frozenset[Affine]
-    # The value where they are.
+    # The value where all bounds are at least 0.
     yes: Number
     # The value elsewhere.
     no: Number
@@ -42,8 +43,8 @@ PlaceFunction: TypeAlias = Affine | TwoValued
 def normal(
     function: PlaceFunction | None, sizes: Sequence[Any]
 ) -> PlaceFunction | None:
-    """The same function with no step along a dim of one element and no bound that all
-    elements keep."""
+    """Return the same function without steps along dims of one element and without
+    bounds that all elements keep."""
     if isinstance(function, Affine):
         return on_sizes(function, sizes)
     if function is None:
@@ -62,7 +63,7 @@ def normal(
 
 
 def on_sizes(function: Affine, sizes: Sequence[Any]) -> Affine:
-    """A function of the last dims, on all."""
+    """Return a function of the last dims as a function of all dims."""
     steps = (0,) * (len(sizes) - len(function.steps)) + function.steps
     is_one = (isinstance(n, int) and n == 1 for n in sizes)
     return replace(
@@ -73,7 +74,8 @@ def on_sizes(function: Affine, sizes: Sequence[Any]) -> Affine:
 def range_of(
     function: Affine, sizes: Sequence[Any]
 ) -> tuple[Number | None, Number | None]:
-    """The least and the most that it is; None where a size is open."""
+    """Return the least and the largest value; None for both if a size that matters is
+    open."""
     least = most = function.constant
     for step, n in zip(function.steps, sizes, strict=True):
         if step and not isinstance(n, int):
@@ -84,21 +86,21 @@ def range_of(
 
 
 def with_opposite_bound(choice: TwoValued) -> TwoValued:
-    """The same choice by the inequality that holds where its one bound does not."""
-    (bound,) = choice.bounds  # of integers: what is not at least 0 is at most -1
+    """Return the same choice by the inequality that holds where its bound does not."""
+    (bound,) = choice.bounds  # integers: not at least 0 means at most -1
     opposite = combined(Affine((), -1), bound, -1)
     return TwoValued(frozenset([opposite]), choice.no, choice.yes)
 
 
 def equal_sizes(one: Any, other: Any) -> bool:
-    """Whether two sizes are known to be equal."""
+    """Return whether two sizes are known to be equal."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
     return str(one) == str(other)
 
 
 def combined(one: Affine, other: Affine, times: Number = 1) -> Affine:
-    """``one + times * other``."""
+    """Return ``one + times * other``."""
     rank = max(len(one.steps), len(other.steps))
     a, b = ((0,) * (rank - len(f.steps)) + f.steps for f in (one, other))
     steps = tuple(x + int(times) * y for x, y in zip(a, b, strict=True))
@@ -106,12 +108,12 @@ def combined(one: Affine, other: Affine, times: Number = 1) -> Affine:
 
 
 def is_constant(function: PlaceFunction | None) -> TypeGuard[Affine]:
-    """Whether a function is the same everywhere."""
+    """Return whether a function is affine without steps, so the same everywhere."""
     return isinstance(function, Affine) and not any(function.steps)
 
 
 def shifted(function: Affine, dim: int, by: int, step: int = 1) -> Affine:
-    """From an element on."""
+    """Return the function of a slice of ``dim`` from element ``by``, with ``step``."""
     steps = list(function.steps)
     constant = function.constant + steps[dim] * by
     steps[dim] *= step
@@ -121,7 +123,8 @@ def shifted(function: Affine, dim: int, by: int, step: int = 1) -> Affine:
 def map_bounds(
     x: PlaceFunction | None, mapping: Callable[[Affine], Affine | None]
 ) -> PlaceFunction | None:
-    """``mapping`` a function, or of all bounds of a choice."""
+    """Return ``mapping`` of a function, or a choice with all its bounds mapped; None if
+    one of these is None."""
     if not isinstance(x, TwoValued):
         return None if x is None else mapping(x)
     bounds = [mapping(bound) for bound in x.bounds]

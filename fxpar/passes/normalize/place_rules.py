@@ -1,8 +1,8 @@
-"""What an element of a node is, as a function of its place, by the rule of its op.
+"""Gives the elements of a node as a function of their place, by the rule of its op.
 
 In: a node of a functional ATen graph with global fake values. Out: a function
-(``place_functions``), or None of what depends on an input or is no such function. Never
-changes a graph.
+(``place_functions``), or None if the node depends on an input or has no such function.
+Never changes a graph.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 PlaceFunctions: TypeAlias = dict[fx.Node, PlaceFunction | None]
-# Gives the function of an operand.
+# Operand -> its function.
 Ask: TypeAlias = Callable[[Any], PlaceFunction | None]
 PlaceRule: TypeAlias = Callable[[fx.Node, Ask], PlaceFunction | None]
 
-# What positions are counted in: sums of others may wrap around, or lose digits.
+# dtypes of positions: sums in others may wrap around, or lose digits.
 _EXACT = (torch.int64, torch.int32)
 
 
 def function_of(node: Any, functions: PlaceFunctions) -> PlaceFunction | None:
-    """What an element of a node, or a number, is; kept in ``functions``."""
+    """Return the function of a node or a number, or None; cached in ``functions``."""
     if isinstance(node, bool | int | float):
         return Affine((), node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -67,7 +67,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-# Made of nothing
+# Without operands
 
 
 def _iota(node: fx.Node, ask: Ask) -> PlaceFunction | None:
@@ -77,7 +77,7 @@ def _iota(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 
 
 def _filled(at: int) -> PlaceRule:
-    """With the number that is the argument of this position."""
+    """Return the rule of an op filled with the number in this argument position."""
 
     def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         value = node.args[at] if len(node.args) > at else None
@@ -103,7 +103,7 @@ def _sum(sign: int) -> PlaceRule:
 
 
 def _product(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    """With a constant; of two choices by the same bounds."""
+    """Return the product with a constant, or of two choices by the same bounds."""
     one, other = ask(node.args[0]), ask(node.args[1])
     for a, b in ((one, other), (other, one)):
         if isinstance(a, Affine) and is_constant(b) and _dtype(node) in _EXACT:
@@ -131,7 +131,7 @@ def _running_sum(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 
 
 def _compared(sign: int, less: int) -> PlaceRule:
-    """Whether ``sign * (one - other) - less`` is at least 0."""
+    """Return the rule for ``sign * (one - other) - less >= 0``."""
 
     def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         one, other = ask(node.args[0]), ask(node.args[1])
@@ -146,7 +146,7 @@ def _compared(sign: int, less: int) -> PlaceRule:
 
 
 def _equal(same: bool) -> PlaceRule:
-    """Equal, or not, everywhere."""
+    """Return the rule for ``==`` (``same``) or ``!=``, if it is constant."""
 
     def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         one, other = ask(node.args[0]), ask(node.args[1])
@@ -164,7 +164,7 @@ def _equal(same: bool) -> PlaceRule:
 
 
 def _may_be_truth(*functions: PlaceFunction | None) -> bool:
-    """Whether none is a number that differs from place to place."""
+    """Return whether no function is a number that differs from place to place."""
     return all(is_constant(f) or isinstance(f, TwoValued | None) for f in functions)
 
 
@@ -182,7 +182,7 @@ def _and(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 
 
 def _or(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    """Of which one holds always or never."""
+    """Return ``one or other`` if one of them is constant."""
     one, other = ask(node.args[0]), ask(node.args[1])
     if _dtype(node) is not torch.bool or not _may_be_truth(one, other):
         return None
@@ -240,7 +240,8 @@ def _cast(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 def _moves_elements(
     steps_of: Callable[[fx.Node, tuple[int, ...]], Sequence[int] | None],
 ) -> PlaceRule:
-    """Each dim has the steps of another."""
+    """Return the rule of an op that moves elements; ``steps_of`` (node, its operand's
+    steps) gives the steps of its dims."""
 
     def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         def of(function: Affine) -> Affine | None:
@@ -262,7 +263,8 @@ def _permute(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int]:
 
 
 def _view(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int] | None:
-    """Dims of one element come and go; of a constant all do."""
+    """Return the steps after a view that adds or removes dims of one element; any view
+    of a constant has no steps."""
     before, after = shape_of(node.args[0]), shape_of(node)
     if not any(steps):
         return [0] * len(after)
@@ -294,7 +296,8 @@ def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 
 
 def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    """Parts of which each goes on where the one before ends."""
+    """Return the function of a join in which each part goes on where the one before
+    ends."""
     parts, dim = node.args[0], _argument(node, 1, "dim", 0) % len(shape_of(node))
     functions = [f for f in map(ask, parts) if isinstance(f, Affine)]
     if len(functions) < len(parts):
@@ -321,11 +324,11 @@ def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 
 
 def _index(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    """The function at places that are functions."""
+    """Return the function of a lookup at positions that are functions."""
     x, indices = ask(node.args[0]), node.args[1]
     if is_constant(x):
         return Affine((), x.constant)
-    # Beside a dim that is taken as a whole, those of indices stand elsewhere.
+    # With a dim that is not indexed, the indexed dims may be in another position.
     if not isinstance(x, Affine) or len(indices) != len(x.steps) or None in indices:
         return None
     function = Affine((), x.constant)

@@ -1,18 +1,19 @@
-"""Random numbers that do not depend on the mesh.
+"""Defines random ops whose numbers do not depend on the mesh.
 
 Inductor draws element i of a tensor as a function of a seed and of i. The ops here draw
 a slice of that tensor: same seed, index in the *global* tensor. So a shard of a dropout
 mask is the slice of the one-device mask, bit for bit.
 
-``fxpar::random`` and ``fxpar::randint`` run as they stand (Philox 4x32 in int64
-arithmetic) and, once ``register_lowering`` was called, are compiled by Inductor.
-``fxpar::seeds`` draws the seeds as compiled code does.
+In: a seed, the global size, and the size and offset of the slice. Out: its numbers.
+``fxpar::random`` and ``fxpar::randint`` run eagerly (Philox 4x32 in int64 arithmetic)
+and, after ``register_lowering``, are compiled by Inductor. ``fxpar::seeds`` draws seeds
+as compiled code does; the other ops never read a generator.
 
 ``rand`` and ``randint`` on CPU equal Inductor's to the last bit; ``randn`` up to one
 unit in the last place in half a percent of the numbers, where libm's ``logf`` is not
 correctly rounded. On CUDA Inductor itself has two streams: one-dimensional kernels of
-torch 2.13 take four neighbours from one Philox counter, others one. Compiled here is
-the former, whatever the kernel.
+torch 2.13 take four neighbours from one Philox counter, others one. The code here takes
+four in every kernel.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _SCALE = 4.6566127342e-10  # the largest float32 that keeps 2**31 - 1 below 1
     "fxpar::seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def seeds(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` seeds from the default generator, as code that Inductor compiled draws
-    them; ``prims.inductor_seeds`` run eagerly draws from another range."""
+    """Draw ``count`` seeds from the default generator, as code compiled by Inductor
+    does; ``prims.inductor_seeds`` run eagerly draws from another range."""
     limits = torch.iinfo(torch.int64)
     return torch.randint(limits.min, limits.max, [count], device=device)
 
@@ -48,8 +49,8 @@ def _(count, device):
 
 @torch.library.custom_op("fxpar::moved_seeds", mutates_args=())
 def moved_seeds(seeds: torch.Tensor, step: int) -> torch.Tensor:
-    """Seeds so far from others. An op of its own, since Inductor reads seeds from
-    memory alone."""
+    """Return ``seeds + step``. An op of its own, since Inductor reads seeds from memory
+    only."""
     return seeds + step
 
 
@@ -66,7 +67,7 @@ def random(
     global_size: Sequence[int],
     offset: Sequence[int],
 ) -> torch.Tensor:
-    """The slice of ``size`` at ``offset`` of Inductor's
+    """Return the slice of ``size`` at ``offset`` of Inductor's
     ``inductor_random(global_size, seed, mode)``.
 
     ``mode``: "rand" or "randn". ``seed``: one int64. The result is float32, on the
@@ -90,7 +91,7 @@ def randint(
     global_size: Sequence[int],
     offset: Sequence[int],
 ) -> torch.Tensor:
-    """The slice of ``size`` at ``offset`` of Inductor's
+    """Return the slice of ``size`` at ``offset`` of Inductor's
     ``inductor_randint(low, high, global_size, seed)``."""
     linear = _linear(size, global_size, offset, seed.device)
     key = _stream(seed.device.type).key(seed)
@@ -104,7 +105,7 @@ def _(low, high, size, seed, global_size, offset):
 
 
 def _strides(size: Sequence[Any]) -> list[Any]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = [1] * len(size)
     for i in range(len(size) - 2, -1, -1):
         strides[i] = strides[i + 1] * size[i + 1]
@@ -117,7 +118,7 @@ def _linear(
     offset: Sequence[int],
     device: torch.device,
 ) -> torch.Tensor:
-    """Index of each element in the flat global tensor."""
+    """Return the index of each element of the slice in the flat global tensor."""
     out = torch.zeros(list(size), dtype=torch.int64, device=device)
     for dim, stride in enumerate(_strides(global_size)):
         steps = torch.arange(size[dim], device=device) + offset[dim]
@@ -126,7 +127,7 @@ def _linear(
 
 
 class _Eager:
-    """Arithmetic on tensors, for code shared with the lowering."""
+    """Is the arithmetic on tensors, for code shared with the lowering."""
 
     where = staticmethod(torch.where)
     log, sqrt = staticmethod(torch.log), staticmethod(torch.sqrt)
@@ -138,10 +139,10 @@ class _Eager:
 
 
 def _philox(counter: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
-    """Four random words; words are int64 between 0 and 2**32 - 1.
+    """Return four random words; words are int64 between 0 and 2**32 - 1.
 
     The product of two words fits 64 bits, so that wrapped int64 products hold the right
-    bits, and what a shift brings in from the sign is masked away.
+    bits, and the sign bits that a shift brings in are masked away.
     """
     c0, c1, c2, c3 = counter, counter & 0, counter & 0, counter & 0
     for _ in range(10):
@@ -153,7 +154,7 @@ def _philox(counter: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _modulo(x: torch.Tensor, n: int) -> torch.Tensor:
-    """``x % n``, the bits of ``x`` read as unsigned."""
+    """Return ``x % n``, the bits of ``x`` read as unsigned."""
     half = x >> 1 & 0x7FFFFFFFFFFFFFFF
     remainder = x - half // n * 2 * n
     return torch.where((remainder < 0) | (remainder >= n), remainder - n, remainder)
@@ -161,15 +162,15 @@ def _modulo(x: torch.Tensor, n: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Stream:
-    """How a device's generated code turns Philox words into numbers."""
+    """Holds how a device's generated code turns Philox words into numbers."""
 
-    # All 64 bits of the seed count, not 32.
+    # All 64 bits of the seed are used, not 32.
     wide: bool
-    # Neighbours that share a counter.
+    # Number of neighbours that share a counter.
     lanes: int
     # Uniform numbers: (arithmetic, words, lane) -> numbers.
     rand: Callable[[Any, Sequence[Any], Any], Any]
-    # Normal numbers, alike.
+    # Normal numbers, in the same form.
     randn: Callable[[Any, Sequence[Any], Any], Any]
 
     def key(self, seed: Any) -> tuple[Any, Any]:
@@ -177,14 +178,14 @@ class _Stream:
         return low, (seed >> 32 & _WORD) if self.wide else low & 0
 
     def draw(self, xp: Any, mode: str, linear: Any, seed: Any) -> Any:
-        """Numbers for flat indices; what is above 32 bits wraps, as in kernels."""
+        """Return the numbers for flat indices; these wrap at 32 bits, as in kernels."""
         counter = (linear & _WORD) >> int(math.log2(self.lanes))
         words = _philox(counter, *self.key(seed))
         return getattr(self, mode)(xp, words, linear & (self.lanes - 1))
 
 
 def _pick(xp: Any, lane: Any, values: Sequence[Any]) -> Any:
-    """``values[lane]``, where there are as many values as lanes."""
+    """Return ``values[lane]``, with as many values as lanes."""
     out = values[0]
     for i, value in enumerate(values[1:], 1):
         out = xp.where(lane == i, value, out)
@@ -200,7 +201,8 @@ def _cpp_rand(xp: Any, words: Sequence[Any], lane: Any) -> Any:
 
 
 def _cpp_randn(xp: Any, words: Sequence[Any], lane: Any) -> Any:
-    """The logarithm is float32, rounded from float64 here; the rest is float64."""
+    """Return normal numbers as C++ kernels do: the logarithm is float32, rounded from
+    float64 here; the rest is float64."""
     u, v = 1 - _cpp_uniform(xp, words[0]), 1 - _cpp_uniform(xp, words[1])
     log = xp.real(xp.log(u.double())).double()
     return xp.real(xp.sqrt(-2.0 * log) * xp.cos(2.0 * math.pi * v.double()))
@@ -240,7 +242,7 @@ def _stream(device: str) -> _Stream:
 
 
 class _InductorValue:
-    """An Inductor value with the operators of a tensor that the shared code uses."""
+    """Is an Inductor value with the operators of a tensor that the shared code uses."""
 
     def __init__(self, ops: Any, value: Any, dtype: torch.dtype = torch.int64) -> None:
         self.ops, self.value, self.dtype = ops, value, dtype
@@ -283,7 +285,7 @@ class _InductorValue:
 
 
 class _Lowered:
-    """Arithmetic on Inductor's values, as ``_Eager`` on tensors."""
+    """Is the arithmetic on Inductor's values, as ``_Eager`` is on tensors."""
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
@@ -305,11 +307,11 @@ class _Lowered:
 
 @functools.cache
 def register_lowering() -> None:
-    """Teach Inductor both ops; needed before it first compiles one of them."""
+    """Register Inductor lowerings of both ops; needed before it compiles either."""
     register, pointwise, ops = _torch.inductor_lowerings.inductor_lowering()
 
     def lower(size, seed, global_size, offset, dtype, draw):
-        """One realized buffer: a consumer that drew anew could index differently."""
+        """Return a realized buffer: a reader that drew again could index otherwise."""
         strides, load = _strides(global_size), seed.make_loader()
 
         def inner(index):
@@ -329,8 +331,8 @@ def register_lowering() -> None:
         def draw(seed, linear):
             if stream.lanes == 1:
                 return getattr(ops, mode)(seed, ops.index_expr(linear, torch.int32))
-            # Inductor's own op takes neighbours of a kernel for neighbours in the
-            # global tensor, which those of a slice are not.
+            # Inductor's own op assumes that neighbours in a kernel are neighbours in
+            # the global tensor, which is wrong for a slice.
             at = _InductorValue(ops, ops.index_expr(linear, torch.int64))
             return stream.draw(_Lowered(ops), mode, at, _InductorValue(ops, seed)).value
 

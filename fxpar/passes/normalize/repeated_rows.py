@@ -1,11 +1,12 @@
-"""traced -> normalized: repeats, and their gradients, whose rows ranks exchange.
+"""Rewrites repeats, and their gradients, so that the repeated dim may be split.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
-place, computing the same values. Rows of a dim may be repeated where they lie split
-(``slicing.repeat``), but not beside copies of one row, or along a new dim: such a
-repeat is one of rows, then one of copies. The gradient views a dim as turns and sums
-them, and a view as turns is no shard of the dim. As one op (``fxpar::sum_turns``) each
-rank sums its own rows, and ranks sum what they have.
+place, computing the same values. Rows of a split dim may be repeated
+(``slicing.repeat``), but not together with copies of one row, or along a new dim: such
+a repeat becomes one of rows, then one of copies. The gradient views a dim as turns and
+sums them, and a view as turns is no shard of the dim. As one op (``fxpar::sum_turns``)
+each rank sums its own rows, and ranks sum the results. Never: a repeat with open or
+empty sizes changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ aten = torch.ops.aten
 
 
 def part_repeats(graph: fx.Graph, rewriter: Builder) -> None:
-    """Repeats of rows apart from copies, and sums of turns where rows were repeated."""
+    """Split repeats into those of rows and of copies, and replace sums of turns of
+    repeated rows by ``fxpar::sum_turns``."""
     repeats = graph.find_nodes(op="call_function", target=aten.repeat.default)
     turns_seen = {_turns(node) for node in repeats if _is_known(node)} - {None}
     for node in repeats:
@@ -34,25 +36,25 @@ def part_repeats(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether all sizes are numbers, and there is something."""
+    """Return whether all sizes are numbers, and none is 0."""
     sizes = (*shape_of(node.args[0]), *node.args[1])
     return all(isinstance(n, int) for n in sizes) and 0 not in sizes
 
 
 def _rows_repeated(node: fx.Node) -> dict[int, int]:
-    """Dim of the operand with several rows -> how often it is repeated."""
+    """Return {dim of the operand with several rows: number of repeats}, if repeated."""
     shape, repeats = shape_of(node.args[0]), node.args[1]
     pairs = enumerate(zip(shape, repeats[len(repeats) - len(shape) :], strict=True))
     return {d: times for d, (n, times) in pairs if n > 1 < times}
 
 
 def _turns(node: fx.Node) -> Any:
-    """(shape that the rows were of, how often each dim was repeated)."""
+    """Return (shape of the operand, (dim, number of repeats) of its repeated dims)."""
     return shape_of(node.args[0]), tuple(_rows_repeated(node).items())
 
 
 def _part(node: fx.Node, rewriter: Builder) -> None:
-    """A repeat of rows, then one of copies."""
+    """Replace a repeat by one of rows, then one of copies."""
     x, repeats = node.args
     new, rows = len(repeats) - len(shape_of(x)), _rows_repeated(node)
     copies = [1 if d - new in rows else times for d, times in enumerate(repeats)]
@@ -66,12 +68,12 @@ def _part(node: fx.Node, rewriter: Builder) -> None:
 
 
 def _sum_turns(node: fx.Node, turns_seen: set[Any], rewriter: Builder) -> None:
-    """Turns of a repeat that are viewed as a dim, and summed."""
+    """Replace the sum of a view that has the turns of a repeat as a dim."""
     view, dims = node.args[0], node.args[1]
     if node.args[2:] or node.kwargs or view.target is not aten.view.default:
         return
     shape, dims = shape_of(node), sorted(d % len(shape_of(view)) for d in dims)
-    # Each sum stands before the dim whose turns it is of.
+    # The dim of turns is right before the dim that was repeated.
     turns = [(d - i, shape_of(view)[d]) for i, d in enumerate(dims)]
     whole = list(shape)
     for d, times in turns:
@@ -81,7 +83,7 @@ def _sum_turns(node: fx.Node, turns_seen: set[Any], rewriter: Builder) -> None:
     if (shape, tuple(turns)) not in turns_seen or shape_of(x) != tuple(whole):
         return
     if x.meta["val"].dtype != node.meta["val"].dtype:
-        return  # whole numbers of a few bits are summed in more
+        return  # narrow integers are summed in a wider dtype
     with rewriter.before(node):
         for d, times in turns:
             x = rewriter.call(torch.ops.fxpar.sum_turns.default, x, d, times)

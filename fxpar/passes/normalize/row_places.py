@@ -1,13 +1,13 @@
-"""What each row of a dim holds, read off the ops that move rows by constant numbers.
+"""Finds the source of each row of a dim, through ops that move rows by constants.
 
-In: a node of a functional ATen graph, one of its dims. Out: ``RowPlaces``, for each row
-the row of one tensor, or a constant, that it is. Joins, pads, slices and lookups at
-positions that count up (of an iota, computed here once) are followed; what no op is
-known of is its own source.
+In: a node of a functional ATen graph, one of its dims. Out: ``RowPlaces``: for each row
+the row of one tensor that it equals, or a constant. Joins, pads, slices and lookups at
+positions that count up (from an iota, computed here once) are followed; the result of
+any other op is its own source. Never changes a graph.
 
-Rows of a dim whose size is left open are told at its hint. Joins, pads and slices by
-constant numbers do the same to any size that is so large that rows counted from one end
-never meet those counted from the other (``RowPlaces.reach``).
+Rows of a dim of open size are given at its hint. Joins, pads and slices by constant
+numbers do the same to any size that is so large that rows counted from one end never
+meet those counted from the other (``RowPlaces.reach``).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fxpar.sharding.constant_values import computed
 
 aten = torch.ops.aten
 
-# Positions of a lookup, and rows of a dim, are followed up to so many.
+# The most positions of a lookup, and rows of a dim, that are followed.
 MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """What each row of a dim holds: a row of another tensor, or a constant."""
+    """Holds the source of each row of a dim: a row of another tensor, or a constant."""
 
     # None: all rows are the constant.
     source: fx.Node | None
-    # [rows] of whole numbers: which row of the source, or -1 for the constant.
+    # Integers [rows]: the row of the source, or -1 for the constant.
     places: torch.Tensor
     # The constant; None: no row is one.
     fill: float | None = None
@@ -51,7 +51,7 @@ class RowPlaces:
 
 
 def rows_of(node: fx.Node, dim: int) -> int:
-    """Rows of a dim, at the hint of one that is left open."""
+    """Return the rows of a dim, at the hint if its size is open."""
     return int(hint_of(shape_of(node)[dim]))
 
 
@@ -60,13 +60,14 @@ def is_open_dim(node: fx.Node, dim: int) -> bool:
 
 
 def is_known(node: Any) -> bool:
-    """Whether a node is a tensor of a size that does not depend on data."""
+    """Return whether a node is a tensor whose size does not depend on data."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, torch.Tensor) and not _torch.fake.depends_on_data(value)
 
 
 def row_places(node: Any, dim: int) -> RowPlaces | None:
-    """The rows of a node along a dim; its own where nothing else is known."""
+    """Return the rows of a node along a dim, its own if no other source is known; None
+    if its size depends on data or is too large."""
     if not is_known(node) or not shape_of(node):
         return None
     reader = _BY_ENDS.get(node.target)
@@ -98,7 +99,7 @@ def _slice(node: fx.Node, dim: int) -> RowPlaces | None:
 
 
 def _counted(*bounds: int | None) -> int:
-    """By how many rows bounds are counted from either end."""
+    """Return the number of rows by which bounds are counted from either end."""
     return sum(abs(n) for n in bounds if n is not None and n != sys.maxsize)
 
 
@@ -110,7 +111,8 @@ def _constant(node: fx.Node, dim: int) -> RowPlaces | None:
 
 
 def _joined(parts: Sequence[RowPlaces | None]) -> RowPlaces | None:
-    """Rows of one tensor and one constant, one part after the other."""
+    """Return the rows of a join of parts; None unless they have one source and one
+    constant at most."""
     present = [rows for rows in parts if rows is not None]
     sources = dict.fromkeys(r.source for r in present if r.source is not None)
     fills = {r.fill for r in present if r.fill is not None}
@@ -159,7 +161,7 @@ def _pad(node: fx.Node, dim: int) -> RowPlaces | None:
 
 
 def padded_dim(node: fx.Node) -> int | None:
-    """The one dim that a pad changes."""
+    """Return the one dim that a pad changes; None if it changes several or none."""
     amounts = node.args[1]
     dims = {i // 2 for i, n in enumerate(amounts) if n}
     return len(shape_of(node)) - 1 - dims.pop() if len(dims) == 1 else None
@@ -184,7 +186,7 @@ def _slice_scatter(node: fx.Node, dim: int) -> RowPlaces | None:
 def _put(
     under: RowPlaces, over: RowPlaces, positions: torch.Tensor
 ) -> RowPlaces | None:
-    """``over`` written into constant rows, at other places each."""
+    """Return ``over`` written into constant rows at distinct positions, else None."""
     if under.source is not None or len(positions) != len(over.places):
         return None
     if over.fill is not None and over.fill != under.fill:
@@ -196,7 +198,7 @@ def _put(
 
 
 def _add(node: fx.Node, dim: int) -> RowPlaces | None:
-    """Rows added to zeros."""
+    """Return the rows of a sum whose operands are zero where the other is not."""
     if node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
         return None
     if not all(same_shape(x, node) for x in node.args):
@@ -222,7 +224,7 @@ def _index(node: fx.Node, dim: int) -> RowPlaces | None:
 
 
 def indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """(dim, positions) of a lookup or update along one dim."""
+    """Return (dim, positions) of a lookup or update along one dim, else None."""
     if node.target is aten.index_select.default:
         index = node.args[2]
         return (node.args[1] % len(shape_of(node)), index) if shape_of(index) else None
@@ -243,7 +245,7 @@ def _index_put(node: fx.Node, dim: int) -> RowPlaces | None:
 def _updated(
     node: fx.Node, dim: int, base: fx.Node, index: fx.Node, values: fx.Node
 ) -> RowPlaces | None:
-    """Rows added to zeros at positions of which none comes twice."""
+    """Return the rows of an addition to zeros at distinct positions, else None."""
     if shape_of(values) != shape_of(node):
         return None
     positions, under = (
@@ -279,8 +281,8 @@ def _scatter_add(node: fx.Node, dim: int) -> RowPlaces | None:
 
 
 def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
-    """Positions that no input has a part in, in ``[0, n)``; of an index of several
-    dims those along ``dim``, if they are the same for all others."""
+    """Return the positions in an index that depends on no input, if all are in
+    ``[0, n)``; for several dims those along ``dim``, if equal for all others."""
     if not 0 < math.prod(shape_of(index)) <= MOST_ROWS:
         return None
     positions = computed(index, {})
@@ -301,12 +303,12 @@ def same_shape(one: fx.Node, other: fx.Node) -> bool:
 
 
 def counts_from_ends(node: fx.Node) -> bool:
-    """Whether rows of a node are told by constant numbers of rows from the ends of its
-    operands, at any size."""
+    """Return whether a node's rows are given by constant numbers of rows from the ends
+    of its operands, at any size."""
     return node.target in _BY_ENDS
 
 
-# How the rows of a node are read: of these at any size, of the others one by one.
+# Op -> function that finds its rows: here at any size, below one by one.
 _BY_ENDS: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
     aten.slice.Tensor: _slice,
     aten.full.default: _constant,

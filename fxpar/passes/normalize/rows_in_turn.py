@@ -1,13 +1,13 @@
-"""traced -> normalized: rows of several tensors in turn, of dims that no axes divide.
+"""Rewrites rows of several tensors taken in turn, in dims that no axes divide.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
-place, computing the same values. Tensors that are stacked behind a dim, and that dim
-merged with the new one, give their rows in turn; a view as rows and parts is whole
-where shards are not alike. As one op (``fxpar::interleave``) ranks exchange the few
-rows that change ranks; the gradient reads every so many rows of one tensor, which
-slices do. Where the parts do not have as many rows (an associative scan pads the last
-of them, and cuts off what it padded) the op takes them as they are. What it never does:
-change a dim that all axes divide, whose shards are views as well.
+place, computing the same values. Tensors stacked after a dim, which is then merged with
+the new one, give their rows in turn; a view as rows and parts must be whole where
+shards are uneven. As one op (``fxpar::interleave``) ranks exchange the few rows that
+change ranks; the gradient reads every n-th row of one tensor, which slices do. Where
+the parts have different numbers of rows (an associative scan pads the last of them, and
+cuts off the padding) the op takes them unpadded. Never: a dim changes that all axes
+divide, whose shards are views as well.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 @dataclass(frozen=True)
 class _Turns:
-    """Which rows are taken in turn."""
+    """Holds the sizes of parts whose rows are taken in turn."""
 
     # Sizes before the dim.
     before: tuple[int, ...]
     # Rows of each part.
     rows: int
-    # How many parts.
+    # Number of parts.
     parts: int
     # Elements of a row.
     behind: int
@@ -49,16 +49,15 @@ class _Turns:
 
     @property
     def merged(self) -> tuple[int, ...]:
-        """The sizes up to the dim of the rows of all parts."""
+        """Return the sizes up to the dim that has the rows of all parts."""
         return (*self.before, self.rows * self.parts)
 
 
 def take_rows_in_turn(
     graph: fx.Graph, rewriter: Builder, splits: Callable[[int], bool]
 ) -> None:
-    """Rows in turn as ``fxpar::interleave``, and their gradients as slices.
-    ``splits``: whether a dim of so many rows may be split into shards that are not
-    alike."""
+    """Replace rows in turn by ``fxpar::interleave``, and their gradients by slices.
+    ``splits``: whether a dim of so many rows may be split unevenly."""
     turns_seen: set[_Turns] = set()
     for view in graph.find_nodes(op="call_function", target=aten.view.default):
         join = _source(view)
@@ -72,7 +71,7 @@ def take_rows_in_turn(
 
 
 def _source(view: fx.Node) -> fx.Node:
-    """What views are of."""
+    """Return the source of a chain of views."""
     node: Any = view
     while node.target in _VIEWS:
         node = node.args[0]
@@ -80,7 +79,7 @@ def _source(view: fx.Node) -> fx.Node:
 
 
 def _turns(join: fx.Node, view: fx.Node) -> _Turns | None:
-    """The rows that a view of a join has in turn."""
+    """Return the sizes of the parts whose rows a view of a join has in turn, if any."""
     if join.target is not aten.cat.default or join.kwargs:
         return None
     parts, shape = join.args[0], shape_of(join.args[0][0])
@@ -120,7 +119,7 @@ def _interleave(
 
 
 def _before_stack(parts: list[fx.Node], dim: int) -> list[fx.Node]:
-    """Parts without a dim that all of them were given to be joined along it."""
+    """Return parts without the new dim along which they are joined, if all have it."""
     for x in parts:
         is_new = x.target is aten.unsqueeze.default
         if not is_new or x.args[1] % len(shape_of(x)) != dim:
@@ -131,7 +130,7 @@ def _before_stack(parts: list[fx.Node], dim: int) -> list[fx.Node]:
 def _in_turn(
     parts: list[fx.Node], turns: _Turns, shape: tuple[int, ...], rewriter: Builder
 ) -> fx.Node:
-    """The rows of parts in turn, in this shape."""
+    """Return the rows of parts in turn, in this shape."""
     rows = rewriter.call(torch.ops.fxpar.interleave.default, parts, turns.dim)
     if shape_of(rows) != shape:
         rows = rewriter.call(aten.view.default, rows, shape)
@@ -139,8 +138,8 @@ def _in_turn(
 
 
 def _cut_off(node: fx.Node, turns: _Turns) -> int:
-    """How many rows a slice leaves out at the end, where each is the last row of a part
-    and some part keeps its own."""
+    """Return the number of rows that a slice leaves out at the end, if they are fewer
+    than the parts (each the last row of its part), else 0."""
     if node.target is not aten.slice.Tensor or node.kwargs or turns.rows == 1:
         return 0
     rows = turns.merged[turns.dim]
@@ -152,7 +151,7 @@ def _cut_off(node: fx.Node, turns: _Turns) -> int:
 
 
 def _pads(node: fx.Node, dim: int, rows: int) -> bool:
-    """Whether a node is a pad by so many rows at the end of a dim, and nowhere else."""
+    """Return whether a node pads only the end of a dim, by so many rows."""
     if node.target is not aten.constant_pad_nd.default or padded_dim(node) != dim:
         return False
     at = 2 * (len(shape_of(node)) - 1 - dim)
@@ -160,7 +159,7 @@ def _pads(node: fx.Node, dim: int, rows: int) -> bool:
 
 
 def _slice(node: fx.Node, turns_seen: set[_Turns], rewriter: Builder) -> None:
-    """The rows of one part, selected of a view as rows and parts."""
+    """Replace a ``select`` of one part from a view as rows and parts by a slice."""
     view, along, index = node.args
     if view.target not in _VIEWS or not isinstance(index, int):
         return
@@ -185,7 +184,7 @@ def _slice(node: fx.Node, turns_seen: set[_Turns], rewriter: Builder) -> None:
 def _every(
     x: fx.Node, turns: _Turns, first: int, shape: tuple[int, ...], rewriter: Builder
 ) -> fx.Node:
-    """The rows of one part, in this shape but for their number."""
+    """Return the rows of one part, in this shape except for their number."""
     rows = shape_of(x)[turns.dim]
     merged = (*turns.before, rows, *shape[turns.dim + 1 :])
     if shape_of(x) != merged:
@@ -196,8 +195,8 @@ def _every(
 def _slice_padded(
     node: fx.Node, x: fx.Node, turns: _Turns, index: int, rewriter: Builder
 ) -> None:
-    """Of zeros put behind the rows that are selected of, those that a crop leaves: a
-    slice of what they were put behind."""
+    """Replace the rows of one part of a tensor padded by zeros, without the padding, by
+    a slice of the unpadded tensor."""
     source = _before_zeros(x, turns)
     if source is None:
         return
@@ -216,7 +215,7 @@ def _slice_padded(
 
 
 def _before_zeros(node: fx.Node, turns: _Turns) -> fx.Node | None:
-    """The rows that zeros stand behind."""
+    """Return the rows that a node pads by zeros at the end; None for other nodes."""
     if node.target is not aten.slice_scatter.default or node.kwargs:
         return None
     zeros, source = node.args[:2]

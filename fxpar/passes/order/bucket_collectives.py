@@ -1,10 +1,10 @@
-"""bound -> bound: collectives that can run together become one.
+"""Joins collectives that can run together into one.
 
-In: the bound graph of a forward or a backward. Out: the same graph, in place; small
+In: the bound graph of a forward or a backward, and the names of the collectives of each
+bucket (``joinable_collectives`` chooses them). Out: the same graph, in place; small
 all-gathers of parameters, and reductions of gradients, of one kind, group and dtype are
-joined until a bucket is full: their operands are copied into one tensor, which one
-collective moves, and its result is cut up again. Which ones says
-``joinable_collectives``.
+joined: their operands are copied into one tensor, which one collective moves, and its
+result is split again. Never chooses what to join.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _REDUCE = c10d.all_reduce.default
 def join_buckets(
     graph: fx.Graph, rewriter: Builder, buckets: Sequence[Sequence[str]]
 ) -> None:
-    """Join the collectives of these names, bucket by bucket, in place. Of reductions
-    results of the graph become views of one tensor, as only gradients may be."""
+    """Join the collectives of these names, bucket by bucket, in place. Results of the
+    graph that are reduced become views of one tensor, which only gradients may be."""
     names = {name for bucket in buckets for name in bucket}
     nodes = {node.name: node for node in graph.nodes if node.name in names}
     for bucket in buckets:
@@ -55,17 +55,17 @@ def _wait_of(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Elements of a node that go into a bucket: all, or [begin, end) of its one row."""
+    """Holds the elements of a node that a bucket has: all, or part of its one row."""
 
-    # Whose elements.
+    # The node that has the elements.
     node: fx.Node
-    # The first of them, along dim 1.
+    # The first element, along dim 1.
     begin: int = 0
-    # Behind the last. None: all of the node, whatever its shape.
+    # After the last. None: all of the node, whatever its shape.
     end: int | None = None
 
     def with_next(self, other: _Stretch) -> _Stretch | None:
-        """Both as one, if the other lies behind this one."""
+        """Return both as one if the other starts where this one ends, else None."""
         if self.end is None or (self.node, self.end) != (other.node, other.begin):
             return None
         return replace(self, end=other.end)
@@ -79,7 +79,7 @@ class _Stretch:
 
 
 def _stretch_of(node: fx.Node, rows: int) -> _Stretch:
-    """Where a node's elements lie: what ``_split_result`` made is read in its row."""
+    """Return a node's stretch; for a part made by ``_split_result``, one of its row."""
     if rows == 1 and node.target is aten.reshape.default:
         piece = node.args[0]
         if piece.target is aten.slice.Tensor and len(piece.args) == 4:
@@ -93,8 +93,8 @@ def _stretch_of(node: fx.Node, rows: int) -> _Stretch:
 
 
 def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
-    """[rows, all of them]: row r of each operand, seen as [rows, ...], side by side.
-    Neighbours in the row of another bucket are read from it as they lie."""
+    """Return the operands, each viewed as [rows, ...], joined along dim 1. Neighbours
+    in the row of another bucket are read from it as one slice."""
     stretches: list[_Stretch] = []
     for node in nodes:
         stretch = _stretch_of(node, rows)
@@ -110,7 +110,7 @@ def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
 def _split_result(
     rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]
 ) -> None:
-    """Results of the members, from their bucket's [rows, all of them]."""
+    """Replace the members' results by parts of ``x``, the bucket's [rows, elements]."""
     at = 0
     for member in members:
         shape = list(member.meta["val"].shape)
@@ -130,7 +130,7 @@ def _split_result(
 
 
 def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    """Each rank's parts in one row; the result has a row per rank."""
+    """Join gathers: each rank sends one row, and the result has a row per rank."""
     first = members[0]
     _, count, group = first.args
     with rewriter.before(first):
@@ -143,7 +143,7 @@ def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
-    """Move what a gather's operand is made of before the bucket."""
+    """Move the nodes that a gather's operand is computed from before the bucket."""
     if node.op == "placeholder" or node < before:
         return
     for read in node.all_input_nodes:
@@ -152,7 +152,7 @@ def _hoist(node: fx.Node, before: fx.Node) -> None:
 
 
 def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    """A row for each rank; the result is this rank's row."""
+    """Join reduce-scatters: the operand has a row per rank, the result is one row."""
     last = members[-1]
     _, op, count, group = last.args
     with rewriter.before(last):
@@ -179,10 +179,10 @@ _JOIN = {
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Move what reads a result of a bucket behind it, else keep the order."""
+    """Move nodes that read a result of a bucket after it; else keep the order."""
     placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
-    is_moved = False  # anything so far
+    is_moved = False  # whether any node was moved so far
     *nodes, output = graph.nodes
     for first in nodes:
         stack = [first]

@@ -1,11 +1,11 @@
-"""scheduled -> scheduled: what already lies in memory is copied into a bucket at once.
+"""Copies values that are in memory already into a bucket by one call of torch.
 
 In: a forward or a backward as it goes to Inductor. Out: the same graph, changed in
-place: an ``aten.cat`` of many values, most of which graph inputs or bodies of layers
-give, is one call of torch's own copy. What an op outside of a body computes, Inductor
-writes where it belongs in the bucket; of what lies elsewhere it generates a loop for
-each value, so that its text, and the C++ or Triton compiler's time, grow with the
-layers of a model.
+place: an ``aten.cat`` of many values, most of them graph inputs or results of bodies of
+layers, becomes one call of torch's own cat. The result of an op outside of a body
+Inductor writes to its place in the bucket; for any other value it generates a loop, so
+that its code, and the C++ or Triton compiler's time, grow with the layers of a model.
+Never: a value changes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fxpar.sharding.cost.op import viewed
 
 aten = torch.ops.aten
 
-# So many values must lie in memory: of fewer, loops are a few lines.
+# The least number of values in memory: for fewer, loops are a few lines.
 LEAST = 8
 
 
 def copy_together(graph: fx.Graph) -> None:
-    """Let torch copy the parts of buckets that lie in memory."""
+    """Let torch copy buckets most of whose parts are in memory, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts = node.args[0] if node.args else node.kwargs["tensors"]
         in_memory = sum(map(_lies_in_memory, parts))
@@ -38,7 +38,7 @@ def copy_together(graph: fx.Graph) -> None:
 
 
 def _lies_in_memory(part: fx.Node) -> bool:
-    """Whether a graph input, or a body, gives what a part shows."""
+    """Return whether a part is, or is a view of, a graph input or a body's result."""
     base = viewed(part)
     if base.op == "placeholder":
         return True

@@ -1,16 +1,17 @@
-"""bound -> bound: work that can wait stands behind the start of a collective.
+"""Moves work that can wait after the start of a collective.
 
-In: a forward or a backward by itself, whose waits stand where their results are first
-needed. Out: the same graph, changed in place: where nothing stands between a collective
-of what was computed and its wait, contractions that stood before it and that it does
-not need come behind it, with what only they lead to. The gradients of weights run
-beside the all-reduce of an input's gradient, as Megatron-LM writes by hand (Korthikanti
-et al. 2022, section 4.2.2), and beside the permutes of its halos; a convolution's
-backward, which makes both, is parted for that (``parted_gradients``).
+In: a forward or a backward by itself, whose waits are where their results are first
+needed. Out: the same graph, changed in place: where there is no work between a
+collective of a computed value and its wait, contractions before it that it does not
+need move after it, with the nodes that read only them. The gradients of weights then
+overlap with the all-reduce of an input's gradient, as Megatron-LM writes by hand
+(Korthikanti et al. 2022, section 4.2.2), and with the permutes of its halos; for that a
+convolution's backward, which computes both, is split in two (``parted_gradients``).
 
-Only ops that compute are moved, never across a wait or a write, so that collectives,
-draws and writes keep their order on all ranks. What is moved holds what it reads for
-longer: the nearest are moved, up to ``HELD`` times the bytes of the collective.
+Never: a node moves across a wait or a write, or one that does more than compute, so
+that collectives, draws and writes keep their order on all ranks. A moved node keeps its
+operands alive for longer: the nearest are moved, up to ``HELD`` times the bytes of the
+collective.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
 from fxpar.sharding.cost.op import bytes_of, contracts, viewed
 from fxpar.sharding.op_facts import op_facts_of
 
-# Bytes that are held for longer, in those of the collective. The gradients of a
-# transformer block's weights read up to ten times what is reduced of its input's.
+# The most bytes that are held for longer, in multiples of the collective's bytes. The
+# gradients of a transformer block's weights read up to ten times the bytes of the
+# reduction of its input's gradient.
 HELD = 16
 
-# So many nodes before a collective are looked at.
+# The number of nodes before a collective that are examined.
 _FAR = 1000
 
 
 def delay(graph: fx.Graph) -> None:
-    """Put work behind each collective that has none beside it."""
+    """Move work after each collective that overlaps with none, in place."""
     waits_of = _all_waits_of(graph)
     if not waits_of:
         return
@@ -49,10 +51,10 @@ def delay(graph: fx.Graph) -> None:
     work = list(accumulate((n in heavy for n in nodes), initial=0))
     borders = set(calls_where(graph, _is_border))
     delayed: set[fx.Node] = set()
-    # ``prefetch`` hides these.
+    # ``prefetch`` overlaps these.
     input_derived = from_inputs(graph, through={*KINDS, *WAITS})
-    begin = 0  # behind the last wait or write
-    waited_at: set[int] = set()  # where results of no wait are first read
+    begin = 0  # after the last wait or write
+    waited_at: set[int] = set()  # where results without a wait are first read
     for at, node in enumerate(nodes):
         if node in borders:
             begin = at + 1
@@ -66,7 +68,7 @@ def delay(graph: fx.Graph) -> None:
         has_work_beside = end <= at or work[end] > work[at + 1] or node in input_derived
         if (
             has_work_beside
-            or not node.all_input_nodes  # a message that comes
+            or not node.all_input_nodes  # a message that is received
             or is_chunk(node)
             or region_of(node)
             or work[at] == work[begin]
@@ -86,13 +88,13 @@ def _is_work(target: Any) -> bool:
 
 
 def _is_border(target: Any) -> bool:
-    """Whether an op waits, or writes: nothing is moved across it."""
+    """Return whether an op waits or writes, so that no node is moved across it."""
     return target in WAITS or op_facts_of(target).mutates
 
 
 def _all_waits_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each collective the nodes that wait for it; its readers, where it is not
-    lowered yet to one with a wait."""
+    """Return the waits of each collective, or its readers if it has no wait because it
+    is not lowered yet."""
     waits_of: dict[fx.Node, list[fx.Node]] = {}
     for wait in calls_where(graph, WAITS.__contains__):
         waits_of.setdefault(wait.args[0], []).append(wait)
@@ -105,7 +107,8 @@ def _all_waits_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _without_operands(
     movable: Sequence[fx.Node], then: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Without light work that what starts next needs, and which needs no other."""
+    """Return ``movable`` without light work that the nodes ``then`` need and that reads
+    none of the heavy work."""
     heavy: set[fx.Node] = set()
     for node in movable:
         if _is_work(node.target) or not heavy.isdisjoint(node.all_input_nodes):
@@ -122,8 +125,8 @@ def _last_start(
     movable: Sequence[fx.Node],
     waits_of: Mapping[fx.Node, Sequence[fx.Node]],
 ) -> fx.Node:
-    """Of collectives from the first of ``nodes`` on, up to a node that reads what is
-    moved, the last: all are under way then."""
+    """Return the last collective among ``nodes`` before one that reads a moved node:
+    work after it overlaps with all of them."""
     last, moved = nodes[0], set(movable)
     for node in nodes:
         if not moved.isdisjoint(node.all_input_nodes):
@@ -136,9 +139,10 @@ def _last_start(
 def _movable(
     node: fx.Node, since: Sequence[fx.Node], delayed: Collection[fx.Node]
 ) -> list[fx.Node]:
-    """What of the nodes ``since`` a wait can come behind ``node``, in order. Of a
-    convolution's backward whose gradient of the input ``node`` needs, the others are
-    made by a call of its own. These hold nothing for longer than the one call did."""
+    """Return the nodes among ``since`` that can move after ``node``, in order. A
+    convolution's backward whose gradient of the input ``node`` needs is split, the
+    other gradients in a call of their own, which holds nothing for longer than the one
+    call did."""
     half = part_nearest(node, since)
     if half is None:
         return _unneeded(node, since, delayed)
@@ -157,9 +161,9 @@ def _unneeded(
     delayed: Collection[fx.Node],
     free: Collection[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Of the nodes ``since`` a wait, in order, those that neither ``node`` needs nor
-    anything that stays. What else reads an all-reduce's operand stays: it is done in
-    place if nothing does later. ``free``: what these hold is not counted."""
+    """Return the nodes among ``since``, in order, that neither ``node`` nor any node
+    that stays needs. Other readers of an all-reduce's operand stay: without later
+    readers it runs in place. ``free``: nodes whose operands are not counted as held."""
     stay_reads, operand = set(node.all_input_nodes), node.all_input_nodes[0]
     source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
     room = HELD * max(bytes_of(node), bytes_of(operand))

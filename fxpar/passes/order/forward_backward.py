@@ -1,27 +1,27 @@
-"""local -> as run: forward and backward parted, each scheduled, and joined again; and
-what the backward gathers again.
+"""Splits a local graph into forward and backward, schedules each, and joins them again.
 
-In: a local graph, joint or not. Out: a new graph of the same results, in which nodes
-stand as they do in what is compiled: what the backward needs of the forward is kept or
-computed again in the backward, and ``schedule`` has been applied to either. For
-``simulate_step``; what runs is parted by AOTAutograd on the bound graph. What the
-backward computes again says ``sharding.cost.recompute``; ``phase_orders`` has a parted
-graph in the orders of several settings.
+In: a local graph, joint or not. Out: a new graph with the same results, in which nodes
+are in the order of the compiled program: values that the backward needs are saved or
+recomputed in the backward, and ``schedule`` has run on both. It is for
+``simulate_step``; the program that runs is split by AOTAutograd, from the bound graph.
+``sharding.cost.recompute`` chooses what is recomputed; ``phase_orders`` has a split
+graph in the orders of several settings. Never: ``as_run`` changes the given graph.
 
-``regather``, local -> local: what is made of resting parameters by communication, and
-of that alone, is tagged to be recomputed, so that the partitioner saves this rank's
-part for the backward and not the whole (FSDP's reshard-after-forward). Without this
-pass the partitioner may keep either.
+Three functions tag a graph for AOTAutograd's partitioner, in place:
 
-``save_alike``: the partitioner weighs what it saves by its size. Where shards, or what
-ranks are fed, have other sizes one rank would thus compute a collective again whose
-result another saved, and wait for it for ever; so what is made of values that are
-recomputed and of others is tagged to be saved: what is recomputed is what the backward
-itself reads, on all ranks.
+``regather``: values that are gathered from parameters at rest, and computed from
+nothing else, are recomputed, so that the partitioner saves this rank's shard for the
+backward and not the whole (FSDP's reshard-after-forward). Without the tags the
+partitioner may save either.
 
-``save_of_stages``: what rests split along the axis of stages and is read at all places
-is gathered by all of them, once: the backward of one place may not read it, and would
-not take part in a second gather.
+``save_alike``: the partitioner weighs values by their size. Where shards, or the ranks'
+inputs, have different sizes one rank could recompute a collective whose result another
+saved, and wait for it forever; so nodes that read recomputed values in the forward are
+saved: recomputed are only values that the backward itself reads, on all ranks.
+
+``save_of_stages``: a parameter that is sharded over the axis of stages and read at all
+places is gathered by all of them, once: the backward of one place may not read it, and
+would not take part in a second gather.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ transfer = torch.ops.fxpar.transfer.default
 
 
 def save_alike(graph: fx.Graph) -> None:
-    """Tag what reads recomputed values in the forward, in place."""
+    """Tag nodes that read recomputed values in the forward to be saved, in place."""
     backward = depending_on_tangents(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node not in backward:
@@ -63,7 +63,7 @@ def save_alike(graph: fx.Graph) -> None:
 
 
 def save_of_stages(graph: fx.Graph) -> None:
-    """Tag what all stages gather together to be saved, in place."""
+    """Tag values that all stages gather together to be saved, in place."""
     groups = {node.args[-1] for node in graph.nodes if node.target in CROSSINGS}
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         gather = wait.args[0]
@@ -73,13 +73,13 @@ def save_of_stages(graph: fx.Graph) -> None:
 
 
 def regather(graph: fx.Graph) -> None:
-    """Tag gathered parameters, in place."""
+    """Tag gathered parameters to be recomputed, in place."""
     if not depending_on_tangents(graph):
         return
     tagged: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or node.target is transfer:
-            continue  # what another place sent is kept: it is sent once
+            continue  # a value that another place sent is kept: it is sent once
         if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
             continue
         read = node.all_input_nodes
@@ -91,15 +91,15 @@ def regather(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class PartedGraph:
-    """A local graph, its calls by phase."""
+    """Is a local graph with its calls by phase."""
 
-    # The graph whose calls they are.
+    # The graph that has the calls.
     graph: fx.Graph
-    # Calls that the forward runs; all of a graph that is not joint.
+    # Calls that the forward runs; all calls of a graph that is not joint.
     forward: tuple[fx.Node, ...]
-    # Calls that the backward runs, those that it computes again among them.
+    # Calls that the backward runs, including those that it recomputes.
     backward: tuple[fx.Node, ...]
-    # Of each result, whether the backward gives it.
+    # For each result, whether the backward computes it.
     is_gradient: tuple[bool, ...]
 
     @cached_property
@@ -108,17 +108,17 @@ class PartedGraph:
 
     @cached_property
     def saved(self) -> tuple[fx.Node, ...]:
-        """What the backward reads of the forward."""
+        """Return the values of the forward that the backward reads."""
         return tuple(given_of(self.forward, self.backward))
 
     @property
     def count(self) -> int:
-        """How many phases there are."""
+        """Return the number of phases."""
         return 1 + bool(self.backward)
 
 
 def parted(graph: fx.Graph) -> PartedGraph:
-    """What the forward and what the backward of a local graph runs."""
+    """Return a local graph split into the calls of its forward and its backward."""
     backward_nodes = depending_on_tangents(graph)
     forward, backward = phases(graph)
     is_gradient = (result in backward_nodes for result in graph.output_node().args[0])
@@ -131,21 +131,22 @@ def as_run(
     disable: Collection[str] = (),
     settings: Settings = DEFAULT,
 ) -> fx.Graph:
-    """The graph in the order it runs; ``disable``: passes of ``schedule`` to leave out;
-    ``settings``: of the others.
+    """Return the graph in the order in which it runs; ``disable``: passes of
+    ``schedule`` to leave out; ``settings``: for the others.
 
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
     return parted_as_run(parted(graph), disable=disable, settings=settings)
 
 
-# What else than its ops and values tells how a graph is parted and ordered.
+# Keys of ``meta`` that, in addition to ops and values, decide how a graph is split and
+# ordered.
 _TAGS = ("recompute", "ac_graph_id", "custom", "fxpar_chunk")
 
 
 def are_run_alike(graph: fx.Graph, shapes: fx.Graph) -> bool:
-    """Whether a graph, and one of the meta device, are the same program, and ``as_run``
-    so gives the same of both."""
+    """Return whether a graph and one on the meta device are the same program, so that
+    ``as_run`` orders both in the same way."""
     place: dict[Any, fx.Node] = {}
 
     def on_meta(value: Any) -> Any:
@@ -173,7 +174,7 @@ def are_run_alike(graph: fx.Graph, shapes: fx.Graph) -> bool:
 
 
 def _lies_as(node: fx.Node) -> Any:
-    """How the value of a node lies in memory; where sizes are open, whatever it is."""
+    """Return the dtype, shape and strides of a node's tensor, or its other value."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return value
@@ -186,7 +187,7 @@ def parted_as_run(
     disable: Collection[str] = (),
     settings: Settings = DEFAULT,
 ) -> fx.Graph:
-    """``as_run`` of a graph that was parted before."""
+    """Return ``as_run`` of a graph that is split already."""
     phases = [phase_graph(parts, i) for i in range(parts.count)]
     for phase in phases:
         schedule(
@@ -199,8 +200,8 @@ def parted_as_run(
 
 
 def phase_graph(parts: PartedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
-    """A copy of the forward (0) or of the backward (1) by itself, before it is ordered;
-    of all where there is no backward."""
+    """Return a copy of the forward (0) or the backward (1) by itself, before it is
+    ordered; of the whole graph if it has no backward."""
     results = list(parts.graph.output_node().args[0])
     if parts.count == 1:
         whole = _graph(parts.inputs, parts.forward, results)
@@ -218,7 +219,7 @@ def phase_graph(parts: PartedGraph, i: int, settings: Settings = DEFAULT) -> Pha
 def _graph(
     inputs: Iterable[fx.Node], calls: Iterable[fx.Node], results: Iterable[Any]
 ) -> fx.Graph:
-    """A graph of copies; ``inputs`` that are no placeholders become such."""
+    """Return a graph of copies; ``inputs`` become placeholders."""
     graph = fx.Graph()
     copies: dict[Any, Any] = {}
     for node in inputs:
@@ -236,8 +237,8 @@ def _graph(
 def _joined(
     forward: fx.Graph, backward: fx.Graph, is_backward: Sequence[bool]
 ) -> fx.Graph:
-    """The backward behind the forward, whose graph it is added to: both are copies of
-    their own. ``is_backward``: which of the results are of the backward."""
+    """Append the backward to the graph of the forward, and return that; both are copies
+    already. ``is_backward``: for each result, whether the backward computes it."""
     graph, end = forward, forward.output_node()
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.nodes:
@@ -254,8 +255,8 @@ def _joined(
 def _append(
     graph: fx.Graph, backward: fx.Graph, inputs: Sequence[fx.Node]
 ) -> list[Any]:
-    """Add tagged copies of a backward's calls, ``inputs`` being its inputs; returns its
-    results."""
+    """Append tagged copies of a backward's calls; return its results. ``inputs``: the
+    nodes of ``graph`` for the backward's placeholders."""
     copies = dict(zip(backward.find_nodes(op="placeholder"), inputs, strict=True))
     for node in backward.nodes:
         if node.op not in ("placeholder", "output"):

@@ -1,9 +1,9 @@
-"""backward -> backward: gradients of parameters leave it where they are made.
+"""Hands gradients of parameters over as soon as a backward has computed them.
 
 In: a backward by itself, and which of its results are gradients of parameters. Out: the
-same graph with calls of ``fxpar::hand_over`` in it, each behind the last of a few
-gradients, which give them to ``runtime.ranks.mean_gradients``. Its results stay: what
-is not taken there goes the way of autograd.
+same graph with calls of ``fxpar::hand_over``, each after the last of a few gradients,
+which give them to ``runtime.ranks.mean_gradients``. Never: the results change;
+gradients that are not taken there go through autograd as usual.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its 
 
 _WAIT = torch.ops.fxpar.wait_gather.default
 
-# Bytes that are handed over at once: first, so that the reduction begins early, and
-# then, so few that they are in a cache when they are copied, but worth a call.
+# Bytes that are handed over at once: at first few, so that the reduction begins early;
+# then so many that a call pays, but few enough to be in a cache when they are copied.
 FIRST, CHUNK = 1 << 18, 1 << 21
 
-# Written to as far as compilers know, so that they leave it where it stands.
-# ``inputs``: positions of what each is the gradient of, among the arguments.
+# Declared to write to its operands, so that compilers do not move it.
+# ``inputs``: for each gradient, the position of its parameter among the arguments.
 torch.library.define("fxpar::hand_over", "(Tensor(a!)[] gradients, int[] inputs) -> ()")
 
 
@@ -33,8 +33,8 @@ def _(gradients, inputs):
 
 
 def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
-    """Hand gradients over. ``inputs``: of results of ``graph``, by position, of which
-    argument of the program they are the gradient."""
+    """Add calls that hand gradients over, in place. ``inputs``: position of a result of
+    ``graph`` -> position of the program's argument that it is the gradient of."""
     results = graph.output_node().args[0]
     input_of: dict[fx.Node, int | None] = {}
     for i, result in enumerate(results):
@@ -62,15 +62,15 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
 
 
 def _made_at(gradient: fx.Node) -> fx.Node:
-    """The node after which a gradient has its values: of a gather that is waited for in
-    place, the wait."""
+    """Return the node after which a gradient has its values: for a gather with a wait
+    in place, the wait."""
     waits = (x for x in gradient.users if x.target is _WAIT)
     return next(waits, gradient)
 
 
 def _is_made_here(node: fx.Node) -> bool:
-    """Whether a value is no input of the graph, nor a view of one: an op that may write
-    to it would write to an argument."""
+    """Return whether a value is neither an input of the graph nor a view of one, which
+    an op that is declared to write would write to."""
     while node.op == "call_function":
         is_view = getattr(node.target, "is_view", node.target is operator.getitem)
         if not is_view or not node.all_input_nodes:

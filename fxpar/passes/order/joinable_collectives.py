@@ -1,10 +1,11 @@
-"""Which collectives of a forward or a backward may be joined, and in which buckets.
+"""Finds the collectives of a forward or a backward that may be joined, and in which
+buckets.
 
-In: the graph of one of the two. Out: ``Joinable``, data that tells for any sizes what
-``bucket_collectives`` joins. A gather may be joined if its operand is made of graph
-inputs by cheap ops alone; a reduction if nothing but cheap ops stand between its result
-and the graph's output. Operands never wait for anything of their own bucket, nor for a
-bucket that does. In the graph of a training step the update stands behind the
+In: the graph of one of the two. Out: ``Joinable``, data that gives for any bucket sizes
+what ``bucket_collectives`` joins. A gather may be joined if its operand is computed
+from graph inputs by cheap ops only; a reduction if only cheap ops are between its
+result and the graph's output. Operands never wait for a collective of their own bucket,
+nor for a bucket that does. In the graph of a training step the update comes after the
 reductions, as the output does elsewhere. Never changes the graph.
 """
 
@@ -24,14 +25,14 @@ from fxpar.sharding.program import phase_of
 
 c10d = torch.ops._c10d_functional
 
-# The checkpointed region of what is gathered again in the backward, among the user's.
+# The number of the checkpointed region of values that the backward gathers again; the
+# user's regions have smaller ones.
 REGATHERED = 1 << 20
 
-# What a node says of itself, in ``meta["custom"]``, which all passes keep: which region
-# a schedule made of it.
+# Key of ``meta["custom"]``, which all passes keep: the region into which a schedule
+# fused the node.
 REGION = "fxpar_region"
-# And what ``whole_bytes`` are on the rank with the largest shards, where these are not
-# alike.
+# Another: the ``whole_bytes`` of the rank with the largest shards, if these are uneven.
 LARGEST = "fxpar_largest"
 
 _GATHER = c10d.all_gather_into_tensor.default
@@ -41,7 +42,7 @@ _REDUCE = c10d.all_reduce.default
 
 @dataclass
 class _Bucket:
-    """Collectives of one kind that become one."""
+    """Is a list of collectives of one kind that become one."""
 
     # Names, in graph order.
     members: list[str] = field(default_factory=list)
@@ -50,30 +51,31 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class JoinableCollective:
-    """What of a collective tells which others it may be joined with."""
+    """Holds the facts of a collective that decide with which others it may join."""
 
-    # Of its node.
+    # The name of its node.
     name: str
     # "reduction", "gather", or "again": a backward's gather of what a forward gathered.
     what: str
     # Equal for those that may be joined.
     kind: Hashable
-    # As ``whole_bytes``.
+    # Its ``whole_bytes``.
     size: int
-    # Names of the reductions among those that could be joined that it depends on.
+    # Names of the joinable reductions that it depends on.
     before: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Joinable:
-    """The collectives of a phase that could be joined, whatever their sizes."""
+    """Holds the collectives of a phase that could be joined, whatever their sizes."""
 
     # In graph order.
     collectives: tuple[JoinableCollective, ...]
 
     @staticmethod
     def of(graph: fx.Graph, *, reductions: bool) -> Joinable:
-        """Gathers of parameters; ``reductions`` of gradients too."""
+        """Return the joinable gathers of parameters of a graph and, if ``reductions``,
+        the joinable reductions of gradients."""
         candidates = set[fx.Node]()
         gathers = graph.find_nodes(op="call_function", target=_GATHER)
         if gathers:
@@ -105,8 +107,8 @@ class Joinable:
         )
 
     def buckets(self, **most: int) -> tuple[tuple[str, ...], ...]:
-        """Names of those that are joined, by bucket. ``most``: bytes of a full bucket,
-        by ``JoinableCollective.what``."""
+        """Return the names of the collectives to join, by bucket. ``most``: bytes of a
+        full bucket, by ``JoinableCollective.what``."""
         opened: dict[Hashable, _Bucket] = {}
         filled: list[_Bucket] = []
         home: dict[str, _Bucket] = {}
@@ -143,20 +145,20 @@ def _kind_of(node: fx.Node) -> Hashable:
 
 
 def _may_join(node: fx.Node) -> bool:
-    """Whether a schedule leaves it alone, and its kind can be joined."""
+    """Return whether no schedule placed or fused a collective, and it is real."""
     real = not node.args[0].meta["val"].is_complex()
     return real and not is_chunk(node) and not region_of(node)
 
 
 def _is_read_alike(node: fx.Node) -> bool:
-    """Whether all ranks gather in a backward what it is given: where shards are not
-    alike some may save what others compute again, but for what is made of parameters.
-    """
+    """Return whether all ranks have this gather in a backward: with uneven shards some
+    ranks may save values that others recompute, except for gathered parameters."""
     return LARGEST not in _custom(node) or node.meta.get("ac_graph_id") == REGATHERED
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
-    """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
+    """Return the nodes computed from graph inputs by cheap ops and ops in ``through``
+    only."""
     return derived_from(graph.find_nodes(op="placeholder"), through)
 
 
@@ -165,7 +167,8 @@ def derived_from(
     through: Collection[Any] = (),
     within: Collection[fx.Node] | None = None,
 ) -> set[fx.Node]:
-    """Inputs, and what is made of these so; ``within`` some nodes, if told."""
+    """Return ``inputs`` and the nodes computed from them by cheap ops and ops in
+    ``through`` only; if ``within`` is given, only nodes in it."""
     derived = set(inputs)
     pending = list(derived)
     while pending:
@@ -181,13 +184,14 @@ def derived_from(
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether work may stand between a collective and the border of the graph."""
+    """Return whether an op only moves, reshapes or casts, so that it may be between a
+    joinable collective and an input or output of the graph."""
     facts = op_facts_of(node.target)
     return facts.moves or facts.reshapes or facts.casts
 
 
 def _near_output(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes between which and the output there is nothing but cheap work."""
+    """Return the nodes with only cheap work between them and the output or update."""
     ends: set[fx.Node] = set()
     borders = {graph.output_node()}
     borders.update(node for node in graph.nodes if phase_of(node) == "update")
@@ -204,7 +208,7 @@ def _near_output(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _leads_on(target: Any) -> bool:
-    """Whether what an op reads may be near the output, if the op is."""
+    """Return whether the operands of an op may be near the output if the op is."""
     facts = op_facts_of(target)
     return (
         facts.moves
@@ -216,7 +220,7 @@ def _leads_on(target: Any) -> bool:
 
 
 def region_of(node: fx.Node) -> str | None:
-    """The region that a schedule's line ``fuse`` made of it and others."""
+    """Return the region into which a schedule's ``fuse`` put a node, else None."""
     return _custom(node).get(REGION)
 
 
@@ -227,7 +231,7 @@ def _custom(node: fx.Node) -> dict[str, Any]:
 def _reductions_before(
     reductions: Collection[fx.Node],
 ) -> dict[fx.Node, frozenset[str]]:
-    """For nodes that depend on some reductions, the names of these."""
+    """Return the names of the reductions that each node depends on, if any."""
     waits = {u: n for n in reductions for u in n.users if u.target is WAIT}
     behind, pending = set(waits), list(waits)
     while pending:
@@ -247,8 +251,8 @@ def _buckets(
     home: Mapping[str, _Bucket],
     before: Mapping[str, Iterable[str]],
 ) -> set[int]:
-    """Ids of the buckets that must be done before what depends on collectives is:
-    theirs, and those that any member of these depends on."""
+    """Return the ids of the buckets that must be done before a node that depends on the
+    named collectives: theirs, and those that any of their members depends on."""
     ids: set[int] = set()
     stack = list(names)
     while stack:
@@ -260,7 +264,7 @@ def _buckets(
 
 
 def whole_bytes(node: fx.Node) -> int:
-    """Bytes of the larger of operand and result; where shards are not alike of the
-    largest ones, so that all ranks fill their buckets with the same."""
+    """Return the bytes of the larger of operand and result; for uneven shards those of
+    the largest, so that all ranks fill their buckets equally."""
     largest = _custom(node).get(LARGEST)
     return largest or max(nbytes_of(x.meta["val"]) for x in (node, node.args[0]))

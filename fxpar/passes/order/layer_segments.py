@@ -1,9 +1,9 @@
-"""Which ops of layers that repeat may be one body, called by all that are alike.
+"""Finds ops of repeated layers that may be one body, called once for each layer.
 
-In: a forward or a backward as it goes to Inductor. Out: its ``segments``: ops that
-follow one another, and compute the same function wherever they have the same text: one
-for each layer where nothing in it must stay outside. Layers begin where no collective
-is under way, and few values go from one to the next. Never changes the graph.
+In: a forward or a backward as it goes to Inductor. Out: its ``segments``: consecutive
+ops, which compute the same function wherever they have the same text: one segment for
+each layer unless an op in it must stay outside. Layers begin where no collective is
+under way, and few values go from one to the next. Never changes the graph.
 """
 
 from __future__ import annotations
@@ -36,39 +36,40 @@ from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
-# Start what may be in bodies.
+# Ops that start collectives which may be in bodies.
 REDUCTIONS = {c10d.all_reduce.default, c10d.reduce_scatter_tensor.default}
 STARTS = {*REDUCTIONS, c10d.all_gather_into_tensor.default}
-# Starts the gather of a result of the graph.
+# The op that starts the gather of a result of the graph.
 GATHER = torch.ops.fxpar.all_gather_into_tensor.default
 
-# A body is called so often at least, and has so many ops.
+# The least number of calls of a body, and of its ops.
 LEAST_CALLS, LEAST_OPS = 3, 5
 
-# Where steps of bodies were timed, and are as fast. On CUDA their code was generated
-# without a GPU, forward only.
+# Devices on which steps with bodies were timed and are as fast as without. For CUDA,
+# code was only generated, without a GPU, forward only.
 DEVICES = {"cpu"}
 
 
 @dataclass(frozen=True)
 class LayerSegment:
-    """Ops that follow one another, as a function of what they read."""
+    """Is a run of consecutive ops, as a function of their operands."""
 
-    # In order.
+    # The ops, in order.
     nodes: tuple[fx.Node, ...]
-    # Whose memory is read behind them, directly or through views.
+    # Nodes with memory that is read after the segment, directly or through views.
     results: tuple[fx.Node, ...]
     # Equal for segments that compute the same function.
     text: tuple[Any, ...]
 
 
 def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
-    """What of the graph's layers can be bodies. Unless shards are ``even``, others may
-    be alike on other ranks, which must start collectives in the same order: then bodies
-    have none, and what starts behind them passes no other."""
+    """Yield the segments of the graph's layers that can be bodies. Unless shards are
+    ``even``, other segments may repeat on other ranks, which must start collectives in
+    the same order: then bodies have no collectives, and none that is moved after a body
+    passes another."""
     label_of = dict(zip(graph.nodes, labels_of(graph.nodes).tolist(), strict=True))
     pairs = _repeated_pairs(graph, label_of) if even else {}
-    crossing = set[fx.Node]()  # which start in a body, and end outside
+    crossing = set[fx.Node]()  # collectives that start in a body and end outside
     while True:
         pairs = {start: pairs[start] for start in pairs if start not in crossing}
         nodes, ends = _computing(graph, {*pairs, *pairs.values()})
@@ -92,7 +93,8 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
 
 
 def fits(node: fx.Node) -> bool:
-    """Whether an op may be in a body: not if its rows are counted when it runs."""
+    """Return whether an op may be in a body: it only computes tensors from tensors, of
+    known sizes on a device in ``DEVICES``, and does not count rows when it runs."""
     results = tensors_in(node.meta.get("val"))
     if node.op != "call_function" or not results or is_of_first_rows(node):
         return False
@@ -104,8 +106,8 @@ def fits(node: fx.Node) -> bool:
 
 
 def _is_of_known_tensors(node: fx.Node) -> bool:
-    """Whether a node reads and gives tensors, of sizes that are numbers, where bodies
-    are as fast."""
+    """Return whether a node's operands and results are tensors with sizes that are
+    numbers, on a device in ``DEVICES``."""
     reads = node.all_input_nodes
     return all(map(_is_known, (node, *reads))) and all(
         tensors_in(read.meta.get("val")) for read in reads
@@ -113,8 +115,8 @@ def _is_of_known_tensors(node: fx.Node) -> bool:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether what a node gives has sizes that are numbers, and is where bodies are as
-    fast."""
+    """Return whether a node's results have sizes that are numbers and are on a device
+    in ``DEVICES``."""
     return all(
         x.device.type in DEVICES
         and {int}.issuperset(map(type, (*x.shape, *x.stride())))
@@ -125,8 +127,8 @@ def _is_known(node: fx.Node) -> bool:
 def _repeated_pairs(
     graph: fx.Graph, label_of: Mapping[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
-    """Of collectives that start and end at the same place of all layers but one: the op
-    that starts them, and their wait."""
+    """Return {op that starts a collective: its wait} of collectives that start and end
+    at the same places of all layers, except one at most."""
     node_kinds, _ = _kinds(graph, ())
     nodes = [node for node in graph.nodes if node_kinds[node] == "computes"]
     inside, kinds = set(nodes), defaultdict[Any, dict[fx.Node, fx.Node]](dict)
@@ -146,7 +148,7 @@ def _repeated_pairs(
 
 
 def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Of collectives that may be in bodies: the op that starts one, and its wait."""
+    """Yield (op that starts it, its wait) of collectives that may be in bodies."""
     for start in calls_where(graph, STARTS.__contains__):
         if _is_of_known_tensors(start):
             wait, *others = start.users
@@ -155,14 +157,14 @@ def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _parts(whole: slice, *pair: int) -> bool:
-    """Whether one op of a pair is inside, the other is not."""
+    """Return whether exactly one op of a pair is inside."""
     return len({whole.start <= i < whole.stop for i in pair}) > 1
 
 
 def _patterns(
     nodes: Sequence[fx.Node], ends: np.ndarray, labels: np.ndarray
 ) -> list[slice]:
-    """What of each layer may be one body."""
+    """Return the parts of layers that may each be one body."""
     patterns: list[slice] = []
     for row in _rows(nodes, labels):
         first = first_border(nodes, row, LEAST_CALLS, ends, STARTS)
@@ -181,8 +183,8 @@ def _matches(
     pattern: np.ndarray,
     outlined: np.ndarray,
 ) -> Iterator[slice]:
-    """Where the labels have a pattern that may be one body, and nothing was taken yet.
-    ``ends``: see ``_computing``."""
+    """Yield the places where the labels have a pattern that may be one body and that no
+    other body has. ``ends``: see ``_computing``."""
     for first in np.flatnonzero(labels == pattern[0]).tolist():
         at = slice(first, first + len(pattern))
         if outlined[at].any() or not np.array_equal(labels[at], pattern):
@@ -195,11 +197,11 @@ def _matches(
 def _computing(
     graph: fx.Graph, communicating: Collection[fx.Node]
 ) -> tuple[list[fx.Node], np.ndarray]:
-    """The ops that may be in bodies, those that communicate among them; and for each
-    place before one of them, and behind the last, how far a body that begins before may
-    reach: to there, where what stands there cuts, for it may not be in a body, and does
-    more than show memory that is not of one; as far as a reduction that starts there
-    can be put off; or to the end."""
+    """Return the ops that may be in bodies, ``communicating`` ones included, and an
+    array of ends: for the place before each op, and after the last, how far a body that
+    begins earlier may reach. That is the place itself if a node there cuts (it may be
+    in no body, and is no view of outer memory), as far as a reduction that starts there
+    can be put off, or else the last op."""
     kinds, packs = _kinds(graph, communicating)
     nodes = [node for node in graph.nodes if kinds[node] == "computes"]
     counts = np.cumsum([kinds[node] == "computes" for node in graph.nodes]).tolist()
@@ -222,8 +224,9 @@ def _computing(
 def _kinds(
     graph: fx.Graph, communicating: Collection[fx.Node]
 ) -> tuple[dict[fx.Node, str], set[fx.Node]]:
-    """Of each node whether it "computes" in a body, "cuts", or "shows" memory that is
-    not of one; and those that are what a collective is given."""
+    """Return for each node "computes" (may be in a body), "cuts" (may not), or "shows"
+    (is a view of memory outside of bodies), and the nodes that pack the operand of a
+    collective, which cut."""
     kinds: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
@@ -242,16 +245,16 @@ def _kinds(
 
 
 def _may_start_later(node: fx.Node) -> bool:
-    """Whether a node starts a reduction, or gathers a result of the graph, and no
-    schedule put it beside certain ops."""
+    """Return whether a node starts a reduction, or gathers a result of the graph, and
+    no schedule placed it."""
     starts = node.target in REDUCTIONS or node.target is GATHER
     return starts and not is_chunk(node)
 
 
 def may_come_later(node: fx.Node) -> bool:
-    """Whether a node starts such a reduction, waits for one that others of them alone
-    read (of a gradient that is reduced axis by axis), or adds to a sum over
-    microbatches."""
+    """Return whether a node starts such a reduction, waits for one that only further
+    ones read (a gradient is reduced axis by axis), or adds to a sum over microbatches.
+    """
     if node.target in SUMS:
         return True
     if node.target is not WAIT:
@@ -262,18 +265,18 @@ def may_come_later(node: fx.Node) -> bool:
 
 @cache
 def _computes(target: Any) -> bool:
-    """Whether an op is a function of its operands alone, and its strides are too."""
+    """Return whether an op's result and its strides depend on its operands only."""
     if not isinstance(target, _torch.inductor.OpOverload):
         return False
     facts = op_facts_of(target)
     if facts.chosen_strides or facts.mutates:
         return False
-    # What is random and draws nothing has a seed that is an operand.
+    # A random op that reads no generator has a seed as an operand.
     return facts.random or target.namespace in ("aten", "prims")
 
 
 def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[slice]:
-    """Maximal parts of [begin, end) that may be one body."""
+    """Yield the maximal parts of [begin, end) that may be one body."""
     first = begin
     while first < end:
         last, reach = first + 1, end
@@ -307,28 +310,28 @@ def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments of a call, in order, each as often as it is."""
+    """Return the nodes among the arguments of a call, in order, with repeats."""
     reads: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), reads.append)
     return reads
 
 
 def operands_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What nodes read of others, by first use."""
+    """Return the other nodes that nodes read, in order of first use."""
     inside = set(nodes)
     reads = (read for node in nodes for read in _reads(node) if read not in inside)
     return list(dict.fromkeys(reads))
 
 
 def _home(node: fx.Node) -> fx.Node:
-    """The op whose memory a chain of views shows."""
+    """Return the op that allocates the memory of a chain of views."""
     while _shows(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _shows_all(node: fx.Node) -> bool:
-    """Whether a node is a view of all of its memory, or no view."""
+    """Return whether a node is a view of all of its memory, or no view."""
     while _shows(node):
         facts = op_facts_of(node.target)
         if not (facts.reshapes or facts.keeps_order or facts.permutes):
@@ -338,7 +341,7 @@ def _shows_all(node: fx.Node) -> bool:
 
 
 def _shows(node: fx.Node) -> bool:
-    """Whether an op may give memory of its operand."""
+    """Return whether an op's result may share memory with its operand."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     if node.target is operator.getitem:
@@ -348,7 +351,7 @@ def _shows(node: fx.Node) -> bool:
 
 @cache
 def _may_alias(target: Any) -> bool:
-    """Whether the schema of an op says that it may give memory that it is given."""
+    """Return whether, by its schema, an op's result may alias an operand."""
     schema = _torch.objects.schema_of(target)
     returns = schema.returns if schema is not None else ()
     return any(x.alias_info is not None for x in returns)

@@ -1,11 +1,10 @@
-"""Orders the collectives of a forward or a backward by itself, once they were parted,
-and the work that can wait for them (``delay_work``).
+"""Orders the collectives of a forward or a backward by itself, and the work that can
+wait for them (``delay_work``).
 
 In: the bound graph of one of the two, as it goes to code generation: a ``PhaseGraph``.
 Out: the same graph, changed in place by the passes of ``ORDER``, then by ``DELAY``:
 rows that ``fxpar.pipeline`` takes into its list, and that ``schedule`` runs to predict
-a step. Every rank has the same graph and does the same, so collectives keep one order
-on all of them.
+a step. Never: ranks get different orders of collectives; each has the same graph.
 """
 
 from __future__ import annotations
@@ -48,15 +47,16 @@ _GATHER = c10d.all_gather_into_tensor.default
 
 @dataclass(frozen=True)
 class Settings:
-    """How collectives are joined and started early."""
+    """Holds how collectives are joined and started early."""
 
     # Bytes of a full bucket; None: the default.
     bucket: int | None = None
-    # Of a bucket of gathers, whose results are all there at once; None: as ``bucket``.
+    # Bytes of a bucket of gathers, whose results are all live at once; None: as
+    # ``bucket``.
     gathers: int | None = None
-    # So many gathers of parameters are started before they are needed.
+    # Number of gathers of parameters that are started before they are needed.
     ahead: int = 1
-    # Bytes of a bucket of what a backward gathers again; None: as ``gathers``.
+    # Bytes of a bucket of gathers that a backward repeats; None: as ``gathers``.
     again: int | None = None
 
 
@@ -65,13 +65,13 @@ DEFAULT = Settings()
 
 @dataclass
 class PhaseGraph:
-    """A forward or a backward by itself: what passes over it know."""
+    """Is the graph of a forward or a backward by itself, with what passes need."""
 
     # Changed in place.
     graph: fx.Graph
     # Gradients are reduced in it: a backward, or a step that has one inside.
     backward: bool
-    # Of the schedule.
+    # The settings of the schedule.
     settings: Settings = DEFAULT
 
     @cached_property
@@ -81,7 +81,7 @@ class PhaseGraph:
 
     @property
     def waits(self) -> bool:
-        """Whether there is a collective to be waited for."""
+        """Return whether the graph waits for a collective."""
         waits = self.graph.find_nodes(op="call_function", target=WAIT)
         return bool(waits) and self.build.fake_mode is not None
 
@@ -93,7 +93,7 @@ def schedule(
     disable: Collection[str] = (),
     settings: Settings = DEFAULT,
 ) -> None:
-    """Run the passes that ``disable`` does not name; the graph is checked once, behind
+    """Run the passes that ``disable`` does not name; the graph is checked once, after
     the last, since many schedules are tried."""
     phase = PhaseGraph(graph, backward, settings)
     for row in (*ORDER, DELAY):
@@ -103,14 +103,14 @@ def schedule(
 
 
 def join(graph: fx.Graph, phase: PhaseGraph) -> None:
-    """Collectives in buckets of the sizes that the settings say."""
+    """Join collectives in buckets of the sizes in the settings."""
     if phase.waits:
         joinable = Joinable.of(graph, reductions=phase.backward)
         join_buckets(graph, phase.build, buckets_of(joinable, phase.settings))
 
 
 def buckets_of(joinable: Joinable, settings: Settings) -> tuple[tuple[str, ...], ...]:
-    """The buckets of collectives that could be joined."""
+    """Return the buckets, by names, of the collectives to join under settings."""
     most = FULL if settings.bucket is None else settings.bucket
     gathers = most if settings.gathers is None else settings.gathers
     again = gathers if settings.again is None else settings.again
@@ -118,13 +118,13 @@ def buckets_of(joinable: Joinable, settings: Settings) -> tuple[tuple[str, ...],
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase waits that nobody reads, with the collectives they wait for and what these
-    send, draws included, and all but the first for one collective.
+    """Erase waits that nothing reads, with the collectives they wait for and the nodes
+    that these send, draws included; and all waits but the first for one collective.
 
-    The partitioner repeats those of forward results in the backward, and counts them
-    among what dead code elimination may not touch: a backward would draw, and the next
-    step have other numbers than on one device. Of equal reductions, as those of the
-    biases of two layers that are added, it makes one, which is then waited for twice.
+    The partitioner repeats waits for forward results in the backward, and dead code
+    elimination may not remove them: a backward would draw, and the next step have other
+    numbers than on one device. Equal reductions, such as those of the biases of two
+    layers that are added, it merges to one, which then has two waits.
     """
     first: dict[fx.Node, fx.Node] = {}
     for wait in graph.find_nodes(op="call_function", target=WAIT):
@@ -135,24 +135,24 @@ def drop_unread(graph: fx.Graph) -> None:
         return
     graph.eliminate_dead_code(
         lambda n: (
-            bool(n.users)  # which is cheap to see, and most are read
+            bool(n.users)  # first, since it is cheap and mostly true
             or (n.target is not WAIT and not is_random(n) and n.is_impure())
         )
     )
 
 
 def start_early(graph: fx.Graph, phase: PhaseGraph) -> None:
-    """Gathers as far ahead as the settings say."""
+    """Start gathers as far ahead as the settings say."""
     if phase.waits:
         prefetch(graph, phase.settings.ahead)
 
 
 def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
-    """Start each gather of parameters where the one read before it is first read, so
-    that it runs beside that one's work; or where the one that is ``ahead`` before it
-    is. FSDP starts one: more hold more in memory. The partitioner puts what a backward
-    repeats at its top, in the forward's order, so that all are first moved to where
-    they are read. Those of several stages stay where they are."""
+    """Start each gather of parameters where the gather ``ahead`` before it is first
+    read, so that it overlaps with the work on that. FSDP starts one ahead: more hold
+    more in memory. The partitioner puts gathers that a backward repeats at its top, in
+    the forward's order, so all are first moved to where they are read. Gathers of
+    several stages stay where they are."""
     input_derived = from_inputs(graph, through=(_GATHER, WAIT))
     staying = {n for gather in _gathers_of_stages(graph) for n in needed(gather)}
     movable = (n for n in input_derived if n.op != "placeholder")
@@ -168,14 +168,14 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
 
 
 def prefetched(ahead: int, started: int) -> int:
-    """How many ahead of so many gathers may start: it is the same for all settings that
-    could start more than there are."""
+    """Return ``ahead``, limited so that it is equal for all settings that could start
+    more gathers than there are (``started``)."""
     return max(1, min(ahead, started - 1))
 
 
 def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
-    """How many gathers ``prefetch`` may move at most in a phase of these nodes: passes
-    before it only make fewer of them."""
+    """Return the most gathers that ``prefetch`` may move in a phase of these nodes;
+    passes before it only reduce their number."""
     gathers = [node for node in nodes if node.target is _GATHER]
     if not gathers:
         return 0
@@ -186,7 +186,7 @@ def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
 def _read_next(
     gathers: Iterable[fx.Node], input_derived: Collection[fx.Node]
 ) -> list[fx.Node]:
-    """Those of graph inputs that are not gathered over more axes first."""
+    """Return gathers of graph inputs that are not followed by one over more axes."""
     return [
         node
         for node in gathers
@@ -196,9 +196,10 @@ def _read_next(
 
 
 def gather_before_messages(graph: fx.Graph) -> None:
-    """Start gathers of graph inputs that ranks of all stages take part in before the
-    first message between stages, in their order. Where they are first read differs by
-    stage: a rank would wait for a message of one that waits for it in a gather."""
+    """Move gathers of graph inputs that ranks of all stages take part in before the
+    first message between stages, in their order. The place where they are first read
+    differs by stage: else a rank could wait for a message from one that waits for it in
+    a gather."""
     messages = _messages(graph)
     for gather in _gathers_of_stages(graph):
         for node in needed(gather):
@@ -207,12 +208,12 @@ def gather_before_messages(graph: fx.Graph) -> None:
 
 
 def _messages(graph: fx.Graph) -> list[fx.Node]:
-    """Messages between stages, in order."""
+    """Return the messages between stages, in order."""
     return _torch.nodes_by_target.calls_where(graph, MESSAGES.__contains__)
 
 
 def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
-    """Gathers of graph inputs along the axis of stages, in order."""
+    """Return the gathers of graph inputs along the axis of stages, in order."""
     groups = {node.args[-1] for node in _messages(graph)}
     if not groups:
         return []
@@ -222,7 +223,7 @@ def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_gathered_again(wait: fx.Node, input_derived: Collection[fx.Node]) -> bool:
-    """Whether what was gathered is gathered over more axes before it is used."""
+    """Return whether a gathered value is gathered over more axes before it is used."""
     return any(
         user.target is _GATHER
         or (user in input_derived and _is_gathered_again(user, input_derived))
@@ -230,14 +231,14 @@ def _is_gathered_again(wait: fx.Node, input_derived: Collection[fx.Node]) -> boo
     )
 
 
-# Reduce-scatters under way at a time. What one reads lives until it is waited for: a
-# gradient as one device has it.
+# Reduce-scatters under way at a time. The operand of one, an unsharded gradient, lives
+# until its wait.
 UNDER_WAY = 2
 
 
 def drain(graph: fx.Graph) -> None:
-    """Wait for a reduce-scatter before the next but one starts. Not for chunks: they
-    read no more than one device has at once."""
+    """Wait for a reduce-scatter before the next but one starts; except for chunks,
+    which together read no more than one device holds at once."""
     all_scatters = graph.find_nodes(
         op="call_function", target=c10d.reduce_scatter_tensor.default
     )
@@ -249,14 +250,14 @@ def drain(graph: fx.Graph) -> None:
 
 
 def give_outputs(graph: fx.Graph, build: Builder) -> None:
-    """On CPU, gather by an op of our own, into a tensor made before.
+    """Replace all-gathers on CPU by an op of our own, which is given its output tensor.
 
     The two threads of a gloo group (torch 2.13) both write the name of what they
     completed to one ``std::string``, without a lock: for names too long to be stored in
     the string itself that is a double free. ALLGATHER_COALESCED, which the functional
     all-gather runs as, is the only one of those that compiled graphs could run; given
-    its output it runs as ALLGATHER. An op of our own, since Inductor (2.13) orders
-    nothing behind ``all_gather_into_tensor_out``.
+    its output it runs as ALLGATHER. An op of our own, since Inductor (2.13) does not
+    order readers after ``all_gather_into_tensor_out``.
     """
     ours = torch.ops.fxpar
     for node in graph.find_nodes(op="call_function", target=_GATHER):
@@ -281,9 +282,9 @@ Run = Callable[[fx.Graph, Any], fx.Graph | None]
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of ``fxpar.pipeline``."""
+    """Is one step of ``fxpar.pipeline``."""
 
-    # In FXPAR_DISABLE, and where it is printed.
+    # The name in FXPAR_DISABLE and in printed output.
     name: str
     # (graph, context): changes the graph in place, or returns another. The context is a
     # state of ``pipeline_state``, or the PhaseGraph of a prediction.
@@ -296,11 +297,11 @@ class Pass:
 
 
 def of_build(function: Callable[[fx.Graph, Builder], None]) -> Run:
-    """A pass that adds nodes."""
+    """Return the ``run`` of a pass that needs the context's builder."""
     return lambda graph, context: function(graph, context.build)
 
 
-# What is done to a phase, in order; regions are fused behind them, before ``DELAY``.
+# The passes over a phase, in order; regions are fused after them, before ``DELAY``.
 ORDER = (
     Pass("drop_unread", lambda graph, _: drop_unread(graph), optional=False),
     Pass("recompute_in_step", lambda graph, _: recompute_in_step(graph)),
@@ -319,6 +320,6 @@ ORDER = (
 )
 DELAY = Pass("delay", lambda graph, _: delay(graph), stage="scheduled")
 
-# What of ``ORDER`` comes before buckets, whatever the settings are, and behind them.
+# The passes of ``ORDER`` before "bucket", which do not depend on settings, and after.
 _BUCKETS = [row.name for row in ORDER].index("bucket")
 BEFORE_BUCKETS, BEHIND_BUCKETS = ORDER[:_BUCKETS], ORDER[_BUCKETS + 1 :]

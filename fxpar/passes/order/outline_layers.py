@@ -1,17 +1,17 @@
-"""scheduled -> scheduled: of layers that repeat, one is compiled.
+"""Outlines repeated layers into calls of one body, which is compiled once.
 
 In: a forward or a backward as it goes to Inductor. Out: the same graph, changed in
-place: what repeats of a layer is a call of a body that all of its kind share, so that
-Inductor lowers and generates it once. Bodies are alike to the last constant, shape and
-stride. They hold ops that compute, and collectives from start to wait: others, writes,
-seeds and a rank's coordinates stay between the calls, so that what is under way where a
-body begins or ends, or written, is memory of the outer graph alone. What a body gives
-is memory of its own; where several views of it are read outside, they are made there.
-Views of what it is given are made inside, where all calls are given alike ones. A
-reduction that starts inside a layer and does not end there, as a bucket that is full in
-the middle of it, starts right behind the layer, and so does what goes over another axis
-with its result: in others that are alike none does. What a layer adds to sums over
-microbatches, in their memory, is added right behind it.
+place: the repeated segment of a layer is a call of a body that all of its kind share,
+so that Inductor lowers and generates it once. Layers of a kind are identical in every
+constant, shape and stride. Bodies hold ops that compute, and collectives from start to
+wait. Never in a body: other collectives, writes, seeds and a rank's coordinates, so
+that only memory of the outer graph is written, or under way where a body begins or
+ends. A body's results have memory of their own; if several views of one are read
+outside, they are made there. Views of operands are made inside if they are identical in
+all calls. A reduction that starts inside a layer and ends after it, such as a bucket
+that is full in the middle of it, starts right after the layer, and so do reductions of
+its result over another axis: other layers of the kind have none there. Additions to
+sums over microbatches, which are in place, run right after the layer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from fxpar.passes.order.layer_segments import (
 )
 from fxpar.sharding.cost.op import is_view
 
-# Calls a body.
+# The op that calls a body.
 INVOKE = _torch.inductor.invoke_subgraph()
 
 
 def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
-    """Put calls of bodies in the place of layers that repeat; how many calls.
-    ``even``: all shards are (see ``segments``)."""
+    """Replace repeated layers by calls of bodies; return the number of calls. ``even``:
+    all shards are even (see ``segments``)."""
     root, inputs = graph.owning_module, graph.find_nodes(op="placeholder")
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
         return 0  # sizes are open
@@ -65,7 +65,8 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
 
 
 def _takes_tensors(segment: LayerSegment) -> bool:
-    """Whether tensors, aligned and in no lists, go in and out."""
+    """Return whether all operands and results are aligned tensors, and there is a
+    result."""
     ends = (*operands_of(segment.nodes), *segment.results)
     values = [node.meta.get("val") for node in ends]
     tensors = all(isinstance(x, torch.Tensor) and is_aligned(x) for x in values)
@@ -93,7 +94,7 @@ def _body(segment: LayerSegment) -> fx.GraphModule:
 
 
 def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
-    """Let a call of the body, the result, give what the segment gives."""
+    """Replace a segment by a call of the body ``name``; return the call."""
     inside = set(segment.nodes)
     first, last = segment.nodes[0], segment.nodes[-1]
     behind = _put_behind(segment)
@@ -112,7 +113,7 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
         place.meta = dict(node.meta)
 
     def outside(node: fx.Node) -> fx.Node:
-        """The value of a node of the segment, behind the call."""
+        """Return the value of a node of the segment, after the call."""
         nonlocal place
         if node not in inside:
             return node
@@ -138,7 +139,7 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
 
 
 def _make_views_inside(body: fx.GraphModule, calls: Sequence[fx.Node]) -> None:
-    """Let a body make the views that it is given."""
+    """Move the views that a body is given into it, if all its calls have the same."""
     columns, base_of = _views_given(calls)
     operands = body.graph.find_nodes(op="placeholder")
     for column in columns[len(operands) :]:
@@ -168,9 +169,9 @@ def _make_views_inside(body: fx.GraphModule, calls: Sequence[fx.Node]) -> None:
 def _views_given(
     calls: Sequence[fx.Node],
 ) -> tuple[list[list[fx.Node]], dict[int, int]]:
-    """What calls of a body are given, a column for each operand; and of columns that
-    are alike views, the one that they show: of memory that all calls give in the same
-    place, or in a column of its own behind those of the operands."""
+    """Return the operands of a body's calls, one column for each operand, and {column
+    of identical views: column of their bases}. The bases are an operand in the same
+    position of all calls, or a new column after those of the operands."""
     columns = [list(each) for each in zip(*(c.args[2:] for c in calls), strict=True)]
     places = [{n: i for i, n in enumerate(c.args[2:])} for c in calls]
     base_of: dict[int, int] = {}
@@ -190,7 +191,7 @@ def _views_given(
 
 
 def _are_alike_views(column: Sequence[fx.Node]) -> bool:
-    """Whether nodes are alike views of whole tensors that a body may be given."""
+    """Return whether nodes are identical views of tensors that a body may be given."""
     if not all(fits(node) and is_view(node) for node in column):
         return False
     bases = (node.all_input_nodes[0].meta.get("val") for node in column)
@@ -199,9 +200,9 @@ def _are_alike_views(column: Sequence[fx.Node]) -> bool:
 
 
 def _put_behind(segment: LayerSegment) -> list[fx.Node]:
-    """What stands in a segment and goes behind it: reductions and sums, in order, and
-    what they are given of it. The rest, which shows memory that is there before, is put
-    before it."""
+    """Return the nodes between a segment's nodes that must move after it: reductions,
+    sums, and nodes that read the segment, in order. The others, views of earlier
+    memory, are moved before it."""
     inside, behind = set(segment.nodes), dict[fx.Node, None]()
     first, last = segment.nodes[0], segment.nodes[-1]
     node = first

@@ -1,10 +1,10 @@
-"""bound -> bound: a convolution's backward as two calls, and as one again.
+"""Splits a convolution's backward into two calls, and joins them again.
 
-In: a backward by itself and ``aten.convolution_backward`` nodes of it, each of which
-makes gradients of the input, the weight and the bias at once. Out: the same values,
-those of weight and bias made by a call of their own (``part``), so that they can run
-beside a collective of the input's (``delay``), or by the one call again (``join``).
-Either way each is computed as it was: libraries have a kernel for each.
+In: a backward by itself and an ``aten.convolution_backward`` node of it, which computes
+the gradients of the input, the weight and the bias at once. Out: the same values, those
+of weight and bias from a call of their own (``part``), so that they can overlap with a
+collective of the input's gradient (``delay``), or from the one call again (``join``).
+Never: a value changes; libraries have a kernel for each gradient either way.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 def part_nearest(node: fx.Node, since: Sequence[fx.Node]) -> fx.Node | None:
-    """Part the last of the convolutions' backwards ``since`` whose gradient of the
-    input ``node`` needs, and no other; the call that makes these."""
+    """Split the last convolution's backward among ``since`` whose gradient of the input
+    is needed by ``node``; return the new call for the others. None if there is none or
+    ``node`` needs another of its gradients."""
     if all(call.target is not BACKWARD for call in since):
         return None
     sources = _sources(node, since)
     for call in reversed(since):
         if call in sources and call.target is BACKWARD:
             if any(user.target is not operator.getitem for user in call.users):
-                return None  # a part of a graph may give the tuple whole
+                return None  # a part of a graph may return the whole tuple
             others = [user for user in call.users if user.args[1]]
             return part(call) if others and sources.isdisjoint(others) else None
     return None
 
 
 def part(call: fx.Node) -> fx.Node:
-    """Have the gradients of weight and bias made by a call of its own, behind ``call``,
-    which is given back; ``call`` makes that of the input alone."""
+    """Add a call for the gradients of weight and bias after ``call``, and return it;
+    ``call`` then computes the input's gradient only."""
     mask = _mask(call)
     with call.graph.inserting_after(call):
         half = call.graph.call_function(BACKWARD, call.args)
@@ -59,7 +60,7 @@ def join(call: fx.Node, half: fx.Node) -> None:
 
 
 def computed_of(half: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """``half`` and those of the nodes, in order, that read nothing else."""
+    """Return ``half`` and the nodes, given in order, that are computed from it only."""
     alone = {half}
     for node in nodes:
         read = node.all_input_nodes
@@ -74,7 +75,7 @@ def _mask(call: fx.Node) -> list[bool]:
 
 
 def _ask_for(call: fx.Node, mask: Sequence[bool], values: Sequence[Any]) -> None:
-    """Have a call make the gradients of the mask, of all ``values``, alone."""
+    """Make a call compute the gradients in ``mask`` only; ``values``: fake values."""
     call.args = (*call.args[:-1], list(mask))
     call.meta["val"] = tuple(
         value if is_asked else None
@@ -83,7 +84,7 @@ def _ask_for(call: fx.Node, mask: Sequence[bool], values: Sequence[Any]) -> None
 
 
 def _sources(node: fx.Node, since: Sequence[fx.Node]) -> set[fx.Node]:
-    """What ``node`` is computed from, among ``since``."""
+    """Return the nodes among ``since`` that ``node`` is computed from."""
     near, stack = set(since), [node]
     sources: set[fx.Node] = set()
     while stack:

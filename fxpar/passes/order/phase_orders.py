@@ -1,8 +1,9 @@
-"""A local graph in the orders in which settings let it run, each phase ordered once.
+"""Orders the phases of a local graph under several settings, each order built once.
 
-In: a local graph parted in forward and backward. Out: for settings the two, each as
-``order_collectives`` orders it; those that order a phase alike are given the very same
-graph, so that what is tried costs what it changes. Never changes the parted graph.
+In: a local graph split into forward and backward. Out: for given settings the two
+graphs, each as ``order_collectives`` orders it; settings that order a phase in the same
+way get the same graph object, so that a trial costs only what it changes. Never changes
+the split graph.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 
 
 class Orders:
-    """A parted graph, ordered with one settings after the other."""
+    """Orders a split graph under one settings after the other, with a cache."""
 
     def __init__(self, parts: PartedGraph) -> None:
         self.parts = parts
@@ -38,21 +39,21 @@ class Orders:
 
     @property
     def started(self) -> int:
-        """Gathers that may start ahead, in the phase that has most of them."""
+        """Return the number of gathers that may start ahead, the phases' largest."""
         return max(phase.started for phase in self._phases)
 
     def of(self, settings: Settings) -> Hashable:
-        """Equal for settings with which the graph runs in one order."""
+        """Return a key that is equal for settings that give the graph one order."""
         return tuple(phase.of(settings) for phase in self._phases)
 
     def as_run(self, settings: Settings) -> PhasesAsRun:
-        """The graph in the order of settings."""
+        """Return the phases in the order of settings."""
         graphs = [phase.graph(settings) for phase in self._phases]
         return PhasesAsRun(tuple(graphs), self.parts.is_gradient)
 
 
 class _PhaseOrders:
-    """One phase of it. ``started``: gathers that may start ahead."""
+    """Orders one phase. ``started``: number of gathers that may start ahead."""
 
     def __init__(self, parts: PartedGraph, i: int) -> None:
         self._parts, self._i = parts, i
@@ -68,26 +69,26 @@ class _PhaseOrders:
         )
 
     def _fresh(self, settings: Settings) -> PhaseGraph:
-        """A copy, as it is before buckets."""
+        """Return a copy of the phase after the passes before "bucket"."""
         phase = phase_graph(self._parts, self._i, settings)
         for row in BEFORE_BUCKETS:
             row.run(phase.graph, phase)
         return phase
 
     def of(self, settings: Settings) -> Hashable:
-        """Equal for settings that order it alike."""
+        """Return a key that is equal for settings that give the phase one order."""
         ahead = prefetched(settings.ahead, self.started)
         return ahead, buckets_of(self._joinable, settings)
 
     def graph(self, settings: Settings) -> fx.Graph:
-        """In the order of settings; not to be changed."""
+        """Return the phase in the order of settings; it must not be changed."""
         order = self.of(settings)
         if order not in self._ordered:
             self._ordered[order] = self._order(settings)
         return self._ordered[order]
 
     def _order(self, settings: Settings) -> fx.Graph:
-        """A copy, ordered: the one that was read first, while that is left."""
+        """Return an ordered copy; the first call uses the copy made in ``__init__``."""
         first, self._first = self._first, None
         phase = replace(first, settings=settings) if first else self._fresh(settings)
         if phase.waits:

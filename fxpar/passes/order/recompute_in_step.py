@@ -1,13 +1,13 @@
-"""What the backward of a training step computes again.
+"""Recomputes light values of the forward in the backward of a training step.
 
 In: the graph of a whole step, its forward, backward and update in the order they run.
-Out: the same graph, changed in place: of the forward's light values that the backward
-reads, those stand in the backward once more that it can compute from values that are
-kept anyway (``sharding.cost.recompute``). What is parted in forward and backward
-AOTAutograd does so; a step is one graph that nobody parts.
+Out: the same graph, changed in place: light values of the forward that the backward
+reads are computed again in the backward if it can compute them from values that are
+kept anyway (``sharding.cost.recompute``). AOTAutograd does this when it splits forward
+and backward; a step is one graph that it does not split.
 
-Never repeated are collectives, draws, what a schedule placed, and what reads an input
-that the graph writes before its end.
+Never repeated: collectives, draws, nodes that a schedule placed, and nodes that read an
+input that the graph writes before its end.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fxpar.sharding.program import PHASE, phase_of
 
 
 def recompute_in_step(graph: fx.Graph) -> None:
-    """Copy what the backward computes again to before what reads it first."""
+    """Copy each recomputed node to before its first reader in the backward."""
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     behind = {node for node in calls if phase_of(node) in ("backward", "update")}
     if not behind:
         return
     writes = set(calls_where(graph, lambda target: op_facts_of(target).mutates))
-    late: dict[fx.Node, None] = {}  # what passes made of them says no phase
+    late: dict[fx.Node, None] = {}  # with nodes that passes added, without a phase
     for node in calls:
         if node in writes:
             continue  # a value that one reads was computed before the writes
@@ -61,7 +61,7 @@ def recompute_in_step(graph: fx.Graph) -> None:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an op computes the same again, and nothing else happens."""
+    """Return whether an op may be repeated: it only computes, and draws nothing."""
     if node.target is operator.getitem:
         return _is_pure(node.args[0])
     if is_chunk(node) or region_of(node):
@@ -77,7 +77,7 @@ def _copy_operands(
     recomputed: set[fx.Node],
     copies: dict[fx.Node, fx.Node],
 ) -> None:
-    """Copies of what a node reads, and of what that is computed from, before it."""
+    """Insert copies of the recomputed nodes that a node depends on before it."""
     stack = [n for n in reader.all_input_nodes if n in recomputed and n not in copies]
     while stack:
         node = stack[-1]

@@ -1,12 +1,12 @@
-"""bound -> bound: a backward joins the rows around a shard again.
+"""Makes a backward join the rows around a shard again, instead of saving the join.
 
 In: the joint graph one rank runs, on its way to Inductor. Out: the same nodes; joins of
-rows that a convolution and its backward read are tagged to be computed again, so that
-AOTAutograd saves the shard, and the few rows that came, and not the join. On a CPU
-Inductor (2.13) writes a join as it was traced, and not in the layout that convolutions
-give and want: kept, it takes masks of activations with it, and each kernel that reads
-them goes across memory. Joins on other devices stay: there they are one kernel with
-what makes their parts.
+rows that a convolution and its backward read are tagged to be recomputed, so that
+AOTAutograd saves the shard and the few received rows, and not the join. On a CPU
+Inductor (2.13) writes a join in its traced layout, not in the one that convolutions
+return and want: a saved join makes masks of activations use that layout too, and each
+kernel that reads them has strided access. Never: joins on other devices are tagged;
+there a join is one kernel with the ops that compute its parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def rejoin_rows(graph: fx.Graph) -> None:
-    """Tag joins, in place."""
+    """Tag joins of rows to be recomputed, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         readers = {user.target for user in node.users}
         if _is_of_rows(node) and readers >= {
@@ -35,7 +35,7 @@ def rejoin_rows(graph: fx.Graph) -> None:
 
 
 def _is_of_rows(node: fx.Node) -> bool:
-    """Whether parts are joined along a dim that windows slide over, on a CPU."""
+    """Return whether a join is along a spatial dim of a convolution, on a CPU."""
     value = node.meta["val"]
     dim: Any = node.args[1] if len(node.args) > 1 else 0
     return value.device.type == "cpu" and dim % value.dim() >= 2

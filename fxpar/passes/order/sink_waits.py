@@ -1,9 +1,9 @@
-"""local -> local: the result of a collective is waited for where it is first needed.
+"""Moves the wait for a collective to where its result is first needed.
 
 In: a local graph. Out: the same nodes, changed in place only in their order: a wait,
-and what only rearranges its result, stands right before its first reader. A collective
-so runs beside whatever does not depend on it; a gradient's reduction beside the rest of
-the backward. It never moves a collective, so all ranks keep one order of them.
+and ops that only rearrange its result, are right before its first reader. A collective
+so overlaps with all work that does not depend on it; a gradient's reduction with the
+rest of the backward. Never moves a collective, so all ranks keep one order of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SEND = torch.ops._c10d_functional.isend.default
 
 
 def sink_waits(graph: fx.Graph) -> None:
-    """Move every wait, and views of its result, before their first readers; that of a
-    message which was sent, and has none, to the end."""
+    """Move every wait, and views of its result, before their first readers; the wait
+    for a sent message, which has none, to the end."""
     waited = _waited(graph)
     for node in sorted(n for n in waited if not n.users):
         if node.target is WAIT and node.args[0].target is _SEND:
@@ -36,15 +36,15 @@ def sink_waits(graph: fx.Graph) -> None:
 
 
 def is_chunk(node: fx.Node) -> bool:
-    """Whether a schedule put a collective beside work: it is neither joined with others
-    nor waited for earlier than its result is needed."""
+    """Return whether a schedule made a collective a chunk, to overlap with work: it is
+    neither joined with others nor waited for before its result is needed."""
     return bool(node.meta.get("fxpar_chunk"))
 
 
 def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Move each of ``nodes`` right before its first reader, or before what writes to
-    memory that it reads, a wait's being its collective's; those of one reader keep
-    their order."""
+    """Move each of ``nodes`` right before its first reader, or before a later write to
+    memory that it reads (a wait reads the memory of its collective); nodes of one
+    reader keep their order."""
     writes = _writes(graph)
     first: dict[fx.Node, fx.Node] = {}
     for node in sorted(nodes, reverse=True):
@@ -58,7 +58,7 @@ def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
 
 
 def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What writes to a memory, by the node that it belongs to."""
+    """Return the nodes that write to a memory, by the node that allocates it."""
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in _torch.nodes_by_target.calls_where(graph, _changes_memory):
         for read in node.all_input_nodes:
@@ -71,7 +71,7 @@ def _changes_memory(target: Any) -> bool:
 
 
 def _reads(node: fx.Node) -> set[fx.Node]:
-    """Nodes whose memory an op reads; a wait, what its collective reads as well."""
+    """Return the nodes whose memory an op reads; for a wait, also its collective's."""
     read = set(node.all_input_nodes)
     if node.target in WAITS:
         read.update(*(n.all_input_nodes for n in node.all_input_nodes))
@@ -79,7 +79,7 @@ def _reads(node: fx.Node) -> set[fx.Node]:
 
 
 def _waited(graph: fx.Graph) -> set[fx.Node]:
-    """Waits, and nodes that only rearrange a waited result."""
+    """Return waits, and nodes that only rearrange the result of one."""
     waited = set(graph.find_nodes(op="call_function", target=WAIT))
     pending = list(waited)
     while pending:

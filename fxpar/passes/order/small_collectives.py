@@ -1,17 +1,17 @@
-"""bound -> bound: small collectives that need no work start first, and what only the
-caller reads is waited for last.
+"""Starts small collectives that need no work first, and waits last for results that
+only the caller reads.
 
 In: the bound graph of a forward, a backward or a step. Out: the same nodes, changed in
-place only in their order. ``start_first``: a collective of what light ops make of graph
-inputs, as the number of labels that count, starts before any other work, so that no
-rank waits for the others in the middle of a step. ``wait_last``: a waited result, and
-light ops that only lead from it to an output of one element, as the mean of a loss,
-come last, so that the backward of a step does not wait for them.
+place only in their order. ``start_first``: a collective of values that light ops
+compute from graph inputs, such as the number of valid labels, starts before any other
+work, so that no rank waits for the others in the middle of a step. ``wait_last``: a
+wait, and light ops that only lead from it to an output of one element, such as the mean
+of a loss, come last, so that the backward of a step does not wait for them.
 
-Neither holds more than ``ROOM`` bytes for longer, moves work that contracts, draws or
-writes, or touches the update, chunks, fused regions, gathers that ``prefetch`` places,
-or a graph with messages between stages, whose ranks have other orders of collectives.
-``start_first`` moves none on shards that are not alike.
+Never: either one holds more than ``ROOM`` bytes for longer, moves work that contracts,
+draws or writes, or touches the update, chunks, fused regions, gathers that ``prefetch``
+places, or a graph with messages between stages, whose ranks have different orders of
+collectives; or ``start_first`` moves a collective on uneven shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOM = 1 << 20
 
 
 def start_first(graph: fx.Graph) -> None:
-    """Move collectives of small values, which light ops make of graph inputs, with
+    """Move collectives of small values that light ops compute from graph inputs, with
     these ops, before all other work, in their order."""
     collectives = calls_where(graph, lambda target: KINDS.get(target) in _STARTED)
     if not collectives or _has_messages(graph):
@@ -69,7 +69,7 @@ def start_first(graph: fx.Graph) -> None:
 
 
 def wait_last(graph: fx.Graph) -> None:
-    """Move waits, and light ops behind them, that lead to outputs of one element alone,
+    """Move waits, and light ops after them, that lead only to outputs of one element,
     to the end."""
     results = graph.output_node().all_input_nodes
     if _has_messages(graph) or not any(map(_is_one, results)):
@@ -94,7 +94,8 @@ def wait_last(graph: fx.Graph) -> None:
 
 
 def needed(node: fx.Node) -> list[fx.Node]:
-    """``node`` and what it is computed from, placeholders left out, in order."""
+    """Return ``node`` and the nodes it is computed from, without placeholders, in
+    order."""
     sources: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -106,7 +107,7 @@ def needed(node: fx.Node) -> list[fx.Node]:
 
 
 def only_computes(node: fx.Node) -> bool:
-    """Whether an op does nothing but compute its result."""
+    """Return whether an op does nothing but compute its result."""
     target = node.target
     if node.op != "call_function" or node.is_impure() or region_of(node):
         return False
@@ -123,12 +124,12 @@ def only_computes(node: fx.Node) -> bool:
 # Kinds of collectives that may start first.
 _STARTED = ("all_gather", "reduce_scatter", "all_reduce")
 
-# Nodes that are there before any work.
+# Kinds of nodes that need no work.
 _INPUTS = ("placeholder", "get_attr")
 
 
 def _begin() -> None:
-    """Stands where work begins, while nodes are moved there."""
+    """Mark the place where work begins, while nodes are moved there; never run."""
 
 
 def _has_messages(graph: fx.Graph) -> bool:
@@ -136,14 +137,15 @@ def _has_messages(graph: fx.Graph) -> bool:
 
 
 def _may_start(node: fx.Node) -> bool:
-    """Whether a collective may come before others: all ranks answer alike, which they
-    would not by the sizes of shards that are not alike."""
+    """Return whether a collective may move before others: not if its shards are uneven,
+    since ranks would then decide by different sizes."""
     alike = LARGEST not in (node.meta.get("custom") or {})
     return alike and not is_chunk(node) and not region_of(node)
 
 
 def _leads_out(node: fx.Node, last: Collection[fx.Node]) -> bool:
-    """Whether it leads to outputs of one element alone, as a loss is."""
+    """Return whether a node leads only to outputs of one element, such as a loss, by
+    nodes in ``last``."""
     for user in node.users:
         if user.op == "output":
             if not _is_one(node):
@@ -154,7 +156,7 @@ def _leads_out(node: fx.Node, last: Collection[fx.Node]) -> bool:
 
 
 def _is_one(node: fx.Node) -> bool:
-    """Whether it gives one element."""
+    """Return whether a node is a tensor without dims."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and not value.dim()
 
@@ -170,14 +172,14 @@ def _is_light_work(node: fx.Node) -> bool:
 
 
 class _LightSources:
-    """What light ops make of graph inputs, before anything writes to memory."""
+    """Finds nodes computed from graph inputs by light ops, before any write."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._write = min(calls_where(graph, _changes_memory), default=None)
         self._is_light: dict[fx.Node, bool] = {}
 
     def has(self, node: fx.Node) -> bool:
-        """Whether a node is made so."""
+        """Return whether a node is one of these."""
         pending = [node]
         while pending:
             last = pending[-1]

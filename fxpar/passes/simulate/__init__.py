@@ -1,1 +1,1 @@
-"""Runs or predicts a local graph for every rank, in this process; changes none."""
+"""Runs, or predicts, a local graph for every rank in one process; never changes it."""

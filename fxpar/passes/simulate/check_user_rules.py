@@ -1,11 +1,11 @@
-"""Rules that users gave to ops, tried on small random tensors.
+"""Checks rules that users gave to ops, on small random tensors.
 
 In: the decision about a program. Out: nothing, or RuleError for a rule by which ranks
-would compute other numbers than one device: every factor that the rule lets an axis
-split is split, every operand that it lets be partial is fed random summands, and what
-ranks then hold is joined and compared. An op that cannot be run here is a warning. A
-rule is tried once in a process for the same sizes; nothing is communicated, and no
-random state changes.
+would compute other numbers than one device: each factor that the rule allows an axis to
+split is split, each operand that it allows to be partial gets random summands, and the
+ranks' results are joined and compared. An op that cannot be run here is a warning. A
+rule is checked once in a process for the same sizes. Never: communicates, or changes
+the random state.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from fxpar.sharding.program import Op, tensor_nodes, user_line
 
 # The most rows of a factor in a sample: shards of 3 and of 2 rows, and uneven ones.
 _SMALL = (6, 7)
-# On how many ranks it is tried.
+# The numbers of ranks on which small samples are tried.
 _SMALL_COUNTS = (2, 3)
-# An op may work in blocks of rows, and small shards cut them: where small samples fail,
-# larger ones decide, on as many ranks as each axis of the mesh has, and as the plan
-# splits the factor over.
+# An op may work in blocks of rows, which small shards split: where small samples fail,
+# larger ones decide, on the number of ranks of each axis of the mesh, and of the axes
+# over which the plan splits the factor.
 _LARGE = (256, 1 << 62)
 # The most elements of a tensor in a sample.
 _MOST = 1 << 24
 
-# Of each factor, the numbers of ranks on which to split it.
+# Factor -> the numbers of ranks over which to split it.
 Counts = Mapping[str, Sequence[int]]
 
-# What was checked: ops, sized rules, sizes of axes and what else calls have.
+# Keys of what was checked: op, sized rule, numbers of ranks, other arguments.
 _CHECKED: set[Any] = set()
 
 
 class _NotRun(Exception):
-    """A sample that says nothing of the rule; the message says why."""
+    """Is raised for a sample that cannot check the rule; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """A way to run the op that gives other numbers than one device."""
+    """Is a way to run the op that gives other numbers than one device."""
 
     # The factor that was split; None: an operand was partial.
     factor: str | None
-    # Shards were of unequal sizes.
+    # Whether shards had unequal sizes.
     is_uneven: bool
-    # What is wrong with the numbers.
+    # The error of the run, or of the comparison.
     error: Exception
 
 
 def check_user_rules(decision: Decision) -> None:
     """Raise RuleError for a rule of ``fxpar.rule`` that is wrong for a call of the
-    program; warn of one that cannot be tried."""
+    program; warn of one that cannot be checked."""
     mesh = decision.mesh
     for op, strategy in zip(decision.program.ops, decision.strategies, strict=True):
         if not op.has_rule or user_row_of(op.target) is None:
@@ -84,7 +84,7 @@ def check_user_rules(decision: Decision) -> None:
 
 
 def _kind(node: fx.Node) -> str:
-    """The arguments of a call, without the sizes of tensors."""
+    """Return the arguments of a call as text, without the sizes of tensors."""
 
     def text(x: fx.Node) -> str:
         value = x.meta.get("val")
@@ -123,7 +123,7 @@ def _fix(op: Op, failures: Sequence[_Failure]) -> str:
 
 
 def _failures(op: Op, counts: Counts) -> list[_Failure]:
-    """What of the rule is wrong; raises _NotRun if no sample tells."""
+    """Return the failures of the rule; raises _NotRun if no sample can be run."""
     reasons: list[str] = []
     failures: list[_Failure] | None = None
     for most in _SMALL:
@@ -145,8 +145,8 @@ def _failures(op: Op, counts: Counts) -> list[_Failure]:
 
 
 def _try(op: Op, most: int, counts: Counts) -> list[_Failure]:
-    """What is wrong with the rule on a sample of at most so many rows of each factor;
-    raises _NotRun."""
+    """Return the failures of the rule on a sample of at most ``most`` rows of each
+    factor; raises _NotRun."""
     one, want, generator = _sample(op, most)
     rule, failures = one.rule, []
     assert rule is not None
@@ -169,7 +169,7 @@ def _try(op: Op, most: int, counts: Counts) -> list[_Failure]:
 
 
 def _sample(op: Op, most: int) -> tuple[OneOp, list[torch.Tensor], torch.Generator]:
-    """A call of the op on random tensors, what it gives, and a generator for more."""
+    """Return a call of the op on random tensors, its results, and the generator."""
     sizes = {f: min(_torch.symbols.hint_of(n), most) for f, n in op.rule.sizes}
     shapes = []
     for x, dims in zip(tensor_nodes(op.node), op.rule.operands, strict=True):
@@ -203,7 +203,7 @@ def _sample(op: Op, most: int) -> tuple[OneOp, list[torch.Tensor], torch.Generat
 
 
 def _size(dim: Sequence[str], sizes: dict[str, int], actual: int) -> int:
-    """Rows of a dim of these factors; without any as many as the call has."""
+    """Return the rows of a dim of these factors; without factors, ``actual``."""
     rows = 1
     for factor in dim:
         rows *= sizes[factor]
@@ -213,8 +213,8 @@ def _size(dim: Sequence[str], sizes: dict[str, int], actual: int) -> int:
 def _arguments(
     node: fx.Node, shapes: Sequence[Sequence[int]], draw: Any, generator: Any
 ) -> tuple[Any, Any]:
-    """The arguments of a call with random tensors of other shapes; of whole numbers
-    zeros, then ones, which are indices and offsets of most things."""
+    """Return the arguments of a call with random tensors of other shapes; integer ones
+    are zeros, then ones, which are valid as indices and offsets nearly everywhere."""
     rest = iter(shapes)
 
     def argument(x: fx.Node) -> Any:

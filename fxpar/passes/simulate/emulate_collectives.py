@@ -1,11 +1,11 @@
-"""What collectives and messages between simulated ranks compute, in this process; and
-global values as one part per rank, and back.
+"""Emulates collectives and messages between simulated ranks, in this process; splits
+global values into one part per rank, and joins them.
 
-In: the values that the members of a group hold. Out: what each of them gets. Messages
-(functional isend, irecv) are received in the order in which they were sent, as NCCL
-does it; whether one is there is asked first, nothing waits. ``lockstep`` runs graphs
-with these. A spec says which part of a global value a rank holds. Ranks that hold the
-same part share the object.
+In: the values of a group's members. Out: each member's result. Messages (functional
+isend, irecv) are received in the order in which they were sent, as with NCCL; callers
+ask first whether one has arrived. ``lockstep`` runs graphs with these functions. A spec
+gives the part of a global value that a rank holds; ranks with the same part share the
+object. Never communicates or waits.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Env = dict[fx.Node, Ranks]
 
 
 def ends_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
-    """Each rank, and the peer that a message names."""
+    """Return (rank, the peer that a functional message names) for each rank."""
     axes, peer = custom_ops.group_axes(node.args[3]), node.args[1]
     return [(r, mesh.group(r, axes)[peer]) for r in ranks]
 
 
 class Post:
-    """Messages on their way, by (sender, receiver): tag and value."""
+    """Holds messages under way, by (sender, receiver): tag and value."""
 
     def __init__(self) -> None:
         self.boxes: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
@@ -53,7 +53,7 @@ class Post:
         return [value[0].new_empty(0)] * len(ends)
 
     def start(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
-        """A message of ``fxpar::send``."""
+        """Send the messages of a ``fxpar::send``; return its empty results."""
         values, tag = env[node.args[0]], node.args[-2]
         for end, value in zip(ends, values, strict=True):
             self.give([end], value, tag)
@@ -65,7 +65,7 @@ class Post:
         self.sent += 1
 
     def arrived(self, node: fx.Node, ends: Ends) -> Ranks:
-        """What ``fxpar::receive`` gets."""
+        """Return the values that a ``fxpar::receive`` gets."""
         size, tag, out = node.args[1], node.args[-2], []
         for end in ends:
             sent, value = self.boxes[end].pop(0)
@@ -75,7 +75,8 @@ class Post:
         return out
 
     def drawn(self, name: str, draw: Callable[[], Ranks]) -> Ranks:
-        """What a node of this name drew, wherever it stands first."""
+        """Return the numbers that a node of this name drew; the first of several graphs
+        that have it draws."""
         if name not in self.draws:
             self.draws[name] = draw()
         return self.draws[name]
@@ -94,7 +95,7 @@ class Post:
 
 
 def peers_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
-    """Each rank, and the peer that its message names."""
+    """Return (rank, the peer that a ``fxpar`` message names) for each rank."""
     peer, _, name = node.args[-3:]
     axes = custom_ops.group_axes(name)
     return [(r, mesh.group(r, axes)[peer]) for r in ranks]
@@ -107,7 +108,8 @@ def shared(
     ranks: Sequence[int],
     post: Post,
 ) -> Generator[None, None, Ranks]:
-    """What one member of each group has, on all of them."""
+    """Return the value of one member of each group, on all members; yields while the
+    message has not arrived."""
     values, source, axes = env[node.args[0]], node.args[2], node.args[3]
     groups = [mesh.group(r, custom_ops.group_axes(axes)) for r in ranks]
     for r, value, group in zip(ranks, values, groups, strict=True):
@@ -134,7 +136,7 @@ def _matmul_scatter(args: Ranks) -> Ranks:
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction of values, the first ones first."""
+    """Return the reduction of values, in order."""
     if op != "avg":
         return functools.reduce(COMBINE[op], values)
     count, dtype = len(values), values[0].dtype
@@ -145,34 +147,34 @@ def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:
-    """The reduction, for each."""
+    """Return the reduction for each member."""
     return [reduced(members, op)] * len(members)
 
 
 def reduce_scatter(members: Ranks, op: str, *_: Any) -> Ranks:
-    """A part of the reduction, for each."""
+    """Return a part of the reduction, along dim 0, for each member."""
     total = reduced(members, op)
     return list(total.tensor_split(len(members)))
 
 
 def all_gather(members: Ranks, *_: Any) -> Ranks:
-    """All values joined along dim 0, for each."""
+    """Return all values joined along dim 0, for each member."""
     return [torch.cat(members)] * len(members)
 
 
 def all_to_all(members: Ranks, out_sizes: Any, in_sizes: Any, *_: Any) -> Ranks:
-    """A block of every value, for each."""
+    """Return for each member its blocks of all values, joined along dim 0."""
     cut = [x.split(in_sizes) for x in members]
     return [torch.cat([blocks[i] for blocks in cut]) for i in range(len(members))]
 
 
 def permute(members: Ranks, sources: Sequence[int], *_: Any) -> Ranks:
-    """The value of the member that each names."""
+    """Return for each member the value of the member that it names."""
     return [members[i] for i in sources]
 
 
 def coalesced(run: Callable[..., Ranks]) -> Callable[..., Ranks]:
-    """The same collective on a list of tensors."""
+    """Return the same collective for lists of tensors."""
 
     def each(members: Ranks, *args: Any) -> Ranks:
         results = [run(list(xs), *args) for xs in zip(*members, strict=True)]
@@ -185,8 +187,8 @@ def _sent_exactly(run: Callable[..., torch.Tensor], args: Ranks) -> Ranks:
     return exact_ops.in_lockstep(run, [each[:-1] for each in args])
 
 
-# Products with their collective, and rows sent by exact numbers: (arguments of each
-# member) -> results.
+# Ops that fuse a matmul with a collective, and exchanges of exact numbers of rows:
+# (arguments of each member) -> results.
 PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
     torch.ops.fxpar.gather_matmul.default: _gather_matmul,
     torch.ops.fxpar.matmul_scatter.default: _matmul_scatter,
@@ -210,7 +212,7 @@ def _exchange_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
     return [torch.cat([x[i] for x in cut], source) for i in range(len(members))]
 
 
-# The collectives of manual regions, by kind: on any dim.
+# Kind -> the collective of manual regions, on any dim.
 ON_DIMS: dict[str, Callable[..., Ranks]] = {
     "all_reduce": lambda members, dims, op: all_reduce(members, op),
     "reduce_scatter": _scatter_on,
@@ -221,7 +223,7 @@ ON_DIMS: dict[str, Callable[..., Ranks]] = {
 
 
 def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
-    """Each rank's part of a global value. Ranks with the same part share the object.
+    """Return each rank's part of a global value; ranks with the same part share it.
 
     Along a partial axis the first rank has the value and the others the identity of the
     reduction; for avg, max and min all have the value.
@@ -245,7 +247,7 @@ def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
 
 
 def gather(parts: Sequence[Any], spec: Spec, mesh: Mesh) -> Any:
-    """The global value of one part per rank, partial ones reduced.
+    """Return the global value of one part per rank, partial ones reduced.
 
     Raises AssertionError unless ranks that hold the same shard agree exactly (NaN
     equals NaN).
@@ -275,7 +277,7 @@ def gather(parts: Sequence[Any], spec: Spec, mesh: Mesh) -> Any:
 
 
 def _joined(shards: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
-    """Shards by their places, put together; ranks may hold more or less of a dim."""
+    """Return the value joined from shards by their places; shards may be uneven."""
     sample = next(iter(shards.values()))
     slices: list[list[slice]] = []
     for d in range(sample.dim()):
@@ -290,7 +292,8 @@ def _joined(shards: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
 
 
 def _reduced(summands: dict[tuple[int, ...], torch.Tensor], spec: Spec) -> torch.Tensor:
-    """Reduce over partial axes, the last first. Keys: position along each."""
+    """Return the reduction over partial axes, the last first. Keys: position along
+    each axis."""
     for _, op in reversed(spec.partial):
         lines: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for key in sorted(summands):

@@ -1,14 +1,14 @@
-"""What one rank launches to run a local graph: kernels, collectives, waits, in order;
-and what it sends with them.
+"""Reads from a local graph what one rank launches (kernels, collectives, waits, in
+order) and what it sends.
 
 In: a local graph. Out: ``Launches``, data that ``simulate_step`` times and
-``peak_memory`` adds up. What is one kernel says ``cost.fused_kernels``; here is which
-ops are collectives and waits, and which lines must be equal on all ranks.
+``peak_memory`` adds up. ``cost.fused_kernels`` decides which ops are one kernel; this
+module, which ops are collectives and waits, and which lines must be equal on all ranks.
 
-Of a graph that is lowered and as scheduled, before ``bucket_collectives`` joins small
-ones, also facts of a plan: its collectives in the order they run, those of the forward
-that the backward does again (gathers of parameters at rest, what is checkpointed) in
-both places; and the reshards they come from.
+For a lowered and scheduled graph, before ``bucket_collectives`` joins small ones, it
+also gives facts of a plan: the collectives in the order in which they run, with those
+of the forward that the backward repeats (gathers of parameters at rest, checkpointed
+ones) in both places; and the reshards that they belong to. Never changes the graph.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:  # routes take NumPy, which kernels do without
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
 
-# Rows sent by exact numbers.
+# Ops that exchange exact numbers of rows, known when they run.
 EXACT = {exact_ops.SEND, exact_ops.RETURN}
-# Collectives of a local graph, as ``reshard.steps`` names them.
+# Collective of a local graph -> its kind in ``reshard.steps``.
 KINDS: dict[Any, str] = {
     op: kind for kind, lowering in LOWERINGS.items() for op in lowering.emulations()
 } | dict.fromkeys(EXACT, "all_to_all")
-# Products with their collective as one op, and what they communicate.
+# Op that fuses a matmul with a collective -> the collective's kind.
 PRODUCTS = {
     ours.gather_matmul.default: "all_gather",
     ours.matmul_scatter.default: "reduce_scatter",
@@ -62,10 +62,10 @@ WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
 
 
 def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
-    """The launches of a local graph; ``fused=False``: a kernel for each op.
+    """Return the launches of a local graph; ``fused=False``: a kernel for each op.
 
-    Raises PlanError on a collective it does not know, or of a group that is not named
-    by axes, as those of a bound graph are not.
+    Raises PlanError for an unknown collective, or one whose group is not named by axes,
+    as in a bound graph.
     """
     reader = _LocalReader(fused)
     backward = backward_of(graph)
@@ -81,7 +81,7 @@ class PhaseReader:
         self._forwards: dict[fx.Graph, _LocalReader] = {}
 
     def launches_of(self, phases: PhasesAsRun) -> Launches:
-        """The launches of a local graph as it runs; errors as of ``launches_of``."""
+        """Return the launches of a graph as it runs. Raises as ``launches_of``."""
         forward, *backward = phases.graphs
         if not backward:
             return launches_of(forward)
@@ -97,8 +97,8 @@ class PhaseReader:
 
 
 def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Launches:
-    """The launches of some nodes of one phase, in order, if these alone were compiled,
-    to return ``results``. The graph may be bound."""
+    """Return the launches of some nodes of one phase, given in order, as if only these
+    were compiled, to return ``results``. The graph may be bound."""
     reader, inside = _LocalReader(is_bound=True), set(nodes)
     reads = (read for node in nodes for read in node.all_input_nodes)
     for node in dict.fromkeys(reads):
@@ -111,7 +111,7 @@ def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Laun
 
 
 def _sends_unlike(node: fx.Node) -> bool:
-    """Whether a rank sends others unlike many rows, and each as many as it has."""
+    """Return whether a node sends different numbers of rows to different ranks."""
     if node.target in EXACT:
         return True
     exchanges = node.target is c10d.all_to_all_single.default
@@ -119,13 +119,14 @@ def _sends_unlike(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether ranks send something; of rows that are moved, some may change ranks."""
+    """Return whether a node is a collective; a ``move_rows`` is one if some rows change
+    ranks."""
     moves = node.target is ours.move_rows.default
     return node.target in KINDS and not (moves and not message_of(node)[1])
 
 
 def message_of(node: fx.Node) -> tuple[str, float]:
-    """(kind, bytes before) of the collective that exchanges the rows of a
+    """Return (kind, bytes before) of the collective that exchanges the rows of a
     ``fxpar::move_rows`` (``row_moves.message``)."""
     x, dim, _, text, mesh, _ = node.args
     value = x.meta["val"]
@@ -136,7 +137,8 @@ def message_of(node: fx.Node) -> tuple[str, float]:
 
 @cache
 def _role_of(target: Any) -> str:
-    """What a call of a target may do besides to compute; nothing, most often."""
+    """Return what a target does in addition to computing: "waits", "sends", "unknown"
+    for other functional collectives, or ""."""
     if target in WAITS:
         return "waits"
     if target in KINDS:
@@ -146,8 +148,8 @@ def _role_of(target: Any) -> str:
 
 
 class _LocalReader(KernelReader):
-    """Reads the nodes of a local graph, collectives among them; ``is_bound``: their
-    groups may be those of a rank."""
+    """Reads the nodes of a local graph, including collectives; ``is_bound``: their
+    groups may be process groups of a rank."""
 
     def __init__(self, fused: bool = True, *, is_bound: bool = False) -> None:
         super().__init__(fused)
@@ -155,8 +157,8 @@ class _LocalReader(KernelReader):
         self.place = count()
 
     def read_phase(self, graph: fx.Graph, source_of: Mapping[fx.Node, fx.Node]) -> None:
-        """The next phase of a graph but what it returns. ``source_of``: of its inputs
-        what they are in phases before."""
+        """Read the next phase of a graph, except for what it returns. ``source_of``:
+        its inputs -> their nodes in earlier phases."""
         backward = bool(source_of)
         for node in graph.nodes:
             if node in source_of:
@@ -165,8 +167,8 @@ class _LocalReader(KernelReader):
                 self.step(node, float(next(self.place)), backward)
 
     def continued(self, results: Iterable[fx.Node]) -> _LocalReader:
-        """A reader that goes on after the phase that was read, while this one stays as
-        it is. ``results``: nodes whose values are read after it."""
+        """Return a copy of this reader that can read further phases. ``results``: nodes
+        with values that these read."""
         self.close_all()
         reader = _LocalReader(self.fused, is_bound=self.is_bound)
         reader.place = count(next(self.place))
@@ -239,10 +241,10 @@ class _LocalReader(KernelReader):
 def crossings(
     graph: fx.Graph, *, even: bool = True, among: Collection[fx.Node] | None = None
 ) -> list[str]:
-    """The collectives of a graph in order, a line for each, which must be equal on all
-    ranks that run it together, whatever else they compute. Unless shards are ``even``,
-    sizes are equal only within a group, and are left out; so are those of exchanges.
-    ``among``: nodes to look at; None: all."""
+    """Return the collectives of a graph in order, a line for each. The lines must be
+    equal on all ranks that run the graph together, whatever else they compute. Unless
+    shards are ``even``, sizes are equal only within a group, and are left out; so are
+    those of uneven exchanges. ``among``: nodes to read; None: all."""
     out: list[str] = []
     for node in graph.nodes if among is None else among:
         name = str(node.target)
@@ -262,13 +264,13 @@ def crossings(
 
 
 def _sizes(value: torch.Tensor) -> str:
-    """The sizes of a tensor. A rank counts those that depend on data by numbers of its
-    own, so that their names say nothing."""
+    """Return the sizes of a tensor as text. Data-dependent ones are "?": the names of
+    their symbols differ between ranks."""
     sizes = ["?" if depends_on_data(size) else str(size) for size in value.shape]
     return f"[{', '.join(sizes)}]"
 
 
-# Messages between stages.
+# Message between stages -> its kind.
 MESSAGES = {
     ours.transfer.default: "send",
     ours.spread.default: "broadcast",
@@ -279,8 +281,8 @@ MESSAGES = {
 def facts_of(
     graph: fx.Graph,
 ) -> tuple[tuple[Collective, ...], tuple[tuple[Reshard, int], ...]]:
-    """The collectives of one step in order, and the reshards that these belong to, of
-    each phase, with the bytes of their collectives."""
+    """Return the collectives of one step in order, and the reshards that these belong
+    to, for each phase, with the bytes of their collectives."""
     sent: list[Collective] = []
     reshards: list[tuple[Reshard, int]] = []
     for phase in phases(graph):
@@ -295,7 +297,7 @@ def facts_of(
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether it is a collective along axes of the mesh."""
+    """Return whether a node is a collective or message along axes of the mesh."""
     communicates = node.target in PRODUCTS or node.target in MESSAGES
     communicates = communicates or is_collective(node)
     return communicates and group_of_call(node).startswith(GROUP_PREFIX)
@@ -311,7 +313,7 @@ def _collective(node: fx.Node) -> Collective:
 
 
 def _size(node: fx.Node) -> int:
-    """Bytes of what a rank has before or after, whichever is more."""
+    """Return the bytes that a rank has before or after a collective, the larger."""
     if node.target in EXACT:
         return _bytes_sent(node)
     if node.target not in PRODUCTS:
@@ -321,7 +323,7 @@ def _size(node: fx.Node) -> int:
 
 
 def _bytes_sent(node: fx.Node) -> int:
-    """Bytes of rows that are sent by exact numbers."""
+    """Return the bytes of an exchange of exact numbers of rows."""
     value, rows = (n.meta["val"] for n in node.args[:2])
     return exact_ops.bytes_sent(value, rows)
 

@@ -1,9 +1,10 @@
 """Runs a local graph for every rank of a mesh, in this process, without communication.
 
-All ranks advance node by node; a collective is computed from the inputs of its group's
-members. What is the same object on several ranks is computed once and stays shared, so
-that a random op on replicated inputs draws once, and a large mesh is cheap where little
-is split.
+In: a local graph and each rank's inputs. Out: each rank's results. All ranks advance
+node by node; a collective is computed from the inputs of its group's members. An op on
+objects that several ranks share runs once, and its result stays shared, so that a
+random op on replicated inputs draws once, and a large mesh is cheap where little is
+split. Never changes the graph.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ ours = torch.ops.fxpar
 def run_lockstep(
     graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """What each rank returns. ``inputs[r]`` are the placeholders' values on rank r.
+    """Return each rank's results. ``inputs[r]``: the placeholders' values on rank r.
 
     The graph is a local one, its groups symbolic. An op that changes an argument in
     place does so per rank; where ranks share that argument they get copies of it first.
-    Raises PlanError on a collective it does not know.
+    Raises PlanError for an unknown collective.
     """
     post = Post()
     (results,) = _run_all(
@@ -65,8 +66,8 @@ def run_lockstep(
 def run_ranks(
     graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """As ``run_lockstep``; of a graph of stages (``lay_out_stages``) each rank runs
-    what its place does. Raises PlanError as ``run_stages``."""
+    """Return each rank's results, as ``run_lockstep``; of a graph of stages
+    (``lay_out_stages``) each rank runs its place's part. Raises as ``run_stages``."""
     module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
     nodes = graph.graph if isinstance(graph, fx.GraphModule) else graph
     axis = pipeline_axis(mesh)
@@ -83,8 +84,8 @@ def run_ranks(
 def run_global(
     graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Any]
 ) -> Any:
-    """What the one-device graph gives, on one device; what manual regions in it do on
-    the ranks of ``mesh`` included."""
+    """Return the results of the one-device graph; manual regions in it are run for the
+    ranks of ``mesh``."""
     nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
     if not any(str(node.target) in REGION_OPS for node in nodes):
         mesh = Mesh((("all", 1),))
@@ -97,8 +98,8 @@ def run_stages(
     axis: str,
     inputs: Sequence[Sequence[Any]],
 ) -> list[Any]:
-    """As ``run_lockstep``, where ranks at position i along ``axis`` run ``graphs[i]``
-    and send each other messages.
+    """Return each rank's results, as ``run_lockstep``, where ranks at position i along
+    ``axis`` run ``graphs[i]`` and send each other messages.
 
     Raises PlanError also if messages do not fit, or stages wait for each other.
     """
@@ -120,7 +121,7 @@ def run_stages(
 def _run_all(
     stages: Sequence[Generator[None, None, list[Any]]], post: Post
 ) -> list[list[Any]]:
-    """Results of stages that yield while they wait for messages."""
+    """Run stages, which yield while they wait for messages; return their results."""
     results: dict[int, list[Any]] = {}
     while len(results) < len(stages):
         before = post.sent, len(results)
@@ -142,14 +143,15 @@ def _run_steps(
     inputs: Sequence[Sequence[Any]],
     post: Post,
 ) -> Generator[None, None, list[Any]]:
-    """Runs a graph for ``ranks``, which everything is one list entry each of."""
+    """Run a graph for ``ranks``; lists have one entry for each of these. Yields while a
+    message has not arrived."""
     module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
     nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
     place, count = {rank: i for i, rank in enumerate(ranks)}, len(ranks)
 
     @functools.cache
     def groups(name: str) -> list[tuple[int, ...]]:
-        """Each as a tuple of places in ``ranks``."""
+        """Return the groups of a name, each as a tuple of positions in ``ranks``."""
         members = [
             g for g in mesh.groups(custom_ops.group_axes(name)) if place.keys() & {*g}
         ]
@@ -222,7 +224,8 @@ def _run_steps(
 
 
 def _last_uses(nodes: Any) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> nodes nobody reads after it, itself included if nobody reads it."""
+    """Return {node: nodes that nothing reads after it}; a node without readers is among
+    its own."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         last[node] = node
@@ -244,14 +247,14 @@ def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
 
 
 def _identity(value: Any) -> Any:
-    """Equal for values that are certainly the same."""
+    """Return a key that is equal only for values that are certainly the same."""
     if isinstance(value, (int, float, bool)):
         return type(value), value
     return id(value)
 
 
 def _compute(node: fx.Node, env: dict[fx.Node, Ranks], size: int) -> Ranks:
-    """An op that does not communicate: once for each distinct choice of arguments."""
+    """Run an op that does not communicate, once for each distinct set of arguments."""
     reads = [env[read] for read in node.all_input_nodes]
     keys = [tuple(_identity(values[r]) for values in reads) for r in range(size)]
     if len(set(keys)) > 1:
@@ -265,7 +268,7 @@ def _compute(node: fx.Node, env: dict[fx.Node, Ranks], size: int) -> Ranks:
 
 
 def _unshare(env: dict[fx.Node, Ranks], node: fx.Node, keys: list[Any]) -> None:
-    """Give ranks that will change a shared tensor differently a copy each."""
+    """Give each rank that will change a shared tensor in its own way a copy."""
     values = env[node]
     owners: dict[tuple[int, Any], Any] = {}
     owned: set[int] = set()
@@ -281,7 +284,7 @@ def _unshare(env: dict[fx.Node, Ranks], node: fx.Node, keys: list[Any]) -> None:
 def _collective(
     node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
 ) -> Ranks:
-    """Groups whose members hold the same objects are computed once."""
+    """Run a collective, once for all groups whose members hold the same objects."""
     run = COLLECTIVES[node.target]
     out: Ranks = [None] * size
     results: dict[Any, list[Any]] = {}
@@ -302,8 +305,8 @@ def _collective(
 def _in_region(
     node: fx.Node, env: dict[fx.Node, Ranks], mesh: Mesh, ranks: Sequence[int]
 ) -> Ranks:
-    """An op of a manual region, in a graph of global shapes outside of it. Runs on all
-    ranks of the mesh."""
+    """Run an op of a manual region on all ranks of the mesh; outside of the region the
+    graph has global shapes."""
     if node.target is ours.axis_index.default:
         places = [mesh.index(r, (node.args[0],)) for r in ranks]
         return [torch.tensor(place, device="cpu") for place in places]
@@ -333,7 +336,7 @@ def _leave(members: Ranks, spec: Spec, mesh: Mesh) -> Ranks:
 def _products(
     node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
 ) -> Ranks:
-    """Products with their collective: operands differ from rank to rank."""
+    """Run an op of ``PRODUCTS``, whose operands differ from rank to rank."""
     run, out = PRODUCTS[node.target], [None] * size
     for group in groups:
         args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
@@ -342,7 +345,7 @@ def _products(
     return out
 
 
-# op -> what it computes: (first argument of each member, other arguments) -> results.
+# Op -> its emulation: (first argument of each member, other arguments) -> results.
 COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
     op: emulate
     for row in LOWERINGS.values()

@@ -1,15 +1,17 @@
-"""Loops whose number of steps depends on data, and loops step by step.
+"""Fixes a number of steps for loops where it depends on data, and unrolls scans.
 
-For its backward a ``while_loop`` keeps what each step gives, stacked: a tensor of a
-size that nobody knows before it has run. ``count_steps`` puts STEPS in the place of
-that number, so that all shapes are known while planned and rewritten. What has that dim
-is neither split nor moved, so that no op spells the number, and what runs op by op
-takes it as it comes. ``uncount_steps`` puts the unknown number back for Inductor, which
-writes sizes out.
+For its backward a ``while_loop`` keeps the results of each step, stacked: a tensor of a
+size that is unknown before it has run. ``count_steps`` uses STEPS as that number, so
+that all shapes are known while a graph is planned and rewritten. Values with that dim
+are neither split nor moved, so that no op has the number as an argument, and a graph
+that is run op by op works for any number. ``uncount_steps`` restores the unknown number
+for Inductor, which writes sizes into its code.
 
 Inductor (2.13) lowers scans of a backward to loops that give wrong gradients, so
-``unroll`` puts their steps one after the other. In: a bound graph. Out: the same graph,
-changed in place, of equal values on every rank.
+``unroll_scans`` appends their steps one after the other.
+
+In: a traced graph, or a bound one to be compiled. Out: the same graph, changed in
+place. Never: a value changes when the graph runs.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from fxpar.sharding.program import depending_on_tangents, user_line
 aten = torch.ops.aten
 STEPS = 8
 
-# What reads the steps of a loop and does not spell their number.
+# Ops that read the steps of a loop without having their number as an argument.
 _READERS = {
     operator.getitem,
     aten.slice.Tensor,
@@ -46,9 +48,9 @@ _LOOP = "higher_order::while_loop"
 
 def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
     """Give the steps of loops a known number, in place; ops on them are to run whole
-    (``meta["fxpar_whole"]``). Other sizes that depend on data stay unknown.
+    (``meta["fxpar_whole"]``). Other data-dependent sizes stay unknown.
 
-    Raises PlanError where an op reads the steps that might depend on their number."""
+    Raises PlanError if an op that might depend on the number of steps reads them."""
     evaluated: set[fx.Node] = set()
     counted: set[fx.Node] = set()
     for node in graph.nodes:
@@ -88,8 +90,8 @@ def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
 
 
 def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
-    """Make the steps of loops unknown again, in place. ``fake_mode``: makes symbols,
-    also of what a tensor holds."""
+    """Make the number of steps of loops unknown again, in place. ``fake_mode``: one
+    that makes symbols for data-dependent sizes and values."""
     evaluated: set[fx.Node] = set()
     if not calls_where(graph, _is_counted):
         return
@@ -118,13 +120,13 @@ def _is_counted(target: Any) -> bool:
 
 
 def _has_unknown_size(node: fx.Node) -> bool:
-    """Whether a size of what a node gives depends on data."""
+    """Return whether a size of a node's result depends on data."""
     return any(map(_torch.fake.depends_on_data, tensors_of(node.meta.get("val"))))
 
 
 def _forget_offset(node: fx.Node) -> None:
-    """Let an input lie at the beginning of its memory, if it lies where data says: a
-    tangent is like its result, which may be a step of a loop."""
+    """Give an input offset 0 if its storage offset depends on data: a tangent has the
+    layout of its result, which may be a step of a loop."""
     if (
         node.op == "placeholder"
         and _has_open_offset(node)
@@ -135,28 +137,28 @@ def _forget_offset(node: fx.Node) -> None:
 
 
 def _has_open_offset(node: fx.Node) -> bool:
-    """Whether where what a node gives begins in its memory depends on data."""
+    """Return whether the storage offset of a node's result depends on data."""
     return any(map(_torch.fake.lies_by_data, tensors_of(node.meta.get("val"))))
 
 
 def _bodies(loop: fx.Node) -> list[fx.GraphModule]:
-    """The test and the body of a loop."""
+    """Return the test and the body of a loop."""
     return [place.meta["val"] for place in loop.args[:2]]
 
 
 def _operand_values(loop: fx.Node) -> list[Any]:
-    """What the bodies of a loop take, as fake values."""
+    """Return the fake values of the inputs of a loop's bodies."""
     return value_of([*loop.args[2], *loop.args[3]])
 
 
 def _value(node: fx.Node, fake_mode: Any) -> Any:
-    """The fake value of a call, of those of its operands."""
+    """Return the fake value of a call, computed from those of its operands."""
     with fake_mode:
         return node.target(*value_of(node.args), **value_of(node.kwargs))
 
 
 def _any_step(node: fx.Node, fake_mode: Any) -> Any:
-    """As ``_value``; of the number of a step the first."""
+    """Return ``_value``, but 0 for a number read from a tensor (the step's index)."""
     if node.target is aten._local_scalar_dense.default:
         return 0
     return _value(node, fake_mode)
@@ -168,7 +170,7 @@ def _evaluate(
     fake_mode: Any,
     value: Callable[[fx.Node, Any], Any],
 ) -> None:
-    """Give the nodes of a body their values for those of its inputs, in place."""
+    """Set the values of a body's nodes, computed from ``inputs``, in place."""
     values = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -178,13 +180,13 @@ def _evaluate(
             _torch.loops.bind_symbols(node, fake_mode)
 
 
-MOST = 20_000  # nodes that steps may add
+MOST = 20_000  # nodes that unrolled steps may add
 
 
 def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
-    """Put the steps of scans that are of a backward in their places.
+    """Replace scans of a backward by their steps, in place.
 
-    Raises PlanError if that were too many nodes."""
+    Raises PlanError if these would be too many nodes."""
     scans = calls_where(graph, _is_scan)
     if not scans:
         return
@@ -207,7 +209,7 @@ def _is_scan(target: Any) -> bool:
 
 
 def _steps(build: Builder, node: fx.Node) -> list[fx.Node]:
-    """The results of a scan."""
+    """Return the results of a scan, its steps appended."""
     (body,) = bodies_of(node)
     _, init, xs, captured = node.args
     count = int(xs[0].meta["val"].shape[0])
@@ -237,7 +239,7 @@ def _steps(build: Builder, node: fx.Node) -> list[fx.Node]:
 def _inlined(
     build: Builder, body: fx.GraphModule, inputs: list[Any], name: str
 ) -> list[Any]:
-    """The results of a body, its nodes appended; ``name``: of the call."""
+    """Return the results of a body, its nodes appended; ``name``: that of the call."""
     values, copies = iter(inputs), dict[fx.Node, Any]()
     for node in body.graph.nodes:
         if node.op == "placeholder":

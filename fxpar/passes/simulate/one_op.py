@@ -1,9 +1,10 @@
-"""One op call, run under the strategies that its rule allows.
+"""Runs one op call under the strategies that its rule allows.
 
-``OneOp`` holds a sample call as a graph of one node. ``check`` localizes it under a
-strategy with the real passes, runs every rank on random summands and shards of the
-operands, joins the results and compares them with the op's own. ``single``,
-``passing`` and ``uneven`` give the strategies to try. Nothing here communicates.
+In: an op, its arguments, and strategies (``case`` and ``passing`` give some). Out:
+nothing, or an error. ``OneOp`` holds a sample call as a graph of one node. ``check``
+localizes it under a strategy with the real passes, runs every rank on random summands
+and shards of the operands, joins the results and compares them with the op's own. Never
+communicates.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Case = tuple[Mesh, Strategy]
 
 
 class OneOp:
-    """The call ``target(*args, **kwargs)`` as a graph of global fake values."""
+    """Is the call ``target(*args, **kwargs)`` as a graph of global fake values."""
 
     def __init__(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
@@ -76,17 +77,17 @@ class OneOp:
 
     @property
     def rule(self) -> Rule | None:
-        """The rule of the call, sized; None where its row has none."""
+        """Return the rule of the call, sized; None if its row has none."""
         op = self.program.ops[0]
         return op.rule if op.has_rule else None
 
     def expected(self) -> list[torch.Tensor]:
-        """The results on one device."""
+        """Return the results on one device."""
         copies = _map_tensors(torch.Tensor.clone, (self.args, self.kwargs))
         return tensors_of(self.target(*copies[0], **copies[1]))
 
     def localized(self, strategy: Strategy, mesh: Mesh) -> fx.Graph:
-        """The local graph under a strategy that needs no reshard."""
+        """Return the local graph under a strategy that needs no reshard."""
         op, specs = self.program.ops[0], self.specs(strategy)
         settled = [Spec.whole(len(v.shape)) for v in self.program.values]
         for v, spec in zip(op.tensors, specs, strict=True):
@@ -111,7 +112,7 @@ class OneOp:
         return localize(insert_reshards(self.graph, decision), decision, self.mode)
 
     def specs(self, strategy: Strategy) -> list[Spec]:
-        """Specs of operands, then results."""
+        """Return the specs of operands, then of results."""
         rule = self.program.ops[0].rule
         specs = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
         return specs + [
@@ -126,7 +127,7 @@ class OneOp:
         generator: torch.Generator,
     ) -> None:
         """Raise unless all ranks together compute what the op computes. ``expected``
-        None: the values mean nothing, only shapes are compared."""
+        None: only shapes are compared, since values are arbitrary."""
         local = self.localized(strategy, mesh)
         if any(x.is_meta for x in self.operands):
             return  # no kernel: localizing has compared the shapes
@@ -160,10 +161,11 @@ def _map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 def close(
     got: torch.Tensor, want: torch.Tensor, involved: Sequence[torch.Tensor]
 ) -> None:
-    """Compare up to the rounding of the coarsest dtype involved."""
+    """Check that two tensors are equal up to the rounding of the coarsest dtype of
+    ``involved``."""
     assert got.dtype == want.dtype, f"{got.dtype} instead of {want.dtype}"
     dtypes = {x.dtype for x in involved if x.is_floating_point() or x.is_complex()}
-    # 1e-9 of float64, 1e-4 of float32, 5e-2 of bfloat16; of complex as of their parts.
+    # 1e-9 for float64, 1e-4 for float32, 5e-2 for bfloat16; complex as their parts.
     rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     tolerance = max(1e-9, rounding**0.57)
     torch.testing.assert_close(
@@ -172,20 +174,21 @@ def close(
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a dtype that can be compared: few ops take 8-bit floats."""
+    """Return the same numbers in a dtype that can be compared: few ops take 8-bit
+    floats."""
     return x.float() if x.dtype.itemsize == 1 and x.is_floating_point() else x
 
 
 def is_expressible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether every tensor can lie as the strategy wants it."""
+    """Return whether every tensor can be laid out as the strategy wants it."""
     return fits(rule, strategy.axes_of, mesh)
 
 
 def summands(
     x: torch.Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """Each rank's part of a global value: its shard of random summands of it. Ranks
-    with the same part share the object."""
+    """Return each rank's part of a global value: its shard of random summands of it.
+    Ranks with the same part share the object."""
     parts: dict[tuple[int, ...], torch.Tensor] = {(): x}
     for axis, reduction in spec.partial:
         parts = {
@@ -210,7 +213,7 @@ def summands(
 def decomposed(
     x: torch.Tensor, reduction: str, count: int, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """``count`` random operands that ``reduction`` combines to ``x``."""
+    """Return ``count`` random tensors that ``reduction`` combines to ``x``."""
     exact = not (x.is_floating_point() or x.is_complex())
     whole = exact and x.dtype != torch.bool
 
@@ -229,7 +232,7 @@ def decomposed(
     if reduction == "product" and not exact:
         others = [0.5 + noise() for _ in range(count - 1)]
         return [x / math.prod(others), *others]
-    # One rank, another for each element, has the value; the others what cannot win.
+    # For each element, a random rank has the value; the others values that lose.
     owner = torch.randint(0, count, x.shape, generator=generator).to(x.device)
     weaker = {
         "max": (lambda: x & noise())
@@ -238,14 +241,14 @@ def decomposed(
         "min": (lambda: x | noise())
         if x.dtype == torch.bool
         else (lambda: x + noise()),
-        "sum": lambda: x & noise(),  # of booleans: whether there is one
+        "sum": lambda: x & noise(),  # of bools: whether any is True
         "product": lambda: x | noise() if x.dtype == torch.bool else torch.ones_like(x),
     }[reduction]
     return [torch.where(owner == i, x, weaker()) for i in range(count)]
 
 
 def reductions_of(passage: Passage, one: OneOp) -> list[str]:
-    """The passage's reductions that exist for values of its operands' dtypes."""
+    """Return the passage's reductions that exist for its operands' dtypes."""
     operands = [one.operands[i] for i in passage.operands]
     exact = not all(x.is_floating_point() or x.is_complex() for x in operands)
     ordered = not any(x.is_complex() for x in operands)
@@ -254,7 +257,8 @@ def reductions_of(passage: Passage, one: OneOp) -> list[str]:
 
 
 def majors(rule: Rule, factor: str) -> list[str]:
-    """Factors above ``factor`` in some dim: it can be split where they are complete."""
+    """Return the factors above ``factor`` in some dim, which must be split completely
+    for ``factor`` to be split."""
     above = []
     for dim in (dim for dims in rule.tensors for dim in dims if factor in dim):
         above += [f for f in dim[: dim.index(factor)] if rule.size[f] > 1]
@@ -264,8 +268,8 @@ def majors(rule: Rule, factor: str) -> list[str]:
 def case(
     rule: Rule, splits: dict[str, list[tuple[str, int]]], *passes: Any
 ) -> Case | None:
-    """Mesh and strategy that split each factor by the given (axis, size) pairs, and the
-    factors above it completely; None if that cannot be."""
+    """Return a mesh and a strategy that split each factor by the given (axis, size)
+    pairs, and the factors above it completely; None if that is impossible."""
     split = dict(splits)
     for factor in splits:
         for i, major in enumerate(majors(rule, factor)):
@@ -288,7 +292,7 @@ def case(
 
 
 def passing(one: OneOp, rule: Rule) -> Iterator[Case | None]:
-    """One passage."""
+    """Yield a case for each passage and reduction, with all factors whole."""
     for p, passage in enumerate(rule.passages):
         for reduction in reductions_of(passage, one):
             yield case(rule, {}, ("p", reduction, p))

@@ -1,9 +1,9 @@
-"""What a rank has in memory while it runs a local graph, and of what kind when most.
+"""Computes a rank's memory while it runs a local graph, and the kinds at its peak.
 
-In: launches. Out: ``Residency``: when each buffer is there, and the bytes of all after
+In: launches. Out: ``Residency``: the lifetime of each buffer, and the total bytes after
 each launch, as a caching allocator has them: it follows the order of launches, not
-time. ``by_kind`` tells what is held at the peak, with the optimizer's state, which no
-graph of forward and backward has. Never runs and never changes the graph.
+time. ``by_kind`` gives the bytes at the peak by kind, with the optimizer's state, which
+no graph of forward and backward has. Never runs and never changes the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Signature
 from fxpar.sharding.search.memory_constraints import MOMENTS
 
-# In the order in which they are listed.
+# Kinds of memory, in the order in which they are listed.
 KINDS = (
     "parameters",
     "gathered parameters",
@@ -37,11 +37,11 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Residency:
-    """When buffers are in memory. Launches are counted from 0; -1 is before them."""
+    """Holds when buffers are in memory, by launches from 0; -1 is before all."""
 
     # The launch that makes a buffer.
     born: dict[Buffer, int]
-    # The last launch that needs it; the number of launches for what stays to the end.
+    # The last launch that needs it; the number of launches if it stays to the end.
     dies: dict[Buffer, int]
     # (launch, bytes made by it, bytes in memory while it runs, bytes after it); the
     # first is before all launches.
@@ -49,21 +49,22 @@ class Residency:
 
     @property
     def peak(self) -> tuple[int, int]:
-        """(bytes, launch) when most is held, for the first time."""
+        """Return (bytes, launch) at the first peak."""
         at, _, most, _ = max(self.usage, key=lambda entry: entry[2])
         return most, at
 
     def at(self, launch: int) -> list[Buffer]:
-        """What is there while a launch runs."""
+        """Return the buffers that are in memory while a launch runs."""
         return [b for b in self.born if self.born[b] <= launch <= self.dies[b]]
 
 
 def residency(
     launches: Launches, *, keep_inputs: bool = True, in_place: bool = True
 ) -> Residency:
-    """``keep_inputs``: inputs stay throughout, as parameters do, or to their last use.
-    ``in_place``: an all-reduce, or a sum over microbatches, writes over an operand that
-    nobody else needs, as Inductor has it."""
+    """Return when the buffers of launches are in memory. ``keep_inputs``: inputs stay
+    to the end, as parameters do, not to their last use. ``in_place``: an all-reduce, or
+    a sum over microbatches, overwrites an operand that nothing else needs, as Inductor
+    does."""
     born = dict.fromkeys(launches.inputs, -1)
     end = len(launches.launches)
     dies = dict.fromkeys(launches.inputs, end if keep_inputs else -1)
@@ -86,7 +87,8 @@ def _reuse(
     born: dict[Buffer, int],
     dies: dict[Buffer, int],
 ) -> None:
-    """What launches write over dies when these begin, if it is read no more."""
+    """End the lifetime of buffers that launches overwrite when these begin, unless they
+    are read later, in place."""
     last: dict[Buffer, int] = {}
     for i, launch in enumerate(launches.launches):
         last.update(dict.fromkeys(launch.reads, i))
@@ -98,7 +100,7 @@ def _reuse(
 
 
 def _written_over(launch: Launch) -> list[Buffer]:
-    """Operands whose memory may hold what a launch gives."""
+    """Return the operands that a launch may overwrite with its results."""
     if op_facts_of(launch.nodes[-1].target).over_first:
         return [*launch.reads][:1]
     return [*launch.reads] if launch.kind == "all_reduce" else []
@@ -122,8 +124,8 @@ def _bytes_by_launch(
 def by_kind(
     phases: PhasesAsRun, signature: Signature, launches: Launches | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """(kind, bytes a rank holds) at the peak of a local graph as it runs, kinds of
-    which there is nothing left out. ``launches``: those of the graph, if known.
+    """Return (kind, bytes a rank holds) at the peak of a local graph as it runs,
+    without kinds of 0 bytes. ``launches``: those of the graph, if known.
 
     Raises PlanError as ``launches_of`` does.
     """
@@ -156,11 +158,11 @@ def optimizer_bytes(
 def _kinds(
     phases: PhasesAsRun, signature: Signature, launches: Launches
 ) -> dict[Buffer, str]:
-    """The kind of each buffer."""
+    """Return the kind of each buffer."""
     declared = dict(zip(phases.inputs, signature.inputs, strict=True))
     parameters = {node for node, x in declared.items() if x.kind == "parameter"}
     gathered = _derived_from({n for n in parameters if _is_split(n)}, phases)
-    # What later lines say of a buffer holds.
+    # Later lines override earlier ones.
     kinds: dict[Buffer, str] = {}
     for launch in launches.launches:
         kinds.update(dict.fromkeys(launch.writes, "passing"))
@@ -189,7 +191,7 @@ def _is_split(node: fx.Node) -> bool:
 
 
 def _derived_from(roots: set[fx.Node], phases: PhasesAsRun) -> set[fx.Node]:
-    """``roots`` and what is computed from them alone."""
+    """Return ``roots`` and the nodes computed from them only."""
     derived = set(roots)
     for graph in phases.graphs:
         derived.update(n for n, of in phases.given.items() if of in derived)

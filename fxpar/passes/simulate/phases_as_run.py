@@ -1,4 +1,7 @@
-"""A local graph as it runs: the forward and the backward, each a graph of its own."""
+"""Defines ``PhasesAsRun``: the forward and the backward of a local graph, in order.
+
+In: an ordered graph of each phase. Out: what connects them. Never changes a graph.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from torch import fx
 
 @dataclass(frozen=True)
 class PhasesAsRun:
-    """Phases of a local graph, each in the order it runs."""
+    """Holds the phases of a local graph, each in the order in which it runs."""
 
-    # The forward, which has the graph's inputs, and gives its results and what is
-    # saved; and the backward, which is given the inputs, then what is saved. One of all
-    # where there is no backward.
+    # The forward, which has the graph's inputs and returns its results, then the saved
+    # values; and the backward, whose inputs are the graph's, then the saved values. One
+    # graph if there is no backward.
     graphs: tuple[fx.Graph, ...]
-    # Of each result of the local graph, whether the backward gives it.
+    # For each result of the local graph, whether the backward computes it.
     is_gradient: tuple[bool, ...]
 
     @staticmethod
     def whole(graph: fx.Graph) -> PhasesAsRun:
-        """Of a graph with the backward behind the forward, if there is one."""
+        """Return one phase for a graph in which a backward may follow the forward."""
         return PhasesAsRun((graph,), (False,) * len(graph.output_node().args[0]))
 
     @property
@@ -32,7 +35,7 @@ class PhasesAsRun:
 
     @cached_property
     def given(self) -> Mapping[fx.Node, Any]:
-        """Of each input of the backward what it is in the forward."""
+        """Return {input of the backward: its node in the forward}."""
         if len(self.graphs) == 1:
             return {}
         forward, backward = self.graphs
@@ -42,7 +45,7 @@ class PhasesAsRun:
 
     @property
     def results(self) -> list[Any]:
-        """What the local graph gives, in its order."""
+        """Return the results of the local graph, in its order."""
         of = [iter(graph.output_node().args[0]) for graph in self.graphs]
         if len(of) == 1:
             return list(of[0])

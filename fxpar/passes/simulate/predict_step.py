@@ -1,4 +1,4 @@
-"""Predict a step of a local graph on its mesh: the timeline of the slowest rank.
+"""Predicts a step of a local graph on its mesh: the timeline of the slowest rank.
 
 In: a local graph, joint or not, its mesh, the hardware, and settings of the order of
 forward and backward. Out: a ``Timeline``. Forward and backward are partitioned and

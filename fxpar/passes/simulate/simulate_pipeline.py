@@ -1,13 +1,13 @@
-"""Predicts one step of a program in stages: when each place computes what.
+"""Predicts one step of a program in stages: the times of each place's actions.
 
 In: the graph of all stages (``lay_out_stages``), lowered. Out: a ``Timeline`` whose
 streams are the places along the pipeline axis, an event for each action. Each place
-takes what ``simulate_step`` says its launches take, one after the other, and waits for
-what arrives; messages overlap with compute, at each end one after the other, and slow
-it down at either end as collectives do (``Hardware.beside``). What is sent is copied
-before. Since all places follow the order of one graph, one pass over it gives
-all times. If ranks share cores, a place that waits leaves its own to the others
-(``Hardware.speed_of``): further passes take the busy places from the pass before.
+runs its launches one after the other, each as long as ``simulate_step`` predicts, and
+waits for messages; messages overlap with compute, run one after the other at each end,
+and slow compute down at both ends as collectives do (``Hardware.beside``). A message is
+copied before it is sent. Since all places follow the order of one graph, one pass over
+it gives all times. If ranks share cores, a place that waits leaves its own to the
+others (``Hardware.speed_of``): further passes take the busy places from the one before.
 Never runs and never changes the graph.
 """
 
@@ -37,10 +37,11 @@ from fxpar.sharding.mesh import Link, Mesh
 
 ours = torch.ops.fxpar
 
-# The stream of a place.
+# The prefix of a place's stream.
 STREAM = "place"
 
-# Most passes if ranks share cores; a smaller relative change of the step ends them.
+# The most passes if ranks share cores; a relative change of the step below _SAME ends
+# them.
 _PASSES, _SAME = 12, 1e-3
 
 # (second of the step, factor of a place's speed from then on).
@@ -50,8 +51,8 @@ _Speeds = Sequence[tuple[float, float]]
 def simulate_pipeline(
     graph: fx.Graph, mesh: Mesh, axis: str, hardware: Hardware, *, fused: bool = True
 ) -> Timeline:
-    """The timeline of one step. ``mesh``: with the hardware's links; ``axis``: that of
-    stages; ``fused``: as of ``simulate_step.simulate``.
+    """Return the timeline of one step. ``mesh``: with the hardware's links; ``axis``:
+    that of stages; ``fused``: as for ``simulate_step.simulate``.
 
     Raises PlanError as ``launches_of`` does.
     """
@@ -92,33 +93,33 @@ def simulate_pipeline(
 
 @dataclass
 class _Clocks:
-    """The time at each place."""
+    """Holds the time at each place while nodes are simulated in order."""
 
     # Seconds of each place's launches, by name of their last node.
     launch_seconds: Sequence[dict[str, float]]
     # Between any two places.
     link: Link
-    # Of each place.
+    # By place.
     machines: Sequence[Hardware]
     # By place; empty: the speed of the hardware's figures.
     speeds: Sequence[_Speeds] = ()
-    # When what arrives is there.
+    # Message -> the second at which it arrives.
     arrivals: dict[fx.Node, float] = field(default_factory=dict)
-    # Of each place what it did, in order.
+    # By place, its actions in order.
     runs: list[list[_ActionRun]] = field(default_factory=list)
-    # Bytes that are sent.
+    # Bytes of all messages.
     sent: int = 0
-    # Messages that they are sent in.
+    # Number of messages.
     calls: int = 0
-    # Seconds that the messages take, added up.
+    # Sum of the messages' seconds.
     sending: float = 0.0
 
     def __post_init__(self) -> None:
         self.now = [0.0] * len(self.launch_seconds)
         self.busy = [0.0] * len(self.launch_seconds)
-        # When the link of each place can send again, and receive.
+        # By place, when its link can send, and receive, the next message.
         self.free_out, self.free_in = list(self.now), list(self.now)
-        # Of each place, when messages run at it: (start, end).
+        # By place, the (start, end) of messages that run at it.
         self.messages: list[list[tuple[float, float]]] = [[] for _ in self.now]
         self.runs = [[] for _ in self.launch_seconds]
         self.speeds = self.speeds or [()] * len(self.now)
@@ -130,7 +131,8 @@ class _Clocks:
         return self
 
     def step(self, node: fx.Node) -> None:
-        """The next node, where it runs. The step ends when its results are there."""
+        """Simulate the next node at its places. The step ends when all results have
+        arrived."""
         if node.op == "output":
             arrived = [self.arrivals.get(read, 0.0) for read in node.all_input_nodes]
             self.now = [max([now, *arrived]) for now in self.now]
@@ -151,8 +153,9 @@ class _Clocks:
         return range(len(self.now))
 
     def _send(self, node: fx.Node, source: Any, targets: Sequence[Any]) -> None:
-        """A message leaves once its source has it, and those before it have left there
-        and arrived. Of parts each target gets one, of a value all get the same."""
+        """Simulate a message. It leaves once its source has the value, and the links at
+        both ends are free. A scatter sends each target a part, others the same value.
+        """
         size, link = bytes_of(node), self.link
         leaving = size * (len(targets) if node.target is ours.scatter.default else 1)
         copying = self.machines[source].fused(2 * leaving, {})
@@ -170,8 +173,8 @@ class _Clocks:
             self._disturb(place, start, self.arrivals[node])
 
     def _disturb(self, place: int, start: float, end: float) -> None:
-        """A message runs at a place: what computes there meanwhile takes longer, what
-        is in the past of the place's clock at once."""
+        """Slow down compute at a place while a message runs there: at once for the part
+        before the place's clock, later for the rest."""
         beside, now = self.machines[place].beside, self.now[place]
         if start < now:
             self.now[place] = now = _ended(start, now - start, [(start, end)], beside)
@@ -196,7 +199,7 @@ class _Clocks:
             runs[-1].end, runs[-1].launches = self.now[place], runs[-1].launches + 1
 
     def events(self) -> list[Event]:
-        """An event for each run of launches of one action."""
+        """Return an event for each run of launches of one action."""
         return [
             Event(
                 x.name[0],
@@ -218,7 +221,7 @@ def _ended(
     beside: float,
     speeds: _Speeds = (),
 ) -> float:
-    """When so many seconds of computing end that begin at ``start``, if it loses a
+    """Return the end of ``seconds`` of compute that begin at ``start``, if it loses a
     share ``beside`` of the time of messages (start, end)."""
     now, left = start, seconds
     while left:
@@ -258,20 +261,20 @@ def _speeds(
 
 @dataclass
 class _ActionRun:
-    """A run of launches of one action."""
+    """Is a run of launches of one action."""
 
-    # Its name and kind.
+    # The action's (name, kind).
     name: tuple[str, str]
     # When its first launch begins, in seconds of the step.
     start: float
-    # When its last launch ends, likewise.
+    # When its last launch ends, in seconds of the step.
     end: float = 0.0
-    # How many launches it has.
+    # Number of launches.
     launches: int = 0
 
 
 def _action_of(node: fx.Node) -> tuple[str, str]:
-    """(name, kind) of the action that a node belongs to."""
+    """Return (name, kind) of the action that a node belongs to."""
     home, part = home_of(node), node.meta.get(PART)
     if home is None or home.stage < 0:
         return "update", "fused"

@@ -1,15 +1,15 @@
 """Predicts one step of a local graph on one rank: times, streams, memory.
 
 In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. ``tasks_of``
-gives what takes time in it, for a ``Simulation`` of a search that changes one duration
-after the other. Never runs and never changes the graph; linear in nodes.
+gives its tasks, for a ``Simulation`` of a search that changes one duration after the
+other. Never runs and never changes the graph; linear in nodes.
 
-What is launched, and which ops are one kernel, says ``launches``; when it
-runs, with the streams of PyTorch and NCCL, ``sharding.cost.streams``. A kernel takes
-its launch and the larger of arithmetic and memory, as ``Hardware.seconds`` has it, a
-collective what ``sharding.cost.collectives`` says: of that the share
-``Hardware.beside`` holds the kernels up, where it is called, and the rest runs beside
-them. The host is always ahead of the device. What is in memory says ``peak_memory``.
+``launches`` decides what is launched, and which ops are one kernel;
+``sharding.cost.streams`` when it runs, with the streams of PyTorch and NCCL. A kernel
+takes its launch and the larger of arithmetic and memory (``Hardware.seconds``), a
+collective the time of ``sharding.cost.collectives``: the share ``Hardware.beside`` of
+it delays the kernels, where it is called, and the rest overlaps with them. The host is
+always ahead of the device. ``peak_memory`` computes the memory.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ __all__ = [
 
 COMPUTE = "compute"
 
-# How many of the largest tensors at the peak are named.
+# Number of the largest tensors at the peak that are named.
 LARGEST = 10
 
 
 @dataclass(frozen=True)
 class Event:
-    """One launch, when it runs."""
+    """Is one launch and the time when it runs."""
 
-    # Of its last op, with ``_wait`` behind for a wait that is no op; in stages, of the
-    # action.
+    # The name of its last op, with ``_wait`` appended for a wait that is no op; in
+    # stages, the name of the action.
     name: str
     # "fused", "contraction", "alone", "wait", or a collective.
     kind: str
@@ -64,21 +64,21 @@ class Event:
     stream: str
     # In seconds of the step.
     start: float
-    # Seconds; of a wait, as long as compute stands still for it.
+    # Seconds; for a wait, those in which compute is idle because of it.
     duration: float
-    # Of a collective; none for any other launch.
+    # Those of a collective; empty for any other launch.
     axes: tuple[str, ...] = ()
-    # That a kernel moves through memory; of a collective as in ``plan.Collective``.
+    # Bytes that a kernel moves through memory; for a collective ``plan.Collective``'s.
     bytes: int = 0
-    # Of a contraction.
+    # Those of a contraction.
     flops: float = 0.0
-    # How many ops it runs.
+    # Number of ops that it runs.
     nodes: int = 1
     # Name of the collective that a wait waits for.
     of: str | None = None
-    # Node of the one-device graph; None: it has none.
+    # Name of the node of the one-device graph; None: it has none.
     origin: str | None = None
-    # The user's.
+    # The user's line.
     line: str | None = None
 
     @property
@@ -88,49 +88,49 @@ class Event:
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor in memory at the peak."""
+    """Is a tensor in memory at the peak."""
 
-    # Of the node that makes it.
+    # The name of the node that computes it.
     name: str
     # On one rank.
     bytes: int
-    # The user's.
+    # The user's line.
     line: str | None = None
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind along the same axes."""
+    """Is the sum of the collectives of one kind along the same axes."""
 
     # As in ``plan.Collective``.
     kind: str
-    # That they go over.
+    # The axes over which they communicate.
     axes: tuple[str, ...]
-    # How many there are.
+    # Number of collectives.
     calls: int
     # As in ``plan.Collective``.
     bytes: int
-    # What one rank sends, by a ring where there are several ways.
+    # Bytes that one rank sends, by a ring where there are several algorithms.
     sent: int
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of one rank, in seconds and bytes."""
+    """Is one step of one rank, in seconds and bytes."""
 
-    # In the order they are launched.
+    # In the order in which they are launched.
     events: tuple[Event, ...]
-    # When all is done.
+    # Duration of the step.
     seconds: float
-    # Kernels.
+    # Sum of the kernels.
     compute_seconds: float
-    # Collectives, wherever they run.
+    # Sum of the collectives, overlapping or not.
     communication_seconds: float
-    # When collectives run and no kernel does, or hold kernels up.
+    # Time in which collectives run and no kernel does, or delay kernels.
     exposed_seconds: float
-    # What is sent, summed up by kind and axes.
+    # Collectives, summed up by kind and axes.
     traffic: tuple[Traffic, ...]
-    # (time, bytes) wherever that changes.
+    # (time, bytes) at each change.
     memory: tuple[tuple[float, int], ...]
     # The most in memory at a time.
     peak_bytes: int
@@ -141,12 +141,12 @@ class Timeline:
 
     @property
     def hidden_seconds(self) -> float:
-        """Of communication: what runs beside kernels or other communication."""
+        """Return the communication that overlaps with kernels or communication."""
         return max(0.0, self.communication_seconds - self.exposed_seconds)
 
     @cached_property
     def sent(self) -> dict[str, int]:
-        """Bytes one rank sends, by axes as in ``Event.stream``."""
+        """Return the bytes that one rank sends, by axes as in ``Event.stream``."""
         out: dict[str, int] = defaultdict(int)
         for traffic in self.traffic:
             out["+".join(traffic.axes)] += traffic.sent
@@ -163,14 +163,14 @@ def simulate(
     tf32: bool = False,
     launches: Launches | None = None,
 ) -> Timeline:
-    """The timeline of one step of a local graph, joint or not, in its order of nodes.
+    """Return the timeline of one step of a local graph, joint or not, in its order.
 
     mesh: with the hardware's links (``hardware.on(mesh)``). keep_inputs: whether inputs
-    stay in memory throughout, as parameters do, or to their last use. fused: False for
-    a kernel an op, launched eagerly. tf32: contractions of float32 run as such.
+    stay in memory to the end, as parameters do, or to their last use. fused: False for
+    one kernel per op, launched eagerly. tf32: float32 contractions run in TF32.
     launches: those of the graph, if they are known.
 
-    Raises PlanError on a collective it does not know or of a group that names no axes.
+    Raises PlanError for an unknown collective, or a group that names no axes.
     """
     launches = launches or launches_of(graph, fused=fused)
     work = _work(launches, mesh, _machine(hardware, fused), tf32)
@@ -202,7 +202,8 @@ def tasks_of(
     fused: bool = True,
     tf32: bool = False,
 ) -> list[Task]:
-    """What ``simulate`` times, for a ``Simulation``; arguments and errors as there."""
+    """Return the tasks that ``simulate`` times, for a ``Simulation``; arguments and
+    errors as there."""
     launches = launches_of(graph, fused=fused)
     return _work(launches, mesh, _machine(hardware, fused), tf32).tasks
 
@@ -210,8 +211,8 @@ def tasks_of(
 def launch_seconds(
     graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, fused: bool = True
 ) -> dict[str, float]:
-    """What each launch takes by itself, by the name of its last node; arguments and
-    errors as of ``simulate``."""
+    """Return the seconds of each launch by itself, by the name of its last node;
+    arguments and errors as for ``simulate``."""
     launches = launches_of(graph, fused=fused)
     work = _work(launches, mesh, _machine(hardware, fused), False)
     names = (launch.nodes[-1].name for launch in launches.launches)
@@ -224,22 +225,22 @@ def _machine(hardware: Hardware, fused: bool) -> Hardware:
 
 @dataclass(frozen=True)
 class _LaunchTasks:
-    """Tasks of some launches. A collective may have two: what it takes from kernels,
-    and the rest, which runs beside them."""
+    """Holds the tasks of some launches. A collective may have two: the time by which it
+    delays kernels, and the rest, which overlaps with them."""
 
     # In the order of the launches.
     tasks: list[Task]
-    # Of each launch, the index of its first task.
+    # For each launch, the index of its first task.
     first: list[int]
-    # Of each launch, the index of its last task.
+    # For each launch, the index of its last task.
     last: list[int]
 
     def seconds(self, i: int) -> float:
-        """What launch i takes, waits left out."""
+        """Return the seconds of launch i, without waits."""
         return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
 
     def seconds_beside(self) -> float:
-        """What collectives take from kernels."""
+        """Return the seconds by which collectives delay kernels."""
         pairs = zip(self.first, self.last, strict=True)
         return sum(self.tasks[a].seconds for a, b in pairs if a != b)
 
@@ -305,7 +306,7 @@ def _events(
 
 
 class _Lines:
-    """User lines, each stack trace read once."""
+    """Finds the user's lines of nodes, each stack trace read once."""
 
     def __init__(self) -> None:
         self.text_of: dict[Any, str | None] = {}
@@ -336,7 +337,7 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
 
 
 def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
-    """Time -> bytes in memory."""
+    """Return {time: bytes in memory} at each change."""
     curve: dict[float, int] = {}
     for i, begin, during, behind in live.usage:
         if i < 0:
@@ -350,7 +351,7 @@ def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float
 
 
 def _largest(live: Residency) -> tuple[LiveTensor, ...]:
-    """The largest tensors at the peak."""
+    """Return the largest tensors at the peak."""
     lines = _Lines()
     there = sorted(live.at(live.peak[1]), key=lambda buffer: -buffer.nbytes)
     return tuple(
