@@ -1,11 +1,15 @@
-"""Local forms of attention whose queries or keys are split along the sequence.
+"""Makes the local forms of attention whose queries or keys are split along the
+sequence.
 
 A causal mask counts places in the whole sequence: such a call becomes
-``fxpar::causal_attention``, which is told where this rank's queries and keys begin.
-Where keys are split, each rank attends to its own, and what they give is merged by
-log-sum-exp: ranks exchange that of their keys, and each scales its output to a summand
-of the whole. A backward takes the log-sum-exp of all keys, and needs no merge: the
-gradients of queries are summands as they are.
+``fxpar::causal_attention``, which is given where this rank's queries and keys begin.
+Where keys are split, each rank attends to its own, and the results are merged by
+log-sum-exp: ranks exchange the log-sum-exps of their keys, and each scales its output
+to a summand of the whole. A backward takes the log-sum-exp of all keys, and needs no
+merge: its gradients of queries are summands.
+
+In: a call with the specs of its operands. Out: the local nodes of its results. Never:
+keys or values sent to another rank.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _groups(
     nodes: Sequence[fx.Node], actions: Sequence[Action]
 ) -> Mapping[Action, list[fx.Node]]:
-    """The nodes of each action; those that belong to all parts are of none."""
+    """Return the nodes of each action; nodes that belong to all parts are in none."""
     parted = [action for action in actions if action.kind == schedules.INPUTS]
     parts = {action.part for action in actions}
     out: dict[Action, list[fx.Node]] = defaultdict(list)
