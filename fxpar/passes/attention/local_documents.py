@@ -38,9 +38,9 @@ aten = torch.ops.aten
 def _own_documents(
     call: LocalCall, arguments: dict[str, Any], query: int
 ) -> dict[str, Any] | None:
-    """The arguments with where documents begin among this rank's queries and in what
-    these see of the keys; None if ranks hold the same queries. ``query``: position of
-    the queries among the operands."""
+    """Return the arguments with where documents begin among this rank's queries and
+    among the keys that these see; None if ranks hold the same queries. ``query``:
+    position of the queries among the operands."""
     build, spec = call.build, call.operands[query]
     axes, rows = spec.dims[0], call.shapes[query][0]
     if build.mesh.count(axes) == 1:
@@ -73,7 +73,7 @@ def _own_documents(
     return arguments | followed | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
 
 
-# The dim of queries of what has a row of each.
+# The dim of queries in each argument that has a row for each.
 _BY_QUERY = {"query": 0, "grad_out": 0, "out": 0, "lse": 1}
 
 
@@ -119,7 +119,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
 def _over_own_keys(
     call: LocalCall, arguments: dict[str, Any], axes: Axes
 ) -> tuple[fx.Node, ...]:
-    """This rank's summand of the output over all keys, and their log-sum-exp."""
+    """Return this rank's summand of the output over all keys, and their log-sum-exp."""
     build = call.build
     parts, calls = _calls(call, arguments, 0)
     out, lse, state = (build.call(operator.getitem, calls[0], i) for i in range(3))
@@ -136,7 +136,7 @@ def _over_own_keys(
     total = merge_attention.log_of_sum(build, of_ranks)
     dtype = out.meta["val"].dtype
     out = build.cast(merge_attention.weighted(build, out, weights, total), dtype)
-    # Of a query that sees no key kernels say so; backward, its weights are 0.
+    # Kernels give inf for a query that sees no key; backward, its weights are 0.
     sees_keys = build.call(aten.ne.Scalar, total, -math.inf)
     total = build.where(sees_keys, total, math.inf)
     total = build.call(aten.transpose.int, total, 0, 1)
@@ -147,8 +147,8 @@ def _over_own_keys(
 def _calls(
     call: LocalCall, arguments: dict[str, Any], query: int
 ) -> tuple[DocumentParts, list[fx.Node]]:
-    """The op on this rank's parts of documents; of a causal mask, on queries that see
-    all of their document's keys here, too."""
+    """Call the op on this rank's parts of documents; for a causal mask, a second time
+    on queries that see all of their document's keys here."""
     causal = _is_aligned(arguments)
     starts = arguments["cu_seq_q"], arguments["cu_seq_k"]
     parts = document_parts.parts_of(call, *starts, query, causal)

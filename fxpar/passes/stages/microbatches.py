@@ -65,8 +65,8 @@ def cut_microbatches(
 
     If ``parts`` does not divide the rows, the largest smaller number that does is
     taken; where some shards are larger than others the batch stays whole. Unless
-    ``required``, there are as many parts as possible, and a batch that is missing is no
-    error. Raises PlanError if no input holds a batch.
+    ``required``, there are as many parts as possible, and it is no error if no input
+    holds a batch; else that raises PlanError.
     """
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
