@@ -106,9 +106,9 @@ def reduce_before_item() -> None:
 
 
 def keep_nan_in_extremes() -> None:
-    """Let a maximum or minimum of a DTensor be NaN where one of its elements is, as
-    torch has it: of a NaN and a number from two ranks, backends take either, by which
-    of them comes first."""
+    """Let a maximum or minimum of a DTensor be NaN where one of its elements is, as in
+    torch: of a NaN and a number from two ranks, backends take either, depending on
+    their order."""
 
     def keeping_nan(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(reduce)
@@ -266,7 +266,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def holds_plain(x: DTensor) -> bool:
-    """Return whether the local tensor of a DTensor is plain, not quantized, say."""
+    """Return whether the local tensor of a DTensor is plain: not quantized, for
+    example."""
     return isinstance(x, CopiedView) or type(x._local_tensor) in _PLAIN
 
 
