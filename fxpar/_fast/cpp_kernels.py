@@ -130,9 +130,9 @@ def _put_when_compiled(
 @shortcut
 @contextlib.contextmanager
 def probes_remembered() -> Iterator[None]:
-    """Try inside no vector instructions that once worked on this machine, and none
-    after the best that work: torch starts a process for each kind, at every start, and
-    a compiler for each at the first."""
+    """Skip trials of vector instructions inside, of those that once worked on this
+    machine and of those after the best that work: torch starts a process for each kind,
+    at every start, and a compiler for each at the first."""
     from torch._inductor import cpu_vec_isa
 
     isa, name = cpu_vec_isa.VecISA, "_probe_load"

@@ -33,7 +33,7 @@ SEQUENCES = frozenset((list, tuple, fx.immutable_collections.immutable_list))
 @shortcut
 @contextlib.contextmanager
 def quick_graphs() -> Iterator[None]:
-    """Build graphs inside in less time."""
+    """Build graphs in less time inside."""
     with (
         _plain_arguments_unread(),
         _names_parted_once(),

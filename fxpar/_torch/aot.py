@@ -96,10 +96,11 @@ class GradientsAccumulated(RuntimeError):
 
 @contextlib.contextmanager
 def refusing_accumulation() -> Iterator[None]:
-    """Context in which ``torch.autograd.backward`` raises GradientsAccumulated.
+    """Let ``torch.autograd.backward`` raise GradientsAccumulated inside.
 
     A graph has no place for such gradients, and the tensors that would hold them may be
-    the caller's; ``torch.autograd.grad`` is not affected."""
+    the caller's; ``torch.autograd.grad`` is not affected.
+    """
     from unittest import mock
 
     run = cast(Any, torch.autograd)._engine_run_backward

@@ -1,7 +1,7 @@
 """Changes what DTensor's ops do to shards, and reads DTensors' parts.
 
 In: DTensors, and functions that serve their ops. Out: handlers in DTensor's dispatcher,
-and DTensors. Never: served ops on a mesh for which ``is_served`` is false.
+and DTensors. Never: serves ops on a mesh for which ``is_served`` is false.
 """
 
 from __future__ import annotations

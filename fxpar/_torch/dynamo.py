@@ -1,4 +1,4 @@
-"""Tells what Dynamo traces, breaks and skips, and changes it for fxpar's backends.
+"""Reports what Dynamo traces, breaks and skips, and changes it for fxpar's backends.
 
 In: Dynamo's graphs, frames and backends. Out: facts about them, and hooks in Dynamo.
 Never: changes for a backend that is not in ``SERVED``, except where a caller asks.

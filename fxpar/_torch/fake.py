@@ -1,7 +1,7 @@
 """Makes and reads fake tensors, and trees of tensors.
 
-In: tensors, real or fake, or a tree. Out: fake tensors, modes, leaves. Never: data of a
-tensor.
+In: tensors, real or fake, or a tree. Out: fake tensors, modes, leaves. Never: reads the
+data of a tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Copies traced nodes, with fake values on memory of their own.
 
 In: nodes as they were traced, and the nodes in place of their operands. Out: copies in
-a graph. Never: a copy of a node that calls a graph.
+a graph. Never: writes to the nodes that it copies.
 """
 
 from __future__ import annotations

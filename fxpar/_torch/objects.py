@@ -1,7 +1,7 @@
-"""Reads private attributes of torch's objects: ops, tensors, nodes, modules,
+"""Reads and sets private attributes of torch's ops, tensors, nodes, modules,
 optimizers.
 
-In: such an object. Out: its attributes. Never: needs a graph that is being traced.
+In: such an object. Out: its attributes. Never: names of Dynamo or Inductor.
 """
 
 from __future__ import annotations

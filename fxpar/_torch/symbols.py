@@ -3,7 +3,8 @@
 A symbol stands for the sizes of a range, and knows one of them, its hint. A question of
 tracing about it (are these equal, does it divide) becomes a guard of the ShapeEnv: the
 program holds for the sizes that keep all guards. In: symbolic numbers and fake modes.
-Out: numbers, code and guards. Never: adds a guard where a docstring says so.
+Out: numbers, code and guards. Never: adds a guard in a function whose docstring rules
+it out.
 """
 
 from __future__ import annotations

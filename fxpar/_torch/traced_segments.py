@@ -65,7 +65,7 @@ class TracedKind:
     begin: int = 0
     # Autograd's number of the last node in it.
     end: int = 0
-    # Backwards by the strides of the gradients of results, and which of them are equal.
+    # By the forms of the gradients of results, and which of them are one.
     backwards: dict[Any, TracedBackward] = field(default_factory=dict)
     # Texts of the metadata of nodes of the first.
     texts: Texts = field(default_factory=Texts)

@@ -41,7 +41,7 @@ def fake_like(x: Any) -> tuple[Any, Any]:
 
 def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``FakeTensor(mode, meta, device)`` in a sixth of its time: the constructor
-    sets each of twenty attributes through a descriptor, which are the same for all
+    sets twenty attributes, each through a descriptor, that are the same for all
     tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 

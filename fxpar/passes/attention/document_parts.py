@@ -6,8 +6,8 @@ mask is aligned with the last query and the last key of a document: query ``i`` 
 keys up to ``i`` minus a shift. If a document's keys go on at the next rank, the queries
 after the diagonal of the last own key see all own keys, so they are a document of their
 own, in a second call, which is not causal; the queries before end at the diagonal. Each
-query is in one of the two calls. Never: takes a kernel's word for a query that sees no
-key; ``sees_keys`` counts by place.
+query is in one of the two calls. Never: uses what kernels write for a query that sees
+no key; ``sees_keys`` counts by place.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class _OneOrder:
         return True
 
     def fits(self, mesh: Mesh, parts: int) -> bool:
-        """Return whether the steps are over the same axes, and all sizes divide by
-        ranks and parts."""
+        """Return whether the steps are over the same axes, and all sizes are multiples
+        of ranks times parts."""
         axes = {steps.axes_of(node) for node in self.steps}
         return len(axes) == 1 and not any(
             size % (mesh.count(*axes) * parts) for size in self.sizes

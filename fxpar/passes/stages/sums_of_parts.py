@@ -74,7 +74,7 @@ def _(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def register_lowering() -> None:
-    """Teach Inductor to write over totals."""
+    """Let Inductor write sums over their totals."""
     lower = _torch.inductor_lowerings.lower_over_first
     lower(ours.accumulate.default, ours.accumulate_.default, aten.add_.Tensor)
     product, over = ours.accumulate_product.default, ours.accumulate_product_.default
