@@ -54,9 +54,9 @@ class CppKernel(NamedTuple):
 
 @contextlib.contextmanager
 def kernels_in_libraries(phase: str = LOADING) -> Iterator[None]:
-    """Compile the kernels of a module that is loaded inside together, overlapping with
-    what is done next; they are there at the end. ``phase``: the phase of torch's
-    timings that the wait for them counts under."""
+    """Compile the kernels of modules that are loaded inside together, overlapping with
+    what is done next; all are compiled when the context ends. ``phase``: the name under
+    which torch counts the seconds of waiting for them."""
     from torch._dynamo.utils import dynamo_timed
 
     if _BEGUN.get() is not None:  # inside such a context of this thread already
@@ -130,9 +130,9 @@ def _put_when_compiled(
 @shortcut
 @contextlib.contextmanager
 def probes_remembered() -> Iterator[None]:
-    """Skip trials of vector instructions inside, of those that once worked on this
-    machine and of those after the best that work: torch starts a process for each kind,
-    at every start, and a compiler for each at the first."""
+    """Skip trials of vector instructions that once worked on this machine, and of all
+    after the best that work: torch starts a process for each kind, at every start, and
+    a compiler for each at the first."""
     from torch._inductor import cpu_vec_isa
 
     isa, name = cpu_vec_isa.VecISA, "_probe_load"

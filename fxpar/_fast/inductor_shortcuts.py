@@ -21,9 +21,9 @@ from fxpar._fast.switch import shortcut
 @shortcut
 @contextlib.contextmanager
 def unread_texts() -> Iterator[None]:
-    """Skip writing graphs down for traces (``TORCH_TRACE``) inside if none is taken:
-    torch (2.13) makes the texts at once, and only then asks whether it is. Logs, which
-    ask first, and what is left where compiling fails, are unchanged."""
+    """Write no graphs down for traces (``TORCH_TRACE``) inside if none is taken: torch
+    (2.13) writes the texts first, and only then asks whether one is. Logs, which ask
+    first, and files for compilations that fail are unchanged."""
     from torch._dynamo import config
     from torch._logging._internal import trace_log
 

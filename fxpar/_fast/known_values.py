@@ -109,8 +109,8 @@ def result(
 @shortcut
 @contextlib.contextmanager
 def values_known() -> Iterator[None]:
-    """Make fake tensors of every mode so inside, whoever asks for them. Does nothing
-    where torch logs what it is asked."""
+    """Take known values inside for fake tensors of every mode, whoever asks for them.
+    Does nothing if torch logs the ops that its modes run."""
     from torch._subclasses import fake_tensor as fakes
 
     kind = fakes.FakeTensorMode

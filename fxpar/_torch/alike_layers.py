@@ -172,7 +172,7 @@ def moved_guards(
 ) -> list[Any] | None:
     """Return the guards on the traced layer as guards on the one that is called; None
     if one does not hold for it. ``instead``: Dynamo's sources of the operands of the
-    traced call -> those in their place. Tensors become inputs of the graph, which
+    traced call -> the sources of this call's. Tensors become inputs of the graph, which
     Dynamo guards itself."""
     from torch._dynamo.variables.builder import VariableBuilder
 

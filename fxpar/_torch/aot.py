@@ -58,7 +58,7 @@ def higher_order_name(target: Any) -> str:
 
 def gives_gradients(joint: Any, captured: Sequence[Any]) -> tuple[bool, ...]:
     """Return for each captured value whether the backward of flex_attention has its
-    gradient among its results: all on torch 2.13, after that those that have one in
+    gradient among its results: on torch 2.13 always, on later ones if it has one in
     ``joint``."""
     module = importlib.import_module("torch._higher_order_ops.flex_attention")
     mask = getattr(module, "_captured_grad_buffer_mask", None)
@@ -344,8 +344,8 @@ def compile_fx(
 
 @contextlib.contextmanager
 def _shortcuts(with_kernels: bool) -> Iterator[None]:
-    """Let Inductor do inside what it does in less time. ``with_kernels``: C++ kernels
-    will be compiled."""
+    """Let Inductor compile in less time inside. ``with_kernels``: C++ kernels will be
+    compiled."""
     with (
         quick_min_cut(),
         kernels_in_libraries(BEHIND_ALL),
@@ -521,7 +521,8 @@ def wrap_backward(
 ) -> Any:
     """Run ``run_around(node, gradients, run)`` as each backward of a compiled graph,
     which gave these outputs: ``run()`` returns the gradients of the graph's arguments,
-    ``node`` is that of autograd. Return the class of its nodes; None if it has none."""
+    ``node`` is autograd's. Return the class of autograd's nodes for the graph; None if
+    it has no backward."""
     nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
     functions = (getattr(node, "_forward_cls", None) for node in nodes)
     function = next((x for x in functions if hasattr(x, "_aot_id")), None)
@@ -582,8 +583,9 @@ def accumulating(node: Any) -> torch.Tensor | None:
 def leaves_under(
     x: torch.Tensor, is_known: Callable[[Any], bool]
 ) -> Iterator[torch.Tensor]:
-    """Yield the leaves that a tensor was computed from, in an order that follows from
-    how; not those under nodes of autograd that are known."""
+    """Yield the leaves that a tensor was computed from, in an order that depends only
+    on how it was computed; leaves under nodes of autograd that are known are left out.
+    """
     stack, seen = [x.grad_fn], set()
     while stack:
         node = stack.pop()

@@ -50,8 +50,8 @@ def _is_bare(desc: Any) -> bool:
 
 
 def bare(desc: Any) -> Any:
-    """Return the descriptor of a DTensor for that of its local tensor; others as they
-    are."""
+    """Return the descriptor of a DTensor, given that of its local tensor; others as
+    they are."""
     from torch._functorch._aot_autograd import descriptors as d
 
     parts = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)

@@ -321,8 +321,8 @@ def start_message(
 def start_broadcast(
     x: torch.Tensor, source: int, group: str, until: torch.Tensor, failed: Failed
 ) -> None:
-    """Start to write the contiguous memory of member ``source`` of a group to that of
-    all; waiting for ``until`` waits for it."""
+    """Start to broadcast the contiguous memory of member ``source`` of a group to all
+    members; waiting for ``until`` waits for it."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     _start(lambda g: g.broadcast([x], options), source, group, until, failed)
@@ -375,8 +375,8 @@ _define_messages()
 
 def name_axes(sizes: Mapping[str, int] | None) -> None:
     """Let names of axes stand for process groups of these sizes, in functional
-    collectives that are traced; None: for nothing any more. Names of no group at all
-    stand for one rank meanwhile: errors in them are reported from the graph."""
+    collectives that are traced; None: no longer. Names of no group at all stand for one
+    rank meanwhile: errors in them are reported once there is a graph."""
     from torch.distributed import distributed_c10d
 
     registry: Any = distributed_c10d
@@ -474,7 +474,8 @@ def _make_group_of_one() -> None:
 
 
 def _copies(group: Any) -> bool:
-    """Return whether a fake group of one rank gives what it is given."""
+    """Return whether collectives of a fake group of one rank copy their operand to the
+    result."""
     out, summand = (make(1, device="cpu") for make in (torch.zeros, torch.ones))
     group._reduce_scatter_base(out, summand).wait()
     return bool(out.item() == 1)

@@ -443,9 +443,9 @@ def on_set_data(
     part_of: Callable[[Any, torch.Tensor], torch.Tensor],
     is_served: Callable[[Any], bool],
 ) -> None:
-    """Let ``x.data = y`` of a DTensor set the data of its local tensor,
-    ``part_of(x, y)``, where torch (2.13) sets that of the wrapper, which nothing reads.
-    ``is_served``: whether this holds for DTensors on a mesh."""
+    """Let ``x.data = y`` of a DTensor set the data of its local tensor to
+    ``part_of(x, y)``, where torch (2.13) sets the data of the wrapper, which nothing
+    reads. ``is_served``: whether this holds for DTensors on a mesh."""
     inherited: Any = torch.Tensor.data
 
     def read(x: Any) -> torch.Tensor:

@@ -309,7 +309,7 @@ def graph_breaks() -> dict[str, int]:
 
 def between_graph_and_caller() -> int:
     """Return how many functions there are between the running graph of fxpar and the
-    call of what ``torch.compile`` gave: 1 where the graph is that of the outermost one.
+    call of the compiled function: 1 where the graph is that of the outermost function.
     """
     import sys
 

@@ -29,7 +29,8 @@ _MODULES, _VALUE = "nn_module_stack", "example_value"
 
 @dataclass(frozen=True)
 class RenamedModules:
-    """Says what is around the ops of a region at one of its calls."""
+    """Says what the modules and lines around the ops of a region are at one of its
+    calls."""
 
     # Dynamo's keys of the modules that were traced -> keys of the modules in their
     # place.

@@ -170,7 +170,7 @@ class _Trace:
         self.used: _TracedLayer | None = None
 
     def forget(self) -> None:
-        """Drop all that is held of the trace, which is at its end."""
+        """Drop the records of the trace, which is at its end."""
         self.regions.clear()
         self.bodies.clear()
 
@@ -359,8 +359,9 @@ def _distinct_tensors(results: Any) -> bool:
 
 
 def _no_leaves(results: Any, mode: Any) -> None:
-    """Turn the fake results of a region that is used again into results of ops, to
-    which code may write: Dynamo makes leaves, though what it traced gives none."""
+    """Give fake results of a region that is used again a gradient function, so that
+    code may write to them: Dynamo makes them leaves, though the traced ones are none.
+    """
     for x in getattr(results, "items", [results]):
         meta = x.as_proxy().node.meta
         value = meta["example_value"]

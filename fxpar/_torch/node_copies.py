@@ -70,7 +70,7 @@ def add_node(
     type_expr: Any = None,
 ) -> fx.Node:
     """Run ``graph.create_node`` without its search for symbols in arguments, which
-    takes half of its time: arguments here are nodes and numbers. ``name``: that of
+    takes half of its time: arguments here are nodes and numbers. ``name``: the name of
     another node."""
     if getattr(graph.owning_module, "_create_node_hooks", None) is not None:
         return graph.create_node(op, target, args, dict(kwargs or {}), name, type_expr)
@@ -113,7 +113,7 @@ def _name_parts(name: str) -> tuple[str, int | None]:
 
 @lru_cache(maxsize=1 << 12)
 def _name_of(target: Any) -> str:
-    """Return what a graph calls a node of an op."""
+    """Return the name that a graph gives a node of an op, without its number."""
     return fx.Graph()._target_to_str(target)
 
 
@@ -223,8 +223,9 @@ class Texts:
 def users_metadata(
     first: Sequence[fx.Node], mine: Sequence[fx.Node], texts: Texts
 ) -> dict[str, dict[str, Any]] | None:
-    """Return the metadata of nodes at those in their place: by its name, and its text
-    at the first. None if it is not the same for all that have one text."""
+    """Return name of metadata -> its text at a node of ``first`` -> its value at the
+    node of ``mine`` in the same place; None if equal texts have different values there.
+    """
     renamed: dict[str, dict[str, Any]] = {name: {} for name in _USERS}
     for a, b in _pairs(first, mine):
         for name, values in renamed.items():

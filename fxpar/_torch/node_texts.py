@@ -70,8 +70,8 @@ def unknown_functions(graph: fx.Graph) -> list[Any]:
 
 
 def text_of_op(op: Any) -> str:
-    """Return the name of an op; for one of the user's also what a compiler reads of
-    it."""
+    """Return the name of an op; for one of the user's with its schema and tags, which a
+    compiler reads."""
     if not is_users_op(op):
         return str(op)
     return f"{op} {op._schema} {sorted(map(str, op.tags))}"

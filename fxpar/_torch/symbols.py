@@ -189,7 +189,8 @@ def hinted(x: Any, mode: Any) -> Any:
 
 
 def divisors_asked(names: Sequence[str], mode: Any) -> dict[str, int]:
-    """Return the divisors that guards ask of symbols of these names."""
+    """Return name of a symbol -> the divisor that guards require of it, for those in
+    ``names``."""
     from torch.utils._sympy.functions import Mod
 
     divisors: dict[str, int] = {}

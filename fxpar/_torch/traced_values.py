@@ -170,7 +170,8 @@ def writes_to(x: Any) -> int:
 
 
 def form_of(x: Any) -> Any:
-    """Return what an op may change of a value in addition to its elements."""
+    """Return what of a value, except its elements, an op may change: storage, shape,
+    strides and whether it requires grad."""
     moves = 0
     if is_functional(x):
         moves = torch._functionalize_storage_changed_counter(x.elem)
@@ -218,7 +219,7 @@ def last_number() -> int:
 
 
 def skip_numbers(count: int) -> None:
-    """Let autograd number its next node as if it had numbered so many more."""
+    """Let autograd number its next node as if it had numbered ``count`` more."""
     with untraced(), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
         x = torch.empty(0).requires_grad_()
         for _ in range(count):

@@ -31,7 +31,7 @@ def own_version() -> str:
 
 
 def versions() -> tuple[str, ...]:
-    """Return the versions of what compiles generated kernels."""
+    """Return the versions of torch and Triton, which compile generated kernels."""
     texts = [str(torch.__version__)]
     with contextlib.suppress(PackageNotFoundError):
         texts.append(version("triton"))

@@ -74,8 +74,8 @@ torch.library.define(
 
 
 def _seen(keys: int, ahead: int, gap: int) -> Iterator[tuple[slice, int]]:
-    """Yield the halves of so many keys that queries see, and how far ahead of each the
-    queries are."""
+    """Yield the halves of the keys that queries see, and how far the queries are ahead
+    of each. ``keys``: how many there are."""
     half = keys // 2
     for i, before in enumerate((ahead, ahead - gap)):
         if before > -half:
@@ -94,7 +94,7 @@ def _attend(q, k, v, ahead, gap, scale) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _differentiate(grad, q, k, v, out, lse, ahead, gap, scale) -> Tensors:
-    """Return gradients of one set of queries, and what it adds to those of keys and
+    """Return gradients of one set of queries, and its summands of those of keys and
     values."""
     dq, dk, dv = (rows_like(x, x.shape[3]).zero_() for x in (q, k, v))
     for keys, before in _seen(k.shape[2], ahead, gap):

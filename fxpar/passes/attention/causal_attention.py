@@ -42,8 +42,9 @@ class VisibleBlock:
 
 
 def blocks(rows: int, keys: int, ahead: int) -> list[VisibleBlock]:
-    """Return the blocks of keys that so many queries see, each pair once, at most two
-    blocks for each query. Queries in no block see nothing."""
+    """Return the blocks of keys that queries see, each pair once, at most two blocks
+    for each query, for these numbers of queries and keys. Queries in no block see
+    nothing."""
     first, ahead = max(0, -ahead), max(0, ahead)
     square = max(0, min(rows - first, keys - ahead))
     end = first + square

@@ -128,8 +128,8 @@ def _sees_keys(
 
 
 def _diagonal(build: Builder, own: OwnDocuments) -> tuple[fx.Node, fx.Node]:
-    """Return where in each document the queries end that do not see all of its keys
-    here, and where the keys end that the last of these queries sees."""
+    """Return two places in each document: where the queries end that do not see all of
+    its keys here, and where the keys end that the last of these queries sees."""
     border = build.call(aten.add.Tensor, own.end_of_keys, own.shift)
     border = build.call(aten.minimum.default, border, own.end_of_queries)
     border = build.call(aten.maximum.default, border, own.first_query)
@@ -166,7 +166,7 @@ def _within(build: Builder, places: fx.Node, edges: fx.Node) -> fx.Node:
 def _in_turn(
     build: Builder, begins: fx.Node, borders: fx.Node, ends: fx.Node
 ) -> fx.Node:
-    """Return where documents begin, each of which is two, cut at a border."""
+    """Return where documents begin if each is cut in two at its border."""
     pairs = build.call(aten.stack.default, [begins, borders], 1)
     pairs = build.call(aten.view.default, pairs, [-1])
     last = _slice(build, ends, -1, None)

@@ -58,9 +58,9 @@ def shifted(
 def own_blocks(
     build: Builder, number: fx.Node, index: fx.Node, first: Size, count: Size
 ) -> tuple[fx.Node, fx.Node]:
-    """Return lists of blocks, of which the first ``number`` in each ``index`` are
-    valid, with only the ``count`` blocks from ``first`` on, counted from there, in
-    their old order."""
+    """Return lists of blocks with only the ``count`` blocks from ``first`` on, counted
+    from ``first``, in their old order. The first ``number`` entries of each ``index``
+    are valid."""
     call, value = build.call, index.meta["val"]
     places = build.iota(value.shape[-1], value.device)
     listed = call(aten.lt.Tensor, places, call(aten.unsqueeze.default, number, -1))

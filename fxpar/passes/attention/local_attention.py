@@ -222,7 +222,7 @@ def _as_kernel(call: LocalCall, lse: fx.Node, shape: Sequence[Any]) -> fx.Node:
 
 
 def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
-    """Return a log-sum-exp with so many more queries, which see nothing."""
+    """Return a log-sum-exp with this many more queries, which see nothing."""
     return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
 
 
@@ -242,8 +242,8 @@ def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
 
 
 def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
-    """Return ``x`` with its dims in memory in the order of those of ``like``, since
-    views of it were traced with them."""
+    """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
+    which views of it were traced."""
     strides = _torch.symbols.hint_shape(like.stride())
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     if x.meta["val"].permute(order).is_contiguous():

@@ -83,7 +83,7 @@ def _reach(arguments: dict[str, Any]) -> int:
 
 
 def _followed(build: Builder, x: fx.Node, dim: int, rows: int) -> fx.Node:
-    """Return ``x`` followed by so many rows of zeros."""
+    """Return ``x`` followed by this many rows of zeros."""
     amounts = [rows if d == dim else 0 for d in range(x.meta["val"].dim())]
     return build.pad(x, amounts)
 
@@ -162,7 +162,7 @@ def _calls(
 
 
 def _column(build: Builder, rows: fx.Node, dims: int) -> fx.Node:
-    """Return a value of each row with so many more dims of size 1, to broadcast."""
+    """Return a value of each row with ``dims`` more dims of size 1, to broadcast."""
     return build.call(aten.view.default, rows, [-1, *(1 for _ in range(dims))])
 
 

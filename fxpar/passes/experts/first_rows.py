@@ -181,8 +181,9 @@ class _Rewritten:
                     self._give(node, user)
 
     def _computed(self) -> dict[fx.Node, dict[fx.Node, int]]:
-        """Return what is computed with first rows alone, in order -> the operands that
-        it is computed from row by row; nothing before the ends are known."""
+        """Return the nodes that are computed with first rows alone, in order -> the
+        operands that each is computed from row by row; nothing before the ends are
+        known."""
         behind = self.ends.op == "placeholder"
         inside: dict[fx.Node, dict[fx.Node, int]] = {}
         for node in self.graph.nodes:

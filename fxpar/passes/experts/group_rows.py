@@ -58,8 +58,7 @@ class GroupCopies:
         return self._copies[x]
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
-        """Return rows once for each group, of tokens that each make so many
-        ``copies``."""
+        """Return rows once for each group, of tokens that each make ``copies`` rows."""
         if copies == 1:
             return self.of(x)
         tokens, *features = shape_of(x)
@@ -203,8 +202,7 @@ class DispatchedRows:
         return self._send(x, 1)
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
-        """Return the rows of tokens that each make so many ``copies``, in their
-        slots."""
+        """Return the rows of tokens that each make ``copies`` rows, in their slots."""
         return self._send(x, copies)
 
     def _send(self, x: fx.Node, copies: int, fill: int = 0) -> fx.Node:

@@ -56,7 +56,8 @@ def order_of(node: fx.Node) -> fx.Node | None:
 
 
 def _all_rows_order(order: fx.Node) -> Any:
-    """Return the order of all rows, of which there may be room for the first only."""
+    """Return the order of all rows, of which ``order`` may be the first part, if there
+    is room for no more."""
     cut = order.target is aten.slice.Tensor and order.args[1:3] == (0, 0)
     return order.args[0] if cut else order
 
@@ -77,8 +78,8 @@ def _put_back(node: fx.Node, order: fx.Node) -> Any:
 
 
 def sorted_order(place: Any) -> Any:
-    """Return the order of which a value gives the place of each row; None for any other
-    value."""
+    """Return the order in which a value says the place of each row; None for other
+    values."""
     if place.target is not aten.index_put.default or len(place.args) != 3:
         return None
     rows, (order, *others), numbers = place.args

@@ -409,8 +409,8 @@ class _Mixture:
                 self.numbers[quotient] = divided * divisor
 
     def write(self, graph: fx.Graph) -> list[str]:
-        """Replace what was in order by what is computed in place, if nothing is left
-        that needs the order; else return a note of what does."""
+        """Replace values in order by the values computed in place, if nothing is left
+        that needs the order; else return a note of the op that does."""
         live = set[fx.Node]()
         stack = [
             node for node in graph.nodes if node.op == "output" or node.is_impure()
@@ -446,7 +446,7 @@ class _Mixture:
 
 
 def _reader_note(reader: fx.Node) -> str:
-    """Return a note of what needs rows sorted by expert."""
+    """Return a note of the op that needs rows sorted by expert."""
     at = user_line(reader)
     where = f" at {at}" if at else ""
     return (
@@ -469,7 +469,8 @@ _READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
 
 
 def _arguments(node: fx.Node, count: int) -> Any:
-    """Return so many arguments of a call; None for those that are left out."""
+    """Return the first ``count`` arguments of a call; None for those that are left
+    out."""
     return [*node.args[:count], *[None] * (count - len(node.args))]
 
 

@@ -52,7 +52,7 @@ class RowCall:
         operands: Mapping[fx.Node, fx.Node],
         rows: int | None = None,
     ) -> fx.Node:
-        """Return the call on other operands, each of so many rows; None: as many as
+        """Return the call on other operands, each of ``rows`` rows; None: as many as
         before."""
         pairs = zip(tensor_nodes(self.node), self.operand_dims, strict=True)
         constants = {
@@ -158,7 +158,7 @@ def by_row_rule(node: fx.Node) -> Rule | None:
 
 
 def _constant_rows(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
-    """Return a constant of so many rows."""
+    """Return a constant with ``rows`` rows along a dim."""
     if node.meta["val"].shape[dim] == rows:
         return node
     shape = list(node.args[0])

@@ -163,9 +163,8 @@ def _check_draws(node: fx.Node, inside: bool) -> None:
 
 
 def count_alike(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> None:
-    """Replace a sum over ranks of what is equal on them by a multiple: nothing is sent.
-    It also applies to gradients of what was reduced: each rank has its share of them.
-    """
+    """Replace a sum over ranks of a value that is equal on them by a multiple: nothing
+    is sent. Gradients of reduced values are such: each rank has its share of them."""
     for node in list(build.graph.nodes):
         if node.target is not ours.collective.default or node.args[1] != "all_reduce":
             continue

@@ -68,8 +68,8 @@ class StageCosts:
         return kernel_seconds(node, self.hardware, 1 / self.microbatches)
 
     def crossing(self, nbytes: float) -> float:
-        """Return the seconds to send so many bytes of a batch to the next stage, a part
-        at a time."""
+        """Return the seconds to send ``nbytes`` of a batch to the next stage, a part at
+        a time."""
         link = self.mesh.link(self.pipeline.axis)
         return collectives.message(link, nbytes / self.microbatches)
 

@@ -198,13 +198,12 @@ class _OneOrder:
 
 
 def _first(rule: Rule, word: tuple[str, ...]) -> str | None:
-    """Return the first factor of a dim with more than one place, which is its most
-    major."""
+    """Return the most major factor of a dim that has more than one place."""
     return next((f for f in word if rule.size[f] > 1), None)
 
 
 def _results(node: fx.Node, count: int) -> list[list[fx.Node]]:
-    """Return the nodes that stand for each of so many results of a call."""
+    """Return, for each of ``count`` results of a call, the nodes that stand for it."""
     if isinstance(node.meta["val"], torch.Tensor):
         return [[node]]
     return [[user for user in node.users if user.args[1] == i] for i in range(count)]

@@ -104,8 +104,7 @@ class Kinds:
     def _kind_by_operands(
         self, node: fx.Node, tagged: Collection[fx.Node]
     ) -> set[fx.Node] | None:
-        """Return the kind of a node by what it is computed from; None if that does not
-        decide."""
+        """Return the kind of a node if its operands decide it; None if they do not."""
         if steps.is_step(node) or node.target is operator.getitem:
             # Of the kind of the value that it moves, or takes a part of.
             source: Any = node.args[0]
