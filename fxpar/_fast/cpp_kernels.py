@@ -35,8 +35,8 @@ from fxpar._fast.switch import shortcut
 # at once where there are cores.
 LIBRARY = 40_000
 
-# torch's phases that waiting for a module's kernels is timed under: while it is loaded,
-# as torch's own, or when all modules of a program are.
+# The names under which torch counts the seconds of waiting for a module's kernels:
+# while it is loaded, as torch's own, or when all modules of a program are.
 LOADING, BEHIND_ALL = "async_compile.wait", "fxpar.wait_for_kernels"
 
 _ENTRY = re.compile(r'(extern "C"\s+void\s+)kernel\(')

@@ -70,13 +70,13 @@ class _NotKnown(Exception):
 class _Form:
     """Is the form of a tensor on static shapes, without its memory."""
 
-    # Of the elements.
+    # Type of the elements.
     dtype: torch.dtype
     # Sizes of the dims.
     shape: tuple[int, ...]
-    # In elements.
+    # Strides of the dims, in elements.
     stride: tuple[int, ...]
-    # In elements, from its operand's offset, or in memory of its own.
+    # Start, in elements, from its operand's offset, or in memory of its own.
     offset: int
     # The device that a fake value reports.
     device: torch.device

@@ -42,7 +42,7 @@ from fxpar._torch.version import own_version
 
 # A checkpointed region, as Dynamo writes it.
 CHECKPOINT = "higher_order::tag_activation_checkpoint"
-# The key in the meta of its body of what the user says of each op: save or recompute.
+# Metadata key of its body, for the user's choice of the ops to save or to recompute.
 CHOOSES_SAVED = "_checkpoint_context_fn"
 
 

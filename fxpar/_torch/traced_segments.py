@@ -65,7 +65,7 @@ class TracedKind:
     begin: int = 0
     # Autograd's number of the last node in it.
     end: int = 0
-    # By the forms of the gradients of results, and which of them are one.
+    # By the forms of the gradients of results, and which of these are one tensor.
     backwards: dict[Any, TracedBackward] = field(default_factory=dict)
     # Texts of the metadata of nodes of the first.
     texts: Texts = field(default_factory=Texts)

@@ -114,7 +114,7 @@ def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     differentiate = _kernel(q, k, v).backward
     all_blocks = blocks(q.shape[2], k.shape[2], ahead)
-    # Two blocks share queries, or keys: sums of gradients keep their digits.
+    # Two blocks may share queries or keys: gradients are summed in the wide type.
     sums = tuple(rows_like(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
     for block in all_blocks:
         rows, keys = block.rows, block.keys

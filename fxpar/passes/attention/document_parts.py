@@ -28,7 +28,8 @@ aten = torch.ops.aten
 class DocumentParts:
     """Says where documents, or their parts, begin on one rank."""
 
-    # Begins among its queries, and the end; under a causal mask each document is two.
+    # Where documents begin among its queries, and the end; a causal mask makes two of
+    # each.
     queries: fx.Node
     # The same among its keys.
     keys: fx.Node

@@ -166,7 +166,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
         group = group_of_call(node)
         axes = mesh.ordered(group.split("+")) if _are_axes(group, mesh) else ()
         if not axes or node.target not in _KINDS:
-            continue  # ``check`` says of it what is wrong
+            continue  # ``check_regions`` reports it
         for wait in [n for n in node.users if n.target is c10d.wait_tensor.default]:
             build.replace(wait, node)
         if mesh.count(axes) == 1:

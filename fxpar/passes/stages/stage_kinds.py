@@ -106,7 +106,7 @@ class Kinds:
     ) -> set[fx.Node] | None:
         """Return the kind of a node if its operands decide it; None if they do not."""
         if steps.is_step(node) or node.target is operator.getitem:
-            # Of the kind of the value that it moves, or takes a part of.
+            # It is of the kind of the value that it moves, or takes a part of.
             source: Any = node.args[0]
             base = viewed_value(source)
             kinds = (self.forward, self.backward, self.everywhere)
