@@ -128,7 +128,7 @@ class _Mixture:
         self.across = ways.across(products, self.key)
         sent, groups, share = self._sent(ways), self.groups, self.room
         if self.across is not None:
-            across, self.groups = self.across, 1  # the groups that a rank has
+            across, self.groups = self.across, 1  # the experts of a rank
             sent, groups, share = across.sent, across.groups, across.share
         if sent is not None:
             share = 0.0 if sent.exact else share
