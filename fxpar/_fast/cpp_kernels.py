@@ -1,10 +1,11 @@
-"""Inductor's C++ kernels, several of them compiled as one library.
+"""Compiles several of Inductor's C++ kernels as one library.
 
 In: the kernels of a module that Inductor generated, which it hands to the compiler one
-by one when the module is loaded. Out: the same functions. Most of a compiler's call is
-for headers (0.4 of 0.65 s), which kernels of one library share. Libraries lie where
-Inductor keeps what it compiles, by their text, and are found again there; one that is
-told where they lie starts no compiler to ask it for its version.
+by one when the module is loaded. Out: the same functions. Most of the time of a
+compiler's call is for headers (0.4 of 0.65 s), which kernels of one library share.
+Libraries are stored in Inductor's cache, by their text, and are found again there; a
+process that is given their places starts no compiler to ask it for its version. Never:
+a kernel with a header of its own in a library.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ import torch
 
 from fxpar._fast.switch import shortcut
 
-# Characters of kernels in one library, so that several are compiled at once where there
-# are cores.
+# The size of a library in characters of kernels: small enough that several are compiled
+# at once where there are cores.
 LIBRARY = 40_000
 
-# What torch counts the seconds under that a module's kernels are waited for: while it
-# is loaded, as torch's own, or when all modules of a program are.
+# The names under which torch counts the seconds of waiting for a module's kernels:
+# while it is loaded, as torch's own, or when all modules of a program are.
 LOADING, BEHIND_ALL = "async_compile.wait", "fxpar.wait_for_kernels"
 
 _ENTRY = re.compile(r'(extern "C"\s+void\s+)kernel\(')
@@ -44,18 +45,18 @@ _INCLUDE = re.compile(r"^\s*#include.*$", re.MULTILINE)
 
 
 class CppKernel(NamedTuple):
-    """A kernel that is to be compiled with others."""
+    """Is a kernel that is to be compiled with others."""
 
-    # Of its arguments, as C++ has them.
+    # The types of its arguments in C++.
     types: tuple[str, ...]
     source: str
 
 
 @contextlib.contextmanager
 def kernels_in_libraries(phase: str = LOADING) -> Iterator[None]:
-    """Context in which the kernels of a module that is loaded are compiled together,
-    beside what is done next; they are there when it ends. ``phase``: under which the
-    seconds are counted that they are then waited for."""
+    """Compile the kernels of modules that are loaded inside together, overlapping with
+    what is done next; all are compiled when the context ends. ``phase``: the name under
+    which torch counts the seconds of waiting for them."""
     from torch._dynamo.utils import dynamo_timed
 
     if _BEGUN.get() is not None:  # inside such a context of this thread already
@@ -80,7 +81,8 @@ _BEGUN = contextvars.ContextVar("_BEGUN", default=None)
 
 @shortcut
 def libraries() -> contextlib.AbstractContextManager[Any]:
-    """Context in which modules that are loaded hand over kernels by their text."""
+    """Return a context in which modules that are loaded hand over kernels by their
+    text."""
     from torch._inductor.async_compile import AsyncCompile
 
     alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
@@ -105,8 +107,9 @@ def libraries() -> contextlib.AbstractContextManager[Any]:
 def _put_when_compiled(
     scope: dict[str, Any], kernels: Mapping[str, CppKernel]
 ) -> Callable[[], None]:
-    """Begin to compile kernels of a module; called, what is returned waits for them and
-    puts their functions in the module's ``scope``, as the first call of one does."""
+    """Begin to compile kernels of a module. The function that is returned waits for
+    them and puts their functions in the module's ``scope``, as the first call of one
+    does."""
     functions = _begun(list(kernels.values()))
 
     @functools.cache
@@ -127,9 +130,9 @@ def _put_when_compiled(
 @shortcut
 @contextlib.contextmanager
 def probes_remembered() -> Iterator[None]:
-    """Context in which vector instructions that once worked on this machine are not
-    tried again, and none behind the best that work: torch starts a process for each
-    kind, at every start, and a compiler for each at the first."""
+    """Skip trials of vector instructions that once worked on this machine, and of all
+    after the best that work: torch starts a process for each kind, at every start, and
+    a compiler for each at the first."""
     from torch._inductor import cpu_vec_isa
 
     isa, name = cpu_vec_isa.VecISA, "_probe_load"
@@ -149,7 +152,7 @@ def probes_remembered() -> Iterator[None]:
 
     def best() -> list[Any]:
         # Torch tries further flags in the one object that it has for a kind: another
-        # thread may keep these, and compile by them what nobody finds again.
+        # thread may keep these, and compile with them what is never found again.
         with _TRYING:
             return _best_instructions(every)
 
@@ -166,9 +169,9 @@ _TRYING = threading.RLock()
 
 @dataclass
 class _Instructions:
-    """Vector instructions that kernels of this process are compiled for."""
+    """Holds the vector instructions that kernels of this process are compiled for."""
 
-    # Empty until some were tried, or another rank said so.
+    # Empty until some were tried, or another rank reported them.
     name: str = ""
 
 
@@ -176,32 +179,34 @@ _INSTRUCTIONS = _Instructions()
 
 
 def instructions() -> str:
-    """The vector instructions that were tried first and work; empty if none were."""
+    """Return the vector instructions that were tried first and work; empty if none
+    were."""
     return _INSTRUCTIONS.name
 
 
 def take_instructions(name: str) -> None:
-    """Let kernels be compiled for the instructions that another rank found to work. A
-    rank that tries them itself, on a machine that is busy, may find otherwise: it would
-    then compile anew what the other has compiled."""
+    """Compile kernels for the instructions that another rank found to work. A rank that
+    tries them itself, on a machine that is busy, may get another result: it would then
+    compile anew what the other has compiled."""
     _INSTRUCTIONS.name = name or _INSTRUCTIONS.name
 
 
 class LibraryPlace(NamedTuple):
-    """Where a library lies."""
+    """Says where a library is stored."""
 
     path: str
-    # That Inductor knows it by.
+    # The key that Inductor knows it by.
     key: str
 
 
-# Libraries that this process compiled or found, or another rank did, by ``_digest``.
+# ``_digest`` -> a library that this process, or another rank, compiled or found.
 _LIBRARIES: dict[str, LibraryPlace] = {}
 
 
 def compiled_here() -> dict[str, Any]:
-    """What other ranks need not find out: vector instructions, and where libraries of
-    this machine lie, below the folder of caches. As data, for ``take_compiled``."""
+    """Return what other ranks need not find out: vector instructions, and the places of
+    libraries of this machine in the folder of caches. As data, for ``take_compiled``.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = os.path.join(cache_dir(), "")
@@ -214,8 +219,8 @@ def compiled_here() -> dict[str, Any]:
 
 
 def take_compiled(told: Mapping[str, Any]) -> None:
-    """Take over what ``compiled_here`` gave on another rank. A library is as good here
-    as there if both are one machine, and see its file."""
+    """Take over what ``compiled_here`` gave on another rank. Its libraries are used if
+    both ranks are on one machine; ones whose file is not seen here are compiled."""
     take_instructions(told["instructions"])
     if told["machine"] == _machine():
         places = {key: LibraryPlace(*place) for key, place in told["libraries"].items()}
@@ -223,9 +228,9 @@ def take_compiled(told: Mapping[str, Any]) -> None:
 
 
 def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
-    """The kind of vector instructions that was taken, if this machine has it, else the
-    first that works here, by itself; ``every`` kind where the user chooses one, or on
-    machines other than x86."""
+    """Return the kind of vector instructions that was taken, if this machine has it,
+    else the first that works here, alone; all of ``every()`` where the user chooses
+    one, or on machines other than x86."""
     from torch._inductor import config, cpu_vec_isa
 
     chosen = config.cpp.simdlen is not None or os.getenv("ATEN_CPU_CAPABILITY")
@@ -241,9 +246,9 @@ def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
 
 
 def probe_beside() -> None:
-    """Begin to try vector instructions beside what the caller does, so that Inductor,
-    which asks for them late, need not wait. Does nothing where some are known to work,
-    and outside of ``probes_remembered``: the two would try the same."""
+    """Begin to try vector instructions in another thread, so that Inductor, which asks
+    for them late, need not wait. Does nothing where some are known to work, and outside
+    of ``probes_remembered``: the two would try the same."""
     from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
     if instructions() or not hasattr(VecISA, "_remembers"):
@@ -253,7 +258,7 @@ def probe_beside() -> None:
 
 
 def _machine() -> str:
-    """A name for this machine's processor and this torch."""
+    """Return a name for this machine's processor and this torch."""
     from torch._inductor.cpu_vec_isa import x86_isa_checker
 
     facts = platform.node(), platform.machine(), sorted(x86_isa_checker())
@@ -263,14 +268,15 @@ def _machine() -> str:
 
 
 def _goes_with_others(source: str) -> bool:
-    """Whether a kernel needs no header of its own, and defines no macro."""
+    """Return whether a kernel needs no header of its own, and defines no macro."""
     lines = (line.strip() for line in source.splitlines())
     says = (x for x in lines if x.startswith("#") and not x.startswith("#pragma"))
     return set(says) <= {_PREFIX} and len(_ENTRY.findall(source)) == 1
 
 
 def _begun(kernels: Sequence[CppKernel]) -> Callable[[], list[Callable[..., Any]]]:
-    """Kernels whose compiling was begun; called, their functions, in order."""
+    """Begin to compile kernels. Return a function that returns their functions, in
+    order."""
     batches, jobs = list(_batches(kernels)), list[_Job]()
     with _compiling_threads() as submit:
 
@@ -295,16 +301,16 @@ def _begun(kernels: Sequence[CppKernel]) -> Callable[[], list[Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Job:
-    """A library that is to be compiled, as torch waits for it."""
+    """Is a library that is to be compiled, as torch waits for it."""
 
-    # What compiles it.
+    # Compiles it.
     work: Callable[[], Any]
-    # Of a thread that will.
+    # The future of a thread that will run ``work``.
     future: Future[Any]
 
     def take_over(self) -> None:
-        """Compile it here, unless a thread has begun to: who waits has nothing better
-        to do."""
+        """Compile it here, unless a thread has begun to: a waiting thread has nothing
+        better to do."""
         if self.future.cancel():
             self.work()
 
@@ -315,7 +321,8 @@ class _Job:
 
 @contextlib.contextmanager
 def _compiling_threads() -> Iterator[Callable[..., Any]]:
-    """What starts compiling: in as many threads as Inductor may, beside its own."""
+    """Yield a function that submits work to compiling threads: as many as Inductor may
+    use, or one if it may use none of its own."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     if get_compile_threads() > 1:
@@ -338,7 +345,8 @@ def _batches(kernels: Iterable[CppKernel]) -> Iterator[list[CppKernel]]:
 
 
 def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], LibraryPlace]:
-    """A library whose compiling was begun, or that lies there; called, where."""
+    """Begin to compile a library, unless it is stored already. Return a function that
+    returns its place."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     class Library(Bindings):
@@ -365,7 +373,8 @@ def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], LibraryP
 
 
 def _digest(text: str) -> str:
-    """Of the text of a library, and of all that the user chose of how to compile it."""
+    """Return a digest of a library's text and of all settings by which it is
+    compiled."""
     from torch._inductor import config
 
     parts = ("cpp.", "aot_inductor.")
@@ -375,7 +384,8 @@ def _digest(text: str) -> str:
 
 
 def _bound(kernel: CppKernel, i: int) -> str:
-    """A kernel of a library, with what calls it from Python, under names of its own."""
+    """Return the text of a kernel of a library and of its binding to Python, under
+    names of its own."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     name = f"kernel_{i}"
@@ -392,7 +402,7 @@ def _bound(kernel: CppKernel, i: int) -> str:
 
 
 def _function(library: LibraryPlace, i: int) -> Callable[..., Any]:
-    """A function of a library: each is a module of Python in the same file."""
+    """Return a function of a library: each is a module of Python in the same file."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     name = f"kernel_{i}"

@@ -1,6 +1,7 @@
-"""Shortcuts of Inductor: texts that nobody reads are not made.
+"""Keeps Inductor from making texts that nothing reads.
 
 In: Inductor as it is imported, and as it compiles. Out: the same code, in less time.
+Never: leaves out a text that is logged or traced.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from fxpar._fast.switch import shortcut
 @shortcut
 @contextlib.contextmanager
 def unread_texts() -> Iterator[None]:
-    """Context in which graphs are not written down for traces (``TORCH_TRACE``) if none
-    is taken: torch (2.13) makes the texts at once, and only then asks whether it is.
-    Logs, which ask first, and what is left where compiling fails, are as ever."""
+    """Write no graphs down for traces (``TORCH_TRACE``) inside if none is taken: torch
+    (2.13) writes the texts first, and only then asks whether one is. Logs, which ask
+    first, and files for compilations that fail are unchanged."""
     from torch._dynamo import config
     from torch._logging._internal import trace_log
 
     write = fx.GraphModule.print_readable
 
     def print_readable(self: Any, *args: Any, **kwargs: Any) -> str:
-        # As what is written for traces alone asks for.
+        # The options that only the texts for traces are made with.
         for_traces = kwargs.keys() & {"expanded_def", "fast_sympy_print"}
         is_shown = kwargs.get("print_output", True)
         return "" if for_traces and not is_shown else write(self, *args, **kwargs)
@@ -48,9 +49,9 @@ def unread_texts() -> Iterator[None]:
 
 @shortcut
 def late_templates() -> contextlib.AbstractContextManager[Any]:
-    """Context of an import of Inductor in which templates of kernels are made of their
-    text when they are first read: torch (2.13) makes all at once, for GPUs alone, which
-    is half of what the import takes."""
+    """Return a context for an import of Inductor in which templates of kernels are made
+    from their text when they are first read: torch (2.13) makes all at once, for GPUs
+    alone, which is half of the time of the import."""
     from torch._inductor.codegen.common import KernelTemplate
 
     name = "_template_from_string"
@@ -59,7 +60,7 @@ def late_templates() -> contextlib.AbstractContextManager[Any]:
 
 
 class _LateTemplate:
-    """A template that is made of its text when something of it is read."""
+    """Is a template that is made from its text when something of it is read."""
 
     def __init__(self, make: Callable[[str], Any], source: str) -> None:
         self._make, self._source = make, source

@@ -1,11 +1,12 @@
-"""Fake values of ops, known from the same op on values of the same form.
+"""Remembers fake values of ops by the forms of their operands.
 
-Layers that repeat ask for the same value again and again. torch keeps what it found as
-well, but to ask it takes ten times as long as to make a tensor of known form. A form is
-all that is known of a value on static shapes, so what an op gives is a function of the
-forms of its operands, of its other arguments, and of torch's own settings: these are
-the key. What is not of that kind (open sizes, ops of the user's, which may look at
-anything, what shares memory in a way that operands do not tell) is asked of torch.
+In: an op, its arguments and a fake mode. Out: the fake value that torch would give.
+Layers that repeat ask for the same value again and again. torch caches values as well,
+but asking it takes ten times as long as making a tensor of known form. A form is all
+that is known of a value on static shapes, so a result is a function of the forms of the
+operands, of the other arguments, and of torch's own settings: these are the key. Never:
+remembers a value that depends on more (open sizes, ops of the user's, which may look at
+anything, results that share memory in a way that operands do not show): torch is asked.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from fxpar._torch.traced_values import new_fake
 
 aten = torch.ops.aten
 
-# Ops whose values depend on their arguments alone, and not on tables of programs.
+# Namespaces of ops whose values depend on their arguments alone; _OTHERS are
+# exceptions: they read tables of programs.
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "fxpar")
 _OTHERS = ("fxpar::region", "fxpar::region_")
 
-# Of arguments that are part of a key as they are; equal ones of two types differ.
+# Types of arguments that are part of a key; equal ones of two types differ.
 _CONSTANTS = frozenset(
     (
         *(bool, int, float, str, type(None)),
@@ -38,7 +40,7 @@ _CONSTANTS = frozenset(
     )
 )
 
-# Views that lie behind the beginning of their operand wherever that begins.
+# Views whose offset from their operand does not depend on the operand's offset.
 _RELATIVE = frozenset(
     (
         *(aten.slice.Tensor, aten.reshape.default, aten.view.default),
@@ -50,40 +52,40 @@ _RELATIVE = frozenset(
 
 _RESHAPES = frozenset((aten.reshape.default, aten.view.default))
 
-# Place of the stride of a tensor among its parts of a key.
+# Position of the stride of a tensor among its parts of a key.
 _STRIDE = 2
 
-# Around a tensor that is made where no mode is on.
+# The context for a tensor that is made where no mode is on.
 _ALONE: Any = contextlib.nullcontext()
 
-# So many keys are kept; then all are forgotten.
+# The number of keys that are kept; when it is reached, all are dropped.
 MOST = 1 << 16
 
 
 class _NotKnown(Exception):
-    """A value is of no form that is kept."""
+    """Says that a value is of no form that is kept."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor on static shapes, without its memory."""
+    """Is the form of a tensor on static shapes, without its memory."""
 
-    # Of its elements.
+    # Type of the elements.
     dtype: torch.dtype
-    # Of its dims.
+    # Sizes of the dims.
     shape: tuple[int, ...]
-    # Of its dims, in elements.
+    # Strides of the dims, in elements.
     stride: tuple[int, ...]
-    # Where it begins, in elements: behind its operand, or in memory of its own.
+    # Start, in elements, from its operand's offset, or in memory of its own.
     offset: int
-    # As a fake value says it.
+    # The device that a fake value reports.
     device: torch.device
-    # Which of the operands has its memory; None: it has one of its own.
+    # The operand whose memory it has; None: memory of its own.
     operand: int | None
 
 
-# What an op gives: a form, constants, or several of them in a tuple or list; None where
-# torch is to be asked.
+# Key -> the result of an op: a form, constants, or several of them in a tuple or list;
+# None where torch is asked.
 _KNOWN: dict[tuple[Any, ...], Any] = {}
 
 
@@ -93,7 +95,8 @@ def result(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """``target(*args, **kwargs)`` of the fake values of a mode (``fake.mode_of``)."""
+    """Return ``target(*args, **kwargs)`` on the fake values of a mode
+    (``fake.mode_of``)."""
 
     def ask(args: Sequence[Any]) -> Any:
         return _asked(mode, target, args, kwargs)
@@ -106,8 +109,8 @@ def result(
 @shortcut
 @contextlib.contextmanager
 def values_known() -> Iterator[None]:
-    """Context in which fake tensors of every mode are made so, whoever asks for them.
-    Nothing to do where torch logs what it is asked."""
+    """Take known values inside for fake tensors of every mode, whoever asks for them.
+    Does nothing if torch logs the ops that its modes run."""
     from torch._subclasses import fake_tensor as fakes
 
     kind = fakes.FakeTensorMode
@@ -139,8 +142,8 @@ def _known(
     *,
     is_inside: bool,
 ) -> Any:
-    """What ``ask(args)`` gives. ``is_inside``: of the mode, where autograd has no part
-    in it any more."""
+    """Return the result of ``ask(args)``. ``is_inside``: called by the mode, where
+    autograd has no part in it any more."""
     is_slice = target is aten.slice.Tensor
     front, skipped = _at_front(args) if is_slice else (args, 0)
     tensors: list[torch.Tensor] = []
@@ -162,8 +165,8 @@ def _known(
 
 
 def _at_front(args: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """A slice of as many rows as another, from the first row on, and the elements that
-    lie before that."""
+    """Return the arguments of a slice of as many rows from the first row on, and the
+    number of elements before the slice that was asked for."""
     if len(args) != 4 or any(type(n) is not int for n in args[1:]):
         return args, 0
     x, dim, begin, end = args
@@ -175,7 +178,7 @@ def _at_front(args: Sequence[Any]) -> tuple[Sequence[Any], int]:
 
 
 def _keep(key: Any, value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Let a value that torch gave be known."""
+    """Remember a value that torch gave."""
     if len(_KNOWN) >= MOST:
         _KNOWN.clear()
     try:
@@ -195,7 +198,8 @@ def _asked(
 
 
 def is_function(target: Any) -> bool:
-    """Whether values of an op depend on its arguments alone, and it changes none."""
+    """Return whether values of an op depend on its arguments alone, and it changes
+    none."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if target.namespace not in _NAMESPACES or target.name() in _OTHERS:
@@ -210,8 +214,8 @@ def _key(
     kwargs: Mapping[str, Any],
     tensors: list[torch.Tensor],
 ) -> tuple[Any, ...]:
-    """Equal for calls that give values of one form. ``tensors``: operands are added.
-    Raises _NotKnown."""
+    """Return a key that is equal for calls that give values of one form. ``tensors``:
+    operands are added. Raises _NotKnown."""
     if not is_function(target):
         raise _NotKnown
     is_alone = mode is None or isinstance(mode, contextlib.nullcontext)
@@ -230,14 +234,14 @@ def _key(
 
 
 def _is_row_spread(x: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether one row is seen in another shape, none of whose dims tells how long the
-    row is that it was cut out of."""
+    """Return whether one row is viewed in another shape, whose strides do not depend on
+    the length of the row that it was cut out of."""
     is_row = x.dim() == 2 and x.shape[0] == 1 and x.stride(1) == 1
     return is_row and {1, -1}.isdisjoint(shape)
 
 
 def _settings() -> tuple[Any, ...]:
-    """Those of torch that what an op gives depends on."""
+    """Return the settings of torch that results of ops depend on."""
     return (
         torch.get_default_dtype(),
         torch._C._get_default_device(),
@@ -248,13 +252,14 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _by_python_first() -> bool:
-    """Whether ops are done as Python says, where it says how (as with open sizes)."""
+    """Return whether Python kernels of ops come first, where there are some (as with
+    open sizes)."""
     python = torch._C.DispatchKey.PythonDispatcher
     return torch._C._dispatch_tls_is_dispatch_key_included(python)
 
 
 def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> None:
-    """Add what a key holds of an argument. Raises _NotKnown."""
+    """Add the parts of a key for an argument. Raises _NotKnown."""
     if isinstance(arg, torch.Tensor):
         _check(arg, mode)
         tensors.append(arg)
@@ -289,14 +294,14 @@ def _check(x: Any, mode: Any) -> None:
 
 @functools.cache
 def fake_tensor() -> Any:
-    """Its class, which is imported late."""
+    """Return the class FakeTensor, which is imported late."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
 
 
 def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Of what an op gave. Raises _NotKnown."""
+    """Return the form of an op's result. Raises _NotKnown."""
     several: Any = value if type(value) in (list, tuple) else (value,)
     results = [x for x in several if isinstance(x, torch.Tensor)]
     if any(x.layout is not torch.strided for x in results):
@@ -316,7 +321,7 @@ def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _form_of(x: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Of one value; ``tensors``: the operands. Raises _NotKnown."""
+    """Return the form of one value; ``tensors``: the operands. Raises _NotKnown."""
     if type(x) in (int, type(None)):
         return x
     if not isinstance(x, torch.Tensor):
@@ -324,7 +329,7 @@ def _form_of(x: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     _check(x, mode)
     place, places = memory_of(x), [memory_of(y) for y in tensors]
     if places.count(place) > 1:
-        raise _NotKnown  # of which of them, forms do not tell
+        raise _NotKnown  # forms do not say of which of them
     operand = places.index(place) if place in places else None
     shape, stride, offset = tuple(x.shape), x.stride(), int(x.storage_offset())
     if operand is not None:
@@ -333,13 +338,15 @@ def _form_of(x: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _device_of(x: Any) -> torch.device:
-    """That of a tensor; of a fake one, which would ask its mode, the one it says."""
+    """Return the device of a tensor; of a fake one, which would ask its mode, the one
+    it reports."""
     device: torch.device = x.device if type(x) is torch.Tensor else x.fake_device
     return device
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether a tensor that was made is as the one that torch gave."""
+    """Return whether a tensor that was made equals the one that torch gave, but for
+    data."""
     return (
         torch._C._dispatch_keys(x) == torch._C._dispatch_keys(y)
         and x.requires_grad == y.requires_grad
@@ -351,7 +358,7 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """New values of known forms."""
+    """Return new values of known forms."""
     if isinstance(form, _Form):
         return _tensor(form, mode, tensors)
     if isinstance(form, (list, tuple)):
@@ -360,7 +367,7 @@ def _made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _tensor(form: _Form, mode: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new value of a form."""
+    """Return a new value of a form."""
     is_fake = not isinstance(mode, contextlib.nullcontext)
     is_inside = is_fake and torch._C._len_torch_dispatch_stack() > 0
     on_meta = torch._C._DisableTorchDispatch() if is_inside else _ALONE

@@ -1,10 +1,11 @@
-"""The minimum cut by which AOTAutograd parts forward and backward, found quicker.
+"""Finds the minimum cut by which AOTAutograd splits forward and backward, quicker.
 
 In: a graph of networkx with capacities, some without limit. Out: the cut that networkx
-finds (3.7, as torch asks it): of all least ones that with the fewest nodes on the
-side of the sink, which is one and the same whatever the flow. Its preflow pushes take
-a third of the parting; here ends that no cut keeps apart are one node first, and what
-is left, a tenth, has its flow by Dinic's algorithm.
+finds (3.7, as torch asks it): of all least ones that with the fewest nodes on the side
+of the sink, which is unique and does not depend on the flow. networkx's preflow pushes
+take a third of the time of the split; here, nodes that no finite cut separates from an
+end are merged with it first, and for the rest, a tenth, Dinic's algorithm finds the
+flow. Never: another cut than networkx's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from unittest import mock
 
 from fxpar._fast.switch import shortcut
 
-# By node and neighbour, what is left of the capacity of the edge.
+# By node and neighbour, the capacity left on the edge.
 _Left = list[dict[int, float]]
 
 _SOURCE, _SINK = 0, 1
@@ -26,8 +27,8 @@ _SOURCE, _SINK = 0, 1
 
 @shortcut
 def quick_min_cut() -> contextlib.AbstractContextManager[Any]:
-    """Context in which AOTAutograd parts graphs by this one; what a torch asks networkx
-    in another way than 2.13, networkx answers."""
+    """Return a context in which AOTAutograd splits graphs by this cut; if a torch asks
+    networkx in another way than 2.13, networkx answers."""
     from torch._functorch import partitioners
 
     by_torch = partitioners.solve_min_cut
@@ -40,7 +41,7 @@ def quick_min_cut() -> contextlib.AbstractContextManager[Any]:
 
 
 def _in_the_place_of_networkx() -> contextlib.AbstractContextManager[Any]:
-    """Context in which ``networkx.minimum_cut`` is this one."""
+    """Return a context in which ``networkx.minimum_cut`` is this one."""
     import networkx
 
     by_networkx = networkx.minimum_cut
@@ -57,8 +58,8 @@ def _in_the_place_of_networkx() -> contextlib.AbstractContextManager[Any]:
 def minimum_cut(
     graph: Any, source: Any, sink: Any
 ) -> tuple[float, tuple[set[Any], set[Any]]] | None:
-    """The capacity that is cut, and the nodes of both sides; None if there is no such
-    cut of finite capacity, or capacities are no numbers of bytes."""
+    """Return the capacity that is cut, and the nodes of both sides; None if there is no
+    such cut of finite capacity, or capacities are no whole numbers of bytes."""
     if source not in graph or sink not in graph:
         return None
     edges = graph.adj
@@ -98,13 +99,13 @@ def minimum_cut(
 
 
 def _capacity(edge: Mapping[str, Any]) -> float:
-    """That of an edge; without limit where none is given, as for networkx."""
+    """Return the capacity of an edge; infinite where none is given, as for networkx."""
     capacity: float = edge.get("capacity", math.inf)
     return capacity
 
 
 def _reached(begin: Any, near: Callable[[Any], Iterable[Any]]) -> set[Any]:
-    """All that is reached from a node, itself too."""
+    """Return all nodes reached from a node, itself too."""
     seen, ahead = {begin}, [begin]
     while ahead:
         for x in near(ahead.pop()):
@@ -115,8 +116,8 @@ def _reached(begin: Any, near: Callable[[Any], Iterable[Any]]) -> set[Any]:
 
 
 def _fill(left: _Left) -> float:
-    """Send a largest flow from source to sink, which leaves of capacities what is in
-    ``left`` then (Dinic, 1970); how much it is."""
+    """Send a largest flow from source to sink, and leave in ``left`` the capacities
+    that it does not use (Dinic, 1970). Return how much it is."""
     value: float = 0
     while True:
         distance = _distances(left)
@@ -135,7 +136,7 @@ def _fill(left: _Left) -> float:
 
 
 def _distances(left: _Left) -> dict[int, int]:
-    """So many edges with capacity left lie between a node and the sink."""
+    """Return the number of edges with capacity left from each node to the sink."""
     distance, ahead = {_SINK: 0}, deque([_SINK])
     while ahead:
         b = ahead.popleft()
@@ -149,8 +150,8 @@ def _distances(left: _Left) -> dict[int, int]:
 def _path(
     left: _Left, distance: Mapping[int, int], ways: list[list[int]]
 ) -> list[tuple[int, int]]:
-    """Edges of a shortest way to the sink, none if there is no more; ``ways``: nodes
-    behind each that were not found to be dead ends."""
+    """Return the edges of a shortest path to the sink, none if there is none any more;
+    ``ways``: nodes after each that were not found to be dead ends."""
     path: list[tuple[int, int]] = []
     a = _SOURCE
     while a != _SINK:

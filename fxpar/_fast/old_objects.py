@@ -1,8 +1,9 @@
-"""Garbage while a program is planned and compiled: looked for among new objects alone.
+"""Limits garbage collection to new objects while a program is planned and compiled.
 
 Planning and compiling make many objects that live for a while, so that Python looks
-through all there are again and again: each time through a million that torch, the model
-and its libraries are made of, a sixth of the time of a first step.
+through all objects again and again: each time through a million of torch, the model and
+its libraries, a sixth of the time of a first step. In: Python's collector. Out: a
+context. Never: changes the collector where the user froze objects.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from collections.abc import Iterator
 
 from fxpar._fast.switch import shortcut
 
-# Inside, so many times as many new objects are made before any are looked through.
+# The first threshold is multiplied by this inside: collections are rarer.
 RARER = 100
 
-# And so many times that is done before those that outlived it are looked through again:
-# few of them are garbage before the end.
+# The other two thresholds inside: objects that outlived a collection are looked through
+# again after so many: few of them are garbage before the end.
 OLDER = 1000
 
-# Python itself freezes no more objects than these (3.12 some 400, which never die); who
-# does it as a user has torch among them.
+# Python itself freezes no more objects than these (3.12 some 400, which never die); a
+# user who freezes has torch among them.
 OF_PYTHON = 5_000
 
 
@@ -29,7 +30,7 @@ OF_PYTHON = 5_000
 @contextlib.contextmanager
 def old_objects_kept() -> Iterator[None]:
     """Collect no object that was there before, and others more rarely; when the last
-    such context ends, all is as it was. Does nothing where the user froze objects."""
+    such context ends, restore all. Does nothing where the user froze objects."""
     if gc.get_freeze_count() > OF_PYTHON:
         yield
         return

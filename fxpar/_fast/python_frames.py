@@ -1,9 +1,11 @@
-"""Frames of Python while a program is traced, planned and compiled: in one block.
+"""Keeps frames of Python in one block while a program is traced, planned and compiled.
 
-CPython (from 3.11 on) keeps the frames of running functions in blocks of 16 KB. A call
-that does not fit in the last one asks the system for another, which goes back when the
-call returns: 7 us for 0.03. Whether a loop that calls something stands just there is
-chance, and decides over seconds of a first step: a search took 2.9 or 4.6 s.
+In: a function. Out: the same function with a block of frames of its own. Never: changes
+its results. CPython (from 3.11 on) keeps the frames of running functions in blocks of
+16 KB. A call that does not fit in the last one asks the system for another, which goes
+back when the call returns: 7 us instead of 0.03. Whether a loop that calls something is
+just at that edge is chance, and decides over seconds of a first step: a search took 2.9
+or 4.6 s.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from fxpar._fast.switch import is_on
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Words that a frame is said to need. Its block has twice as many, those that are left
-# for a thousand calls inside one another; memory is taken as it is written to.
+# Words that a frame claims to need. Its block has twice as many; the rest is for a
+# thousand nested calls. Memory is taken only as it is written to.
 WORDS = 1 << 17
 
 
 def in_one_block(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, which has a block of frames for itself and all that it calls."""
+    """Return the function with a block of frames for itself and all that it calls."""
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         return fn(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""FX graphs, built and cleaned with less looked at anew for each node.
+"""Builds and cleans FX graphs with less work for each node.
 
-In: ``torch.fx`` (2.13), as torch and fxpar build graphs of thousands of nodes with it.
-Out: the same graphs, in less time. Never changes what a graph is, or when it is wrong.
+In: ``torch.fx`` (2.13), with which torch and fxpar build graphs of thousands of nodes.
+Out: the same graphs, in less time. Never: changes what a graph is, or when it is wrong.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LEAVES = frozenset(
         *(torch.layout, torch.memory_format),
     )
 )
-# Of several such arguments.
+# Types of sequences of such arguments.
 SEQUENCES = frozenset((list, tuple, fx.immutable_collections.immutable_list))
 
 
 @shortcut
 @contextlib.contextmanager
 def quick_graphs() -> Iterator[None]:
-    """Context in which graphs are built so."""
+    """Build graphs in less time inside."""
     with (
         _plain_arguments_unread(),
         _names_parted_once(),
@@ -46,8 +46,8 @@ def quick_graphs() -> Iterator[None]:
 
 
 class _Leaves:
-    """``torch.utils._pytree`` as ``fx.graph`` is given it: 2.13 goes through the leaves
-    of all arguments of each new node to warn of symbols among them."""
+    """Is ``torch.utils._pytree`` for ``fx.graph``: 2.13 goes through the leaves of all
+    arguments of each new node to warn of symbols among them."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_pytree, name)
@@ -70,29 +70,31 @@ def _all_plain(values: Iterable[Any]) -> bool:
 
 
 def _plain_arguments_unread() -> contextlib.AbstractContextManager[Any]:
-    """Plain arguments are not gone through for symbols."""
+    """Return a context in which plain arguments are not searched for symbols."""
     return mock.patch.object(fx.graph, "pytree", _Leaves())
 
 
 class _Remembered:
-    """A regular expression that knows what it has matched."""
+    """Is a regular expression that remembers what it has matched."""
 
     def __init__(self, regex: Any) -> None:
         self.match = functools.lru_cache(maxsize=_NAMES)(regex.match)
 
 
-# So many names are remembered; a graph of 32 layers has a fifth of them.
+# The number of names remembered; a graph of 32 layers has a fifth of them.
 _NAMES = 1 << 15
 
 
 def _names_parted_once() -> contextlib.AbstractContextManager[Any]:
-    """A name is parted into its word and number once, not for each copy of a graph."""
+    """Return a context in which a name is split into its word and number once, not for
+    each copy of a graph."""
     regex: Any = vars(fx.graph)["_name_regex"]
     return mock.patch.object(fx.graph, "_name_regex", _Remembered(regex))
 
 
 def _plain_nodes_copied() -> contextlib.AbstractContextManager[Any]:
-    """Nodes of plain arguments are copied as ``copy_node`` does, by whoever copies."""
+    """Return a context in which nodes of plain arguments are copied as ``copy_node``
+    does, by whoever copies."""
 
     def node_copy(
         self: fx.Graph, node: fx.Node, arg_transform: Any = lambda x: x
@@ -109,8 +111,8 @@ def _plain_nodes_copied() -> contextlib.AbstractContextManager[Any]:
 
 
 def _graphs_looked_at_once() -> contextlib.AbstractContextManager[Any]:
-    """Whether a graph is well formed is asked of it in one go; where it is not, torch
-    says why."""
+    """Return a context in which one pass checks that a graph is well formed; where it
+    is not, torch says why."""
     lint = fx.Graph.lint
 
     def quick_lint(self: fx.Graph) -> None:
@@ -121,11 +123,12 @@ def _graphs_looked_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def _is_well_formed(graph: Any) -> bool:
-    """As ``graph.lint()`` finds; also False where it would take longer to tell."""
+    """Return whether ``graph.lint()`` accepts a graph; also False where it would take
+    longer to know."""
     seen: set[fx.Node] = set()
     names: set[str] = set()
     table, module = graph._find_nodes_lookup_table.table, graph.owning_module
-    tables: dict[int, Any] = {}  # by target, of what has no hash of its own in Python
+    tables: dict[int, Any] = {}  # by id of target: hashing some is slow Python
     for node in graph.nodes:
         op, target = node.op, node.target
         if op == "call_function":
@@ -156,7 +159,8 @@ _OPS = frozenset(
 
 
 def _is_there(module: Any, op: str, target: Any) -> bool:
-    """Whether a module has what a node of a graph of it is of, if that is plain."""
+    """Return whether a module has the attribute that a node of its graph names, if it
+    is plain."""
     if op == "call_module" or type(target) is not str:
         return False
     if op == "get_attr":
@@ -166,8 +170,9 @@ def _is_there(module: Any, op: str, target: Any) -> bool:
 
 
 def _modules_lazy() -> contextlib.AbstractContextManager[Any]:
-    """Modules of graphs are torch's lazy ones, as most are while it compiles: Python
-    code is written when it is read or run, which that of few graphs is."""
+    """Return a context in which modules of graphs are torch's lazy ones, as most are
+    while it compiles: Python code is written when it is read or run, which few graphs'
+    is."""
     from torch.fx import _lazy_graph_module as lazy
 
     plain = fx.GraphModule.__new__
@@ -185,8 +190,8 @@ def _modules_lazy() -> contextlib.AbstractContextManager[Any]:
 
 
 def _dead_code_looked_for() -> contextlib.AbstractContextManager[Any]:
-    """What is read is no dead code: torch asks of each node whether it has side
-    effects, and only then whether it is read."""
+    """Return a context in which a node that is read is no dead code: torch asks of each
+    node first whether it has side effects, and only then whether it is read."""
     eliminate, is_impure = fx.Graph.eliminate_dead_code, fx.Node.is_impure
 
     def is_read_or_impure(self: fx.Node, *args: Any, **kwargs: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Whether torch is patched to take less time, and how all such patches are made.
+"""Decides whether torch is patched to take less time, and makes all such patches.
 
 In: the variable ``FXPAR_FAST`` and torch's version. Out: contexts in which patches
-hold, for all threads, or which do nothing. Never changes what torch gives.
+hold, for all threads, or which do nothing. Never: changes what torch gives.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 
 log = logging.getLogger("fxpar")
 
-# Versions of torch on which what is patched was proved to give what it gave before.
+# Versions of torch on which the patches were proved to change no result.
 PROVED = ("2.13", "2.15")
 
-# Shortcuts that are left out, by name; a benchmark measures them one by one.
+# Names of shortcuts that are left out; a benchmark measures them one by one.
 LEFT_OUT: set[str] = set()
 
 _LOCK = threading.RLock()
@@ -31,8 +31,8 @@ _LOCK = threading.RLock()
 
 @functools.cache
 def is_on() -> bool:
-    """Whether this process takes shortcuts: the user did not say ``FXPAR_FAST=0``, and
-    they were proved on this torch, else one line is logged."""
+    """Return whether this process takes shortcuts: the user did not set
+    ``FXPAR_FAST=0``, and they were proved on this torch, else one line is logged."""
     if os.environ.get("FXPAR_FAST", "").lower() in ("0", "false", "no", "off"):
         return False
     version = torch.__version__
@@ -43,17 +43,17 @@ def is_on() -> bool:
 
 
 def takes(name: str) -> bool:
-    """Whether the shortcut of this name is taken."""
+    """Return whether the shortcut of this name is taken."""
     return is_on() and name not in LEFT_OUT
 
 
 @dataclass
 class _Opened:
-    """The contexts of a shortcut that are open, of all threads."""
+    """Holds the open contexts of a shortcut, of all threads."""
 
-    # How many.
+    # How many are open.
     count: int = 0
-    # What the last one undoes.
+    # The patches to undo when the last one closes.
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 

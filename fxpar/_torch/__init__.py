@@ -1,6 +1,8 @@
-"""The only package that uses private torch names. Written for torch 2.13; 2.11 works.
+"""Holds all that uses private torch names. Written for torch 2.13; 2.11 works.
 
-Each name is imported where it is used first, since importing fxpar must stay light.
+In: torch's objects and settings. Out: functions that the other packages call. Never: an
+import of torch's internals before their first use, since importing fxpar must stay
+light.
 """
 
 from fxpar._torch import (

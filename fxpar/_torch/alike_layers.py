@@ -1,10 +1,10 @@
-"""Whether a layer is as one that Dynamo traced as a region.
+"""Decides whether a layer is of the same kind as one that Dynamo traced as a region.
 
 In: the layer that was traced, with the guards that Dynamo set on it, and another one.
-Out: whether the region is right for that, and the guards on it: those that hold for the
-one that was traced, at the other's place. Guards say what was read; what they do not
-say is compared: the modules of a layer, hooks, which of its tensors are one, the modes
-of torch. Changes nothing.
+Out: whether the region is right for that, and the guards on it: those of the traced
+layer, at the place of the other. Guards say what was read; what they do not say is
+compared: the modules of a layer, hooks, which of its tensors are one, the modes of
+torch. Never: changes a layer.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _TENSOR, _SAME = "TENSOR_MATCH", "DUPLICATE_INPUT"
 
 @dataclass(frozen=True)
 class LayerGuard:
-    """A guard on a layer that was traced."""
+    """Holds a guard on a layer that was traced."""
 
-    # Dynamo's.
+    # Dynamo's guard.
     guard: Any
-    # What Dynamo knows to compare; None where that says nothing of a value.
+    # Dynamo's check of a value; None if the guard says nothing of a value.
     check: Any
-    # What it takes of the traced layer's value.
+    # What the check takes from the traced layer's value.
     expected: Any
 
 
 def has_own_calls(layer: nn.Module) -> bool:
-    """Whether hooks, or functions of an object, are called in a layer."""
+    """Return whether hooks, or functions of an object, are called in a layer."""
     from torch.nn.modules import module
 
     everywhere = (getattr(module, f"_global{name}", None) for name in _OWN_CALLS)
@@ -55,8 +55,8 @@ def has_own_calls(layer: nn.Module) -> bool:
 
 
 def kind_of(layer: nn.Module) -> Any:
-    """What has to be the same for a region to be used again, and no guard says: the
-    modules of a layer, which of its tensors are one, and the modes of torch."""
+    """Return what has to be the same for a region to be used again, and no guard says:
+    the modules of a layer, which of its tensors are one, and the modes of torch."""
     order: dict[int, int] = {}
     tensors = (layer.named_parameters, layer.named_buffers)
     sdp = torch.backends.cuda
@@ -83,8 +83,9 @@ def kind_of(layer: nn.Module) -> Any:
 
 
 def in_transform(tx: Any) -> bool:
-    """Whether code is traced under a transform of ``torch.func``, forward derivatives
-    or a mode that changes calls: what a region gives there is not what it seems."""
+    """Return whether code is traced under a transform of ``torch.func``, forward
+    derivatives or a mode that changes calls: there a region would not give what its ops
+    give."""
     from torch._C._functorch import peek_interpreter_stack
     from torch.autograd import forward_ad
 
@@ -96,8 +97,9 @@ def in_transform(tx: Any) -> bool:
 
 
 def reads_operands(tx: Any, condition: Any, operands: Sources[Any], layer: Any) -> bool:
-    """Whether a layer reads one of its operands in another way too, as by the name of a
-    module: Dynamo knows no longer which of the two is meant. ``operands``: sources."""
+    """Return whether a layer reads one of its operands in another way too, as by the
+    name of a module: Dynamo then no longer knows which of the two is meant.
+    ``operands``: sources."""
     if not operands.isdisjoint(condition.traced_sources):
         return True
     own = {id(x) for x in (*layer.value.parameters(), *layer.value.buffers())}
@@ -112,9 +114,9 @@ def reads_operands(tx: Any, condition: Any, operands: Sources[Any], layer: Any) 
 
 
 def reads_tensors(tx: Any, entry: Any, source: Any) -> bool:
-    """Whether a region reads nothing of its layer but tensors of fixed sizes, and makes
-    no sizes of data: numbers that Dynamo leaves open are those of one layer, and no
-    guard says which."""
+    """Return whether a region reads nothing of its layer but tensors of fixed sizes,
+    and makes no sizes of data: numbers that Dynamo leaves open belong to one layer, and
+    no guard says to which."""
     from torch._dynamo.source import is_from_source
     from torch._dynamo.variables.invoke_subgraph import LiftedCapturedSource
     from torch.fx.experimental.symbolic_shapes import (
@@ -143,8 +145,8 @@ def reads_tensors(tx: Any, entry: Any, source: Any) -> bool:
 
 
 def guards_on(tx: Any, source: Any) -> tuple[LayerGuard, ...] | None:
-    """The guards on what a source gives, and on what is in it; None if Dynamo cannot
-    say of one whether it holds for something else."""
+    """Return the guards on the value of a source, and on what is in it; None if Dynamo
+    cannot say for one of them whether it holds for another value."""
     from torch._dynamo import guards
     from torch._dynamo.source import is_from_source
 
@@ -168,10 +170,10 @@ def guards_on(tx: Any, source: Any) -> tuple[LayerGuard, ...] | None:
 def moved_guards(
     tx: Any, guards: Sequence[LayerGuard], instead: Mapping[Any, Any]
 ) -> list[Any] | None:
-    """The guards on the layer that was traced, as those on the one that is called; None
-    if one does not hold for it. ``instead``: Dynamo's sources of what the calls were
-    given -> those in their place. Tensors become inputs of the graph, which Dynamo
-    guards itself."""
+    """Return the guards on the traced layer as guards on the one that is called; None
+    if one does not hold for it. ``instead``: Dynamo's sources of the operands of the
+    traced call -> the sources of this call's. Tensors become inputs of the graph, which
+    Dynamo guards itself."""
     from torch._dynamo.variables.builder import VariableBuilder
 
     moved, values = _MovedSources(instead), _values(tx)
@@ -201,14 +203,14 @@ def moved_guards(
 
 
 def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
-    """What sources are read from, and what was read."""
+    """Return what sources are read from, and what was read."""
     root = tx.output.root_tx
     return {"G": root.f_globals, "L": root.f_locals}, {}, {}
 
 
 def sources_moved_once() -> contextlib.AbstractContextManager[Any]:
-    """Context in which a source that is in many others is moved once with them all:
-    Dynamo (2.13) does so for each guard, from the beginning of its source on."""
+    """Return a context in which a source that is part of many others is moved once for
+    all: Dynamo (2.13) moves it for each guard, from the beginning of its source on."""
     from unittest import mock
 
     from torch._guards import ChainedSource
@@ -227,7 +229,7 @@ def sources_moved_once() -> contextlib.AbstractContextManager[Any]:
 
 
 class _MovedSources(dict[Any, Any]):
-    """Dynamo's sources -> those that begin at another layer."""
+    """Maps Dynamo's sources to those that begin at another layer."""
 
     def __missing__(self, source: Any) -> Any:
         from torch._guards import ChainedSource, Source

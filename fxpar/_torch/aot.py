@@ -1,4 +1,8 @@
-"""AOTAutograd: graphs of a program with its backward, and how they are compiled."""
+"""Calls AOTAutograd: traces graphs of a program with its backward, and compiles them.
+
+In: a module or a Dynamo graph, and examples. Out: graphs with fake values, or compiled
+code. Never: a setting of torch changed after a call.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +42,13 @@ from fxpar._torch.version import own_version
 
 # A checkpointed region, as Dynamo writes it.
 CHECKPOINT = "higher_order::tag_activation_checkpoint"
-# In the meta of its body, what the user says of each op: saved, or computed again.
+# Metadata key of its body, for the user's choice of the ops to save or to recompute.
 CHOOSES_SAVED = "_checkpoint_context_fn"
 
 
 def higher_order_name(target: Any) -> str:
-    """``"higher_order::cond"`` for an op that runs graphs; "" for others."""
+    """Return ``"higher_order::cond"``, for example, for an op that runs graphs; "" for
+    others."""
     from torch._ops import HigherOrderOperator
 
     if not isinstance(target, HigherOrderOperator):
@@ -52,8 +57,9 @@ def higher_order_name(target: Any) -> str:
 
 
 def gives_gradients(joint: Any, captured: Sequence[Any]) -> tuple[bool, ...]:
-    """Of which captured values the backward of flex_attention has a gradient among its
-    results: of all on torch 2.13, then of those that have one in ``joint``."""
+    """Return for each captured value whether the backward of flex_attention has its
+    gradient among its results: on torch 2.13 always, on later ones if it has one in
+    ``joint``."""
     module = importlib.import_module("torch._higher_order_ops.flex_attention")
     mask = getattr(module, "_captured_grad_buffer_mask", None)
     return (True,) * len(captured) if mask is None else mask(joint, len(captured))
@@ -67,9 +73,9 @@ def export_joint(
     grad: bool,
     repeated: FindKinds | None = None,
 ) -> fx.GraphModule:
-    """The joint (``grad``) or inference graph of a module on fake arguments, after
-    Inductor's decompositions; placeholders and output carry ``meta["desc"]``.
-    ``repeated``: as of ``compile_fx``."""
+    """Return the joint (``grad``) or inference graph of a module on fake arguments,
+    after Inductor's decompositions; placeholders and output carry ``meta["desc"]``.
+    ``repeated``: as in ``compile_fx``."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with (
@@ -85,15 +91,16 @@ def export_joint(
 
 
 class GradientsAccumulated(RuntimeError):
-    """Raised where a program that is traced accumulates gradients in ``.grad``."""
+    """Says that a program that is traced accumulates gradients in ``.grad``."""
 
 
 @contextlib.contextmanager
 def refusing_accumulation() -> Iterator[None]:
-    """Context in which ``torch.autograd.backward`` raises GradientsAccumulated.
+    """Let ``torch.autograd.backward`` raise GradientsAccumulated inside.
 
     A graph has no place for such gradients, and the tensors that would hold them may be
-    the caller's; ``torch.autograd.grad`` is not affected."""
+    the caller's; ``torch.autograd.grad`` is not affected.
+    """
     from unittest import mock
 
     run = cast(Any, torch.autograd)._engine_run_backward
@@ -108,11 +115,11 @@ def refusing_accumulation() -> Iterator[None]:
 
 
 def untraceable(error: BaseException) -> str | None:
-    """Why a program cannot be one graph of fixed shapes: it reads a "value", a "shape"
-    depends on data, it writes to a "constant" or, by an op that is not functional, to
-    a "list" of tensors, it accumulates a "gradient", a reentrant checkpoint reads the
-    "grad mode", or it makes a "sparse" tensor of rows or blocks. None if ``error`` says
-    none of these."""
+    """Return why a program cannot be one graph of fixed shapes: it reads a "value", a
+    "shape" depends on data, it writes to a "constant" or, by an op that is not
+    functional, to a "list" of tensors, it accumulates a "gradient", a reentrant
+    checkpoint reads the "grad mode", or it makes a "sparse" tensor of rows or blocks.
+    None if ``error`` says none of these."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -138,13 +145,14 @@ def untraceable(error: BaseException) -> str | None:
 
 
 def failed_node(error: BaseException) -> str | None:
-    """The name of the node of a graph that failed while the graph was traced."""
+    """Return the name of the node of a graph that failed while the graph was traced."""
     name = re.search(r"While executing %(\w+) :", str(error))
     return name[1] if name else None
 
 
 def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Any:
-    """Context in which a module uses ``tensors`` as its parameters and buffers."""
+    """Return a context in which a module uses ``tensors`` as its parameters and
+    buffers."""
     from torch.nn.utils.stateless import _reparametrize_module
 
     # A module that stands in two places is swapped twice: it is restored in reverse.
@@ -153,7 +161,7 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
 
 @contextlib.contextmanager
 def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Context after which modules have the attributes, parameters and buffers they had
+    """Restore, at the end, the attributes, parameters and buffers that modules had
     before."""
     namespaces = [
         (names, dict(names))
@@ -170,8 +178,9 @@ def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
 
 
 def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
-    """What ``fn`` does with fake tensors of ``mode`` and numbers, as one ATen graph: it
-    writes in place where ``fn`` does; backward passes inside are ops of it."""
+    """Return what ``fn`` does with fake tensors of ``mode`` and numbers, as one ATen
+    graph: it writes in place where ``fn`` does; backward passes inside are ops of it.
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -186,7 +195,7 @@ def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
 
 
 def nodes_being_traced() -> Any:
-    """The nodes traced so far, inside ``trace_flat``."""
+    """Return the nodes traced so far, inside ``trace_flat``."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     proxies = get_proxy_mode()
@@ -195,7 +204,7 @@ def nodes_being_traced() -> Any:
 
 
 def keep_lines_in_backward(result: torch.Tensor) -> None:
-    """Give what is traced of the backward of ``result`` the user's lines of the
+    """Give nodes traced in the backward of ``result`` the user's lines of the
     forward."""
     from torch._functorch._aot_autograd import logging_utils
 
@@ -204,21 +213,23 @@ def keep_lines_in_backward(result: torch.Tensor) -> None:
 
 
 def stack_trace() -> str:
-    """That of the nodes that are being traced; "" if there is none, or nothing is."""
+    """Return the stack trace of the nodes being traced; "" if there is none, or no
+    tracing."""
     from torch.fx import traceback
 
     return str(traceback.current_meta.get("stack_trace") or "")
 
 
 def preserve_node_meta() -> Any:
-    """Context in which traced nodes take the metadata set by ``set_stack_trace``."""
+    """Return a context in which traced nodes take the metadata set by
+    ``set_stack_trace``."""
     from torch.fx import traceback
 
     return traceback.preserve_node_meta()
 
 
 def set_stack_trace(lines: list[str]) -> None:
-    """Stack trace of the nodes traced from here on."""
+    """Set the stack trace of the nodes traced from here on."""
     from torch.fx import traceback
 
     traceback.set_stack_trace(lines)
@@ -238,22 +249,22 @@ def compile_fx(
     repeated: FindKinds | None = None,
     inductor_settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
+    """Run Inductor's ``compile_fx`` with ``joint_pass`` on the joint (or inference)
+    graph.
 
     ``joint_pass(gm)`` returns the graph to compile instead, with the shapes one rank
-    holds; None leaves the graph. ``lower(graph, "forward", generate)`` gives what runs
-    each graph (forward, backward): it may change the graph in place, then calls
-    ``generate(text)``, Inductor's codegen (see ``_in_order``) or ``inner(gm,
-    examples)`` in its place. A backward is lowered when it is first called, unless
-    ``cached`` or ``symbolic``.
-    ``key`` enters the keys of torch's caches. ``cached``: a program that was compiled
-    under it before is taken from AOTAutograd's cache; nothing is called then. One that
-    was not is left there, and so its backward is compiled with its forward.
-    ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
-    ``repeated``: finds layers that repeat, one of which is traced for all.
-    ``inductor_settings``: what the user asks of Inductor, by name.
-    ``local_border``: results have the shapes one
-    rank holds, so their gradients may not be forced into the shapes traced.
+    holds; None leaves the graph. ``lower(graph, "forward", generate)`` returns what
+    runs each graph (forward, backward): it may change the graph in place, then calls
+    ``generate(text)``, Inductor's codegen (see ``_in_order``) or
+    ``inner(gm, examples)`` in its place. A backward is lowered when it is first called,
+    unless ``cached`` or ``symbolic``. ``key`` enters the keys of torch's caches.
+    ``cached``: a program that was compiled under it before is taken from AOTAutograd's
+    cache; nothing is called then. A program that was not is left there, and so its
+    backward is compiled with its forward. ``symbolic``: ``examples`` are fakes with
+    symbols for sizes that are to stay open. ``repeated``: finds layers that repeat, one
+    of which is traced for all. ``inductor_settings``: what the user asks of Inductor,
+    by name. ``local_border``: results have the shapes one rank holds, so their
+    gradients may not be forced into the shapes traced.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx as inductor
@@ -333,8 +344,8 @@ def compile_fx(
 
 @contextlib.contextmanager
 def _shortcuts(with_kernels: bool) -> Iterator[None]:
-    """Context in which Inductor does in less time what it does. ``with_kernels``: C++
-    ones will be compiled."""
+    """Let Inductor compile in less time inside. ``with_kernels``: C++ kernels will be
+    compiled."""
     with (
         quick_min_cut(),
         kernels_in_libraries(BEHIND_ALL),
@@ -348,8 +359,9 @@ def _shortcuts(with_kernels: bool) -> Iterator[None]:
 
 
 def _backwards_repeatable() -> contextlib.AbstractContextManager[Any]:
-    """Context in which no backward is compiled to write over what its forward saved, so
-    that it can run again (``retain_graph=True``); peaks of memory are the same."""
+    """Return a context in which no backward is compiled to write over what its forward
+    saved, so that it can run again (``retain_graph=True``); peaks of memory are the
+    same."""
     from unittest import mock
 
     from torch._functorch._aot_autograd import graph_compile
@@ -363,12 +375,13 @@ def _on_accelerator(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type != "cpu"
 
 
-# Of AOTAutograd's configuration: a backward is compiled with its forward.
+# The setting of AOTAutograd by which a backward is compiled with its forward.
 NOW = "force_non_lazy_backward_lowering"
 
 
 def can_compile_backward() -> bool:
-    """Whether a backward can be compiled with its forward, not when it is called."""
+    """Return whether a backward can be compiled with its forward, not when it is
+    called."""
     import torch._functorch.config as functorch_config
 
     return hasattr(functorch_config, NOW)
@@ -378,14 +391,15 @@ _VIEWS: list[Any] = []  # op packets
 
 
 def recompute_as_view(op: Any) -> None:
-    """Let AOTAutograd part forward and backward with ``op`` as a view, which costs
-    nothing to make again."""
+    """Let AOTAutograd's partitioner treat ``op`` as a view, which costs nothing to
+    recompute."""
     if op not in _VIEWS:
         _VIEWS.append(op)
 
 
 def _views_recomputed() -> Any:
-    """Context in which that holds."""
+    """Return a context in which AOTAutograd's partitioner recomputes ``_VIEWS`` as
+    views."""
     from unittest import mock
 
     from torch._functorch import partitioners
@@ -402,9 +416,9 @@ def _views_recomputed() -> Any:
 
 
 def _objects_behind_generators() -> Any:
-    """Context in which states of random generators that a forward saves stand with its
-    tensors. AOTAutograd (2.13) counts saved objects, as the DeviceMesh of a DTensor,
-    from the end, but puts such states behind them."""
+    """Return a context in which states of random generators that a forward saves come
+    with its tensors. AOTAutograd (2.13) counts saved objects, as the DeviceMesh of a
+    DTensor, from the end, but puts such states after them."""
     from unittest import mock
 
     from torch._functorch import partitioners
@@ -431,8 +445,8 @@ def _objects_behind_generators() -> Any:
 
 
 def with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
-    """Examples as fakes among which symbols can be made: Inductor asks for that to keep
-    what it compiled on disk, and to lower loops."""
+    """Return examples as fakes among which symbols can be made: Inductor asks for that
+    to keep what it compiled on disk, and to lower loops."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
@@ -452,9 +466,9 @@ def with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def as_compiled() -> Iterator[None]:
-    """Inside, ops run as in compiled code, though compiling goes on around them: on
-    real tensors, and without Python's dispatcher, for which gloo's threads would need
-    the interpreter's lock, which a wait for them holds."""
+    """Run ops inside as in compiled code, though compiling goes on around them: on real
+    tensors, and without Python's dispatcher, for which gloo's threads would need the
+    interpreter's lock, which a wait for them holds."""
     from torch._dispatch.python import no_python_dispatcher
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -464,7 +478,7 @@ def as_compiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_compiling() -> Iterator[None]:
-    """Inside, ``torch.compiler.is_compiling()`` holds and distributions check their
+    """Let ``torch.compiler.is_compiling()`` hold inside, and distributions check their
     arguments only if asked to, as under Dynamo, so that code takes the branches it
     takes when compiled."""
     from unittest import mock
@@ -477,7 +491,7 @@ def as_compiling() -> Iterator[None]:
 
 
 def current_backward() -> int:
-    """Number of the backward pass that is running."""
+    """Return the number of the backward pass that is running."""
     return torch._C._current_graph_task_id()
 
 
@@ -487,8 +501,8 @@ def watch_backward(
     failed: Callable[[Any], None],
 ) -> bool:
     """Call ``begins(gradients)`` before each backward of a compiled graph, which gave
-    these outputs, and ``failed(error)`` where it raises a RuntimeError. Whether it has
-    one that is watched."""
+    these outputs, and ``failed(error)`` where it raises a RuntimeError. Return whether
+    it has one that is watched."""
 
     def watched(node: Any, gradients: Sequence[Any], run: Callable[[], Any]) -> Any:
         begins(gradients)
@@ -506,8 +520,9 @@ def wrap_backward(
     run_around: Callable[[Any, Sequence[Any], Callable[[], Any]], Any],
 ) -> Any:
     """Run ``run_around(node, gradients, run)`` as each backward of a compiled graph,
-    which gave these outputs: ``run()`` gives the gradients of the graph's arguments.
-    ``node`` is that of autograd. The class of its nodes; None if it has none."""
+    which gave these outputs: ``run()`` returns the gradients of the graph's arguments,
+    ``node`` is autograd's. Return the class of autograd's nodes for the graph; None if
+    it has no backward."""
     nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
     functions = (getattr(node, "_forward_cls", None) for node in nodes)
     function = next((x for x in functions if hasattr(x, "_aot_id")), None)
@@ -528,7 +543,8 @@ def wrap_backward(
 
 
 def before_backward(outputs: Sequence[Any], do: Callable[[], None]) -> None:
-    """Call ``do()`` before each backward of the call of a graph that gave these."""
+    """Call ``do()`` before each backward of the call of a graph that gave
+    ``outputs``."""
     nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
     node = next(filter(is_backward_of_graph, nodes), None)
     if node is not None:
@@ -536,7 +552,7 @@ def before_backward(outputs: Sequence[Any], do: Callable[[], None]) -> None:
 
 
 def is_backward_of_graph(node: Any) -> bool:
-    """Whether a node of autograd is the backward of a compiled graph."""
+    """Return whether a node of autograd is the backward of a compiled graph."""
     return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
 
 
@@ -546,14 +562,14 @@ def at_end_of_backward(fn: Callable[[], None]) -> None:
 
 
 def surrounding_backward() -> Any:
-    """At the end of a backward: the node of autograd that it ran in, as in a reentrant
-    checkpoint; None if it is the outermost one."""
+    """Return, at the end of a backward, the node of autograd that it ran in, as in a
+    reentrant checkpoint; None if it is the outermost one."""
     return torch._C._current_autograd_node()
 
 
 def accumulating(node: Any) -> torch.Tensor | None:
-    """The leaf that a node of autograd accumulates the gradient of in the backward that
-    is running; None if it does not."""
+    """Return the leaf whose gradient a node of autograd accumulates in the backward
+    that is running; None if it accumulates none."""
     leaf = getattr(node, "variable", None)
     if leaf is None:
         return None
@@ -567,8 +583,9 @@ def accumulating(node: Any) -> torch.Tensor | None:
 def leaves_under(
     x: torch.Tensor, is_known: Callable[[Any], bool]
 ) -> Iterator[torch.Tensor]:
-    """The leaves that a tensor was computed from, in an order that follows from how;
-    not those under nodes of autograd that are known."""
+    """Yield the leaves that a tensor was computed from, in an order that depends only
+    on how it was computed; leaves under nodes of autograd that are known are left out.
+    """
     stack, seen = [x.grad_fn], set()
     while stack:
         node = stack.pop()
@@ -582,7 +599,7 @@ def leaves_under(
 
 
 def hooks_of(x: torch.Tensor) -> tuple[int, int]:
-    """How many hooks a tensor has on its gradient, and on its accumulation."""
+    """Return how many hooks a tensor has on its gradient, and on its accumulation."""
     hooks: Any = x
     return len(hooks._backward_hooks or ()), len(
         hooks._post_accumulate_grad_hooks or ()

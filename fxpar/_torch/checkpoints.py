@@ -1,9 +1,8 @@
-"""Regions of activation checkpointing in code that is traced without Dynamo.
+"""Tags regions of activation checkpointing in code that is traced without Dynamo.
 
 In: calls of ``torch.utils.checkpoint``, of either kind, while a graph is traced. Out:
 nodes with the tags that Dynamo gives them, from which the partitioner decides what the
-backward computes again. Outside the context nothing is patched, and a region is never
-run a second time.
+backward recomputes. Never: a patch outside the context, or a region run a second time.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 
 
 class GradModeRead(RuntimeError):
-    """Raised where a reentrant region asks whether gradients are taken, or whether what
-    it computes requires one: the answer is no in its first run, and yes when it is run
-    again."""
+    """Says that a reentrant region asks whether gradients are taken, or whether a value
+    that it computes requires one: the answer is no in its first run, and yes when it is
+    run again."""
 
 
 @contextlib.contextmanager

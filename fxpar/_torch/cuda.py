@@ -1,4 +1,8 @@
-"""What torch.cuda has for its own tests alone."""
+"""Calls functions of torch.cuda that torch has for its own tests.
+
+In: seconds. Out: a wait on the current stream; texts of versions. Never: a wait of the
+host.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ def keep_busy(seconds: float) -> None:
 
 
 def versions() -> str:
-    """Return those of the driver and of NCCL, on which the speed of links depends."""
+    """Return the versions of the driver and of NCCL, on which the speed of links
+    depends."""
     native: Any = torch._C
     driver = native._cuda_getDriverVersion()  # of a torch with CUDA
     return f"driver {driver}, NCCL {torch.cuda.nccl.version()}"

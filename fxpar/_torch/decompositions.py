@@ -1,9 +1,10 @@
-"""Decompositions that keep dims apart which torch's own join.
+"""Decomposes ops so that dims stay separate which torch's own decompositions join.
 
 In: the arguments of an ATen op. Out: its results by ops of which a plan may split every
-dim. torch reads all points of an image as one dim, and all windows with their rows as
-one: a split of any but the first of those would be strided pieces of it. The gradient
-of a weight by its norm it leaves as an op, and of one loss its own gives wrong numbers.
+dim. torch treats all points of an image as one dim, and all windows with their rows as
+one: a split of any dim but the first would be strided pieces of it. torch leaves the
+gradient of a weight by its norm as an op, and its decomposition of one loss gives wrong
+numbers. Never: other numbers than the op gives, up to rounding.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def _group_norm(
     groups: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(normalized, mean, one over the deviation) of channels ``[n, channels, *space]``
-    in groups; the latter two are ``[n, groups]``."""
+    """Return (normalized, mean, one over the deviation) of channels
+    ``[n, channels, *space]`` in groups; the latter two are ``[n, groups]``."""
     wide = x.to(_wide(x.dtype))
     sizes = [n, groups, channels // groups]
     grouped = wide.reshape(*sizes, *x.shape[2:])
@@ -61,7 +62,8 @@ def _group_norm_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[Maybe, Maybe, Maybe]:
-    """Gradients of its input, weight and bias, of those that are asked for."""
+    """Return gradients of the input, weight and bias; None for those not in
+    ``mask``."""
     dtype, wide = x.dtype, _wide(x.dtype)
     grad, x, mean, rstd = (t.to(wide) for t in (grad, x, mean, rstd))
     sizes, space = [n, groups, channels // groups], list(range(2, x.dim()))
@@ -97,7 +99,8 @@ def _group_norm_backward(
 def _unfold_backward(
     grad: torch.Tensor, shape: Sequence[int], dim: int, size: int, step: int
 ) -> Any:
-    """Rows of windows added where they were read, by window and by row of it."""
+    """Return rows of windows, added where they were read, by window and by row of
+    it."""
     if not shape:
         return grad.squeeze(0)
     dim %= len(shape)
@@ -118,7 +121,7 @@ def _weight_norm_backward(
     norm: torch.Tensor,
     dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of ``v`` and ``g`` of a weight ``v * (g / norm)``."""
+    """Return gradients of ``v`` and ``g`` of a weight ``v * (g / norm)``."""
     over = [d for d in range(v.dim()) if d != dim % v.dim()]
     wide = _wide(norm.dtype)
     grad, wide_v, wide_g, norm = (t.to(wide) for t in (grad, v, g, norm))
@@ -130,8 +133,8 @@ def _weight_norm_backward(
 def _multilabel_margin_loss(
     x: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the loss, which classes are targets). A row of targets ends at the first that
-    is negative: that of torch (before 2.15) takes those behind for class 0."""
+    """Return (the loss, which classes are targets). A row of targets ends at the first
+    that is negative: torch's (before 2.15) takes those after it for class 0."""
     rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = rows.shape[1]
     places = torch.arange(classes, device=x.device)
@@ -152,13 +155,13 @@ def _multilabel_margin_loss(
 
 
 def _zeros(shape: Sequence[int], **how: Any) -> torch.Tensor:
-    """Of zeros without memory, which forward derivatives are made of, fake views are
-    no fakes."""
+    """Return zeros in memory: fake views of zeros without memory, which forward
+    derivatives are made of, are no fakes."""
     return aten.zeros.default(shape, **how)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a dtype are computed in."""
+    """Return the dtype in which sums of a dtype are computed."""
     half = dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if half else dtype
 
@@ -174,7 +177,7 @@ TABLE: dict[Any, Callable[..., Any]] = {
 
 
 def correct() -> None:
-    """Let autograd, too, take ours of an op that torch decomposes before any table."""
+    """Let autograd, too, use ours for an op that torch decomposes before any table."""
     import torch._decomp.decompositions  # noqa: F401  (registers torch's)
 
     op = aten.multilabel_margin_loss_forward.default

@@ -1,4 +1,8 @@
-"""What AOTAutograd says of the inputs and outputs of a graph, by descriptors."""
+"""Reads AOTAutograd's descriptors of the inputs and outputs of a graph.
+
+In: a descriptor. Out: its kind and payload, or another descriptor. Never: reads a
+graph.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ from typing import Any
 
 
 def descriptor(desc: Any) -> tuple[str, Any]:
-    """What an AOTAutograd descriptor says: (kind, payload).
+    """Return the (kind, payload) of an AOTAutograd descriptor.
 
     Inputs: ("parameter", name), ("buffer", name), ("input", index), ("tangent", output
-    desc), ("state", "token") of what keeps effects in order, ("state", None). Outputs:
+    desc), ("state", "token") for what keeps effects in order, ("state", None). Outputs:
     ("output", index), ("gradient", input desc), ("mutation", input desc), ("state",
     None).
     """
@@ -41,12 +45,13 @@ _LOCAL = "_local_tensor"  # the one tensor of a DTensor
 
 
 def _is_bare(desc: Any) -> bool:
-    """Whether a descriptor is of a tensor, or of the tensor inside a DTensor."""
+    """Return whether a descriptor is of a tensor, or of the tensor inside a DTensor."""
     return getattr(desc, "attr", _LOCAL) == _LOCAL
 
 
 def bare(desc: Any) -> Any:
-    """A descriptor of a DTensor's own tensor as that of the DTensor."""
+    """Return the descriptor of a DTensor, given that of its local tensor; others as
+    they are."""
     from torch._functorch._aot_autograd import descriptors as d
 
     parts = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
@@ -54,7 +59,7 @@ def bare(desc: Any) -> Any:
 
 
 def written_input(desc: Any) -> Any:
-    """The descriptor of a new value of the input that ``desc`` describes."""
+    """Return the descriptor of a new value of the input that ``desc`` describes."""
     from torch._functorch._aot_autograd import descriptors as d
 
     return d.InputMutationAOTOutput(bare(desc))

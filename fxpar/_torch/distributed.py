@@ -1,4 +1,8 @@
-"""Process groups and stores, symmetric memory, ops that communicate."""
+"""Reaches process groups, stores, symmetric memory and ops that communicate.
+
+In: names of groups, and tensors. Out: groups, memory, messages under way. Never: a
+collective that the caller did not ask for.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-# Ops that fxpar names and torch 2.11 lacks: this file defines them there.
+# Ops that fxpar names and torch 2.11 lacks: this module defines them there.
 NEWER = ("_c10d_functional::isend", "_c10d_functional::irecv")
 
 
 def shares_memory(x: torch.Tensor, group: str) -> bool:
-    """Whether the ranks of a group can use PyTorch's fused ops on symmetric memory:
-    GPUs of one machine. Alike on all ranks of it."""
+    """Return whether the ranks of a group can use PyTorch's fused ops on symmetric
+    memory: GPUs of one machine. Equal on all ranks of it."""
     if x.device.type != "cuda":
         return False
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
@@ -31,7 +35,7 @@ def shares_memory(x: torch.Tensor, group: str) -> bool:
 def fused_all_gather_matmul(
     x: torch.Tensor, ws: list[torch.Tensor], dim: int, group: str
 ) -> list[torch.Tensor]:
-    """What is gathered, and its products."""
+    """Return the gathered tensor, and its products."""
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
 
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, ws, dim, group)
@@ -41,7 +45,7 @@ def fused_all_gather_matmul(
 def fused_matmul_reduce_scatter(
     x: torch.Tensor, w: torch.Tensor, op: str, dim: int, group: str
 ) -> Any:
-    """This rank's part of the reduced product."""
+    """Return this rank's part of the reduced product."""
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
 
     result = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, op, dim, group)
@@ -49,14 +53,14 @@ def fused_matmul_reduce_scatter(
 
 
 def default_group() -> Any:
-    """The default process group, or None before there is one."""
+    """Return the default process group, or None before there is one."""
     import torch.distributed as dist
 
     return dist.group.WORLD if dist.is_available() else None
 
 
 def is_only_rank() -> bool:
-    """Whether there is one rank, now or once there is a process group."""
+    """Return whether there is one rank, now or once there is a process group."""
     group = default_group()
     if group is None:
         return int(os.environ.get("WORLD_SIZE") or 1) == 1
@@ -64,13 +68,13 @@ def is_only_rank() -> bool:
 
 
 def own_rank() -> int:
-    """The rank of this process; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     group = default_group()
     return 0 if group is None else int(group.rank())
 
 
 def also_named(name: str, also: str) -> None:
-    """Let this process find the process group of a name by another, too."""
+    """Let this process find the process group of a name by another name, too."""
     group = group_named(name)
     if group_named(also) is not group:
         registry: Any = torch._C._distributed_c10d
@@ -78,9 +82,9 @@ def also_named(name: str, also: str) -> None:
 
 
 def make_group(name: str, ranks: Sequence[int], about: str) -> None:
-    """Make a process group of these ranks of the default one, of a name that none had.
-    They alone call this, at any time; what another group's making takes of them or of
-    others is nothing to it."""
+    """Make a process group of these ranks of the default one, under a name that none
+    had. They alone call this, at any time, whatever other groups these or other ranks
+    make."""
     module: Any = torch.distributed.distributed_c10d
     default = default_group()
     # torch would count groups for a name, and some ranks are in more than others; split
@@ -103,7 +107,7 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
 
 
 def group_size(name: str) -> int:
-    """Members of the process group of a name."""
+    """Return the number of members of the process group of a name."""
     from torch.distributed import distributed_c10d
 
     registry: Any = distributed_c10d
@@ -111,7 +115,8 @@ def group_size(name: str) -> int:
 
 
 def group_store(name: str) -> tuple[Any, int, int]:
-    """The key-value store of a process group, this rank in it, and its members."""
+    """Return the key-value store of a process group, this rank in it, and its
+    members."""
     from torch.distributed import distributed_c10d
 
     registry: Any = distributed_c10d
@@ -120,7 +125,7 @@ def group_store(name: str) -> tuple[Any, int, int]:
 
 
 def group_named(name: str) -> Any:
-    """The process group of a name; None if there is none."""
+    """Return the process group of a name; None if there is none."""
     from torch.distributed import distributed_c10d
 
     registry: Any = distributed_c10d
@@ -131,8 +136,8 @@ def group_named(name: str) -> Any:
 
 
 def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of a GPU (uint8) that other ranks may be let reach. Raises RuntimeError
-    where there is none."""
+    """Return memory of a GPU (uint8) that other ranks may be let reach. Raises
+    RuntimeError where there is none."""
     from torch.distributed import _symmetric_memory
 
     memory: Any = _symmetric_memory
@@ -140,9 +145,9 @@ def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def symmetric_meet(own: torch.Tensor, group: str) -> tuple[tuple[int, ...], Any]:
-    """Let the ranks of a group reach each other's memory: addresses of all ranks' as
-    they are known here, and what keeps them. Every rank calls it. Raises RuntimeError
-    where one cannot."""
+    """Let the ranks of a group reach each other's memory; return the addresses of all
+    ranks' memory as known here, and what keeps them alive. Every rank calls it. Raises
+    RuntimeError where one cannot."""
     from torch.distributed import _symmetric_memory
 
     memory: Any = _symmetric_memory
@@ -151,14 +156,16 @@ def symmetric_meet(own: torch.Tensor, group: str) -> tuple[tuple[int, ...], Any]
 
 
 def symmetric_tensors(keep: Any, ranks: int) -> list[torch.Tensor]:
-    """All ranks' memory (uint8) of what ``symmetric_meet`` keeps, as tensors here."""
+    """Return all ranks' memory (uint8) that ``symmetric_meet`` keeps, as tensors
+    here."""
     own, handle = keep
     return [handle.get_buffer(r, own.shape, own.dtype) for r in range(ranks)]
 
 
 def write_on_stream(words: torch.Tensor, at: int, value: int) -> bool:
     """Write one of ``words`` (int32, on a GPU) when the current stream comes to it,
-    visibly behind all that the stream wrote. False where torch has no op for it."""
+    visible after all that the stream wrote. Return False where torch has no op for it.
+    """
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
 
     op = getattr(torch.ops.symm_mem, "stream_write_value32_", None)
@@ -169,34 +176,34 @@ def write_on_stream(words: torch.Tensor, at: int, value: int) -> bool:
 
 
 def multicast_address(keep: Any) -> int:
-    """Of what ``symmetric_meet`` keeps: the address through which a switch between GPUs
-    reaches all ranks' memory, 0 if there is none."""
+    """Return the address through which a switch between GPUs reaches all ranks' memory,
+    which ``symmetric_meet`` keeps; 0 if there is none."""
     _, handle = keep
     return int(handle.multicast_ptr)
 
 
 def forget_meshes() -> None:
     """Empty DTensor's caches of results, which hold the meshes they were made on. Equal
-    meshes are one to them (2.13), although another process group's names mean others.
-    """
+    meshes are one to them (2.13), although with another process group their names mean
+    others."""
     from torch.distributed.tensor import DTensor
 
-    # As ``tensor.debug`` does, which imports what memory is watched with.
+    # As ``tensor.debug`` does, which imports a profiler of memory.
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def default_store() -> Any:
-    """The key-value store that the default process group was started with."""
+    """Return the key-value store that the default process group was started with."""
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
 
 
 def same_store(store: Any) -> Any:
-    """The same keys through a connection of its own, so that threads do not wait for
-    one another."""
+    """Return the same keys through a connection of its own, so that threads do not wait
+    for one another."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -221,7 +228,8 @@ def cut_store(store: Any) -> None:
 
 
 def _peers() -> dict[int, Any]:
-    """The addresses that sockets of this process are connected to, by their handles."""
+    """Return the addresses that sockets of this process are connected to, by their
+    handles."""
     peers = {}
     names = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
     for handle in map(int, names):
@@ -233,7 +241,8 @@ def _peers() -> dict[int, Any]:
 
 
 def group_timeout(group: Any) -> datetime.timedelta:
-    """How long a collective of a process group may take; NCCL's where there are two."""
+    """Return how long a collective of a process group may take; NCCL's where there are
+    two."""
     devices = sorted(group._device_types, key=lambda device: device.type != "cuda")
     for device in devices:
         try:
@@ -244,7 +253,8 @@ def group_timeout(group: Any) -> datetime.timedelta:
 
 
 def _define_messages() -> None:
-    """Functional sends and receives where torch has none (2.11), by the same names."""
+    """Define functional sends and receives where torch has none (2.11), by the same
+    names."""
     import torch.distributed as dist
 
     c10d: Any = torch.ops._c10d_functional
@@ -284,13 +294,13 @@ def _define_messages() -> None:
 
 
 def place_in(group: str) -> int:
-    """This process's place among the members of a group."""
+    """Return this process's place among the members of a group."""
     registry: Any = torch.distributed.distributed_c10d
     place: int = registry._resolve_process_group(group).rank()
     return place
 
 
-# (rank of the process, why it did not come through) -> what is raised instead.
+# (rank of the process, why it did not get through) -> the error to raise instead.
 Failed = Callable[[int, Exception], Exception]
 
 
@@ -303,16 +313,16 @@ def start_message(
     until: torch.Tensor,
     failed: Failed,
 ) -> None:
-    """Start to "send" contiguous memory to a member of a group, or to "recv" it there;
-    waiting for ``until`` (``_c10d_functional.wait_tensor``) waits for it."""
+    """Start to "send" contiguous memory to a member of a group, or to "recv" it from
+    there; waiting for ``until`` (``_c10d_functional.wait_tensor``) waits for it."""
     _start(lambda g: getattr(g, way)([x], peer, tag), peer, group, until, failed)
 
 
 def start_broadcast(
     x: torch.Tensor, source: int, group: str, until: torch.Tensor, failed: Failed
 ) -> None:
-    """Start to write what member ``source`` of a group has in contiguous memory to that
-    of all; waiting for ``until`` waits for it."""
+    """Start to broadcast the contiguous memory of member ``source`` of a group to all
+    members; waiting for ``until`` waits for it."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     _start(lambda g: g.broadcast([x], options), source, group, until, failed)
@@ -342,8 +352,8 @@ def _start(
 
 @functools.cache
 def _explained_work() -> Any:
-    """The class of work whose waiting raises what an explanation makes of failures.
-    (Made when first asked for: there is none in a torch without distributed.)"""
+    """Return the class of work whose ``wait`` raises explained errors. (Made when first
+    asked for: there is none in a torch without distributed.)"""
 
     class ExplainedWork(torch.distributed.Work):
         def __init__(self, work: Any, explained: Callable[..., Any]) -> None:
@@ -365,8 +375,8 @@ _define_messages()
 
 def name_axes(sizes: Mapping[str, int] | None) -> None:
     """Let names of axes stand for process groups of these sizes, in functional
-    collectives that are traced; None: for nothing any more. Names of no group at all
-    stand for one rank meanwhile: what is wrong with them is said of the graph."""
+    collectives that are traced; None: no longer. Names of no group at all stand for one
+    rank meanwhile: errors in them are reported once there is a graph."""
     from torch.distributed import distributed_c10d
 
     registry: Any = distributed_c10d
@@ -390,7 +400,7 @@ def name_axes(sizes: Mapping[str, int] | None) -> None:
 
 
 class _Sized:
-    """A process group of which the size alone is known."""
+    """Is a process group of which only the size is known."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -400,8 +410,8 @@ class _Sized:
 
 
 def finished(results: Any) -> Any:
-    """Results of functional collectives that ran outside of a graph, once they are
-    there."""
+    """Return the results of functional collectives that ran outside of a graph, once
+    they are there."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.utils._pytree import tree_map_only
 
@@ -413,8 +423,8 @@ _ALONE = "fxpar:alone"
 
 @contextlib.contextmanager
 def axes_of_one_rank() -> Iterator[None]:
-    """Inside, a name given to a functional collective for its group stands for this
-    process alone; gradients go back through it at any time. Collectives are waited for:
+    """Let a name given to a functional collective for its group stand for this process
+    alone inside; gradients go back through it at any time. Collectives are waited for:
     a view of one that is under way (2.13) has no gradient."""
     from torch.distributed import _functional_collectives
 
@@ -440,7 +450,8 @@ def axes_of_one_rank() -> Iterator[None]:
 
 
 def _make_group_of_one() -> None:
-    """A process group of this process, which needs no others and no default group."""
+    """Make a process group of this process, which needs no others and no default
+    group."""
     if group_named(_ALONE) is not None:
         return
     dist: Any = torch.distributed
@@ -463,7 +474,8 @@ def _make_group_of_one() -> None:
 
 
 def _copies(group: Any) -> bool:
-    """Whether a fake group of one rank gives what it is given."""
+    """Return whether collectives of a fake group of one rank copy their operand to the
+    result."""
     out, summand = (make(1, device="cpu") for make in (torch.zeros, torch.ones))
     group._reduce_scatter_base(out, summand).wait()
     return bool(out.item() == 1)

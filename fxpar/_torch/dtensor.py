@@ -1,4 +1,8 @@
-"""DTensor: placements, and what its ops do to shards."""
+"""Changes what DTensor's ops do to shards, and reads DTensors' parts.
+
+In: DTensors, and functions that serve their ops. Out: handlers in DTensor's dispatcher,
+and DTensors. Never: serves ops on a mesh for which ``is_served`` is false.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,17 @@ __all__ = ["Partial", "Replicate", "Shard"]
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """DTensor's placement for a dim that more major axes of later mesh dims split."""
+    """Return DTensor's placement for a dim that more major axes of later mesh dims
+    split."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def brings_mesh(x: Any) -> bool:
-    """Whether code that was compiled for ``x`` uses no mesh but the one that comes with
-    its operands: not so of DTensors where (2.11) the mesh is kept with the code, whose
-    process groups are those of the process that compiled it."""
+    """Return whether code that was compiled for ``x`` uses no mesh except the one that
+    comes with its operands: not so for DTensors where (2.11) the mesh is kept with the
+    code, whose process groups are those of the process that compiled it."""
     return not isinstance(x, DTensor) or "device_mesh" in x.__tensor_flatten__()[0]
 
 
@@ -101,9 +106,9 @@ def reduce_before_item() -> None:
 
 
 def keep_nan_in_extremes() -> None:
-    """Let a maximum or minimum of a DTensor be NaN where one of its elements is, as
-    torch has it: of a NaN and a number from two ranks, backends take either, by which
-    of them comes first."""
+    """Let a maximum or minimum of a DTensor be NaN where one of its elements is, as in
+    torch: of a NaN and a number from two ranks, backends take either, depending on
+    their order."""
 
     def keeping_nan(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(reduce)
@@ -146,8 +151,8 @@ def combine_with_plain_numbers() -> None:
 
 def reduce_norms(norm: Callable[..., Any]) -> None:
     """Let ``norm(x, order, dims, keepdim, dtype)`` compute norms of DTensors; of lists
-    of them those of infinite order, which ``_foreach_norm`` (2.13) refuses of empty
-    shards on the ranks that have one, while others wait for these."""
+    of DTensors only norms of infinite order: ``_foreach_norm`` (2.13) raises for empty
+    shards on the ranks that have one, while other ranks wait for these."""
 
     def vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         defaults = (2.0, None, False)
@@ -169,12 +174,12 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
 
 
 class CopiedView(DTensor):
-    """A view of a DTensor with which no local tensor of its own shares memory, as one
-    row of a tensor that is split by rows: it is computed whenever it is read."""
+    """Is a view of a DTensor with which no local tensor of its own shares memory, as
+    one row of a tensor that is split by rows: it is computed whenever it is read."""
 
     # The DTensor that it is a view of.
     base: DTensor
-    # The view of a global value in place of that.
+    # The same view, of a global value in place of the DTensor.
     replay: Callable[[torch.Tensor], torch.Tensor]
     # The global value of a DTensor.
     whole_of: Callable[[DTensor], torch.Tensor]
@@ -185,7 +190,7 @@ class CopiedView(DTensor):
 
     @_local_tensor.setter
     def _local_tensor(self, stand_in: torch.Tensor) -> None:
-        """Hold nothing of what the constructor sets."""
+        """Drop what the constructor sets."""
 
     def __tensor_flatten__(self) -> Any:
         raise ShardError(
@@ -196,7 +201,8 @@ class CopiedView(DTensor):
 
 
 class _SpecOfView(DTensorSpec):
-    """Equal to no other, so that torch remembers nothing of ops on copied views."""
+    """Is equal to no other spec, so that torch caches nothing of ops on copied
+    views."""
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -218,7 +224,8 @@ def copied_view(
     whole_of: Callable[[DTensor], torch.Tensor],
     like: torch.Tensor,
 ) -> CopiedView:
-    """``replay`` of the global value of ``base``, in the form of a tensor on meta."""
+    """Return ``replay`` of the global value of ``base``, in the form of ``like`` on
+    meta."""
     meta = TensorMeta(like.shape, like.stride(), like.dtype)
     spec = _SpecOfView(base.device_mesh, (Replicate(),) * base.device_mesh.ndim, meta)
     stand_in = torch.empty((), dtype=like.dtype, device=base.device).expand(like.shape)
@@ -229,7 +236,8 @@ def copied_view(
 
 
 def base_of(x: DTensor) -> tuple[DTensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The DTensor that ``x`` is a view of, or itself; and the view of its value."""
+    """Return the DTensor that ``x`` is a view of, or itself; and the view of its
+    value."""
     if isinstance(x, CopiedView):
         return x.base, x.replay
     if isinstance(x._base, DTensor):
@@ -258,7 +266,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def holds_plain(x: DTensor) -> bool:
-    """Return whether the local tensor of a DTensor is plain, not quantized, say."""
+    """Return whether the local tensor of a DTensor is plain: not quantized, for
+    example."""
     return isinstance(x, CopiedView) or type(x._local_tensor) in _PLAIN
 
 
@@ -280,10 +289,10 @@ def are_laid_out_alike(x: Any, y: DTensor) -> bool:
 def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -> None:
     """Let ``serve(op, args, kwargs)`` run ops that write to DTensors, or make views of
     them, where DTensor would do so with copies of what a rank holds, or not at all.
-    Plain tensors among the operands of those that write are the same on every rank.
+    Plain tensors among the operands of ops that write are the same on every rank.
 
-    is_served: whether this holds for DTensors on a mesh. What DTensor can do, torch
-    remembers, and asks no more.
+    is_served: whether this holds for DTensors on a mesh. If DTensor can run an op,
+    torch caches that, and does not ask again.
     """
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
@@ -309,7 +318,7 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
             return op(*args, **kwargs)
         if not _has_aliases(op) or _are_we_tracing() or not serves(args, kwargs):
             return propagate(op, args, kwargs, info, cached)
-        # Not by sizes, nor by random numbers, that a part alone does not give.
+        # Not where sizes or random numbers of a part alone would be wrong.
         is_made = not any(isinstance(x, torch.Tensor) for x in tree_leaves(args))
         is_random = torch.Tag.nondeterministic_seeded in op.tags
         is_local = op in dispatcher._random_ops and args[0].is_contiguous()
@@ -351,7 +360,8 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
 
 
 def _has_plain(args: Any, kwargs: Any) -> bool:
-    """Whether some operands are plain tensors; quickly: optimizers wait for it."""
+    """Return whether some operands are plain tensors; quickly: optimizers wait for
+    it."""
     for x in (*args, *kwargs.values()):
         for y in x if isinstance(x, (list, tuple)) else (x,):
             if isinstance(y, torch.Tensor) and not isinstance(y, DTensor):
@@ -360,7 +370,7 @@ def _has_plain(args: Any, kwargs: Any) -> bool:
 
 
 def _ops_that_write_by_tensors() -> Iterator[Any]:
-    """The ops that write to an operand and have others, a list counts as many."""
+    """Yield the ops that write to an operand and have others; a list counts as many."""
     for schema in torch._C._jit_get_all_schemas():
         types = [str(a.type) for a in schema.arguments if "Tensor" in str(a.type)]
         if not schema.is_mutable or (len(types) < 2 and "List[Tensor]" not in types):
@@ -377,8 +387,8 @@ def _has_aliases(op: Any) -> bool:
 
 
 def _copies_aliased(op: Any, schema: Any, sharding: Any) -> bool:
-    """Whether DTensor runs an op with copies of operands, as ``schema`` has them, that
-    it writes to or makes views of, or makes views that no Spec describes."""
+    """Return whether DTensor runs an op with copies of operands, as ``schema`` has
+    them, that it writes to or makes views of, or makes views that no Spec describes."""
     if not isinstance(sharding, OutputSharding):
         return False  # the results themselves
     if op is torch.ops.aten.index_put_.default:  # a mask is no index of one dim (2.13)
@@ -418,7 +428,7 @@ def _copies_aliased(op: Any, schema: Any, sharding: Any) -> bool:
 
 
 def _is_regular(spec: Any) -> bool:
-    """Whether all shards are equal, and no dim is split over two axes."""
+    """Return whether all shards are equal, and no dim is split over two axes."""
     dims = set()
     for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
         if placement.is_replicate() or placement.is_partial():
@@ -433,9 +443,9 @@ def on_set_data(
     part_of: Callable[[Any, torch.Tensor], torch.Tensor],
     is_served: Callable[[Any], bool],
 ) -> None:
-    """Let ``x.data = y`` of a DTensor set that of its local tensor, ``part_of(x, y)``,
-    where torch (2.13) sets that of the wrapper, which nothing reads. ``is_served``:
-    whether this holds for DTensors on a mesh."""
+    """Let ``x.data = y`` of a DTensor set the data of its local tensor to
+    ``part_of(x, y)``, where torch (2.13) sets the data of the wrapper, which nothing
+    reads. ``is_served``: whether this holds for DTensors on a mesh."""
     inherited: Any = torch.Tensor.data
 
     def read(x: Any) -> torch.Tensor:
@@ -467,21 +477,22 @@ def record_overflow(
     optimizer: torch.optim.Optimizer,
     overflow: torch.Tensor,
 ) -> None:
-    """Tell a scaler whether gradients were not finite, 1.0 or 0.0, for ``update()``."""
+    """Report to a scaler whether gradients were not finite, 1.0 or 0.0, for
+    ``update()``."""
     state = scaler._per_optimizer_states[id(optimizer)]
     state["found_inf_per_device"] = {overflow.device: overflow}
 
 
 def newton_schulz() -> Callable[..., Any]:
-    """``iterate(gradient, *settings)``, by which ``torch.optim.Muon`` makes a matrix
-    orthogonal."""
+    """Return ``iterate(gradient, *settings)``, by which ``torch.optim.Muon`` makes a
+    matrix orthogonal."""
     from torch.optim import _muon
 
     return _muon._zeropower_via_newtonschulz
 
 
 def replace_newton_schulz(iterate: Callable[..., Any]) -> None:
-    """Let ``torch.optim.Muon`` call this."""
+    """Let ``torch.optim.Muon`` call ``iterate`` to make a matrix orthogonal."""
     from torch.optim import _muon
 
     _muon._zeropower_via_newtonschulz = iterate
@@ -493,13 +504,13 @@ def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def local_of(x: DTensor) -> torch.Tensor:
-    """The tensor that a DTensor holds, not a view of it."""
+    """Return the tensor that a DTensor holds, not a view of it."""
     return x._local_tensor
 
 
 def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
-    """Return all live tensors whose memory is one of ``memories``, numbers as
-    ``objects.memory_of`` gives them; a DTensor counts by its local tensor."""
+    """Return all live tensors whose memory is one of ``memories``, numbers from
+    ``objects.memory_of``; a DTensor counts by its local tensor."""
     users = []
     for x in every_object():
         kind = type(x)

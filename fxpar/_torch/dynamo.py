@@ -1,4 +1,8 @@
-"""Dynamo: what it traces, breaks and skips, and how a caller says so."""
+"""Reports what Dynamo traces, breaks and skips, and changes it for fxpar's backends.
+
+In: Dynamo's graphs, frames and backends. Out: facts about them, and hooks in Dynamo.
+Never: changes for a backend that is not in ``SERVED``, except where a caller asks.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,13 @@ from fxpar._fast.quick_graphs import quick_graphs
 from fxpar._fast.switch import takes
 from fxpar._torch.distributed import is_only_rank
 
-# Raises in what is compiled, with a message, where a tensor is False.
+# Raises in compiled code, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
 
-# Calls of the op by which torch checks all elements of a tensor.
+# Functions and methods of the op by which torch checks all elements of a tensor.
 IS_ALL_TRUE = (torch._is_all_true, torch.Tensor._is_all_true)
 
-# Backends of fxpar's own.
+# Backends that are fxpar's own.
 SERVED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
@@ -34,19 +38,19 @@ def _is_ours(backend: Any) -> bool:
 
 
 def is_served(backend: Any) -> bool:
-    """Whether one of the layers that repeat is traced for all, for a backend: it is one
-    of fxpar's, and there are several ranks."""
+    """Return whether, for a backend, one of the layers that repeat is traced for all:
+    it is one of fxpar's, and there are several ranks."""
     return _is_ours(backend) and not is_only_rank() and takes("layer_regions")
 
 
 def example_of(node: fx.Node) -> Any:
-    """What Dynamo knows of a node's value, or a trace."""
+    """Return what Dynamo, or a trace, knows of a node's value."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def trace_instead(original: Callable[..., Any], instead: Callable[..., Any]) -> None:
     """Let Dynamo trace ``instead`` where ``original`` is called, a function of torch
-    that it would call in the graph as it stands."""
+    that it would otherwise call in the graph."""
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
     get_torch_obj_rule_map().pop(original, None)
@@ -55,8 +59,8 @@ def trace_instead(original: Callable[..., Any], instead: Callable[..., Any]) -> 
 
 @quick_graphs()
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that compiling may consume, bodies of its regions included; parameters and
-    constants are shared."""
+    """Return a copy that compiling may consume, with bodies of its regions; parameters
+    and constants are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     copy = fx.GraphModule(gm, graph)
@@ -72,7 +76,7 @@ def trace_again(reason: str) -> None:
     """Make Dynamo, which is calling the backend, analyse the frame once more."""
     from torch._dynamo import exc
 
-    # The first is let through from a backend, the second forgets the way it took.
+    # The first is let through from a backend, the second forgets the branches it took.
     class Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
         pass
 
@@ -80,7 +84,7 @@ def trace_again(reason: str) -> None:
 
 
 def current_trace() -> Any:
-    """What stands for the trace that is going on; None if none is."""
+    """Return the object that stands for the current trace; None if there is none."""
     from torch._guards import TracingContext
 
     return TracingContext.try_get()
@@ -101,14 +105,14 @@ def maybe_mark_dynamic(x: torch.Tensor, dim: int) -> None:
 
 
 def is_to_local(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's graph takes a rank's part out of a DTensor."""
+    """Return whether a node of Dynamo's graph takes a rank's part out of a DTensor."""
     if node.op == "call_method":
         return node.target == "to_local"
     return getattr(node.target, "__name__", "") == "prim_to_local"  # torch 2.11
 
 
 def graph_break_line(gm: fx.GraphModule) -> str | None:
-    """The user's line where Dynamo broke the graph that ``gm`` ends, or None."""
+    """Return the user's line where Dynamo broke the graph that ``gm`` ends, or None."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -116,7 +120,8 @@ def graph_break_line(gm: fx.GraphModule) -> str | None:
 
 
 def _line_of_break(reason: Any) -> str:
-    """The innermost frame outside torch, of which its modules are, if there is one."""
+    """Return the line of the innermost frame outside torch's modules, or of the
+    innermost."""
     stack = reason.user_stack
     if not stack:
         return str(reason.reason).splitlines()[0]
@@ -127,15 +132,15 @@ def _line_of_break(reason: Any) -> str:
 
 
 def graph_breaks_so_far() -> int:
-    """How many breaks ``graph_breaks_since`` counts by now."""
+    """Return how many breaks ``graph_breaks_since`` counts by now."""
     from torch._dynamo.utils import graph_break_reasons
 
     return len(graph_break_reasons)
 
 
 def graph_breaks_since(count: int) -> list[tuple[str, str]]:
-    """Why, and at which of the user's lines, Dynamo broke graphs after the first
-    ``count``, those included of which nothing had been traced by then."""
+    """Return why, and at which of the user's lines, Dynamo broke graphs after the first
+    ``count``, including breaks before which nothing had been traced."""
     from torch._dynamo.utils import graph_break_reasons
 
     reasons = graph_break_reasons[count:]
@@ -143,21 +148,22 @@ def graph_breaks_since(count: int) -> list[tuple[str, str]]:
 
 
 def surrounding_ddp() -> torch.nn.Module | None:
-    """The DistributedDataParallel whose forward is running."""
+    """Return the DistributedDataParallel whose forward is running; None if there is
+    none."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._get_active_ddp_module()
 
 
 def is_ddp(module: torch.nn.Module) -> bool:
-    """Whether a module is a DistributedDataParallel."""
+    """Return whether a module is a DistributedDataParallel."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(module, DistributedDataParallel)
 
 
 def calling_module(callee: Any) -> torch.nn.Module | None:
-    """The outermost module that is being called, other than ``callee`` and than what
+    """Return the outermost module that is being called, other than ``callee`` and what
     compiled it; None if there is none."""
     frame: Any = sys._getframe(1)
     outermost = None
@@ -178,13 +184,13 @@ def on_compile(
     and Dynamo trace in less time for all backends that are ``SERVED``.
 
     ``watch`` returns two callables. The first is called before each call of the
-    compiled ``fn``, and what it returns after it. The second is called with each frame
-    that Dynamo met there and could not compile, and Dynamo's error; with None for the
-    error of other frames. ``backend`` alone sees graphs, and not what has none.
+    compiled ``fn``, and what it returns after the call. The second is called with each
+    frame that Dynamo met there and could not compile, and Dynamo's error; with None for
+    the error of other frames. ``backend`` alone sees graphs, but no frame without one.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
     its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
     of the batch and of a sequence, are different symbols. A deep copy of what is
-    compiled, and what is loaded from a file, is watched as one of its own.
+    compiled, and what is loaded from a file, is watched separately.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import (
@@ -228,7 +234,7 @@ def _itself(x: Any) -> Any:
 
 
 class _Conversion:
-    """Dynamo's conversion of frames, with more around it."""
+    """Wraps Dynamo's conversion of frames, to add to it."""
 
     def __init__(self, convert: Any) -> None:
         self._convert = convert
@@ -237,17 +243,17 @@ class _Conversion:
         return getattr(self.__getattribute__("_convert"), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and saved is the conversion alone: what is made of it is watched
-        anew."""
+        """Copy and save the conversion alone: what is made of it is watched anew."""
         return _itself, (self._convert,)
 
 
 class _InsideContext(_Conversion):
-    """What is done for all backends of fxpar."""
+    """Wraps a conversion in the shortcuts for all backends of fxpar."""
 
     def __init__(self, convert: Any) -> None:
         super().__init__(convert)
-        # Dynamo's C++ reads it where it would trace what Python runs for that.
+        # Dynamo's C++ reads it where it would trace the Python code that converts
+        # frames.
         self._torchdynamo_orig_backend = convert
 
     @in_one_block
@@ -256,12 +262,12 @@ class _InsideContext(_Conversion):
             if not is_only_rank():
                 stack.enter_context(old_objects_kept())
                 stack.enter_context(quick_graphs())
-            # Frames of this one, and of ``in_one_block``.
+            # The frames of this method, and of ``in_one_block``.
             return self._convert(*args, skip=skip + 2, **how)
 
 
 class _Overheard(_Conversion):
-    """What ``on_frame`` hears of each frame."""
+    """Reports each frame to ``on_frame``."""
 
     def __init__(self, convert: Any, on_frame: Callable[..., None]) -> None:
         super().__init__(convert)
@@ -278,8 +284,8 @@ class _Overheard(_Conversion):
 
 
 def seconds_by_phase() -> dict[str, float]:
-    """Seconds that this process spent so far in phases of compiling that torch times,
-    by torch's names."""
+    """Return the seconds that this process spent so far in phases of compiling that
+    torch times, by torch's names."""
     from torch._dynamo.utils import compilation_time_metrics, cumulative_time_spent_ns
 
     phases = {name: spent / 1e9 for name, spent in cumulative_time_spent_ns.items()}
@@ -287,23 +293,24 @@ def seconds_by_phase() -> dict[str, float]:
 
 
 def captures(outputs: str) -> bool:
-    """Whether Dynamo was set to keep ``outputs`` ("scalar_outputs") in a graph, which
-    it does by itself where there is to be one graph."""
+    """Return whether Dynamo is set to keep ``outputs`` ("scalar_outputs") in a graph,
+    which it does by itself where there must be one graph."""
     from torch._dynamo import config
 
     return bool(getattr(config, f"capture_{outputs}"))
 
 
 def graph_breaks() -> dict[str, int]:
-    """How often Dynamo broke or gave up a graph, by its reasons."""
+    """Return how often Dynamo broke or gave up a graph, by its reasons."""
     from torch._dynamo.utils import counters
 
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def between_graph_and_caller() -> int:
-    """How many functions stand between the graph of fxpar that is running and the call
-    of what ``torch.compile`` gave: 1 where the graph is that of the outermost one."""
+    """Return how many functions there are between the running graph of fxpar and the
+    call of the compiled function: 1 where the graph is that of the outermost function.
+    """
     import sys
 
     frame, count = sys._getframe(1), 0
@@ -317,7 +324,8 @@ def between_graph_and_caller() -> int:
 
 
 def _is_machinery(frame: Any) -> bool:
-    """Whether a frame is of what calls modules and compiled graphs."""
+    """Return whether a frame belongs to the code that calls modules and compiled
+    graphs."""
     name = frame.f_globals.get("__name__", "")
     return name.startswith(("torch._dynamo", "fxpar.")) or (
         name == "torch.nn.modules.module"
@@ -325,9 +333,9 @@ def _is_machinery(frame: Any) -> bool:
 
 
 def recurrent_members(cls: Any) -> dict[str, Any]:
-    """What a subclass of an RNN (``nn.LSTM`` and the like) needs whose parameters are
-    properties: the list of weights that it hands to its kernel is made in each forward,
-    of what the parameters are there, and let go after it."""
+    """Return the members of a subclass of an RNN (``nn.LSTM`` and the like) whose
+    parameters are properties: the list of weights that it hands to its kernel is made
+    in each forward, from the parameters there, and dropped after it."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -345,8 +353,8 @@ def recurrent_members(cls: Any) -> dict[str, Any]:
 
 
 def not_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` as it stands, also where Dynamo is at work; it is loaded when ``fn`` is
-    called first."""
+    """Return ``fn`` so that Dynamo does not compile it; Dynamo is loaded when it is
+    first called."""
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(fn)
@@ -361,10 +369,10 @@ def compile_inlined_only(fn: Callable[..., Any]) -> None:
 
 
 def lists_recurrent_weights(module: torch.nn.Module, key: str) -> bool:
-    """Whether an attribute of a module is an RNN's list of its weights."""
+    """Return whether an attribute of a module is an RNN's list of its weights."""
     return isinstance(module, torch.nn.RNNBase) and key == "_flat_weights"
 
 
 def list_recurrent_weights(module: Any) -> None:
-    """Make that list anew, of the parameters that an RNN has by now."""
+    """Make an RNN's list of weights anew, from the parameters that it has by now."""
     module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]

@@ -1,4 +1,8 @@
-"""Fake tensors, and trees of tensors."""
+"""Makes and reads fake tensors, and trees of tensors.
+
+In: tensors, real or fake, or a tree. Out: fake tensors, modes, leaves. Never: reads the
+data of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ import torch
 
 
 def depends_on_data(x: Any) -> bool:
-    """Whether the shape of a fake tensor, or a symbolic number, is known only once it
-    is computed."""
+    """Return whether the shape of a fake tensor, or a symbolic number, is known only
+    once it is computed."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if not isinstance(x, torch.Tensor):
@@ -24,23 +28,24 @@ def depends_on_data(x: Any) -> bool:
 
 
 def lies_by_data(x: torch.Tensor) -> bool:
-    """Whether where a fake tensor begins in its memory is known only then."""
+    """Return whether the offset of a fake tensor in its memory is known only once
+    computed."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(x.storage_offset()))
 
 
 def fake_mode_of(values: Any) -> Any:
-    """The FakeTensorMode of some fake values, or None."""
+    """Return the FakeTensorMode of some fake values, or None."""
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(values)
 
 
 def mode_of(values: Any) -> Any:
-    """The mode in which ops on the values of a graph are traced: their FakeTensorMode,
-    or None; of values on the meta device, of which each op gives the shape by itself, a
-    context that does nothing."""
+    """Return the mode in which ops on the values of a graph are traced: their
+    FakeTensorMode, or None; for values on the meta device, on which ops compute shapes
+    without a mode, a context that does nothing."""
     if any(type(value) is torch.Tensor and value.is_meta for value in values):
         return contextlib.nullcontext()
     return fake_mode_of(values)
@@ -48,8 +53,8 @@ def mode_of(values: Any) -> Any:
 
 @contextlib.contextmanager
 def failures_unlogged() -> Iterator[None]:
-    """Context in which torch does not log an op that fails on fake tensors, 30 lines
-    before the error that is raised anyway. It does if the user asks for logs."""
+    """Keep torch from logging an op that fails on fake tensors, 30 lines before the
+    error that is raised anyway. It logs that if the user asks for logs."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     is_debugged = os.environ.get("FXPAR_DEBUG", "0") != "0"
     if is_debugged or os.environ.get("TORCH_LOGS") or log.isEnabledFor(logging.INFO):
@@ -68,7 +73,7 @@ def failures_unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shapes_alone() -> Iterator[None]:
-    """Ops on values of the meta device give such values, whatever mode is on."""
+    """Let ops on values of the meta device give such values, whatever mode is on."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), torch.no_grad():
@@ -76,9 +81,9 @@ def shapes_alone() -> Iterator[None]:
 
 
 def new_fake_mode(*, symbols: bool = False, scalars: bool = False) -> Any:
-    """A FakeTensorMode for tracing with static shapes. ``symbols``: it can make some,
-    which ``while_loop`` (2.13) asks for; ``scalars``: also of what a tensor holds, as
-    Inductor needs to lower loops. All inputs must then be fakes already."""
+    """Return a FakeTensorMode for tracing with static shapes. ``symbols``: it can make
+    symbols, which ``while_loop`` (2.13) asks for; ``scalars``: also for values in a
+    tensor, as Inductor needs to lower loops. All inputs must then be fakes already."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -117,10 +122,11 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
 
 
 def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A detached fake of ``x`` in ``mode``; a fake one of that mode stays itself.
+    """Return a detached fake of ``x`` in ``mode``; a fake of that mode stays itself.
 
-    One on the meta device is traced as on the CPU: of a cross entropy there the joint
-    graph (2.13) has no gradients."""
+    A tensor on the meta device is traced as on the CPU: for a cross entropy there the
+    joint graph (2.13) has no gradients.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     x = x.detach()
@@ -134,7 +140,7 @@ def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:
 
 
 def fake_like(x: torch.Tensor, shape: tuple[int, ...], mode: Any) -> torch.Tensor:
-    """A fake tensor like ``x`` in another shape, contiguous."""
+    """Return a fake tensor like ``x`` in another shape, contiguous."""
     with mode:
         empty = torch.empty(shape, dtype=x.dtype, device=x.device)
     return empty.requires_grad_(x.requires_grad)

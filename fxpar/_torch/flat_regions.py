@@ -1,9 +1,9 @@
-"""Dynamo's compile regions as the ops that they stand for.
+"""Replaces calls of Dynamo's compile regions by the ops of the regions.
 
 In: a Dynamo graph, which may call regions: bodies that Dynamo traced once for several
 calls, of functions that the user marked (``torch.compiler.nested_compile_region``) and
 of layers that repeat (``layer_regions``). Out: a graph with the ops of a region in the
-place of each of its calls, under the names of the modules that are called there. Never
+place of each of its calls, under the names of the modules that are called there. Never:
 changes the graph that comes in.
 """
 
@@ -29,9 +29,11 @@ _MODULES, _VALUE = "nn_module_stack", "example_value"
 
 @dataclass(frozen=True)
 class RenamedModules:
-    """What is around the ops of a region at one of its calls."""
+    """Says what the modules and lines around the ops of a region are at one of its
+    calls."""
 
-    # Dynamo's keys of the modules that were traced -> of those in their place.
+    # Dynamo's keys of the modules that were traced -> keys of the modules in their
+    # place.
     keys: Mapping[str, str]
     # The path of the layer that was traced, and of the one in its place.
     paths: tuple[str, str]
@@ -39,7 +41,7 @@ class RenamedModules:
     lines: tuple[str, str]
 
     def apply(self, meta: dict[str, Any]) -> None:
-        """Make metadata of an op of the body that of its copy."""
+        """Change metadata of an op of the body to that of its copy."""
         if _MODULES in meta:
             meta[_MODULES] = dict(map(self._module, meta[_MODULES].items()))
         traced, instead = self.lines
@@ -55,7 +57,7 @@ class RenamedModules:
 
 
 def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph that calls no regions; ``gm`` itself if it calls none."""
+    """Return a Dynamo graph that calls no regions; ``gm`` itself if it calls none."""
     bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
     if not any(_is_region(node) for body in bodies for node in body.graph.nodes):
         return gm
@@ -71,7 +73,7 @@ def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def call_of_region() -> Any:
-    """The op that calls a region, or None."""
+    """Return the op that calls a region, or None."""
     return getattr(torch.ops.higher_order, "invoke_subgraph", None)
 
 
@@ -87,9 +89,9 @@ def _append(
     copies: dict[fx.Node, Any],
     renamed: RenamedModules | None = None,
 ) -> Any:
-    """Copy the ops of a graph behind those of ``flat``, regions as theirs; the copies
-    of its results. ``copies``: of operands to begin with. ``attributes``: what ``flat``
-    gets, by name."""
+    """Append copies of the ops of a graph to ``flat``, with the ops of regions for
+    their calls; return the copies of its results. ``copies``: of operands to begin
+    with. ``attributes``: those of ``flat``, by name."""
     for node in gm.graph.nodes:
         if node.op == "output":
             break
@@ -104,7 +106,7 @@ def _append(
             copies[node] = _append(flat, attributes, body, inside, names)
         elif node.target is operator.getitem and _is_region(node.args[0]):
             copies[node] = result = copies[node.args[0]][node.args[1]]
-            # A call's results are in memory of their own.
+            # The results of a call are in memory of their own.
             result.meta[_VALUE] = node.meta.get(_VALUE, result.meta.get(_VALUE))
         elif node.op != "get_attr" or not all(map(_is_region, node.users)):
             copies[node] = copy = flat.node_copy(node, copies.__getitem__)
@@ -121,7 +123,7 @@ def _append(
 
 
 def _drop_region(meta: dict[str, Any]) -> None:
-    """Leave out of the metadata of a copied node that it was in a region."""
+    """Remove from the metadata of a copied node that it was in a region."""
     meta.pop("creation_timestamp", None)
     if "source_fn_stack" in meta:
         call, stack = call_of_region(), meta["source_fn_stack"]
@@ -129,8 +131,8 @@ def _drop_region(meta: dict[str, Any]) -> None:
 
 
 def _body(gm: fx.GraphModule, renamed: RenamedModules | None) -> fx.GraphModule:
-    """The body of an op that calls one, as of a checkpoint, without regions; a copy for
-    each call of a region, since those of a checkpoint are marked."""
+    """Return the body of an op that calls one, as of a checkpoint, without regions; a
+    copy for each call of a region, since bodies of a checkpoint are marked."""
     flat = without_regions(gm)
     if renamed is None:
         return flat
@@ -145,7 +147,8 @@ def _body(gm: fx.GraphModule, renamed: RenamedModules | None) -> fx.GraphModule:
 
 
 def _named(attributes: dict[str, Any], name: str, value: Any) -> str:
-    """The name under which a value is an attribute: its own if no other has it."""
+    """Return the name under which a value is an attribute: its own if no other has
+    it."""
     some, count = name, 0
     while attributes.setdefault(some, value) is not value:
         some, count = f"{name}_{count}", count + 1
@@ -153,7 +156,7 @@ def _named(attributes: dict[str, Any], name: str, value: Any) -> str:
 
 
 def _remove_unread_sizes(graph: fx.Graph) -> None:
-    """Remove sizes, and what is computed of them, that nothing reads: Dynamo leaves
+    """Remove sizes, and values computed from them, that nothing reads: Dynamo leaves
     them in bodies, and not elsewhere."""
     for node in reversed(graph.nodes):
         value = node.meta.get(_VALUE)

@@ -1,4 +1,8 @@
-"""Inductor: random numbers, decompositions, order and caches."""
+"""Calls Inductor: random numbers, decompositions, order of ops and caches.
+
+In: a graph of ATen ops with fake values. Out: code, cache entries, tables and settings
+of Inductor. Never: a setting of Inductor changed after a call.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +38,15 @@ def load() -> None:
 
 
 def modes() -> dict[str, dict[str, Any]]:
-    """Settings of Inductor by the ``mode=`` of ``torch.compile`` that has them."""
+    """Return settings of Inductor by the ``mode=`` of ``torch.compile`` that has
+    them."""
     from torch._inductor import list_mode_options
 
     return list_mode_options()
 
 
 def setting_types() -> dict[str, Any]:
-    """The type of each setting of Inductor, by its name."""
+    """Return the type of each setting of Inductor, by its name."""
     from torch._inductor import config
 
     module: Any = config
@@ -49,36 +54,36 @@ def setting_types() -> dict[str, Any]:
 
 
 def inductor_seeds() -> Any:
-    """Inductor's ``inductor_seeds(count, device)``."""
+    """Return Inductor's ``inductor_seeds(count, device)``."""
     from torch._inductor import inductor_prims
 
     return inductor_prims.seeds
 
 
 def inductor_lookup_seed() -> Any:
-    """Inductor's ``inductor_lookup_seed(seeds, index)``."""
+    """Return Inductor's ``inductor_lookup_seed(seeds, index)``."""
     from torch._inductor import inductor_prims
 
     return inductor_prims.lookup_seed
 
 
 def inductor_random() -> Any:
-    """Inductor's ``inductor_random(size, seed, mode)``."""
+    """Return Inductor's ``inductor_random(size, seed, mode)``."""
     from torch._inductor import inductor_prims
 
     return inductor_prims.random
 
 
 def inductor_randint() -> Any:
-    """Inductor's ``inductor_randint(low, high, size, seed)``."""
+    """Return Inductor's ``inductor_randint(low, high, size, seed)``."""
     from torch._inductor import inductor_prims
 
     return inductor_prims.randint
 
 
 def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
-    """ATen random ops -> Inductor's seed-and-index form, seeds numbered as on one
-    device. Does nothing under Inductor's ``fallback_random``."""
+    """Replace ATen random ops by Inductor's seed-and-index form, seeds numbered as on
+    one device. Does nothing under Inductor's ``fallback_random``."""
     from torch._inductor.fx_passes.joint_graph import lazy_init
     from torch._inductor.fx_passes.replace_random import replace_random_passes
     from torch._inductor.virtualized import V
@@ -89,7 +94,8 @@ def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decomposition table Inductor traces with, ours in place of some of its."""
+    """Return the decomposition table Inductor traces with, ours in place of some of its
+    rows."""
     return {**_own_decompositions(), **TABLE}
 
 
@@ -102,25 +108,26 @@ def _own_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def is_decomposed(op: Any) -> bool:
-    """Whether Inductor makes others of an op while a program is traced, and takes it no
-    more behind that."""
+    """Return whether Inductor decomposes an op while a program is traced, and cannot
+    compile it after that."""
     from torch._inductor import lowering
 
     return op in _own_decompositions() and op not in lowering.lowerings
 
 
 def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor's code for a graph of ATen ops, called with one list of arguments."""
+    """Return Inductor's code for a graph of ATen ops, called with one list of
+    arguments."""
     return cast(Callable[..., Any], _in_order(gm, list(fakes)))
 
 
 def _in_order(
     gm: fx.GraphModule, fakes: list[Any], text: str | None = None, **how: Any
 ) -> Any:
-    """Inductor's code; of a graph with collectives in the order of the graph: else
-    Inductor (2.13) moves ops to what reads them, behind waits, and waits to where that
-    frees memory, at once, so that nothing runs beside a collective. ``text``: stands
-    for the graph and its inputs in the key of Inductor's cache."""
+    """Return Inductor's code; for a graph with collectives in the order of the graph:
+    else Inductor (2.13) moves ops to their readers, after waits, and waits to where
+    they free memory, at once, so that nothing overlaps with a collective. ``text``:
+    stands for the graph and its inputs in the key of Inductor's cache."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -130,7 +137,7 @@ def _in_order(
     waits = any("::wait_" in _name(target) for target in targets)
     names = ["reorder_for_locality", "reorder_for_peak_memory"] if waits else []
     if text is None and any(map(is_users_op, targets)):
-        # Torch's key of a graph has no shapes of what its ops make.
+        # Torch's key of a graph does not have the shapes of results of the user's ops.
         names.append("fx_graph_cache")
     with (
         config.patch(dict.fromkeys(names, False)),
@@ -145,8 +152,9 @@ def _in_order(
 
 
 def _read_after_writes() -> contextlib.AbstractContextManager[Any]:
-    """Context in which a kernel that Inductor loops over anew reads what it read: 2.13
-    forgets then that a collective wrote over it, and puts the kernel before that."""
+    """Return a context in which a kernel that Inductor loops over anew reads what it
+    read: 2.13 forgets then that a collective wrote over it, and puts the kernel before
+    that."""
     from unittest import mock
 
     from torch._inductor.scheduler import SchedulerNode
@@ -162,14 +170,15 @@ def _read_after_writes() -> contextlib.AbstractContextManager[Any]:
     )
 
 
-# Inductor does these in place, or in a copy of the operand.
+# Inductor runs these in place, or in a copy of the operand.
 _IN_PLACE = ("::all_reduce", "::broadcast")
 
 
 def _hold_operands(gm: fx.GraphModule) -> None:
-    """Read what a collective reads once more behind its wait, which no kernel does:
-    Inductor (2.13), whose order of buffers knows it, makes ops write over an operand
-    before (``reinplace``) if no node of the graph reads it later."""
+    """Read the operands of a collective once more after its wait, by an op without a
+    kernel: Inductor (2.13), whose order of buffers knows of the collective, makes ops
+    write over an operand before the wait (``reinplace``) if no node of the graph reads
+    it later."""
     for body in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
         for wait in [n for n in body.graph.nodes if "::wait_" in _name(n.target)]:
             launch = wait.args[0]
@@ -187,7 +196,8 @@ def _hold_operands(gm: fx.GraphModule) -> None:
 
 @functools.cache
 def _hold() -> Any:
-    """An op that does nothing, and stays in a graph; Inductor makes no code of it."""
+    """Return an op that does nothing, and stays in a graph; Inductor generates no code
+    for it."""
     from torch._inductor.lowering import register_lowering
     from torch.fx.node import has_side_effect
 
@@ -201,10 +211,11 @@ def _hold() -> Any:
 
 
 def _keyed_by(text: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Context in which the key of Inductor's cache has ``text`` in place of the graph
-    and its inputs, and fxpar's version in place of the pass that made it. Pickled as
-    torch does, these hold what is a rank's own (2.13: the DeviceMesh of a DTensor; the
-    key of the pass, in which a rank is), so that keys of equal graphs differ."""
+    """Return a context in which the key of Inductor's cache has ``text`` in place of
+    the graph and its inputs, and fxpar's version in place of the pass that made it. As
+    torch pickles them, these hold a rank's own values (2.13: the DeviceMesh of a
+    DTensor; the key of the pass, in which a rank is), so that keys of equal graphs
+    differ."""
     from unittest import mock
 
     from torch._inductor import codecache
@@ -230,8 +241,8 @@ def _name(target: Any) -> str:
 
 
 def _local_examples(graph: fx.Graph, examples: Any) -> list[Any]:
-    """Example inputs as one rank holds them. Where AOTAutograd's have that shape they
-    know better: saved activations come in the strides the forward gave them."""
+    """Return example inputs as one rank holds them. Where AOTAutograd's have that shape
+    they are better: saved activations come in the strides the forward gave them."""
     values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
     return [
         value
@@ -242,9 +253,9 @@ def _local_examples(graph: fx.Graph, examples: Any) -> list[Any]:
 
 
 def _take_strides(graph: fx.Graph, examples: Sequence[Any]) -> None:
-    """Give inputs the strides of their ``examples``, in place, and so what ops make of
-    them: layers that read what a forward saved otherwise are not alike. An op that
-    does not run on fakes of those strides keeps what it was traced with."""
+    """Give inputs the strides of their ``examples``, in place, and so results of ops on
+    them: layers that read values saved with other strides are not equal. An op that
+    does not run on fakes of those strides keeps the strides it was traced with."""
     restrided = set[fx.Node]()
     inputs = graph.find_nodes(op="placeholder")
     for node, example in zip(inputs, examples, strict=True):
@@ -273,22 +284,22 @@ def _take_strides(graph: fx.Graph, examples: Sequence[Any]) -> None:
 
 
 def _has_numbers(x: torch.Tensor) -> bool:
-    """Whether a tensor has strides, and these and its sizes are no symbols."""
+    """Return whether a tensor has strides, and these and its sizes are no symbols."""
     if x.layout != torch.strided:
         return False
     return all(type(n) is int for n in (*x.shape, *x.stride()))
 
 
 def make_boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` in AOTAutograd's calling convention: one list of arguments."""
+    """Return ``fn`` in AOTAutograd's calling convention: one list of arguments."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     return make_boxed_func(fn)
 
 
 def triton_random_lanes() -> int:
-    """How many neighbours draw from one Philox counter in Inductor's Triton kernels:
-    four where it packs them (2.13), else one (2.11)."""
+    """Return how many neighbours draw from one Philox counter in Inductor's Triton
+    kernels: four where it packs them (2.13), else one (2.11)."""
     from torch._inductor.codegen.triton import TritonOverrides
 
     packs = hasattr(TritonOverrides, "_can_use_4x_random")
@@ -296,22 +307,22 @@ def triton_random_lanes() -> int:
 
 
 def cache_dir() -> str:
-    """Where Inductor keeps its caches."""
+    """Return the folder of Inductor's caches."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir as directory
 
     return directory()
 
 
 def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range of this name in a profile, if one is taken."""
+    """Return a range of this name in a profile, if one is taken."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(name)
     return contextlib.nullcontext()
 
 
 def cache_entry(compiled: Any) -> tuple[str, bytes] | None:
-    """What ``compiled`` left in Inductor's cache on disk: (key, content); None if it is
-    not there."""
+    """Return the (key, content) that ``compiled`` left in Inductor's cache on disk;
+    None if it is not there."""
     from pathlib import Path
 
     from torch._inductor.codecache import FxGraphCache
@@ -337,28 +348,28 @@ def put_cache_entry(key: str, content: bytes) -> None:
 
 
 def invoke_subgraph() -> Any:
-    """The op that calls a body."""
+    """Return the op that calls a body."""
     from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
     return invoke_subgraph
 
 
 def calls_bodies() -> bool:
-    """Whether Inductor makes of ``invoke_subgraph`` a call of one function. With CUDA
-    graphs (2.13) it does not see which ops of a body none can record."""
+    """Return whether Inductor turns ``invoke_subgraph`` into a call of one function.
+    With CUDA graphs (2.13) it does not see which ops of a body cannot be recorded."""
     from torch._inductor import config
 
     return not (config.cpp_wrapper or config.triton.cudagraphs)
 
 
 def keep_strides(body: fx.Graph) -> None:
-    """Let what a body gives have the strides of its fakes, as callers take it to."""
+    """Let the results of a body have the strides of its fakes, which callers assume."""
     output = next(iter(body.find_nodes(op="output")))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
 
 
 def caches_disabled() -> bool:
-    """Whether the user turned off all caches of torch."""
+    """Return whether the user turned off all caches of torch."""
     from torch._inductor import config
 
     return bool(config.force_disable_caches)

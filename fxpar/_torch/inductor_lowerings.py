@@ -1,8 +1,9 @@
-"""Lowerings: how Inductor makes code of ops that are fxpar's own.
+"""Tells Inductor how to generate code for ops that are fxpar's own.
 
-In: ops that torch.library knows. Out: rows in Inductor's table of lowerings, for the
-ops that compute (``inductor_lowering``), collectives with their waits, sums that may be
-written over, calls of torch's own ops, and a rank's part of a value.
+In: ops that torch.library knows. Out: rows in Inductor's table of lowerings, for ops
+that compute (``inductor_lowering``), collectives with their waits, sums that may be
+written over, calls of torch's own ops, and a rank's part of a value. Never: generates
+code itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ OpOverload = torch._ops.OpOverload
 
 
 def inductor_lowering() -> tuple[Any, Any, Any]:
-    """Inductor's (register_lowering, Pointwise, ops): what a lowering is made of."""
+    """Return Inductor's (register_lowering, Pointwise, ops), which lowerings are made
+    of."""
     from torch._inductor.ir import Pointwise
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
@@ -26,8 +28,8 @@ def inductor_lowering() -> tuple[Any, Any, Any]:
 
 def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
     """Let Inductor treat an op that starts a collective, and the op on its result that
-    ends it, as those of its own: from one to the other it neither frees, reuses nor
-    writes the operand's buffer, and nothing reads the result."""
+    ends it, like those of its own: between them it neither frees, reuses nor writes the
+    operand's buffer, and nothing reads the result."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
@@ -51,8 +53,8 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
 
 
 def lower_over_first(op: OpOverload, over: OpOverload, runs: OpOverload) -> None:
-    """Let Inductor make ``op(total, *others)``, where nothing reads the total later,
-    ``over``, which gives the total: a call of ``runs``, which writes over it."""
+    """Let Inductor replace ``op(total, *others)``, where nothing reads the total later,
+    by ``over``, which gives the total: a call of ``runs``, which writes over it."""
     from torch._inductor import ir
     from torch._inductor.fx_passes.reinplace import InplaceableOp, inplaceable_ops
     from torch._inductor.lowering import register_lowering
@@ -91,7 +93,8 @@ def lower_over_first(op: OpOverload, over: OpOverload, runs: OpOverload) -> None
 
 
 def lower_as_call(op: OpOverload, runs: OpOverload) -> None:
-    """Let Inductor make ``op`` a call of ``runs``, which it generates no code of."""
+    """Let Inductor turn ``op`` into a call of ``runs``, for which it generates no
+    code."""
     from torch._inductor.lowering import fallback_handler, register_lowering
 
     call = fallback_handler(runs, add_to_fallback_set=False)
@@ -103,7 +106,7 @@ def lower_own_shard(
 ) -> None:
     """Let Inductor compile ``part(x, dim, size, mesh, axes, stride, base)``, a slice of
     ``size`` rows, and ``place(mesh, axes, stride, base, device)``, a number, that begin
-    at ``base + stride * i``: i is what ``own_shard(mesh, axes)`` of ``module`` says
+    at ``base + stride * i``: i is what ``own_shard(mesh, axes)`` of ``module`` returns
     when the code runs, less than ``count(mesh, axes)``."""
     import sympy
     from torch._inductor import ir
@@ -166,7 +169,7 @@ def lower_own_shard(
 
 
 def inductor_integer(ops: Any, value: Any, dtype: torch.dtype) -> Any:
-    """Of an integer known when it compiles: a value of Inductor's."""
+    """Return a value of Inductor's for an integer that is known when it compiles."""
     from torch._inductor.ops_handler import OpsHandler
 
     # 2.11 has one op for both; in 2.13 that for indices may give it fewer bits.

@@ -1,12 +1,12 @@
-"""Dynamo: of layers that repeat one is traced, and the others call what it became.
+"""Lets Dynamo trace one of the layers that repeat, and call its region for the others.
 
 In: a frame that Dynamo traces for a backend, with calls of the modules of a list
-(``nn.ModuleList``, ``nn.Sequential``). Out: a graph in which layers that are alike call
-one region; ``flat_regions`` makes of it the graph that tracing each layer gives.
-Dynamo knows how to use a region again (``torch.compiler.nested_compile_region``): the
-operands of a call must be alike. What it leaves to the user, whether the layers are,
-``alike_layers`` says. Layers that are no region, or of many kinds, are traced each. So
-they are on torch 2.11, which cannot use a region again.
+(``nn.ModuleList``, ``nn.Sequential``). Out: a graph in which layers of the same kind
+call one region; ``flat_regions`` turns it into the graph that tracing each layer gives.
+Dynamo can use a region again (``torch.compiler.nested_compile_region``) if the operands
+of a call are of the same kind; whether the layers are, it leaves to the user, and
+``alike_layers`` says. Never: a region for layers that cannot be one, or are of many
+kinds, or on torch 2.11, which cannot use a region again: each of these is traced.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from fxpar._torch.flat_regions import (
     call_of_region,
 )
 
-# Layers of one class in a list are regions if there are so many.
+# Layers of one class in a list are regions if there are at least so many.
 _LEAST = 3
 
-# Of a class, layers of so many kinds are traced; of more, each layer is.
+# If a class has more kinds of layers than this, each of its layers is traced.
 _KINDS = 3
 
-# Classes whose layers are traced each, by what Dynamo is compiling: it begins anew when
-# one is found.
+# Compilation by Dynamo -> classes whose layers are traced each: it begins anew when one
+# is found.
 _refused: weakref.WeakKeyDictionary[Any, set[type]] = weakref.WeakKeyDictionary()
 
-# Those that break the graph, by their code alone, so alike on all ranks: what comes
-# behind a break is compiled by itself, and has the next layer in it.
+# Classes that break the graph, by their code alone, so equal on all ranks: what comes
+# after a break is compiled by itself, and has the next layer in it.
 _broken: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -63,7 +63,8 @@ def serve(backend: Callable[..., Any]) -> None:
 
 @functools.cache
 def _teach_dynamo() -> None:
-    """Make Dynamo ask here when it calls a module, and when it would use a region."""
+    """Make Dynamo ask this module when it calls a module, and when it would use a
+    region."""
     try:
         from torch._dynamo.variables import invoke_subgraph as regions
     except ImportError:
@@ -99,27 +100,28 @@ def _teach_dynamo() -> None:
 
 @dataclass(frozen=True)
 class _TracedLayer:
-    """A layer that was traced as a region."""
+    """Holds a layer that was traced as a region."""
 
-    # Dynamo's record of it, by which it is used again.
+    # Dynamo's record of the region, by which it is used again.
     entry: Any
-    # What else must be the same.
+    # The layer's ``kind_of``, which must be the same.
     kind: Any
-    # All on the layer.
+    # All guards on the layer.
     guards: Sequence[LayerGuard]
 
 
 @dataclass(frozen=True)
 class _Body:
-    """A body that regions call: Dynamo has one for those of the same ops."""
+    """Is a body that regions call: Dynamo has one body for all regions of the same
+    ops."""
 
-    # The layer that became it, a variable of Dynamo.
+    # The layer that was traced to it, a variable of Dynamo.
     layer: Any
     # Its call in the graph.
     call: fx.Node
 
     def renamed(self, layer: Any, call: fx.Node) -> RenamedModules:
-        """What its modules are called where another layer is."""
+        """Return the names of its modules where another layer is called."""
         traced = self.layer.value.named_modules(remove_duplicate=False)
         ours = layer.value.named_modules(remove_duplicate=False)
         keys = {
@@ -133,7 +135,7 @@ class _Body:
 
 
 def _trace_of(tx: Any) -> _Trace:
-    """What is known of the layers of a trace."""
+    """Return what is known of the layers of a trace."""
     if not hasattr(tx.output, "fxpar_layers"):
         tx.output.fxpar_layers = _Trace(_is_served(tx))
         tx.output.add_cleanup_hook(tx.output.fxpar_layers.forget)
@@ -150,15 +152,15 @@ def _is_served(tx: Any) -> bool:
 
 
 def _compilation() -> Any:
-    """What stands for all that Dynamo does for one frame."""
+    """Return the object that stands for all that Dynamo does for one frame."""
     from torch._guards import CompileContext
 
     return CompileContext.get()
 
 
 class _Trace:
-    """The layers of one trace. ``called``: the layer whose call is under way; ``used``:
-    the region that was found for it."""
+    """Tracks the layers of one trace. ``called``: the layer whose call is under way;
+    ``used``: the region that was found for it."""
 
     def __init__(self, is_served: bool) -> None:
         self.is_served = is_served
@@ -168,12 +170,12 @@ class _Trace:
         self.used: _TracedLayer | None = None
 
     def forget(self) -> None:
-        """Hold nothing of the trace, which is at its end."""
+        """Drop the records of the trace, which is at its end."""
         self.regions.clear()
         self.bodies.clear()
 
     def takes(self, tx: Any, layer: Any) -> bool:
-        """Whether the call of a module shall be one of a region."""
+        """Return whether the call of a module becomes a call of a region."""
         return (
             self.is_served
             and self.called is None
@@ -186,7 +188,8 @@ class _Trace:
         )
 
     def call(self, tx: Any, layer: Any, args: Any, kwargs: Any) -> Any:
-        """The results of a layer, of a region that was traced or is traced for it."""
+        """Return the results of a layer, from a region that was traced or is traced for
+        it."""
         from torch._dynamo import exc
         from torch._dynamo.variables.higher_order_ops import (
             TorchHigherOrderOperatorVariable,
@@ -222,8 +225,8 @@ class _Trace:
         return results
 
     def _traced(self, tx: Any, layer: Any) -> bool:
-        """Remember the region that a layer became; whether it is one to use again, and
-        its class has not too many."""
+        """Record the region that a layer became. Return whether it can be used again,
+        and its class does not have too many."""
         from torch._guards import InvokeSubgraphCache
 
         caches = tx.output.tracing_context.hop_dispatch_set_cache
@@ -244,7 +247,8 @@ class _Trace:
         traced = _TracedLayer(entry, kind_of(layer.value), guards)
         others = list(self.regions.values())
         self.regions[id(entry)] = traced
-        # Dynamo has one body for the same ops, whatever they give in other modes.
+        # Dynamo has one body for the same ops, although they may give other results in
+        # other modes.
         return all(
             other.kind == traced.kind
             for other in others
@@ -252,9 +256,10 @@ class _Trace:
         )
 
     def fits(self, tx: Any, operands: Any, entry: Any) -> bool:
-        """Whether a region, whose operands fit, is one for the layer that is called."""
+        """Return whether a region, whose operands fit, fits the layer that is
+        called."""
         region = self.regions.get(id(entry))
-        if region is None:  # the user's
+        if region is None:  # a region of the user's
             return True
         if region.kind != kind_of(self.called.value):
             return False
@@ -285,8 +290,8 @@ def _call_of_layer() -> Any:
 
 
 def _operands(args: Any, kwargs: Any) -> Any:
-    """What a layer is called with, for Dynamo to compare: its own way traces how torch
-    flattens Python's containers, at each call."""
+    """Return the operands of a layer for Dynamo to compare: its own way traces how
+    torch flattens Python's containers, at each call."""
     from torch._dynamo.variables import ConstDictVariable, ListVariable, TupleVariable
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.invoke_subgraph import InputFingerprint, classify_vt
@@ -298,8 +303,8 @@ def _operands(args: Any, kwargs: Any) -> Any:
     unknown = False
 
     def value_of(variable: Any) -> Any:
-        """What Dynamo does not compare of a leaf: which others it is, and of a number
-        its type."""
+        """Return what Dynamo does not compare of a leaf: which other leaves it equals,
+        and the type of a number."""
         nonlocal unknown
         if isinstance(variable, ConstantVariable):
             return type(variable.value), repr(variable.value)
@@ -334,13 +339,14 @@ def _operands(args: Any, kwargs: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a fake value is a tensor or number, and no subclass that holds others."""
+    """Return whether a fake value is a tensor or number, and no subclass that holds
+    others."""
     return not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
 
 
 def _distinct_tensors(results: Any) -> bool:
-    """Whether a layer gives one plain tensor, or a tuple of several: what Dynamo gives
-    for a region that is used again."""
+    """Return whether a layer gives one plain tensor, or a tuple of several: what Dynamo
+    gives for a region that is used again."""
     from torch._dynamo.variables import TupleVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
@@ -353,8 +359,9 @@ def _distinct_tensors(results: Any) -> bool:
 
 
 def _no_leaves(results: Any, mode: Any) -> None:
-    """Make the fake results of a region that is used again results of ops, to which
-    code may write: Dynamo makes leaves, though what it traced gives none."""
+    """Give fake results of a region that is used again a gradient function, so that
+    code may write to them: Dynamo makes them leaves, though the traced ones are none.
+    """
     for x in getattr(results, "items", [results]):
         meta = x.as_proxy().node.meta
         value = meta["example_value"]
@@ -367,7 +374,8 @@ def _no_leaves(results: Any, mode: Any) -> None:
 
 
 def _repeats(tx: Any, layer: Any) -> bool:
-    """Whether a module of the user's own is one of several in a list of modules."""
+    """Return whether a module of the user's own is one of several in a list of
+    modules."""
     from torch._dynamo.source import NNModuleSource
 
     kind, source = type(layer.value), layer.source
@@ -386,7 +394,7 @@ def _repeats(tx: Any, layer: Any) -> bool:
 
 
 def _path(layer: Any) -> str:
-    """The path of a module, as Dynamo says it in the metadata of nodes."""
+    """Return the path of a module, as Dynamo writes it in the metadata of nodes."""
     name = layer.get_nn_module_stack_source().name
     within = r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]"
     return re.sub(within, r".\2", name)

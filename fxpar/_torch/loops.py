@@ -1,5 +1,9 @@
-"""Ops of higher order, as torch traces and differentiates them: loops of a number of
-steps that depends on data, and what their bodies draw."""
+"""Traces ops of higher order: rewrites their calls, gives loops a number of steps that
+depends on data, and replaces ops in their bodies.
+
+In: calls of such ops while a graph is traced. Out: calls or values in their place.
+Never: a call rewritten outside of the contexts below.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ import torch
 from torch import fx
 
 STACKED = "higher_order::while_loop_stack_output"
-# As STACKED, of a number of steps that stands in the place of the unknown one.
+# Like STACKED, with a given number of steps in place of the unknown one.
 COUNTED = "higher_order::fxpar_counted_loop"
 
 
 def stacked_loop() -> Any:
-    """The op of STACKED, which torch 2.11 does not have: what each step of a loop
-    gives, stacked; of no step what the loop starts from."""
+    """Return the op of STACKED, which torch 2.11 does not have: it stacks the results
+    of each step of a loop; of no step what the loop starts from."""
     from torch._higher_order_ops.while_loop import while_loop_stack_output_op
 
     return while_loop_stack_output_op
@@ -27,9 +31,9 @@ def stacked_loop() -> Any:
 
 @functools.cache
 def counted_loop() -> Any:
-    """The op of COUNTED. It takes the test, the body, what is carried, what else both
-    take, and ``steps``: of fake tensors it gives so many steps, of others what
-    ``stacked_loop`` gives."""
+    """Return the op of COUNTED. It takes the test, the body, the carried values, what
+    else both take, and ``steps``: for fake tensors it gives so many steps, for others
+    what ``stacked_loop`` gives."""
     from torch._ops import HigherOrderOperator
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -58,8 +62,8 @@ def counted_loop() -> Any:
 
 @contextlib.contextmanager
 def steps_looked_up(mode: Any) -> Iterator[None]:
-    """Inside, the backward of a loop traced in ``mode`` takes a step by a number that a
-    tensor holds (``select(0, i.item())``), which the user's code may not."""
+    """Let the backward of a loop traced in ``mode`` take a step by a number in a tensor
+    (``select(0, i.item())``) inside, which the user's code may not."""
     try:
         from torch._higher_order_ops.while_loop import WhileLoopAutogradOp as function
     except ImportError:  # torch 2.11
@@ -81,8 +85,8 @@ def steps_looked_up(mode: Any) -> Iterator[None]:
         function.backward = staticmethod(traced)  # type: ignore[method-assign]
 
 
-# What a call of higher order is traced as: (op's name, arguments) -> (arguments, how
-# many of its last results are not the user's).
+# (an op's name, arguments of its call) -> (arguments to trace instead, how many of its
+# last results are not the user's).
 Rewrite = Callable[[str, tuple[Any, ...]], tuple[tuple[Any, ...], int]]
 
 _REWRITES: dict[str, Rewrite] = {}  # by op
@@ -96,8 +100,8 @@ def rewrite_calls(names: Sequence[str], rewrite: Rewrite) -> None:
 
 @contextlib.contextmanager
 def calls_rewritten() -> Iterator[None]:
-    """Inside, calls that are traced are what ``rewrite_calls`` was told: before they
-    are differentiated, and in inference mode, where they are not, before they are made
+    """Rewrite calls that are traced inside by ``rewrite_calls``: before they are
+    differentiated, and in inference mode, where they are not, before they are made
     functional."""
     from torch._C import DispatchKey
     from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -120,12 +124,12 @@ def calls_rewritten() -> Iterator[None]:
 def _functional(
     op: Any, kernel: Callable[..., Any], mode: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """As ``_traced``, by the kernel that a mode has."""
+    """Run ``_traced`` with the kernel that a mode has."""
     return _traced(op, functools.partial(kernel, mode), *args, **kwargs)
 
 
 def _traced(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of an op by a kernel of it, rewritten if it is traced."""
+    """Call an op by one of its kernels, rewritten if it is traced."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     if get_proxy_mode() is None:  # its values are asked for, not its graph
@@ -140,14 +144,15 @@ def _rewritten(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def run_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """What a body gives, its nodes with the user's lines where it is traced."""
+    """Return the results of a body, its nodes with the user's lines where it is
+    traced."""
     from torch._higher_order_ops.utils import _maybe_run_with_interpreter
 
     return _maybe_run_with_interpreter(body)(*inputs)
 
 
 def evaluate_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """What a body gives of fake tensors; while a program is traced, it is not."""
+    """Return the results of a body on fake tensors; nothing is traced meanwhile."""
     from torch._dispatch.python import suspend_functionalization
     from torch._guards import detect_fake_mode
     from torch._higher_order_ops.utils import _from_fun
@@ -176,9 +181,10 @@ _REPLACING: list[Any] = []  # modes, the innermost last
 def ops_replaced(
     replace: Callable[..., Any], calls: Callable[[str, tuple[Any, ...]], None]
 ) -> Iterator[None]:
-    """Inside, below autograd, a call of an op is ``replace(op, args, kwargs)``, unless
-    that is NotImplemented; inside ``replace`` too. Calls of higher order are rewritten
-    where they are traced; ``calls`` is told of others. The innermost alone counts."""
+    """Replace, inside and below autograd, a call of an op by
+    ``replace(op, args, kwargs)``, unless that is NotImplemented; inside ``replace``
+    too. Calls of higher order are rewritten where they are traced; ``calls`` gets the
+    others. Only the innermost such context counts."""
     from torch._ops import HigherOrderOperator
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,12 +216,12 @@ def ops_replaced(
 
 
 def takes_a_step(steps: torch.Tensor) -> None:
-    """Let symbols know that what ``stacked_loop`` gives has one step at least."""
+    """Let symbols know that the results of ``stacked_loop`` have at least one step."""
     torch._check(steps.shape[0] >= 1)
 
 
 def bind_symbols(node: fx.Node, mode: Any) -> None:
-    """Note in a node's metadata which symbols its fake value brings in."""
+    """Note in a node's metadata which new symbols its fake value has."""
     from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
     node.meta.pop("unbacked_bindings", None)

@@ -1,4 +1,8 @@
-"""Copies of traced nodes, on memory of their own, and the tensors they stand for."""
+"""Copies traced nodes, with fake values on memory of their own.
+
+In: nodes as they were traced, and the nodes in place of their operands. Out: copies in
+a graph. Never: writes to the nodes that it copies.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,19 @@ from fxpar._torch.traced_values import fake_like, fake_on, is_plain
 
 @dataclass(frozen=True)
 class TracedNode:
-    """A node as it was traced."""
+    """Is a node as it was traced."""
 
-    # What others read; it may have been erased since.
+    # The node that others read; it may have been erased since.
     node: fx.Node
-    # As in a node.
+    # As in the node.
     op: str
-    # As in a node.
+    # As in the node.
     target: Any
-    # As in a node, of the nodes that were traced.
+    # As in the node: it names nodes as traced.
     args: Any
     # As ``args``, by name.
     kwargs: Any
-    # As in a node, but where it comes from.
+    # As in the node, without ``from_node``.
     meta: dict[str, Any]
 
     @staticmethod
@@ -40,8 +44,8 @@ class TracedNode:
         return TracedNode(node, node.op, node.target, node.args, node.kwargs, meta)
 
     def copy(self, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Add a copy of it, which ``copies`` then has in its place; as it has others in
-        the place of what it reads. Without a value."""
+        """Add a copy of the node, which reads what ``copies`` has in place of its
+        operands; then enter it in ``copies``. It shares its value with the node."""
 
         def mapped(node: fx.Node) -> fx.Node:
             return copies.get(node, node)
@@ -65,9 +69,9 @@ def add_node(
     name: str | None = None,
     type_expr: Any = None,
 ) -> fx.Node:
-    """As ``graph.create_node``, without a look for symbols in arguments, which takes
-    half of its time: what is given here are nodes and numbers. A name is one that
-    another node has."""
+    """Run ``graph.create_node`` without its search for symbols in arguments, which
+    takes half of its time: arguments here are nodes and numbers. ``name``: the name of
+    another node."""
     if getattr(graph.owning_module, "_create_node_hooks", None) is not None:
         return graph.create_node(op, target, args, dict(kwargs or {}), name, type_expr)
     names = graph._graph_namespace
@@ -86,8 +90,8 @@ def add_node(
 
 
 def _name_in(names: Any, name: str) -> str:
-    """A node's name, in the names of another graph, as ``names.create_name`` gives it:
-    itself, where it is not used there."""
+    """Return a node's name among the names of another graph, as ``names.create_name``
+    gives it: itself, where it is not used there."""
     if name in names._used_names:
         return names.create_name(name, None)
     base, number = _name_parts(name)
@@ -100,7 +104,7 @@ def _name_in(names: Any, name: str) -> str:
 
 @lru_cache(maxsize=1 << 15)
 def _name_parts(name: str) -> tuple[str, int | None]:
-    """The word of a name, and its number."""
+    """Return the word of a name, and its number."""
     base, _, digits = name.rpartition("_")
     if base and digits.isascii() and digits.isdigit():
         return base, int(digits)
@@ -109,14 +113,14 @@ def _name_parts(name: str) -> tuple[str, int | None]:
 
 @lru_cache(maxsize=1 << 12)
 def _name_of(target: Any) -> str:
-    """What a graph calls a node of an op."""
+    """Return the name that a graph gives a node of an op, without its number."""
     return fx.Graph()._target_to_str(target)
 
 
 def copy_node(
     graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any]
 ) -> fx.Node:
-    """As ``graph.node_copy``; by ``add_node``, and without what torch does when a node
+    """Run ``graph.node_copy`` by ``add_node``, and without what torch does when a node
     that is in a graph is written to."""
     args = fx.node.map_arg(node.args, value_of)
     kwargs = fx.node.map_arg(node.kwargs, value_of) if node.kwargs else {}
@@ -130,7 +134,7 @@ def last_node(graph: fx.Graph) -> fx.Node:
 
 
 def traced_since(last: fx.Node, graph: fx.Graph) -> list[TracedNode]:
-    """The nodes behind ``last``, in order."""
+    """Return the nodes after ``last``, in order."""
     traced = []
     for node in reversed(graph.nodes):
         if node is last:
@@ -141,8 +145,8 @@ def traced_since(last: fx.Node, graph: fx.Graph) -> list[TracedNode]:
 
 @contextlib.contextmanager
 def taken_out(graph: fx.Graph) -> Iterator[None]:
-    """Nodes that are added inside leave the graph at the end, and their names are free
-    again."""
+    """Remove the nodes that are added inside from the graph at the end, and free their
+    names."""
     last, names = last_node(graph), graph._graph_namespace
     before = names._used_names.copy(), names._base_count.copy()
     yield
@@ -153,10 +157,11 @@ def taken_out(graph: fx.Graph) -> Iterator[None]:
 
 
 class Memories:
-    """Fake tensors like others; those that share memory are like those that do."""
+    """Makes fake tensors like others; copies share memory where the originals do."""
 
     def __init__(self, stand_ins: Mapping[fx.Node, fx.Node]) -> None:
-        """``stand_ins``: of nodes with values those whose memory is in their place."""
+        """Start with memory that exists. ``stand_ins``: node with a value -> the node
+        whose memory is in its place."""
         self._storages: dict[int, Any] = {}
         for node, other in stand_ins.items():
             pairs = zip(tensors_of(node), tensors_of(other), strict=False)
@@ -165,7 +170,7 @@ class Memories:
         self._nodes = list(stand_ins)  # their memory lives, and keeps its number
 
     def like(self, value: Any) -> Any:
-        """A value of a node, as another node has it."""
+        """Return a value like a node's, on the memory in its place."""
         if isinstance(value, torch.Tensor):
             number = memory_of(value)
             if number not in self._storages:
@@ -179,7 +184,8 @@ class Memories:
 
 
 def can_be_copied(nodes: Sequence[TracedNode]) -> bool:
-    """Whether values are plain tensors, of fixed sizes, and no graphs are called."""
+    """Return whether values are plain tensors, of fixed sizes, and no graphs are
+    called."""
     for traced in nodes:
         value = traced.meta.get("val")
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -191,7 +197,7 @@ def can_be_copied(nodes: Sequence[TracedNode]) -> bool:
 
 
 def new_region() -> int:
-    """A number for a checkpointed region."""
+    """Return a number for a checkpointed region."""
     from torch._higher_order_ops import wrap
 
     return next(wrap.uid)
@@ -202,7 +208,7 @@ _USERS = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
 class Texts:
-    """Texts of metadata, made once of each."""
+    """Holds texts of metadata, each made once."""
 
     def __init__(self) -> None:
         self._texts: dict[int, tuple[Any, str]] = {}  # by id, which they keep
@@ -217,8 +223,9 @@ class Texts:
 def users_metadata(
     first: Sequence[fx.Node], mine: Sequence[fx.Node], texts: Texts
 ) -> dict[str, dict[str, Any]] | None:
-    """What metadata of nodes is at those in their place: by its name, and its text
-    there. None if it is not the same for all that have one text."""
+    """Return name of metadata -> its text at a node of ``first`` -> its value at the
+    node of ``mine`` in the same place; None if equal texts have different values there.
+    """
     renamed: dict[str, dict[str, Any]] = {name: {} for name in _USERS}
     for a, b in _pairs(first, mine):
         for name, values in renamed.items():
@@ -233,7 +240,7 @@ def users_metadata(
 def _pairs(
     first: Sequence[fx.Node], mine: Sequence[fx.Node]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes in the same places, those of bodies included."""
+    """Yield nodes in the same places, those of bodies included."""
     for a, b in zip(first, mine, strict=True):
         yield a, b
         if a.op == "get_attr":
@@ -243,5 +250,5 @@ def _pairs(
 
 
 def attribute(node: fx.Node) -> Any:
-    """What a ``get_attr`` gives."""
+    """Return the value of a ``get_attr``."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)

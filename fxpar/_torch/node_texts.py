@@ -1,8 +1,10 @@
-"""Whether the text of a graph says all that the graph computes.
+"""Decides whether the text of a graph says all that the graph computes.
 
-Code that a graph calls by name is not in its text, so that a plan kept for the next
-start would still be used after that code was edited. Torch's own check of a Dynamo
-graph (``check_node_safe``) does not look into bodies, and accepts ops of all libraries.
+In: a Dynamo graph. Out: yes or no, and texts of ops. Code that a graph calls by name is
+not in its text, so that a plan kept for the next start would still be used after that
+code was edited. Torch's own check of a Dynamo graph (``check_node_safe``) does not look
+into bodies, and accepts ops of all libraries. Never: accepts an op of the user's by its
+name alone.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _SHIPPED = {
 # Modules that come with torch or Python.
 _MODULES = ("torch", "fxpar", "math", "builtins", "_operator")
 
-# Ops that torch does not keep, although arguments and bodies say all of them.
+# Ops that torch does not cache, although arguments and bodies say all of them.
 _OF_BODIES = {
     *("associative_scan", "autograd_function_apply", "cond", "map_impl", "out_dtype"),
     *("scan", "while_loop", "wrap_with_autocast", "wrap_with_set_grad_enabled"),
@@ -32,14 +34,14 @@ _OF_BODIES = {
 # Ops whose kernels are in a table of the process; arguments are positions there.
 _OF_TABLES = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
 
-# Kinds of most arguments.
+# Types of most arguments.
 _PLAIN = {fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device}
 
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def is_users_op(target: Any) -> bool:
-    """Whether a target is an op that comes neither with torch nor with fxpar."""
+    """Return whether a target is an op that comes neither with torch nor with fxpar."""
     if not isinstance(target, _OPS):
         return False
     packet: Any = getattr(target, "overloadpacket", target)
@@ -47,8 +49,8 @@ def is_users_op(target: Any) -> bool:
 
 
 def says_all(graph: fx.Graph) -> bool:
-    """Whether the text of a Dynamo graph, with those of its bodies, which are not
-    looked at here, says all that it computes."""
+    """Return whether the text of a Dynamo graph, with the texts of its bodies, which
+    are not looked at here, says all that it computes."""
     leaves: list[Any] = []
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
@@ -58,8 +60,8 @@ def says_all(graph: fx.Graph) -> bool:
 
 
 def unknown_functions(graph: fx.Graph) -> list[Any]:
-    """What a Dynamo graph calls, bodies aside, that may differ where its name is the
-    same."""
+    """Return the functions that a Dynamo graph calls, bodies aside, that may differ
+    although their name is the same."""
     return [
         target
         for (op, target), nodes in graph._find_nodes_lookup_table.table.items()
@@ -68,14 +70,15 @@ def unknown_functions(graph: fx.Graph) -> list[Any]:
 
 
 def text_of_op(op: Any) -> str:
-    """The name of an op; of one of the user's also what a compiler reads of it."""
+    """Return the name of an op; for one of the user's with its schema and tags, which a
+    compiler reads."""
     if not is_users_op(op):
         return str(op)
     return f"{op} {op._schema} {sorted(map(str, op.tags))}"
 
 
 def is_lowered_by_user(op: Any) -> bool:
-    """Whether Inductor makes code of an op by a function of the user's."""
+    """Return whether Inductor generates code for an op by a function of the user's."""
     if not is_users_op(op):
         return False
     from torch._inductor import lowering
@@ -85,7 +88,7 @@ def is_lowered_by_user(op: Any) -> bool:
 
 
 def _is_known(target: Any, node: fx.Node) -> bool:
-    """Whether a function is the same wherever its name is, with this torch."""
+    """Return whether a function is the same wherever its name is, with this torch."""
     if isinstance(target, _OPS):
         return not is_users_op(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -94,7 +97,7 @@ def _is_known(target: Any, node: fx.Node) -> bool:
         return is_own and (target.cacheable() or name in _OF_BODIES)
     name, module = getattr(target, "__name__", ""), _module_of(target)
     if module.partition(".")[0] in _MODULES:
-        # One that a function made may hold values of its own.
+        # A function that another one made may hold values of its own.
         return getattr(sys.modules.get(module), name, None) is target
     if isinstance(target, BuiltinFunctionType):
         return False
@@ -108,7 +111,7 @@ def _is_known(target: Any, node: fx.Node) -> bool:
 
 
 def _is_printed(x: Any) -> bool:
-    """Whether the text of an argument is all of it."""
+    """Return whether the text of an argument is all of it."""
     if isinstance(x, _OPS):
         return not is_users_op(x)
     return _module_of(x if callable(x) else type(x)).partition(".")[0] in _MODULES

@@ -1,4 +1,7 @@
-"""Nodes of a graph by what holds of their targets, which is asked once a target."""
+"""Finds nodes of a graph by a predicate on their targets.
+
+In: a graph and a predicate. Out: nodes. Never: asks the predicate twice for a target.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import fx
 
 
 def calls_where(graph: fx.Graph, holds: Callable[[Any], bool]) -> list[fx.Node]:
-    """The calls of functions of which that holds, in order."""
+    """Return the calls of functions for which ``holds`` is true, in order."""
     table = graph._find_nodes_lookup_table.table
     calls = [
         node

@@ -1,4 +1,8 @@
-"""Private attributes of torch's objects: ops, tensors, nodes, modules, optimizers."""
+"""Reads and sets private attributes of torch's ops, tensors, nodes, modules,
+optimizers.
+
+In: such an object. Out: its attributes. Never: names of Dynamo or Inductor.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,18 @@ from torch import fx, nn
 
 
 def schema_of(target: Any) -> Any:
-    """The schema of an ATen or custom op; None of other targets."""
+    """Return the schema of an ATen or custom op; None for other targets."""
     return getattr(target, "_schema", None)
 
 
 def is_mutable(target: Any) -> bool:
-    """Whether an op writes to an operand, by its schema."""
+    """Return whether an op writes to an operand, by its schema."""
     schema = schema_of(target)
     return schema is not None and schema.is_mutable
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The operands that an op writes to, by its schema."""
+    """Return the operands that an op writes to, by its schema."""
     if not is_mutable(node.target):
         return []
     out: list[fx.Node] = []
@@ -38,12 +42,12 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def version_of(x: torch.Tensor) -> int:
-    """How often a tensor was written to in place."""
+    """Return how often a tensor was written to in place."""
     return x._version
 
 
 def versions_of(xs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """``version_of`` each tensor; 0 of those that count no writes."""
+    """Return ``version_of`` each tensor; 0 for those that count no writes."""
     try:
         return tuple([x._version for x in xs])
     except RuntimeError:
@@ -52,9 +56,9 @@ def versions_of(xs: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class TensorVersion:
-    """A tensor as it is now, to be compared later."""
+    """Holds a tensor as it is now, to be compared later."""
 
-    # Not its id, which another may have once it is gone.
+    # Not its id, which another tensor may have once it is gone.
     tensor: weakref.ref[torch.Tensor]
     # How often it was written to in place.
     writes: int
@@ -64,28 +68,29 @@ class TensorVersion:
         return TensorVersion(weakref.ref(x), version_of(x))
 
     def stands(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is that tensor, and was not written since."""
+        """Return whether ``x`` is that tensor, and was not written since."""
         return self.tensor() is x and self.writes == version_of(x)
 
 
 def memory_of(x: torch.Tensor) -> int:
-    """A number for the memory of a tensor, real or fake, while that lives."""
+    """Return a number for the memory of a tensor, real or fake, valid while that
+    lives."""
     return int(x.untyped_storage()._cdata)
 
 
 def memory_uses(x: torch.Tensor) -> int:
-    """How many tensors use the memory of ``x``; a constant may be added."""
+    """Return how many tensors use the memory of ``x``; a constant may be added."""
     registry: Any = torch._C
     return int(registry._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that ``x`` is a view of; ``x`` itself if of none."""
+    """Return the tensor that ``x`` is a view of; ``x`` itself if it is no view."""
     return x if x._base is None else x._base
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a traced node gives."""
+    """Return the tensors that a traced node gives."""
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [x for x in values if isinstance(x, torch.Tensor)]
@@ -97,23 +102,26 @@ def rename(node: fx.Node, name: str) -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Parameters of a module by name, as it holds them, submodules' left out."""
+    """Return the parameters of a module by name, as it holds them, without
+    submodules'."""
     return module._parameters
 
 
 def inplace_call(module: nn.Module) -> Any:
-    """What ``nn.Module.compile`` compiles: the bound method that calls forward."""
+    """Return what ``nn.Module.compile`` compiles: the bound method that calls
+    forward."""
     return module._call_impl
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """Hooks on the gradient of a parameter, those after it is accumulated included."""
+    """Return the hooks on the gradient of a parameter, those after its accumulation
+    included."""
     hooks = list((parameter._backward_hooks or {}).values())
     after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return hooks + list(after.values())
 
 
-# What torch itself keeps on any optimizer, schedulers included.
+# The attributes that torch itself keeps on any optimizer, schedulers included.
 OPTIMIZER_ATTRIBUTES = frozenset(
     {
         "defaults",
@@ -135,7 +143,7 @@ OPTIMIZER_ATTRIBUTES = frozenset(
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, in the order of its groups."""
+    """Return all parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -150,7 +158,7 @@ def every_object() -> list[Any]:
 
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
-    """The optimizers there are."""
+    """Return the optimizers there are."""
     return [
         candidate
         for candidate in every_object()
@@ -160,7 +168,7 @@ def live_optimizers() -> list[torch.optim.Optimizer]:
 
 
 def live_ddp() -> list[torch.nn.Module]:
-    """The DistributedDataParallel wrappers there are."""
+    """Return the DistributedDataParallel wrappers there are."""
     from torch.nn.parallel import DistributedDataParallel
 
     kinds = DistributedDataParallel
@@ -178,7 +186,8 @@ def after_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What runs before a step of an optimizer: its own hooks, and those of all."""
+    """Return the hooks that run before a step of an optimizer: its own, and those of
+    all."""
     from torch.optim import optimizer as module
 
     own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or {}

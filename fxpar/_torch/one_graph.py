@@ -1,4 +1,8 @@
-"""Dynamo: what is to be traced as one graph, and what keeps it from that."""
+"""Lets Dynamo trace a function as one graph, and reads why it could not.
+
+In: a function and a backend, or an error of Dynamo. Out: the compiled function, or a
+reason and a line. Never: a graph break in what is compiled.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from fxpar._torch.layer_regions import serve
 
 
 def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    """``torch.compile`` into one graph, apart from others of the same code: Dynamo
-    counts recompilations per code object. Python's floats are constants of the graph,
-    and guarded, since what they become otherwise is read back inside it. Calls of
+    """Compile a function into one graph by ``torch.compile``, with a code object of its
+    own: Dynamo counts recompilations per code object. Python's floats are constants of
+    the graph, and guarded, since otherwise they are read back inside it. Calls of
     loggers are left out of it, since they would break it."""
     import logging
     import types
@@ -51,16 +55,16 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
 
 
 def _settings_unwritten() -> contextlib.AbstractContextManager[Any]:
-    """Context in which Dynamo notes no settings among its metrics: 2.11 sorts the
-    functions that it is to ignore, fails, and says so at length."""
+    """Return a context in which Dynamo notes no settings among its metrics: 2.11 sorts
+    the functions that it is to ignore, fails, and logs that at length."""
     from torch._dynamo import utils
 
     return mock.patch.object(utils, "_get_dynamo_config_for_logging", lambda: None)
 
 
 def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
-    """Of an error of Dynamo: what it could not trace, and at which of the user's lines;
-    None of other errors."""
+    """Return what Dynamo could not trace, by its error, and at which of the user's
+    lines; None for other errors."""
     from torch._dynamo import exc
 
     if not isinstance(error, (exc.Unsupported, exc.UserError)):
@@ -72,5 +76,5 @@ def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
     return str(error).splitlines()[0], where
 
 
-# Where the code of torch's modules is.
+# The folder of torch's modules.
 _LIBRARY = os.path.join(os.path.dirname(torch.__file__), "")

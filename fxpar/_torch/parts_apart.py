@@ -1,10 +1,10 @@
-"""Code of a batch in parts, in which no kernel computes two of them side by side.
+"""Keeps Inductor from computing two parts of a batch side by side in one kernel.
 
 In: graphs whose nodes know their part (``PART``). Out: a context of Inductor's codegen.
 Inductor (2.13) makes one kernel of light ops that read the same tensor, as the norms of
-two parts read one weight: the first part then waits for all that the second is made of,
-which may have to arrive yet, and the activations of both are in memory. What goes from
-part to part, as a sum does, is fused as ever.
+two parts read one weight: the first part then waits for all operands of the second,
+which may have to arrive yet, and the activations of both are in memory. Never: prevents
+the fusion of ops that read one another, as a sum over parts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from unittest import mock
 
 from torch import fx
 
-# Of a node: its part of the batch.
+# Metadata key of a node: its part of the batch.
 PART = "fxpar_part"
 
 
 def parts_apart(
     graphs: Iterable[fx.Graph],
 ) -> contextlib.AbstractContextManager[Any]:
-    """Context in which Inductor fuses no ops of unlike parts that do not read one
-    another."""
+    """Return a context in which Inductor fuses no ops of different parts that do not
+    read one another."""
     from torch._inductor.choices import InductorChoices
 
     if not any(PART in node.meta for graph in graphs for node in graph.nodes):
@@ -43,7 +43,7 @@ def parts_apart(
 
 
 def _parts_of(node: Any) -> set[int]:
-    """The parts that a node of Inductor's schedule computes."""
+    """Return the parts that a node of Inductor's schedule computes."""
     return {
         origin.meta[PART]
         for each in node.get_nodes()

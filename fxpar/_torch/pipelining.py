@@ -1,4 +1,8 @@
-"""Schedules of pipelines, as torch's classes write them down: actions of each rank."""
+"""Reads schedules of pipelines from torch's classes: the actions of each rank.
+
+In: the numbers of places, microbatches (``parts``) and stages a rank (``rounds``). Out:
+a list of actions for each rank. Never: runs a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,14 @@ from typing import Any
 # (stage, "F", "B", "I" or "W", microbatch)
 Action = tuple[int, str, int]
 
-# Private methods of ``torch.distributed.pipelining.schedules`` that give the actions of
-# a rank, or of all, and read these attributes alone.
+# Below, private methods of ``torch.distributed.pipelining.schedules`` give the actions
+# of one rank, or of all, and read only the attributes set here.
 
 
 def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """A forward, then a backward, once the pipeline is full, one stage a rank. (That of
-    ``Schedule1F1B`` (2.13) lacks a forward on the last rank: it is for pictures.)"""
+    """Return the actions of 1F1B: a forward, then a backward, once the pipeline is
+    full, one stage a rank. (``Schedule1F1B`` (2.13) has a table for pictures, which
+    lacks a forward on the last rank.)"""
     from torch.distributed.pipelining import schedules
 
     tables: Any = schedules
@@ -37,36 +42,39 @@ def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
 
 
 def gpipe(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """All forwards, then all backwards (``ScheduleGPipe``)."""
+    """Return the actions of all forwards, then all backwards (``ScheduleGPipe``)."""
     schedule = SimpleNamespace(_num_stages=places, _n_microbatches=parts)
     table = _class("ScheduleGPipe")._get_pipeline_order(schedule)
     return [_actions(table[rank]) for rank in range(places)]
 
 
 def looped_bfs(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """``gpipe`` of several stages a rank, one stage after the other
-    (``ScheduleLoopedBFS``)."""
+    """Return the actions of ``gpipe`` with several stages a rank, one stage after the
+    other (``ScheduleLoopedBFS``)."""
     return _rank_tables("ScheduleLoopedBFS", places, parts, rounds)
 
 
 def interleaved(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """1F1B of several stages a rank (``ScheduleInterleaved1F1B``)."""
+    """Return the actions of 1F1B with several stages a rank
+    (``ScheduleInterleaved1F1B``)."""
     return _rank_tables("ScheduleInterleaved1F1B", places, parts, rounds)
 
 
 def zero_bubble(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Gradients of weights where it would wait (``ScheduleInterleavedZeroBubble``)."""
+    """Return the actions of 1F1B with gradients of weights where a rank would wait
+    (``ScheduleInterleavedZeroBubble``)."""
     return _rank_tables("ScheduleInterleavedZeroBubble", places, parts, rounds)
 
 
 def zbv(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """``zero_bubble`` of two stages a rank, in a V (``ScheduleZBVZeroBubble``)."""
+    """Return the actions of ``zero_bubble`` with two stages a rank, in a V
+    (``ScheduleZBVZeroBubble``)."""
     return _rank_tables("ScheduleZBVZeroBubble", places, parts, rounds)
 
 
 def dual_pipe_v(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Forwards of one stage beside backwards of the other, of two stages a rank, forth
-    and back (``ScheduleDualPipeV``)."""
+    """Return the actions of forwards of one stage that overlap with backwards of the
+    other, with two stages a rank, forth and back (``ScheduleDualPipeV``)."""
     return _rank_tables("ScheduleDualPipeV", places, parts, rounds)
 
 
@@ -92,7 +100,7 @@ def _class(name: str) -> Any:
 
 
 def _actions(row: Any) -> list[Action]:
-    """Those that compute, of pairs that overlap one after the other."""
+    """Return the actions that compute; of two that overlap, one after the other."""
     out: list[Action] = []
     for action in row:
         if action is None:

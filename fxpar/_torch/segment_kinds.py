@@ -1,9 +1,10 @@
-"""Kinds of segments of a graph that repeat, and what they do beside giving tensors.
+"""Decides whether segments of a graph that repeat may be traced once, by what they do.
 
-A kind is looked at once, as its first segment runs before anything is traced. What it
-may do: give new tensors; where autograd records nothing and ops are made functional,
-also write to what it is given, and give views that could as well be tensors of their
-own. Where it does more (changes a mode, gives other views), all of it are traced.
+A kind is looked at once, as its first segment runs before anything is traced. It may
+give new tensors; where autograd records nothing and ops are made functional, also write
+to its operands, and give views that could as well be tensors of their own. Where it
+does more (changes a mode, gives other views), all its segments are traced. In: segments
+and their operands. Out: kinds, and conditions of a segment. Never: traces a node.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from fxpar._torch.objects import memory_of
 
 @dataclass
 class SegmentKind:
-    """Segments of a graph that are alike, node for node."""
+    """Holds segments of a graph that are equal, node for node."""
 
     # The nodes of each, in order.
     segments: list[list[fx.Node]]
-    # What tensors each reads of what is computed outside: a node, and the position in
-    # the segment of the one that reads it, or None for all others.
+    # The tensors that each reads from outside: a node, and the position in the segment
+    # of the node that reads it, or None for all others.
     operands: list[list[tuple[fx.Node, int | None]]]
-    # What numbers each reads of what is computed outside, in this order.
+    # The numbers that each reads from outside, in this order.
     numbers: list[list[fx.Node]]
     # Positions of nodes whose values are read outside, in one segment at least.
     results: list[int]
     # Which of the results keep their elements until they are last read, and are no
-    # results of the graph: that they share memory makes no difference.
+    # results of the graph: for these it makes no difference that they share memory.
     lasting: list[bool]
-    # Whether the first was seen to run, before anything is traced.
+    # Whether the first segment ran before anything is traced.
     is_checked: bool = False
-    # Whether every one has to be traced, as was found out then.
+    # Whether every segment has to be traced, found out then.
     refused: bool = False
-    # Which operands it writes to, as was found out then.
+    # Operands it writes to, found out then.
     written: tuple[int, ...] = ()
 
 
@@ -49,13 +50,13 @@ FindKinds = Callable[[fx.GraphModule], list[SegmentKind]]
 
 @dataclass(frozen=True)
 class Ambient:
-    """What the meaning of ops depends on beside their operands."""
+    """Holds what the meaning of ops depends on in addition to their operands."""
 
     # Whether autograd records.
     grad: bool
-    # Whether it never will.
+    # Whether inference mode is on.
     inference: bool
-    # Of each kind of device whether it casts, and to what.
+    # For each kind of device whether it casts, and to which dtype.
     autocast: tuple[Any, ...]
 
 
@@ -71,18 +72,20 @@ def ambient() -> Ambient:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the nodes traced of a segment depend on beside those of the graph."""
+    """Holds what the nodes traced for a segment depend on in addition to those of the
+    graph."""
 
-    # When it runs.
+    # State of torch when it runs.
     ambient: Ambient
     # The numbers that it reads.
     numbers: tuple[int, ...]
-    # Of its operands: of each the first that has the same memory.
+    # For each operand the first one that has the same memory.
     sharing: tuple[int, ...]
 
 
 def conditions_of(values: Sequence[Any], numbers: Sequence[Any]) -> Conditions | None:
-    """Those of a segment with these operands; None if it has to be traced."""
+    """Return the conditions of a segment with these operands; None if it has to be
+    traced."""
     parts = list(map(values_of.part_of, values))
     if not all(map(values_of.is_value, parts)):
         return None
@@ -105,8 +108,8 @@ def look_at(
     run: Callable[[], Sequence[Any]],
     conditions: Conditions,
 ) -> Sequence[Any]:
-    """Run the first segment before anything is traced, and note what it does; its
-    results."""
+    """Run the first segment before anything is traced, and note what it does; return
+    its results."""
     parts = list(map(values_of.part_of, values))
 
     def state() -> Any:
@@ -128,8 +131,8 @@ def look_at(
 def may_be_copied(
     kind: SegmentKind, values: Sequence[Any], conditions: Conditions, index: int
 ) -> bool:
-    """Whether what the segment of this number writes to, if anything, has memory that
-    no other operand has, and neither autograd nor a view sees it."""
+    """Return whether each operand that the segment of this number writes to has memory
+    that no other operand has, and neither autograd nor a view sees it."""
     if not kind.written:
         return True
     if conditions.ambient.inference or any(x.requires_grad for x in values):
@@ -146,7 +149,7 @@ def may_be_copied(
 def _are_apart(
     outs: Sequence[Any], values: Sequence[Any], lasting: Sequence[bool]
 ) -> bool:
-    """Whether results are tensors of their own, or may be."""
+    """Return whether results are tensors of their own, or could be."""
     if not all(map(values_of.is_value, outs)):
         return False
     if any(x.requires_grad for x in (*outs, *values)):

@@ -1,8 +1,10 @@
-"""Sizes that stay open while a program is traced: symbols, their hints and guards.
+"""Handles sizes that stay open while a program is traced: symbols, hints and guards.
 
-A symbol stands for the sizes of a range, and knows one of them, its hint. What tracing
-asks of it (are these equal, does it divide) becomes a guard of the ShapeEnv: the
-program holds for the sizes that keep all guards.
+A symbol stands for the sizes of a range, and knows one of them, its hint. A question of
+tracing about it (are these equal, does it divide) becomes a guard of the ShapeEnv: the
+program holds for the sizes that keep all guards. In: symbolic numbers and fake modes.
+Out: numbers, code and guards. Never: adds a guard in a function whose docstring rules
+it out.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def open_mode() -> Any:
-    """A FakeTensorMode that has sizes with symbols in it, tensors of static ones."""
+    """Return a FakeTensorMode that makes symbols for sizes; tensors made in it are
+    static."""
     from fxpar._torch.fake import new_fake_mode
 
     return new_fake_mode(symbols=True)
 
 
 def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
-    """An open size of at least 2, ``hint`` among them."""
+    """Return an open size of at least 2, ``hint`` among them."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -37,13 +40,13 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
 
 
 def makes_sizes(mode: Any) -> bool:
-    """Whether a fake mode has sizes that depend on data."""
+    """Return whether a fake mode has sizes that depend on data."""
     return mode is not None and mode.shape_env is not None
 
 
 def let_depend_on_data(number: torch.fx.Node, mode: Any, most: int) -> None:
     """Give a node that reads a number of a tensor a new size, of up to ``most``.
-    Inductor, which makes the value again, may do so from then on."""
+    Inductor, which computes fake values again, may do so from then on."""
     from torch.fx.experimental import symbolic_shapes
 
     env = mode.shape_env
@@ -56,48 +59,49 @@ def let_depend_on_data(number: torch.fx.Node, mode: Any, most: int) -> None:
 
 
 def is_open(x: Any) -> bool:
-    """Whether a number is symbolic, or a tensor has a size or stride that is."""
+    """Return whether a number is symbolic, or a tensor has a size or stride that is."""
     if isinstance(x, torch.Tensor):
         return any(map(is_open, (*x.shape, *x.stride(), x.storage_offset())))
     return isinstance(x, SYMBOLIC)
 
 
 def hint_of(x: Any) -> Any:
-    """A number as it was when it was traced; no guard comes of it."""
+    """Return a number as it was when it was traced; adds no guard."""
     if isinstance(x, SYMBOLIC):
         return x.node.hint
     return x
 
 
 def hint_shape(sizes: Iterable[Any]) -> tuple[int, ...]:
-    """Sizes as they were when they were traced; no guard comes of it."""
+    """Return sizes as they were when they were traced; adds no guard."""
     return tuple([x if type(x) is int else hint_of(x) for x in sizes])
 
 
 def hint_numel(x: torch.Tensor) -> int:
-    """Elements of a tensor, of sizes as they were when they were traced."""
+    """Return the number of elements of a tensor, of sizes as they were when traced."""
     count = x.numel()  # far less to ask for than the shape of a fake tensor
     return count if type(count) is int else math.prod(hint_shape(x.shape))
 
 
 def expression(x: Any) -> Any:
-    """What a number is of its symbols, hashable; a plain number as it is."""
+    """Return the expression of a number in its symbols, hashable; a plain number as it
+    is."""
     return x.node.expr if isinstance(x, SYMBOLIC) else x
 
 
 def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:
-    """Sizes that compare and hash; no guard comes of it."""
+    """Return sizes that compare and hash; adds no guard."""
     return tuple(map(expression, sizes))
 
 
 def is_symbol(x: Any) -> bool:
-    """Whether a number is one symbol alone."""
+    """Return whether a number is one symbol alone."""
     return isinstance(x, torch.SymInt) and x.node.expr.is_symbol
 
 
 def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:
-    """A symbolic number of Dynamo's in other numbers, by the names of its symbols.
-    Raises KeyError for a symbol that is not known."""
+    """Return a symbolic number of Dynamo's in other numbers, by the names of its
+    symbols. Raises KeyError for a symbol that is not known."""
     if not isinstance(x, torch.SymInt):
         return x
     values = {s: value_of[str(s)] for s in x.node.expr.free_symbols}
@@ -105,7 +109,7 @@ def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is a symbolic number."""
+    """Return whether ``x`` is a symbolic number."""
     return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -126,13 +130,13 @@ def _operators() -> dict[Any, Callable[..., Any]]:
 
 
 class Inexpressible(Exception):
-    """A size is computed by more than integer arithmetic."""
+    """Says that a size is computed by more than integer arithmetic."""
 
 
 def _computed(
     expr: Any, symbol: Callable[[Any], Any], apply: Callable[..., Any]
 ) -> Any:
-    """An expression of sizes, from its symbols by operators of two operands."""
+    """Return an expression of sizes, from its symbols by operators of two operands."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_symbol:
@@ -154,8 +158,8 @@ def _computed(
 def computed(
     x: torch.SymInt, value_of: Mapping[Any, Any], apply: Callable[..., Any]
 ) -> Any:
-    """A symbolic number from its symbols: ``apply(operator, a, b)`` for every step.
-    ``value_of``: by ``expression``, what may be taken as it is.
+    """Return a symbolic number from its symbols: ``apply(operator, a, b)`` for every
+    step. ``value_of``: by ``expression``, numbers that are there already.
 
     Raises KeyError for a symbol that is not known, Inexpressible where there is no
     operator.
@@ -167,7 +171,7 @@ def computed(
 
 
 def hinted(x: Any, mode: Any) -> Any:
-    """A value with its sizes as they were when it was traced."""
+    """Return a value with its sizes as they were when it was traced."""
     if not isinstance(x, torch.Tensor):
         return hint_of(x)
     if not is_open(x):
@@ -185,7 +189,8 @@ def hinted(x: Any, mode: Any) -> Any:
 
 
 def divisors_asked(names: Sequence[str], mode: Any) -> dict[str, int]:
-    """What guards ask symbols of these names to be multiples of."""
+    """Return name of a symbol -> the divisor that guards require of it, for those in
+    ``names``."""
     from torch.utils._sympy.functions import Mod
 
     divisors: dict[str, int] = {}
@@ -200,13 +205,13 @@ def divisors_asked(names: Sequence[str], mode: Any) -> dict[str, int]:
 
 
 def fixed(symbols: Sequence[torch.SymInt]) -> list[int]:
-    """Positions of the symbols that guards have fixed to one size."""
+    """Return the positions of the symbols that guards have fixed to one size."""
     return [i for i, s in enumerate(symbols) if s.node.expr.is_number]
 
 
 def guards_of(symbols: Sequence[torch.SymInt], names: Sequence[str], mode: Any) -> str:
-    """What sizes must keep for the program that was traced and compiled with these
-    symbols to hold: Python, in which they have ``names``."""
+    """Return the condition on sizes under which the program that was traced and
+    compiled with these symbols holds: Python, in which they have ``names``."""
     env = mode.shape_env
     code = env.produce_guards_expression(list(symbols)) or "True"
     for i, name in enumerate(names):
@@ -215,15 +220,15 @@ def guards_of(symbols: Sequence[torch.SymInt], names: Sequence[str], mode: Any) 
 
 
 def guard_functions() -> dict[str, Any]:
-    """What the text of ``guards_of`` calls."""
+    """Return the functions that the text of ``guards_of`` calls, by name."""
     from torch.fx.experimental import symbolic_shapes
 
     return dict(symbolic_shapes.SYMPY_INTERP)
 
 
 def code_of(x: Any) -> str:
-    """A number as Python, in which a symbol has its name. Raises Inexpressible where it
-    is computed by more than sums and products."""
+    """Return a number as Python, in which a symbol has its name. Raises Inexpressible
+    where it is computed by more than sums and products."""
     import sympy
 
     if not isinstance(x, torch.SymInt):

@@ -1,8 +1,10 @@
-"""Graphs with segments that repeat, traced: one segment of each kind is.
+"""Traces graphs with segments that repeat: one segment of each kind is traced.
 
-The others get copies of its nodes (``traced_segments``), so that the traced graph is
-the one that comes of tracing each. Autograd sees a segment as one op meanwhile. Where
-a segment does more than ``segment_kinds`` says, all of its kind are traced.
+In: a graph that is about to be traced, and its kinds of segments. Out: nodes of all
+segments: the others get copies of the first one's (``traced_segments``), so that the
+traced graph is the one that tracing each gives. Meanwhile autograd sees a segment as
+one op. Never: copies for a kind that does more than ``segment_kinds`` allows; all its
+segments are traced.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from fxpar._torch.traced_segments import Copies, TracedKind
 
 
 def traced_once(find: FindKinds | None) -> contextlib.AbstractContextManager[Any]:
-    """Context in which AOTAutograd traces one segment of each kind that ``find`` finds
-    in a graph."""
+    """Return a context in which AOTAutograd traces one segment of each kind that
+    ``find`` finds in a graph."""
     from unittest import mock
 
     from torch._functorch._aot_autograd import graph_capture_wrappers
@@ -51,8 +53,8 @@ def traced_once(find: FindKinds | None) -> contextlib.AbstractContextManager[Any
 def run_each(
     module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any
 ) -> Sequence[Any]:
-    """What a graph gives, every segment run by itself; the first of each kind is looked
-    at."""
+    """Return the results of a graph, every segment run by itself; the first of each
+    kind is looked at."""
     interpreter = _interpreter(fx.Interpreter)(module, kinds, each=True)
     results: Sequence[Any] = interpreter.run(*args)
     return results
@@ -61,8 +63,8 @@ def run_each(
 def run_once(
     module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any
 ) -> Sequence[Any]:
-    """What a graph gives that is being traced, one segment of each kind for all; after
-    ``run_each``."""
+    """Return the results of a graph that is being traced, one segment of each kind for
+    all; after ``run_each``."""
     results: Sequence[Any] = _interpreter(fx.Interpreter)(module, kinds).run(*args)
     return results
 
@@ -80,7 +82,7 @@ def _interpreter(base: Any) -> Any:
         ) -> None:
             super().__init__(module)
             self.each = each  # of the segments is run
-            # Autograd's number of the last node of the forward, once it goes back.
+            # Autograd's number of the last node of the forward, once a backward begins.
             self.last_number: int | None = None
             self.segments: dict[fx.Node, _Segment] = {}
             for kind in kinds:
@@ -108,7 +110,7 @@ def _interpreter(base: Any) -> Any:
 
 
 class _Segment:
-    """A segment of a kind, in one run of the graph."""
+    """Is a segment of a kind, in one run of the graph."""
 
     def __init__(self, traced: TracedKind, index: int) -> None:
         self.traced, self.kind, self.index = traced, traced.kind, index
@@ -118,7 +120,7 @@ class _Segment:
         self.before = 0  # autograd's number before it is an op
 
     def run(self) -> None:
-        """Leave the values of the segment with the interpreter."""
+        """Put the values of the segment into the interpreter."""
         interpreter, kind = self.traced.interpreter, self.kind
         values = [interpreter.env[node] for node in self.reads]
         is_first_look = self.index == 0 and values_of.tracer() is None
@@ -140,7 +142,8 @@ class _Segment:
             self.traced.interpreter.run_by_itself(node)
 
     def _fits(self, values: Sequence[Any]) -> bool:
-        """Whether it may be a copy of the first, or the one that is copied."""
+        """Return whether the segment may be a copy of the first, or the one that is
+        copied."""
         traced, kind = self.traced, self.kind
         if kind.refused or (values_of.tracer() and not kind.is_checked):
             return False
@@ -160,7 +163,7 @@ class _Segment:
         return metadata is not None
 
     def _look_at(self, values: Sequence[Any]) -> None:
-        """Run the first, before anything is traced, to see what it does."""
+        """Run the first segment, before anything is traced, to see what it does."""
         traced, kind = self.traced, self.kind
 
         def run() -> Sequence[Any]:
@@ -174,7 +177,8 @@ class _Segment:
             traced.likes = list(map(values_of.fake_of, outs))
 
     def forward(self, operands: Sequence[Any]) -> list[Any]:
-        """The results, of which autograd knows nothing; what operands are written."""
+        """Return the results, of which autograd knows nothing, and write to
+        operands."""
         tracer, traced = values_of.tracer(), self.traced
         targets = [operands[i] for i in self.kind.written]
         if tracer is None:
@@ -205,13 +209,13 @@ class _Segment:
         values_of.skip_numbers(traced.end - traced.begin)
 
     def backward(self, tangents: Sequence[Any]) -> list[Any]:
-        """The gradients of the operands."""
+        """Return the gradients of the operands."""
         return traced_segments.gradients_of(self.traced, tangents, self.copies)
 
 
 @cache
 def _segment_op() -> Any:
-    """What autograd sees of a segment."""
+    """Return the op that autograd sees in place of a segment."""
 
     class RepeatedSegment(torch.autograd.Function):
         @staticmethod

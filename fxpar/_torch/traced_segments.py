@@ -1,7 +1,9 @@
-"""What is traced of the first segment of a kind, and copies of it for the others.
+"""Traces the first segment of a kind, and copies its nodes for the other segments.
 
-The forward is traced as it stands, the backward when gradients for the kind are first
-asked for. Copies have the metadata that nodes of their own would have.
+In: a kind of segments, in a run of the graph that is traced. Out: nodes in the graph
+being traced. The forward is traced in its place, the backward when gradients for the
+kind are first asked for. Never: a copy with metadata that nodes traced there would not
+have.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from fxpar._torch.segment_kinds import Conditions, SegmentKind
 
 @dataclass(frozen=True)
 class TracedBackward:
-    """What was traced of the backward of a segment."""
+    """Holds what was traced of the backward of a segment."""
 
-    # All that were traced, in order.
+    # All nodes that were traced, in order.
     nodes: list[TracedNode]
     # Nodes of the gradients of the results.
     tangents: list[fx.Node | None]
@@ -35,15 +37,15 @@ class TracedBackward:
 
 @dataclass
 class TracedKind:
-    """What was traced of a kind, in one run of the graph."""
+    """Holds what was traced of a kind, in one run of the graph."""
 
     # The segments.
     kind: SegmentKind
-    # What runs the graph.
+    # The interpreter that runs the graph.
     interpreter: Any
-    # Of the first.
+    # Conditions of the first segment.
     conditions: Conditions | None = None
-    # Of each result a fake tensor like it.
+    # A fake tensor like each result.
     likes: list[Any] = field(default_factory=list)
     # Whether each result has a gradient.
     differentiable: list[bool] = field(default_factory=list)
@@ -51,11 +53,11 @@ class TracedKind:
     operands: list[fx.Node] = field(default_factory=list)
     # Nodes of the results of the first.
     results: list[fx.Node] = field(default_factory=list)
-    # Nodes of what the first writes to operands.
+    # Nodes of the values that the first writes to operands.
     written: list[fx.Node] = field(default_factory=list)
-    # All that were traced of the forward of the first, in order.
+    # All nodes that were traced of the forward of the first, in order.
     nodes: list[TracedNode] = field(default_factory=list)
-    # Values that stand for its operands, from which autograd knows it.
+    # Values in place of its operands, where autograd's record of it begins.
     leaves: list[Any] = field(default_factory=list)
     # Its results.
     outs: list[Any] = field(default_factory=list)
@@ -63,21 +65,21 @@ class TracedKind:
     begin: int = 0
     # Autograd's number of the last node in it.
     end: int = 0
-    # By what is known of the gradients of results.
+    # By the forms of the gradients of results, and which of these are one tensor.
     backwards: dict[Any, TracedBackward] = field(default_factory=dict)
-    # Of the metadata of nodes of the first.
+    # Texts of the metadata of nodes of the first.
     texts: Texts = field(default_factory=Texts)
 
 
 @dataclass
 class Copies:
-    """Nodes of one segment in the place of those of the first."""
+    """Holds nodes of one segment in place of those of the first."""
 
-    # Of nodes of the first those in their place.
+    # Node of the first -> the node in its place.
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    # Numbers of checkpointed regions likewise.
+    # Number of a checkpointed region of the first -> the number in its place.
     regions: dict[int, int] = field(default_factory=dict)
-    # What metadata of the user's code is here: by its name, and its text at the first.
+    # Metadata of the user's code: name -> its text at the first -> its value here.
     metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Autograd's number of the last node before it.
     begin: int = 0
@@ -90,9 +92,9 @@ class Copies:
         other: int,
         tracer: Any,
     ) -> None:
-        """Add copies of nodes, which read what ``nodes`` has in the place of what they
-        read; it has theirs then. Numbers that autograd gave nodes of the first forward
-        are those of this segment; for others there is ``other``."""
+        """Add copies of nodes, which read what ``nodes`` has in place of their
+        operands, and add the copies to ``nodes``. Numbers that autograd gave to nodes
+        of the first forward become those of this segment; others become ``other``."""
         memories = Memories(nodes)
         regions = _regions(traced_nodes, self.regions)
         self.regions |= {i: nodes_of.new_region() for i in regions}
@@ -113,8 +115,8 @@ class Copies:
 
 
 def trace_first(traced: TracedKind, operands: Sequence[Any], before: int) -> Copies:
-    """Trace the first segment for all of its kind. ``before``: autograd's number of
-    the last node before there was an op for it."""
+    """Trace the first segment for all of its kind. ``before``: autograd's number of the
+    last node before there was an op for it."""
     tracer, kind = values_of.tracer(), traced.kind
     parts = list(map(values_of.part_of, operands))
     traced.operands = [values_of.node_of(x, tracer) for x in parts]
@@ -124,7 +126,7 @@ def trace_first(traced: TracedKind, operands: Sequence[Any], before: int) -> Cop
     traced.differentiable = [x.requires_grad for x in traced.outs]
     kind.refused = not nodes_of.can_be_copied(traced.nodes)
     for x in traced.nodes:
-        # Without a number of its own it has that of what stands before it.
+        # A node without a number of its own has that of the node before it.
         if x.meta.get("seq_nr") == traced.begin:
             x.node.meta["seq_nr"] = before
     own = {node: node for node in [*traced.operands, *(x.node for x in traced.nodes)]}
@@ -154,7 +156,7 @@ def _trace_forward(traced: TracedKind, operands: Sequence[Any], tracer: Any) -> 
 
 
 def _leaf(x: Any, tracer: Any) -> Any:
-    """A value like an operand, of which autograd knows nothing."""
+    """Return a value like an operand, of which autograd knows nothing."""
     part = values_of.part_of(x)
     with values_of.untraced() as value:
         if values_of.is_functional(part):
@@ -167,7 +169,7 @@ def _leaf(x: Any, tracer: Any) -> Any:
 def gradients_of(
     traced: TracedKind, tangents: Sequence[Any], copies: Copies
 ) -> list[Any]:
-    """The gradients of the operands of a segment."""
+    """Return the gradients of the operands of a segment."""
     tracer = values_of.tracer()
     if traced.interpreter.last_number is None:
         traced.interpreter.last_number = values_of.last_number()
@@ -219,7 +221,7 @@ def _trace_backward(
 
 
 def _keep_lines(outs: Sequence[Any]) -> None:
-    """Give what is traced of a backward the user's lines of the forward."""
+    """Give nodes traced in a backward the user's lines of the forward."""
     from torch._functorch._aot_autograd import logging_utils
 
     ends = [x.grad_fn for x in outs if x.grad_fn is not None]
@@ -231,6 +233,6 @@ def _strides_of(x: Any) -> Any:
 
 
 def _regions(nodes: Sequence[TracedNode], but: Any = ()) -> Iterator[int]:
-    """Numbers of checkpointed regions in nodes, in order, but these."""
+    """Yield numbers of checkpointed regions in nodes, in order, except for ``but``."""
     numbers = (x.meta["ac_graph_id"] for x in nodes if "ac_graph_id" in x.meta)
     return (i for i in dict.fromkeys(numbers) if i not in but)

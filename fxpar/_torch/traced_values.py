@@ -1,7 +1,8 @@
-"""Tensors that stand for nodes while a graph is traced.
+"""Makes and reads tensors that stand for nodes while a graph is traced.
 
-A value is a fake tensor, or what functionalization makes of one where ops are made
-functional; it may be the part of a DTensor. Its node is that of the fake tensor.
+A value is a fake tensor, or functionalization's tensor around one where ops are made
+functional; it may be the part of a DTensor. Its node is that of the fake tensor. In:
+values and nodes. Out: values and nodes. Never: computes on real data.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from torch import fx
 
 
 def alias_of(x: Any) -> Any:
-    """A fake tensor of the same memory."""
+    """Return a fake tensor of the same memory."""
     return fake_on(x.untyped_storage(), x)
 
 
 def fake_on(storage: Any, x: Any) -> Any:
-    """A fake tensor like ``x`` on some memory."""
+    """Return a fake tensor like ``x`` on some memory."""
     meta = torch.empty(0, dtype=x.dtype, device="meta")
     meta.set_(storage, x.storage_offset(), x.shape, x.stride())
     return new_fake(x.fake_mode, meta, x.fake_device)
 
 
 def fake_like(x: Any) -> tuple[Any, Any]:
-    """A fake tensor like ``x`` on memory of its own, as large, and the memory."""
+    """Return a fake tensor like ``x`` on memory of its own, as large, and the
+    memory."""
     shape, stride, size = x.shape, x.stride(), x.untyped_storage().nbytes()
     meta = torch.empty_strided(shape, stride, dtype=x.dtype, device="meta")
     own = meta.untyped_storage()
@@ -38,8 +40,9 @@ def fake_like(x: Any) -> tuple[Any, Any]:
 
 
 def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As ``FakeTensor(mode, meta, device)``, in a sixth of its time: that sets each of
-    twenty attributes through a descriptor, which are the same for all that are made."""
+    """Return ``FakeTensor(mode, meta, device)`` in a sixth of its time: the constructor
+    sets twenty attributes, each through a descriptor, that are the same for all
+    tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     attributes = _ATTRIBUTES.get(device)
@@ -61,12 +64,13 @@ def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tenso
     return fake
 
 
-# Of fake tensors as they are made, by device; without their mode.
+# The attributes of new fake tensors, by device; without their mode.
 _ATTRIBUTES: dict[torch.device, dict[str, Any]] = {}
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a value is nothing but sizes and strides that are known, or no tensor."""
+    """Return whether a value is no tensor, or a strided one of known sizes and
+    strides."""
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
             return False
@@ -76,8 +80,8 @@ def is_plain(x: Any) -> bool:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[Any]:
-    """Inside, what is done to tensors is not traced; it is given what makes a fake
-    tensor a value."""
+    """Trace nothing that is done to tensors inside; yield the function that makes a
+    fake tensor a value."""
     from torch._subclasses.functional_tensor import PythonFunctionalizeAPI
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -89,20 +93,20 @@ def untraced() -> Iterator[Any]:
 
 
 def functional_mode() -> Any:
-    """What makes ops functional; None where nothing does."""
+    """Return the mode that makes ops functional; None where there is none."""
     from torch.utils._python_dispatch import _detect_infra_mode
 
     return _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
 def tokens() -> dict[Any, Any]:
-    """Of the effects that were kept in order so far."""
+    """Return the tokens of the effects that were kept in order so far."""
     mode = functional_mode()
     return {} if mode is None else dict(mode._tokens)
 
 
 def tracer() -> Any:
-    """What makes nodes of ops; None where nothing does."""
+    """Return the tracer that makes nodes of ops; None where there is none."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
@@ -110,7 +114,8 @@ def tracer() -> Any:
 
 
 def is_value(x: Any) -> bool:
-    """Whether it is a fake tensor, as functionalization knows it where it is on."""
+    """Return whether ``x`` is a fake tensor, functional where functionalization is
+    on."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if functional_mode() is not None:
@@ -119,27 +124,27 @@ def is_value(x: Any) -> bool:
 
 
 def is_functional(x: Any) -> bool:
-    """Whether functionalization knows it."""
+    """Return whether ``x`` is a tensor of functionalization."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return type(x) is FunctionalTensor
 
 
 def part_of(x: Any) -> Any:
-    """The one tensor that a DTensor holds; another as it is."""
+    """Return the one tensor that a DTensor holds; another value as it is."""
     from torch.distributed.tensor import DTensor
 
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def layout_of(x: Any) -> Any:
-    """How a DTensor lies, and on which mesh; None of another."""
+    """Return the placements and the mesh of a DTensor; None for another value."""
     return None if part_of(x) is x else (x.placements, x.device_mesh)
 
 
 def around(part: Any, like: Any) -> Any:
-    """A DTensor that lies as another does, and holds ``part``; ``part`` itself for
-    another that is none."""
+    """Return a DTensor that is laid out as ``like`` and holds ``part``; ``part`` itself
+    if ``like`` is none."""
     if part is None or part_of(like) is like:
         return part
     names, context = like.__tensor_flatten__()
@@ -151,21 +156,22 @@ def around(part: Any, like: Any) -> Any:
 
 
 def fake_of(x: Any) -> Any:
-    """The fake tensor that stands for a value now."""
+    """Return the fake tensor that stands for a value now."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return FunctionalTensor.from_functional(x) if is_functional(x) else x
 
 
 def writes_to(x: Any) -> int:
-    """How often a value, or what shares its memory, was written to."""
+    """Return how often a value, or one that shares its memory, was written to."""
     if is_functional(x):
         return torch._functionalize_mutation_counter(x.elem)
     return x._version
 
 
 def form_of(x: Any) -> Any:
-    """What of a value an op may change beside its elements."""
+    """Return what of a value, except its elements, an op may change: storage, shape,
+    strides and whether it requires grad."""
     moves = 0
     if is_functional(x):
         moves = torch._functionalize_storage_changed_counter(x.elem)
@@ -181,7 +187,7 @@ def write(x: Any, fake: Any) -> None:
 
 
 def node_of(x: Any, tracer: Any) -> fx.Node | None:
-    """The node that a value stands for; None for a constant."""
+    """Return the node that a value stands for; None for a constant."""
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
     slot = get_proxy_slot(fake_of(x), tracer, None)
@@ -189,7 +195,7 @@ def node_of(x: Any, tracer: Any) -> fx.Node | None:
 
 
 def fake_for(node: fx.Node, tracer: Any) -> Any:
-    """A fake tensor that stands for a node."""
+    """Return a fake tensor that stands for a node."""
     from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
 
     fake = alias_of(node.meta["val"])
@@ -198,7 +204,7 @@ def fake_for(node: fx.Node, tracer: Any) -> Any:
 
 
 def value_of(node: fx.Node | None, tracer: Any) -> Any:
-    """A value that stands for a node."""
+    """Return a value that stands for a node."""
     if node is None:
         return None
     with untraced() as value:
@@ -206,14 +212,14 @@ def value_of(node: fx.Node | None, tracer: Any) -> Any:
 
 
 def last_number() -> int:
-    """Of the nodes that autograd numbered so far."""
+    """Return autograd's number of the last node so far."""
     from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
     return int(_get_sequence_nr()) - 1
 
 
 def skip_numbers(count: int) -> None:
-    """Let autograd number its next node as if it had numbered so many more."""
+    """Let autograd number its next node as if it had numbered ``count`` more."""
     with untraced(), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
         x = torch.empty(0).requires_grad_()
         for _ in range(count):

@@ -1,4 +1,8 @@
-"""Versions and names of what fxpar runs on."""
+"""Names the versions of what fxpar runs on.
+
+In: the installed packages and devices. Out: texts for keys of caches. Never: imports a
+package for its version.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """Of the kind of GPU, or "cpu"."""
+    """Return the name of a kind of GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @functools.cache
 def own_version() -> str:
-    """Digest of fxpar's source: what it compiles may change with any of it."""
+    """Return a digest of fxpar's source: what it compiles may change with any of it."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -27,7 +31,7 @@ def own_version() -> str:
 
 
 def versions() -> tuple[str, ...]:
-    """Of what compiles generated kernels."""
+    """Return the versions of torch and Triton, which compile generated kernels."""
     texts = [str(torch.__version__)]
     with contextlib.suppress(PackageNotFoundError):
         texts.append(version("triton"))

@@ -1,1 +1,1 @@
-"""Attention: masks read, queries and keys split along the sequence, results merged."""
+"""Rewrites attention: reads masks, splits queries and keys, and merges results."""

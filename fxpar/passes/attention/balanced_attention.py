@@ -1,15 +1,18 @@
-"""Causal attention of two sets of queries that begin at two places of the sequence.
+"""Registers causal attention of two sets of queries at two places of the sequence.
 
-``fxpar::balanced_causal_attention(near, k, v, far, near_ahead, far_ahead, scale)`` is
-``fxpar::causal_attention`` of each set on the same keys, and gives both outputs and
-both log-sum-exps. Where the sets of a rank stand as far from the two ends of the
-sequence, all ranks have as much to do as if each saw all keys of one of its sets; that
-is what the call is priced as.
+``fxpar::balanced_causal_attention(near, k, v, far, near_ahead, far_ahead,
+scale)`` is ``fxpar::causal_attention`` of each set on the same keys, and gives both
+outputs and both log-sum-exps. Where the two sets of a rank are equally far from the two
+ends of the sequence, each rank has as much to do as if it saw all keys of one of its
+sets; the cost model prices the call so.
 
 ``fxpar::mirrored_causal_attention(near, k, v, far, near_ahead, far_ahead, gap, scale)``
-is the same on keys that stand at two places, too: the second half of ``k`` begins
-``gap`` places behind the first. Queries see all of such a half, a square of it, or
-nothing: places differ by whole halves.
+is the same on keys at two places: the second half of ``k`` begins ``gap`` places after
+the first. Queries see all of such a half, a square of it, or nothing: places differ by
+whole halves.
+
+In: tensors [batch, heads, rows, features]. Out: outputs and log-sum-exps, or gradients.
+Never: communicates.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def _backward(
     near_grad, near, k, v, near_out, near_lse,
     far_grad, far, far_out, far_lse, near_ahead, far_ahead, scale,
 ) -> Tensors:  # fmt: skip
-    """Gradients of both sets of queries, of keys and of values."""
+    """Return gradients of both sets of queries, of keys and of values."""
     differentiate = ours.causal_attention_backward
     arguments = near_grad, near, k, v, near_out, near_lse, near_ahead, scale
     near_dq, near_dk, near_dv = differentiate(*arguments)
@@ -71,8 +74,8 @@ torch.library.define(
 
 
 def _seen(keys: int, ahead: int, gap: int) -> Iterator[tuple[slice, int]]:
-    """The halves of so many keys that queries see, and how far ahead of each they
-    are."""
+    """Yield the halves of the keys that queries see, and how far the queries are ahead
+    of each. ``keys``: how many there are."""
     half = keys // 2
     for i, before in enumerate((ahead, ahead - gap)):
         if before > -half:
@@ -80,7 +83,7 @@ def _seen(keys: int, ahead: int, gap: int) -> Iterator[tuple[slice, int]]:
 
 
 def _attend(q, k, v, ahead, gap, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one set of queries."""
+    """Return output and log-sum-exp of one set of queries."""
     parts = [
         ours.causal_attention(q, k[:, :, keys], v[:, :, keys], before, scale)
         for keys, before in _seen(k.shape[2], ahead, gap)
@@ -91,7 +94,8 @@ def _attend(q, k, v, ahead, gap, scale) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _differentiate(grad, q, k, v, out, lse, ahead, gap, scale) -> Tensors:
-    """Gradients of one set of queries, and what it adds to those of keys and values."""
+    """Return gradients of one set of queries, and its summands of those of keys and
+    values."""
     dq, dk, dv = (rows_like(x, x.shape[3]).zero_() for x in (q, k, v))
     for keys, before in _seen(k.shape[2], ahead, gap):
         part = k[:, :, keys], v[:, :, keys]
@@ -115,7 +119,7 @@ def _mirrored_backward(
     near_grad, near, k, v, near_out, near_lse,
     far_grad, far, far_out, far_lse, near_ahead, far_ahead, gap, scale,
 ) -> Tensors:  # fmt: skip
-    """Gradients of both sets of queries, of keys and of values."""
+    """Return gradients of both sets of queries, of keys and of values."""
     arguments = near_grad, near, k, v, near_out, near_lse, near_ahead
     near_dq, near_dk, near_dv = _differentiate(*arguments, gap, scale)
     arguments = far_grad, far, k, v, far_out, far_lse, far_ahead

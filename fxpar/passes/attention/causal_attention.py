@@ -1,16 +1,17 @@
-"""Causal attention of queries that begin at any place of the sequence.
+"""Registers causal attention of queries that begin at any place of the sequence.
 
 ``fxpar::causal_attention(q, k, v, ahead, scale)``: query ``i`` sees keys up to
 ``i + ahead``, where ``ahead`` is the place of the first query minus that of the first
 key. It gives the output and the log-sum-exp of each query's scores, ``-inf`` where it
-sees no key. ``fxpar::causal_attention_backward`` takes those of all keys, of which
-``k`` and ``v`` may be a part.
+sees no key. ``fxpar::causal_attention_backward`` takes the log-sum-exps over all keys,
+of which ``k`` and ``v`` may be a part.
 
-A mask that begins elsewhere is no mask that kernels have. Keys that all queries see and
-the square in which queries begin to see keys are attended apart, each by the fastest
-kernel that the device has, and merged by their log-sum-exp. What nobody sees costs
-nothing. Tensors are [batch, heads, rows, features]; several query heads may share one
-key head.
+Kernels have no mask that begins elsewhere. Keys that all queries see and the square in
+which queries begin to see keys are attended separately, each by the fastest kernel that
+the device has, and merged by their log-sum-exp. In: tensors
+[batch, heads, rows, features]; several query heads may share one key head. Out: the
+same, and log-sum-exps [batch, heads, rows]. Never: computes scores of keys that no
+query sees.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """Queries and keys that see one another."""
+    """Is a block of queries and keys that see one another."""
 
-    # Of the queries.
+    # Rows of the queries.
     rows: slice
-    # Of the keys that these see.
+    # Rows of the keys that these see.
     keys: slice
-    # A square in which a query sees the keys up to its own; else it sees all.
+    # True: a square in which a query sees the keys up to its own; False: it sees all.
     causal: bool
 
 
 def blocks(rows: int, keys: int, ahead: int) -> list[VisibleBlock]:
-    """What so many queries see of the keys, each pair once; at most two of each query.
-    Queries in no block see nothing."""
+    """Return the blocks of keys that queries see, each pair once, at most two blocks
+    for each query, for these numbers of queries and keys. Queries in no block see
+    nothing."""
     first, ahead = max(0, -ahead), max(0, ahead)
     square = max(0, min(rows - first, keys - ahead))
     end = first + square
@@ -55,7 +57,8 @@ def blocks(rows: int, keys: int, ahead: int) -> list[VisibleBlock]:
 
 
 def rows_like(x: torch.Tensor, width: int) -> torch.Tensor:
-    """An empty tensor of the rows of ``x``: in memory heads are inside of rows."""
+    """Return an empty tensor of the rows of ``x``: in memory heads are inside of
+    rows."""
     shape = (*x.shape[:3], width)
     return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
 
@@ -111,7 +114,7 @@ def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     differentiate = _kernel(q, k, v).backward
     all_blocks = blocks(q.shape[2], k.shape[2], ahead)
-    # Two blocks have queries in common, or keys: what is added up keeps its digits.
+    # Two blocks may share queries or keys: gradients are summed in the wide type.
     sums = tuple(rows_like(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
     for block in all_blocks:
         rows, keys = block.rows, block.keys
@@ -129,7 +132,8 @@ def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
 def merged(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, weight: torch.Tensor
 ) -> Result:
-    """What queries see of two sets of keys, from what they see of each."""
+    """Return the result of queries over two sets of keys, from their results over
+    each."""
     total = torch.logaddexp(lse, weight)
     shift = total.masked_fill(total == -math.inf, 0)
     first, second = ((x - shift).exp().unsqueeze(-1) for x in (lse, weight))
@@ -137,12 +141,12 @@ def merged(
 
 
 def _each(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """A head for each of the query heads that share one."""
+    """Return one head for each of the query heads that share one."""
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _shared(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """The gradient of heads from that of ``_each``."""
+    """Return the gradient of heads from that of ``_each``."""
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)
 
 
@@ -151,7 +155,7 @@ def _shared(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Attention of a block."""
+    """Computes the attention of a block."""
 
     # (q, k, v, causal, scale) -> output and log-sum-exp.
     forward: Callable[..., Result]
@@ -210,7 +214,7 @@ def _efficient_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
 
 
 def padding(rows: int) -> int:
-    """By how many rows the memory-efficient kernel's log-sum-exp is longer."""
+    """Return by how many rows the memory-efficient kernel's log-sum-exp is longer."""
     return -rows % 32
 
 
@@ -251,7 +255,7 @@ _KERNELS = {
 
 
 def _kernel(q: Any, k: Any, v: Any) -> AttentionKernel:
-    """The fastest that takes such tensors: a function of device, dtype and heads."""
+    """Return the fastest kernel for such tensors, by device, dtype and heads."""
     if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
         return _KERNELS["cpu"]
     if q.device.type == "cuda":

@@ -1,13 +1,13 @@
-"""Packed documents as a rank sees them that has a part of their keys.
+"""Finds the parts of packed documents on a rank that has a part of their keys.
 
 In: the places where documents begin among all queries and all keys. Out: where they
 begin among this rank's, so that kernels give what its queries see of its keys. A causal
 mask is aligned with the last query and the last key of a document: query ``i`` sees the
-keys up to ``i`` minus a shift. Of a document whose keys go on at the next rank the
-queries behind the diagonal of the last own key see all own keys, so they are a document
-of their own, in a second call, which is not causal; those before end at the diagonal.
-Each query is in one of the two calls. What kernels write for a query that sees no key
-is nothing: ``sees_keys`` counts by place.
+keys up to ``i`` minus a shift. If a document's keys go on at the next rank, the queries
+after the diagonal of the last own key see all own keys, so they are a document of their
+own, in a second call, which is not causal; the queries before end at the diagonal. Each
+query is in one of the two calls. Never: uses what kernels write for a query that sees
+no key; ``sees_keys`` counts by place.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class DocumentParts:
-    """Where documents, or their parts, begin on one rank."""
+    """Says where documents, or their parts, begin on one rank."""
 
-    # Among its queries, and behind the last; of a causal mask each document is two.
+    # Where documents begin among its queries, and the end; a causal mask makes two of
+    # each.
     queries: fx.Node
-    # Among its keys, likewise.
+    # The same among its keys.
     keys: fx.Node
-    # Of the second call, of queries that see all of their document's keys here; None
-    # where nothing is causal.
+    # The same for the second call, of queries that see all of their document's keys
+    # here; None where nothing is causal.
     keys_of_tails: fx.Node | None
-    # Of each query, whether it is in that call.
+    # For each query, whether it is in that call.
     in_tail: fx.Node | None
-    # Of each query, whether it sees a key here.
+    # For each query, whether it sees a key here.
     sees_keys: fx.Node
-    # Of each key, whether it is of any document.
+    # For each key, whether it is in a document.
     in_document: fx.Node
 
 
 @dataclass(frozen=True)
 class OwnDocuments:
-    """What a rank has of each document, by places among its own queries and keys."""
+    """Says what a rank has of each document, by places among its own queries and
+    keys."""
 
-    # Its first query.
+    # First query.
     first_query: fx.Node
-    # Behind its last query.
+    # One after the last query.
     end_of_queries: fx.Node
-    # Its first key.
+    # First key.
     first_key: fx.Node
-    # Behind its last key.
+    # One after the last key.
     end_of_keys: fx.Node
     # The place of a document's last query minus that of its last key, here or not.
     shift: fx.Node
@@ -62,7 +64,7 @@ class OwnDocuments:
 def parts_of(
     call: LocalCall, queries: fx.Node, keys: fx.Node, query: int, causal: bool
 ) -> DocumentParts:
-    """The documents that begin at these places, [documents + 1], on this rank;
+    """Return the documents that begin at these places, [documents + 1], on this rank;
     ``query``: position of the queries among the operands, before the keys."""
     build, device = call.build, queries.meta["val"].device
     placed = [_placed(call, x, query + i) for i, x in enumerate((queries, keys))]
@@ -103,7 +105,8 @@ def parts_of(
 
 
 def _placed(call: LocalCall, places: fx.Node, operand: int) -> tuple[fx.Node, fx.Node]:
-    """Places counted from this rank's first row, and where these are in its rows."""
+    """Return places counted from this rank's first row, and the same clamped to its
+    rows."""
     build, rows = call.build, call.shapes[operand][0]
     axes = call.operands[operand].dims[0]
     places = build.call(aten.sub.Tensor, places, build.own_start(rows, axes))
@@ -114,7 +117,7 @@ def _placed(call: LocalCall, places: fx.Node, operand: int) -> tuple[fx.Node, fx
 def _sees_keys(
     build: Builder, own: OwnDocuments, rows: fx.Node, document: fx.Node, causal: bool
 ) -> fx.Node:
-    """Of each query, whether a key that it sees is here."""
+    """Return for each query whether a key that it sees is here."""
     first, end = (_of_row(build, x, document) for x in (own.first_key, own.end_of_keys))
     if causal:
         shift = _of_row(build, own.shift, document)
@@ -126,8 +129,8 @@ def _sees_keys(
 
 
 def _diagonal(build: Builder, own: OwnDocuments) -> tuple[fx.Node, fx.Node]:
-    """Where in each document the queries end that do not see all of its keys here, and
-    behind which key the last of them sees none."""
+    """Return two places in each document: where the queries end that do not see all of
+    its keys here, and where the keys end that the last of these queries sees."""
     border = build.call(aten.add.Tensor, own.end_of_keys, own.shift)
     border = build.call(aten.minimum.default, border, own.end_of_queries)
     border = build.call(aten.maximum.default, border, own.first_query)
@@ -137,13 +140,13 @@ def _diagonal(build: Builder, own: OwnDocuments) -> tuple[fx.Node, fx.Node]:
 
 
 def key_axes(call: LocalCall, query: int) -> Axes:
-    """The axes along which ranks hold different keys."""
+    """Return the axes along which ranks hold different keys."""
     axes = call.operands[query + 1].dims[0]
     return axes if call.build.mesh.count(axes) > 1 else ()
 
 
 def _of_row(build: Builder, x: fx.Node, document: fx.Node) -> fx.Node:
-    """A value of each document as one of each row of it."""
+    """Return a value of each document as one of each row of it."""
     return build.call(aten.index_select.default, x, 0, document)
 
 
@@ -152,7 +155,7 @@ def _slice(build: Builder, x: fx.Node, start: int, end: int | None) -> fx.Node:
 
 
 def _within(build: Builder, places: fx.Node, edges: fx.Node) -> fx.Node:
-    """Whether places are in any document that begins at these edges."""
+    """Return whether places are in any document that begins at these edges."""
     first, last = (build.call(aten.select.int, edges, 0, i) for i in (0, -1))
     inside = (
         build.call(aten.ge.Tensor, places, first),
@@ -164,7 +167,7 @@ def _within(build: Builder, places: fx.Node, edges: fx.Node) -> fx.Node:
 def _in_turn(
     build: Builder, begins: fx.Node, borders: fx.Node, ends: fx.Node
 ) -> fx.Node:
-    """Where documents begin each of which is two, cut at a border."""
+    """Return where documents begin if each is cut in two at its border."""
     pairs = build.call(aten.stack.default, [begins, borders], 1)
     pairs = build.call(aten.view.default, pairs, [-1])
     last = _slice(build, ends, -1, None)

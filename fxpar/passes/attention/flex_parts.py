@@ -1,8 +1,10 @@
-"""flex_attention on parts of its queries and keys.
+"""Runs flex_attention on parts of its queries and keys.
 
 Its functions of scores and masks count from where a part begins (``shifted``), its
 lists name the blocks of a part (``own_blocks``), and its log-sum-exps, which are to
-base 2, are made such as are merged (``natural``, ``to_base_2``).
+base 2, are converted for merging and back (``natural``, ``to_base_2``). In: nodes of a
+call and its options. Out: new nodes. Never: changes the body of a function that it was
+given.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ aten = torch.ops.aten
 
 _LOG_2 = math.log(2)
 
-# Where a function of scores has batch, head, query and key among its inputs, and one
-# of masks.
+# Positions of batch, head, query and key among the inputs of a function of scores, and
+# of one of masks.
 SCORE, MASK = (1, 2, 3, 4), (0, 1, 2, 3)
 
 
@@ -33,8 +35,9 @@ def shifted(
     starts: Mapping[int, Callable[[Builder], Size]],
     name: str,
 ) -> fx.Node:
-    """A function, of which inputs at these places are moved on by where a part begins;
-    a start is made in the function itself. ``name``: tells it from the function."""
+    """Return a function with the inputs at these places moved on by where a part
+    begins; a start is computed in the function itself. ``name``: of the new function.
+    """
     body = body_of(node)
     assert body is not None
     inputs = body.graph.find_nodes(op="placeholder")
@@ -55,8 +58,9 @@ def shifted(
 def own_blocks(
     build: Builder, number: fx.Node, index: fx.Node, first: Size, count: Size
 ) -> tuple[fx.Node, fx.Node]:
-    """Lists of blocks, ``number`` of each ``index`` being valid, as lists of those that
-    are ``count`` from the ``first`` on, counted from there, in the order they had."""
+    """Return lists of blocks with only the ``count`` blocks from ``first`` on, counted
+    from ``first``, in their old order. The first ``number`` entries of each ``index``
+    are valid."""
     call, value = build.call, index.meta["val"]
     places = build.iota(value.shape[-1], value.device)
     listed = call(aten.lt.Tensor, places, call(aten.unsqueeze.default, number, -1))
@@ -74,15 +78,15 @@ def own_blocks(
 
 
 def weighted_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a kernel on a part of the keys: it gives weights, and sees queries
-    that see no key of the part."""
+    """Return options of a kernel on a part of the keys: it gives log-sum-exps, and
+    handles queries that see no key of the part."""
     return options | {"OUTPUT_LOGSUMEXP": True, "ROWS_GUARANTEED_SAFE": False}
 
 
 def natural(build: Builder, logs: fx.Node, out: fx.Node) -> fx.Node:
-    """The log-sum-exp of an attention whose output is ``out``: ``-inf`` of hidden keys
-    alone. To base 2 that of scores that are the least number there is is none, while
-    the output is a mean of values."""
+    """Return the log-sum-exp of an attention whose output is ``out``: ``-inf`` only
+    where keys are hidden. To base 2, scores of the least number there is give ``-inf``
+    too, while the output is a mean of values."""
     lse = build.call(aten.mul.Tensor, logs, _LOG_2)
     least = torch.finfo(lse.meta["val"].dtype).min
     unseen = build.call(aten.eq.Scalar, lse, -math.inf)
@@ -92,8 +96,8 @@ def natural(build: Builder, logs: fx.Node, out: fx.Node) -> fx.Node:
 
 
 def to_base_2(build: Builder, total: fx.Node, largest: fx.Node) -> fx.Node:
-    """A log-sum-exp over all keys as the op gives it; ``largest``: of those over parts,
-    ``-inf`` of queries that see no key."""
+    """Return a log-sum-exp over all keys as the op gives it; ``largest``: the largest
+    of those over parts, ``-inf`` for queries that see no key."""
     total = build.call(aten.mul.Tensor, total, 1 / _LOG_2)
     sees_keys = build.call(aten.ne.Scalar, largest, -math.inf)
     return build.where(sees_keys, total, -math.inf)

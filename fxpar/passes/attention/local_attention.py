@@ -1,11 +1,15 @@
-"""Local forms of attention whose queries or keys are split along the sequence.
+"""Makes the local forms of attention whose queries or keys are split along the
+sequence.
 
 A causal mask counts places in the whole sequence: such a call becomes
-``fxpar::causal_attention``, which is told where this rank's queries and keys begin.
-Where keys are split, each rank attends to its own, and what they give is merged by
-log-sum-exp: ranks exchange that of their keys, and each scales its output to a summand
-of the whole. A backward takes the log-sum-exp of all keys, and needs no merge: the
-gradients of queries are summands as they are.
+``fxpar::causal_attention``, which is given where this rank's queries and keys begin.
+Where keys are split, each rank attends to its own, and the results are merged by
+log-sum-exp: ranks exchange the log-sum-exps of their keys, and each scales its output
+to a summand of the whole. A backward takes the log-sum-exp of all keys, and needs no
+merge: its gradients of queries are summands.
+
+In: a call with the specs of its operands. Out: the local nodes of its results. Never:
+keys or values sent to another rank.
 """
 
 from __future__ import annotations
@@ -34,8 +38,7 @@ _SEQUENCE = 2
 
 
 def arguments_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict:
-    """What a call gives, by the names of its op's schema; defaults where it gives
-    nothing."""
+    """Return all arguments of a call by the names of its op's schema, with defaults."""
     declared = _torch.objects.schema_of(target).arguments
     defaults = {argument.name: argument.default_value for argument in declared}
     positional = [argument.name for argument in declared if not argument.kwarg_only]
@@ -43,15 +46,16 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> di
 
 
 def _is_split(call: LocalCall, query: int) -> tuple[bool, bool]:
-    """Whether ranks hold different queries, and different keys; ``query``: position of
-    the queries among the operands, before that of the keys."""
+    """Return whether ranks hold different queries, and different keys; ``query``:
+    position of the queries among the operands, before that of the keys."""
     count = call.build.mesh.count
     rows, keys = (call.operands[query + i].dims[_SEQUENCE] for i in range(2))
     return count(rows) > 1, count(keys) > 1
 
 
 def _starts(call: LocalCall, query: int) -> tuple[Size, Size]:
-    """Places of this rank's first query and first key in the whole sequence."""
+    """Return the places of this rank's first query and first key in the whole
+    sequence."""
     rows, keys = (
         call.build.own_start(shape[_SEQUENCE], spec.dims[_SEQUENCE])
         for shape, spec in zip(
@@ -64,15 +68,15 @@ def _starts(call: LocalCall, query: int) -> tuple[Size, Size]:
 
 
 def _ahead(call: LocalCall, query: int) -> Size:
-    """By how much this rank's first query lies behind its first key."""
+    """Return the place of this rank's first query minus that of its first key."""
     return call.build.compute(operator.sub, *_starts(call, query))
 
 
 def _with_one_mask(
     call: LocalCall, arguments: dict[str, Any], query: int
 ) -> dict[str, Any]:
-    """Of a call that is causal and has a mask, both as one, by places in the whole
-    sequence; the arguments as they are of another."""
+    """Return the arguments of a call that is causal and has a mask with both as one
+    mask, by places in the whole sequence; other arguments as they are."""
     name = next((n for n in BIASES if arguments.get(n) is not None), None)
     if name is None or not arguments["is_causal"]:
         return arguments
@@ -127,7 +131,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
 
 
 def _causal(call: LocalCall, arguments: dict[str, Any]) -> list[fx.Node]:
-    """Output and log-sum-exp of this rank's queries over its keys."""
+    """Return output and log-sum-exp of this rank's queries over its keys."""
     tensors = (arguments[name] for name in ("query", "key", "value"))
     op = ours.causal_attention.default
     node = call.build.call(op, *tensors, _ahead(call, 0), arguments["scale"])
@@ -135,14 +139,14 @@ def _causal(call: LocalCall, arguments: dict[str, Any]) -> list[fx.Node]:
 
 
 def _mask(arguments: dict[str, Any]) -> fx.Node | None:
-    """The mask or bias of a call."""
+    """Return the mask or bias of a call."""
     return next((arguments[n] for n in BIASES if arguments.get(n) is not None), None)
 
 
 def _merged(
     call: LocalCall, out: fx.Node, lse: fx.Node, mask: fx.Node | None
 ) -> tuple[fx.Node, fx.Node]:
-    """This rank's summand of the output over all keys, and their log-sum-exp."""
+    """Return this rank's summand of the output over all keys, and their log-sum-exp."""
     build, dtype = call.build, out.meta["val"].dtype
     axes = call.operands[1].dims[_SEQUENCE]
     if mask is not None:
@@ -193,7 +197,7 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
-    """The op itself on arguments by name."""
+    """Call the op itself with arguments by name."""
     declared = _torch.objects.schema_of(call.node.target).arguments
     positional = [arguments[a.name] for a in declared if not a.kwarg_only]
     options = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
@@ -201,7 +205,7 @@ def call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
 
 
 def _per_query(call: LocalCall, lse: fx.Node, rows: Size) -> fx.Node:
-    """A kernel's log-sum-exp as [batch, heads, queries]."""
+    """Return a kernel's log-sum-exp as [batch, heads, queries]."""
     value = lse.meta["val"]
     if value.dim() == 4:
         return call.build.call(aten.select.int, lse, 3, 0)
@@ -211,14 +215,14 @@ def _per_query(call: LocalCall, lse: fx.Node, rows: Size) -> fx.Node:
 
 
 def _as_kernel(call: LocalCall, lse: fx.Node, shape: Sequence[Any]) -> fx.Node:
-    """[batch, heads, queries] as a kernel has it, of this shape."""
+    """Return [batch, heads, queries] in a kernel's layout, of this shape."""
     if len(shape) == 4:
         return call.build.call(aten.unsqueeze.default, lse, 3)
     return _padded(call, lse, value_of(shape[2]) - lse.meta["val"].shape[2])
 
 
 def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
-    """With so many more queries, which see nothing."""
+    """Return a log-sum-exp with this many more queries, which see nothing."""
     return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
 
 
@@ -227,7 +231,8 @@ def _result(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
 
 
 def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
-    """A further result of a kernel, which no backward reads here."""
+    """Return a stand-in for a further result of a kernel, which no backward reads
+    here."""
     if not isinstance(value, torch.Tensor):
         return value
     device = like.meta["val"].device
@@ -237,8 +242,8 @@ def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
 
 
 def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
-    """``x`` with its dims in memory in the order of those of ``like``, which views of
-    it were traced with."""
+    """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
+    which views of it were traced."""
     strides = _torch.symbols.hint_shape(like.stride())
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     if x.meta["val"].permute(order).is_contiguous():

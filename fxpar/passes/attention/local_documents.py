@@ -1,17 +1,18 @@
-"""Local forms of attention over packed documents whose queries or keys are split.
+"""Makes the local forms of attention over packed documents with queries or keys split.
 
 In: a call on [tokens, heads, features] with the places where documents begin, of
-queries and of keys. Out: the same op on this rank's queries and on all keys, told where
-documents begin among its own: one that begins elsewhere begins at its first query, and
-one that ends elsewhere ends at its last. Where keys are split, too, what queries see of
-this rank's (``document_parts``) is merged by log-sum-exp with what they see of others,
-as in ``local_attention``.
+queries and of keys. Out: the same op on this rank's queries and on all keys, given
+where documents begin among its own: one that begins elsewhere begins at its first
+query, and one that ends elsewhere ends at its last. Where keys are split too, the
+results over this rank's keys (``document_parts``) are merged by log-sum-exp with those
+over other keys, as in ``local_attention``. Never: keys or values sent to another rank.
 
-A causal mask or a window is aligned with the last key of a document, so that one cut
-behind this rank's last query is cut by as many keys. Nobody sees keys behind these, and
-what a kernel writes for them in a backward is no gradient. For a window that reaches
-behind its query a rank's queries are followed by as many rows of zeros, which stand for
-the next ones: keys are cut behind these, and what they give is cut off.
+A causal mask or a window is aligned with the last key of a document, so a document that
+is cut after this rank's last query is cut by as many keys. No query sees the keys after
+these, and what a kernel writes for them in a backward is no gradient. For a window that
+reaches beyond its query, a rank's queries are followed by as many rows of zeros in
+place of the next ones: keys are cut after these, and the results of these rows are
+dropped.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ aten = torch.ops.aten
 def _own_documents(
     call: LocalCall, arguments: dict[str, Any], query: int
 ) -> dict[str, Any] | None:
-    """The arguments with where documents begin among this rank's queries and in what
-    these see of the keys; None if ranks hold the same queries. ``query``: position of
-    the queries among the operands."""
+    """Return the arguments with where documents begin among this rank's queries and
+    among the keys that these see; None if ranks hold the same queries. ``query``:
+    position of the queries among the operands."""
     build, spec = call.build, call.operands[query]
     axes, rows = spec.dims[0], call.shapes[query][0]
     if build.mesh.count(axes) == 1:
@@ -72,30 +73,30 @@ def _own_documents(
     return arguments | followed | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
 
 
-# The dim of queries of what has a row of each.
+# The dim of queries in each argument that has a row for each.
 _BY_QUERY = {"query": 0, "grad_out": 0, "out": 0, "lse": 1}
 
 
 def _reach(arguments: dict[str, Any]) -> int:
-    """How many keys a query sees behind its own place."""
+    """Return how many keys a query sees after its own place."""
     return max(0, (arguments["window_size"] or (-1, -1))[1])
 
 
 def _followed(build: Builder, x: fx.Node, dim: int, rows: int) -> fx.Node:
-    """``x`` with so many rows of zeros behind."""
+    """Return ``x`` followed by this many rows of zeros."""
     amounts = [rows if d == dim else 0 for d in range(x.meta["val"].dim())]
     return build.pad(x, amounts)
 
 
 def _cut(call: LocalCall, x: fx.Node, dim: int, rows: Size) -> fx.Node:
-    """A result without rows that follow this rank's."""
+    """Return a result without the rows that follow this rank's."""
     call_op = call.build.call
     x = call_op(aten.slice.Tensor, x, dim, 0, rows)
     return call_op(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
 def _is_aligned(arguments: dict[str, Any]) -> bool:
-    """Whether what a query sees counts from the end of its document."""
+    """Return whether the keys that a query sees count from the end of its document."""
     window = arguments["window_size"] or (-1, -1)
     return arguments["is_causal"] or tuple(window) != (-1, -1)
 
@@ -118,7 +119,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
 def _over_own_keys(
     call: LocalCall, arguments: dict[str, Any], axes: Axes
 ) -> tuple[fx.Node, ...]:
-    """This rank's summand of the output over all keys, and their log-sum-exp."""
+    """Return this rank's summand of the output over all keys, and their log-sum-exp."""
     build = call.build
     parts, calls = _calls(call, arguments, 0)
     out, lse, state = (build.call(operator.getitem, calls[0], i) for i in range(3))
@@ -135,7 +136,7 @@ def _over_own_keys(
     total = merge_attention.log_of_sum(build, of_ranks)
     dtype = out.meta["val"].dtype
     out = build.cast(merge_attention.weighted(build, out, weights, total), dtype)
-    # Of a query that sees no key kernels say so; backward, its weights are 0.
+    # Kernels give inf for a query that sees no key; backward, its weights are 0.
     sees_keys = build.call(aten.ne.Scalar, total, -math.inf)
     total = build.where(sees_keys, total, math.inf)
     total = build.call(aten.transpose.int, total, 0, 1)
@@ -146,8 +147,8 @@ def _over_own_keys(
 def _calls(
     call: LocalCall, arguments: dict[str, Any], query: int
 ) -> tuple[DocumentParts, list[fx.Node]]:
-    """The op on this rank's parts of documents; of a causal mask, on queries that see
-    all of their document's keys here, too."""
+    """Call the op on this rank's parts of documents; for a causal mask, a second time
+    on queries that see all of their document's keys here."""
     causal = _is_aligned(arguments)
     starts = arguments["cu_seq_q"], arguments["cu_seq_k"]
     parts = document_parts.parts_of(call, *starts, query, causal)
@@ -161,12 +162,12 @@ def _calls(
 
 
 def _column(build: Builder, rows: fx.Node, dims: int) -> fx.Node:
-    """A value of each row that broadcasts over so many dims behind."""
+    """Return a value of each row with ``dims`` more dims of size 1, to broadcast."""
     return build.call(aten.view.default, rows, [-1, *(1 for _ in range(dims))])
 
 
 def _of_each(build: Builder, chosen: Any, x: fx.Node, other: fx.Node) -> fx.Node:
-    """Rows of ``x`` where chosen, else of ``other``."""
+    """Return rows of ``x`` where chosen, else of ``other``."""
     chosen = _column(build, chosen, x.meta["val"].dim() - 1)
     return build.call(aten.where.self, chosen, x, other)
 
@@ -174,7 +175,8 @@ def _of_each(build: Builder, chosen: Any, x: fx.Node, other: fx.Node) -> fx.Node
 def _by_own_keys(
     call: LocalCall, arguments: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Gradients: this rank's summand of those of queries, and those of its keys."""
+    """Return this rank's summand of the gradients of queries, and the gradients of its
+    keys and values."""
     build = call.build
     parts, calls = _calls(call, arguments, 1)
     gradients = [[build.call(operator.getitem, x, i) for x in calls] for i in range(3)]
@@ -188,7 +190,8 @@ def _by_own_keys(
 
 
 def _sum_of_own(build: Builder, summands: list[fx.Node], parts: Any) -> fx.Node:
-    """The gradient of keys from those of each call; 0 of a key of no document."""
+    """Return the gradient of keys from those of each call; 0 for a key of no
+    document."""
     total, *rest = summands
     for x in rest:
         total = build.call(aten.add.Tensor, total, x)
@@ -212,7 +215,7 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_seen(call: LocalCall, grad: fx.Node, begins: fx.Node) -> fx.Node:
-    """Gradients of keys, those of keys behind the last document being 0."""
+    """Return gradients of keys, 0 for keys after the last document."""
     build, value = call.build, grad.meta["val"]
     places = build.iota(value.shape[0], value.device)
     end = build.call(aten.select.int, begins, 0, -1)

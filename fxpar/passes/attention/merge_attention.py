@@ -1,8 +1,10 @@
-"""What queries see of several sets of keys, from what they see of each.
+"""Merges what queries see of several sets of keys.
 
-An attention gives an output and the log-sum-exp of each query's scores, [batch, heads,
-queries], by which outputs are weighted. Kernels say 0 of a query to which a mask hides
-all keys, as it may hide those of a part: ``of_visible`` makes that ``-inf``, no weight.
+In: for each set of keys an output and the log-sum-exp of each query's scores,
+[batch, heads, queries], by which outputs are weighted. Out: nodes of the result over
+all keys. Never: sends more than log-sum-exps. Kernels give 0 for a query to which a
+mask hides all keys, as it may hide all of a part: ``of_visible`` makes that ``-inf``,
+no weight.
 """
 
 from __future__ import annotations
@@ -19,44 +21,45 @@ from fxpar.sharding.factors import Axes
 
 aten = torch.ops.aten
 
-# What the mask or bias of an attention is called.
+# The argument names of an attention's mask or bias.
 BIASES = ("attn_mask", "attn_bias", "bias")
 
-# A bias lies in memory in rows of a multiple of so many elements.
+# In memory a row of a bias is padded to a multiple of so many elements.
 _GRAIN = 16
 
 
 def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
-    """An output over keys of this log-sum-exp as a summand of that over all keys."""
+    """Return an output over keys of this log-sum-exp as a summand of that over all
+    keys."""
     return _scaled(build, out, _weight(build, lse, finite_or_zero(build, total)))
 
 
 def gathered(build: Builder, lse: fx.Node, axes: Axes) -> fx.Node:
-    """A value of each query, of all ranks along axes: [ranks, batch, heads,
-    queries]."""
+    """Gather a value of each query from all ranks along axes:
+    [ranks, batch, heads, queries]."""
     row = build.call(aten.unsqueeze.default, lse, 0)
     return collective_nodes.step(build, collective_nodes.all_gather, row, 0, axes)
 
 
 def log_of_sum(build: Builder, lse_of_ranks: fx.Node) -> fx.Node:
-    """Log-sum-exp over the first dim. Inductor takes no ``logsumexp`` here: it is made
-    of others when a program is traced."""
+    """Return the log-sum-exp over the first dim. Inductor takes no ``logsumexp`` here:
+    tracing breaks it into other ops."""
     shift = finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
     weights = build.call(aten.sum.dim_IntList, _weight(build, lse_of_ranks, shift), [0])
     return build.call(aten.add.Tensor, build.call(aten.log.default, weights), shift)
 
 
 def of_visible(build: Builder, lse: fx.Node, mask: fx.Node) -> fx.Node:
-    """A log-sum-exp that is ``-inf`` where a mask (boolean or additive, it broadcasts
-    to the scores) hides all keys."""
+    """Return a log-sum-exp that is ``-inf`` where a mask (boolean or additive, it
+    broadcasts to the scores) hides all keys."""
     if mask.meta["val"].dtype is not torch.bool:
         mask = build.call(aten.ne.Scalar, mask, -math.inf)
     return build.where(build.call(aten.any.dim, mask, -1), lse, -math.inf)
 
 
 def of_seen_rows(build: Builder, out: fx.Node, lse: fx.Node) -> fx.Node:
-    """An output that is 0 of queries that see no key, of which a kernel may give what
-    is no number."""
+    """Return an output that is 0 for queries that see no key, for which a kernel may
+    give NaN."""
     sees_keys = build.call(aten.ne.Scalar, lse, -math.inf)
     return build.where(build.call(aten.unsqueeze.default, sees_keys, -1), out, 0.0)
 
@@ -64,7 +67,7 @@ def of_seen_rows(build: Builder, out: fx.Node, lse: fx.Node) -> fx.Node:
 def of_ranks(
     build: Builder, out: fx.Node, lse: fx.Node, lse_of_ranks: fx.Node
 ) -> tuple[fx.Node, fx.Node]:
-    """A rank's summand of the output over all keys, under a mask, and their
+    """Return a rank's summand of the output over all keys, under a mask, and their
     log-sum-exp; ``lse_of_ranks``: that of all ranks, [ranks, batch, heads, queries]."""
     shift = finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
     weights = _weight(build, lse_of_ranks, shift)
@@ -77,8 +80,9 @@ def of_ranks(
 
 @dataclass(frozen=True)
 class RunningAttention:
-    """Attention under masks over the parts of the keys so far. Weights are summed: of
-    scores that a bias makes the least number there is, a log-sum-exp keeps no count."""
+    """Holds attention under masks over the parts of the keys so far. Weights are
+    summed: where a bias makes scores the least number there is, a log-sum-exp keeps no
+    count."""
 
     # Outputs times their weights.
     out: fx.Node
@@ -88,7 +92,7 @@ class RunningAttention:
     weights: fx.Node | None = None
 
     def add(self, build: Builder, out: fx.Node, lse: fx.Node) -> RunningAttention:
-        """With one part more, of as many keys."""
+        """Return the attention with one more part of as many keys."""
         shift = build.call(aten.maximum.default, self.shift, lse)
         finite = finite_or_zero(build, shift)
         before, weight = (_weight(build, x, finite) for x in (self.shift, lse))
@@ -101,7 +105,8 @@ class RunningAttention:
         return RunningAttention(out, shift, weights)
 
     def result(self, build: Builder) -> tuple[fx.Node, fx.Node]:
-        """Output and log-sum-exp; both 0 of a query that sees no key, as of kernels."""
+        """Return output and log-sum-exp; both 0 for a query that sees no key, as
+        kernels give."""
         assert self.weights is not None, "of several parts"
         sees_keys = build.call(aten.ne.Scalar, self.weights, 0)
         weights = build.where(sees_keys, self.weights, 1)
@@ -116,8 +121,8 @@ class RunningAttention:
 def of_places(
     build: Builder, mask: fx.Node, queries: fx.Node, keys: fx.Node
 ) -> fx.Node:
-    """A mask (boolean or additive) that hides later keys, too: places of queries and of
-    keys in the whole sequence, one of each row."""
+    """Return a mask (boolean or additive) that hides later keys too. ``queries``,
+    ``keys``: the place of each row in the whole sequence."""
     rows = build.call(aten.unsqueeze.default, queries, -1)
     visible = build.call(aten.ge.Tensor, rows, keys)
     hidden = False if mask.meta["val"].dtype is torch.bool else -math.inf
@@ -125,7 +130,7 @@ def of_places(
 
 
 def aligned(build: Builder, mask: fx.Node) -> fx.Node:
-    """A mask as the memory-efficient kernel reads it."""
+    """Return a mask in the layout that the memory-efficient kernel reads."""
     shape = list(mask.meta["val"].shape)
     padding = -shape[-1] % _GRAIN
     if not padding:
@@ -135,7 +140,8 @@ def aligned(build: Builder, mask: fx.Node) -> fx.Node:
 
 
 def finite_or_zero(build: Builder, lse: fx.Node) -> fx.Node:
-    """0 for ``-inf``, of what has no score: no number is infinitely less than that."""
+    """Return 0 for ``-inf``, which stands for no scores and cannot be subtracted from
+    itself."""
     return build.where(build.call(aten.ne.Scalar, lse, -math.inf), lse, 0)
 
 

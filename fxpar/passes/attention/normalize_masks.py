@@ -1,12 +1,13 @@
-"""traced -> normalized: masks that are causal become the ``is_causal`` of attention.
+"""traced -> normalized: turns masks that are causal into the ``is_causal`` of
+attention.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. A mask made of positions that count up, compared and
-combined, is followed as what it is: integers as affine functions of an element's place,
-booleans as the inequalities that hold. Where what is left of a mask is ``query >= key``
-(a window as long as the sequence and one document say nothing), the kernel is told so;
-where nothing is left, there is no mask. What no input has a part in is followed alone:
-padding and packed documents stay masks.
+combined, is read as a function of places: integers as affine functions of an element's
+place, booleans as the inequalities that hold. Where ``query >= key`` is all that is
+left of a mask (a window as long as the sequence and a single document hide nothing
+more), the kernel gets ``is_causal``; where nothing is left, there is no mask. Never:
+follows values that depend on inputs: padding and packed documents stay masks.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fxpar.passes.normalize.place_rules import PlaceFunctions, function_of
 
 
 def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:
-    """Attention under a mask that is causal as ``is_causal``; under one that hides
-    nothing without."""
+    """Give attention under a causal mask ``is_causal`` instead, and drop masks that
+    hide nothing."""
     functions: PlaceFunctions = {}
     for node in graph.nodes:
         arguments = _named_arguments(node)
@@ -47,7 +48,8 @@ def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an attention by name, with defaults; of another call nothing."""
+    """Return the arguments of an attention by name, with defaults; none for another
+    call."""
     if node.op != "call_function" or "attention" not in str(node.target):
         return {}
     schema = _torch.objects.schema_of(node.target)
@@ -68,7 +70,8 @@ def _set_arguments(node: fx.Node, changed: dict[str, Any]) -> None:
 def _is_causal(
     arguments: dict[str, Any], mask: fx.Node, functions: PlaceFunctions
 ) -> bool | None:
-    """Whether a mask is causal (True) or hides nothing (False); None of another."""
+    """Return whether a mask is causal (True) or hides nothing (False); None for another
+    mask."""
     function, dtype = function_of(mask, functions), mask.meta["val"].dtype
     sees = dtype is torch.bool
     if is_constant(function):

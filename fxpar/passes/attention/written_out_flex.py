@@ -1,9 +1,9 @@
-"""bound: flex_attention on CPU that gives log-sum-exps, written out.
+"""bound: writes out flex_attention on CPU where it gives log-sum-exps.
 
 In: a call of a bound graph, whose functions of scores and masks are graphs. Out: the
-same results of products and a softmax, all scores being made. Inductor (2.13) has a
-kernel on CPU for the output alone; its lists of blocks say what it skips, not what it
-sees.
+same results by products and a softmax over all scores. Inductor (2.13) has a kernel on
+CPU for the output alone. Never: reads the lists of blocks: they say what a kernel
+skips, not what a query sees.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fxpar import _torch
 
 Function = Callable[..., torch.Tensor]
 
-# Which of the arguments of a function is counted along each dim of scores, inside out:
+# The argument of a function that is counted along each dim of scores, innermost first:
 # key, query, head, batch.
 _DIMS = (3, 2, 1, 0)
 
 
 def may_be_written_out(target: Any) -> bool:
-    """Whether calls of a target may be such."""
+    """Return whether calls of a target may need to be written out."""
     return _torch.aot.higher_order_name(target) == "higher_order::flex_attention"
 
 
 def is_written_out(node: fx.Node) -> bool:
-    """Whether a call is one that Inductor has no kernel for."""
+    """Return whether Inductor has no kernel for a call."""
     if not may_be_written_out(node.target):
         return False
     query, options = node.args[0], node.args[6]
@@ -42,7 +42,8 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Function, mask: Any,
     scale: float, options: Any, score_captured: Any = (), mask_captured: Any = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output, log-sum-exps to base 2 and largest scores, as of ``flex_attention``."""
+    """Return output, log-sum-exps to base 2 and largest scores, as ``flex_attention``
+    does."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).to(dtype) for x in (k, v))
@@ -64,7 +65,8 @@ def attend(
 
 
 def _over_places(function: Function, scores: int, captured: int) -> Function:
-    """A function of one score, if it is given it, and its place, of all of them."""
+    """Return a function of one place, and of its score if it takes one, mapped over all
+    places."""
     for dim in _DIMS:
         counted = [0 if i == dim else None for i in range(len(_DIMS))]
         in_dims = (*[0] * scores, *counted, *[None] * captured)

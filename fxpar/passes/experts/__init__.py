@@ -1,1 +1,1 @@
-"""Rows of tokens and their experts: sorted, sent, multiplied, and put back."""
+"""Rewrites mixtures of experts: rows are sorted, sent, multiplied and put back."""

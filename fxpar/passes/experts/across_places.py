@@ -1,11 +1,12 @@
-"""Experts that rest split over manual axes, to which rows may be sent.
+"""Finds experts that are sharded over manual axes, so that rows can be sent to them.
 
-Each rank runs a program of its own there, and gathers parameters before use, their
-gradients becoming means (``sharding.manual_axes``). Of experts it may keep its own
-instead, and multiply the rows of all: what an expert gives for a row is the same on
-every rank. Its gradient is then a sum over the rows of all. In: a traced graph, before
-rows of experts are computed in place. Out: data. Whatever reads a weight or a gradient
-of such a mixture in another way than expert by expert, all experts are gathered for.
+Along a manual axis each rank runs its own program and gathers parameters before use;
+their gradients become means (``sharding.manual_axes``). A rank may keep its own experts
+instead and multiply the rows of all ranks: an expert gives the same for a row on every
+rank. Its gradient is then a sum over the rows of all. In: a traced graph, before rows
+of experts are computed in place. Out: data. Never: changes the graph; if a weight or
+gradient of a mixture is read in another way than expert by expert, the mixture is
+gathered.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MEAN = torch.ops.fxpar.mean_over_ranks.default
 
 
 def manual_expert_axes(manual: ManualAxes | None) -> Axes:
-    """The manual axes that are named for experts."""
+    """Return the manual axes that are named for experts."""
     axes = manual.axes if manual is not None else ()
     return tuple(axis for axis in axes if axis_of(axis).lower() in EXPERTS)
 
@@ -39,8 +40,8 @@ def manual_expert_axes(manual: ManualAxes | None) -> Axes:
 def means_of_experts(
     products: Mapping[fx.Node, int], signature: Signature, axes: Axes
 ) -> list[fx.Node] | None:
-    """The means of the gradients of a mixture's weights, if all its weights rest split
-    by expert over the axes and nothing looks across experts; else None."""
+    """Return the means of the gradients of a mixture's weights; None unless all its
+    weights are sharded by expert over the axes and nothing reads across experts."""
     gradients: list[fx.Node] = []
     for product in products:
         weight, gradient = _weight_of(product)
@@ -58,7 +59,8 @@ def means_of_experts(
 
 
 def _weight_of(product: fx.Node) -> tuple[Any, fx.Node | None]:
-    """(the weight that a grouped product reads, the gradient of one that it gives)."""
+    """Return (the weight that a grouped product reads, the weight gradient that it
+    gives)."""
     x, y = product.args[:2]
     if len(product.args) > 3:  # the backward of a product
         items = {user.args[1]: user for user in product.users}
@@ -67,7 +69,8 @@ def _weight_of(product: fx.Node) -> tuple[Any, fx.Node | None]:
 
 
 def _is_at_rest(weight: fx.Node, signature: Signature, axes: Axes) -> bool:
-    """Whether a weight is made, expert by expert, of a parameter that rests so."""
+    """Return whether a weight is made, expert by expert, of a parameter that is sharded
+    over the axes."""
     while weight.op == "call_function" and len(weight.all_input_nodes) == 1:
         (source,) = weight.all_input_nodes
         if row_result(weight, source, 0) != 0:
@@ -81,12 +84,13 @@ def _is_at_rest(weight: fx.Node, signature: Signature, axes: Axes) -> bool:
 
 
 def _is_split(spec: Spec, axes: Axes) -> bool:
-    """Whether the axes split dim 0 first."""
+    """Return whether the axes are the first that split dim 0."""
     return bool(spec.dims) and spec.dims[0][: len(axes)] == axes
 
 
 def _readers(gradients: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """What reads gradients, but what passes sums of them on expert by expert."""
+    """Yield what reads gradients, except for ops that pass sums of them on expert by
+    expert."""
     passed, queue = set(gradients), list(gradients)
     while queue:
         for user in queue.pop().users:

@@ -1,12 +1,11 @@
-"""local -> local: rows in slots that ranks exchange are sent by exact numbers.
+"""local -> local: sends the rows in slots that ranks exchange by exact numbers.
 
-In: the local graph of one rank, with its steps, behind ``keep_sorted``. Out: the same
-graph, changed in place: where rows are put in slots (``fxpar::dispatch_slots``, those
-that are ``exact``) and an all-to-all brings the slots to the ranks of their experts,
+In: the local graph of one rank, with its steps, after ``keep_sorted``. Out: the same
+graph, changed in place: where rows are put in slots (``fxpar::dispatch_slots`` with
+``exact``) and an all-to-all brings the slots to the ranks of their experts,
 ``fxpar::send_rows`` brings the rows, and ``fxpar::return_rows`` brings them back. Slots
-of experts' numbers, which say how many rows come, are exchanged as they are. What it
-never does: change what a value is. Slots that it does not know what reads are exchanged
-as slots.
+of experts' numbers, which say how many rows come, are exchanged as they are. Never:
+changes a value. Slots with a reader that is not known here are exchanged as slots.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def exact_exchanges(graph: fx.Graph, build: Builder) -> None:
 
 
 def _exchange_of(slots: fx.Node, build: Builder) -> _Exchange | None:
-    """How the rows of some slots are exchanged; None if no all-to-all of all groups
-    does, or not every row has a slot."""
+    """Return how the rows of some slots are exchanged; None if no all-to-all over all
+    groups exchanges them, or if not every row has a slot."""
     _, experts, groups, sources, room, _ = slots.args
     items = {user.args[1]: user for user in slots.users}
     rows = shape_of(slots.args[0])[0]
@@ -72,7 +71,7 @@ def _exchange_of(slots: fx.Node, build: Builder) -> _Exchange | None:
 
 
 def _steps(node: fx.Node, source: int, target: int) -> Iterator[fx.Node]:
-    """The even all-to-alls of a value between two dims."""
+    """Yield the even all-to-alls of a value between two dims."""
     for user in node.users:
         dims = user.args[1:3]
         if user.target is all_to_all and dims == (source, target) and not user.kwargs:
@@ -81,7 +80,7 @@ def _steps(node: fx.Node, source: int, target: int) -> Iterator[fx.Node]:
 
 @dataclass
 class _Exchange:
-    """Rows of one rank and the group that it exchanges them with."""
+    """Holds the rows of one rank and the group that it exchanges them with."""
 
     # Adds nodes.
     build: Builder
@@ -89,15 +88,15 @@ class _Exchange:
     slot_rows: fx.Node
     # In which slot each row is.
     slots: list[fx.Node]
-    # The experts in the slots that come.
+    # The expert of each slot that is received.
     ids: fx.Node
-    # Of the group.
+    # The axes of the group.
     axes: tuple[str, ...]
     # How many rows a rank has.
     count: int
-    # What ``fxpar::exact_places`` gives.
+    # The four results of ``fxpar::exact_places``.
     _places: list[fx.Node] = field(default_factory=list)
-    # Of each order of rows that come, where in it each of them lies.
+    # The order of received rows -> where in that order each of them is.
     _in_order: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
@@ -105,7 +104,8 @@ class _Exchange:
         return group_name(self.build.mesh, self.axes)
 
     def places(self) -> list[fx.Node]:
-        """Rows, how many go and come, slots."""
+        """Return the four results of ``fxpar::exact_places``: rows, how many are sent,
+        how many are received, slots."""
         if not self._places:
             call = self.build.call
             with self.build.before(self.ids.next):
@@ -115,7 +115,8 @@ class _Exchange:
         return self._places
 
     def in_order(self, place: fx.Node) -> fx.Node:
-        """Where rows that come lie, of which slot i lies at ``place[i]``."""
+        """Return where each received row is in an order in which slot i is at
+        ``place[i]``."""
         if place not in self._in_order:
             slots = self.places()[3]
             with self.build.before(max(place, slots).next):
@@ -124,7 +125,7 @@ class _Exchange:
         return self._in_order[place]
 
     def send(self, read: fx.Node) -> None:
-        """Let rows go by exact numbers that ``read`` puts in slots."""
+        """Send the rows that ``read`` puts in slots by exact numbers."""
         x, _, copies, fill = read.args
         if fill:
             return
@@ -146,7 +147,7 @@ class _Exchange:
             self.build.replace(node, self.build.call(SEND, *args))
 
     def give_back(self, read: fx.Node) -> None:
-        """Let rows come back by exact numbers that ``read`` takes from slots."""
+        """Bring the rows that ``read`` takes from slots back by exact numbers."""
         step: Any = read.args[0]
         if step not in _steps(step.args[0], 0, 1) or axes_of(step) != self.axes:
             return
@@ -163,7 +164,7 @@ class _Exchange:
 
 
 def _as_rows(step: fx.Node) -> Iterator[fx.Node]:
-    """Slots that have come as rows, one dim for all of them."""
+    """Yield the views of received slots as rows, with one dim for all of them."""
     groups, sources, room, *features = shape_of(step)
     for user in step.users:
         rows = (groups * sources * room, *features)
@@ -172,7 +173,7 @@ def _as_rows(step: fx.Node) -> Iterator[fx.Node]:
 
 
 def _rows_of(slots: Any) -> Any:
-    """The rows that slots are a view of; None if they are not."""
+    """Return the rows that slots are a view of; None if they are no view."""
     groups, sources, room, *features = shape_of(slots)
     if not op_facts_of(slots.target).reshapes:
         return None
@@ -181,7 +182,7 @@ def _rows_of(slots: Any) -> Any:
 
 
 def place_of(order: fx.Node | None) -> fx.Node | None:
-    """Where in an order each row is, if that is known in the graph."""
+    """Return the place of each row in an order; None if the graph does not have it."""
     for user in order.users if order is not None else ():
         if sorted_order(user) is order:
             return user

@@ -1,19 +1,20 @@
-"""Ops of one rank that send rows by exact numbers, with their kernels: to the ranks of
-their experts, and back.
+"""Registers ops of one rank, with their kernels, that send rows by exact numbers to the
+ranks of their experts, and back.
 
-All but ``fxpar::exact_places`` are collectives of a local graph: the last argument is
-their group, symbolic until it is bound. How many rows go to each member, and come from
-each, are small tensors, which the host reads: on a device that it runs ahead of it
-would wait. Shapes do not depend on them: what is received has room for all rows.
+In: tensors of one rank. Out: tensors of one rank. Never: shapes that depend on how many
+rows are sent: what is received has room for all rows. How many rows go to each member
+and come from each are small tensors, which the host reads: on a device that runs later
+than the host, it would wait. All but ``fxpar::exact_places`` are collectives of a local
+graph: the last argument is their group, symbolic until it is bound.
 
 ``fxpar::exact_places``: which row is in each slot, ``[groups, parts, room]`` as
-``fxpar::dispatch_slots`` has it, and the experts in slots that were received ->
+``fxpar::dispatch_slots`` gives it, and the experts in slots that were received ->
 ``rows``: numbers of the rows that a rank sends, in the order they are sent; ``sent``,
 ``got``: how many, by member; ``slots``: the slot of each row that comes, in the order
-they come; what is behind the last is of no row.
+they come; entries after the last row mean nothing.
 
 ``fxpar::send_rows``: row ``rows[j] // copies`` of ``x`` is the j-th that is sent; the
-j-th that comes lies at ``places[j]`` of the result. Others are zero. And back,
+j-th that comes is row ``places[j]`` of the result. Other rows are zero. And back,
 ``fxpar::return_rows``: row ``places[j]`` of ``y`` is the j-th that is sent; the j-th
 that comes is row ``rows[j]`` of the result.
 """
@@ -36,8 +37,9 @@ Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 def exact_places(
     slot_rows: torch.Tensor, ids: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See above; ``ids`` of all that a rank receives, ``NONE`` where a slot is empty.
-    Each of the ``count`` rows of a rank is in some slot."""
+    """Run ``fxpar::exact_places`` (see above). ``ids``: of all slots that a rank
+    receives, ``NONE`` where a slot is empty. Each of the ``count`` rows of a rank is in
+    some slot."""
     groups, parts, room = slot_rows.shape
     first = torch.arange(parts, device=ids.device)[:, None] * (count // parts)
     is_sent, comes = slot_rows != NONE, ids.flatten() != NONE
@@ -72,7 +74,7 @@ def sent_rows(
     got: torch.Tensor,
     copies: int,
 ) -> torch.Tensor:
-    """``fxpar::send_rows`` over an exchange."""
+    """Run ``fxpar::send_rows`` over an exchange."""
     gives, takes = sent.tolist(), got.tolist()
     came = exchange(x[rows // copies if copies > 1 else rows], takes, gives)
     count = sum(takes)
@@ -89,14 +91,14 @@ def returned_rows(
     sent: torch.Tensor,
     got: torch.Tensor,
 ) -> torch.Tensor:
-    """``fxpar::return_rows`` over an exchange."""
+    """Run ``fxpar::return_rows`` over an exchange."""
     gives, takes = got.tolist(), sent.tolist()
     came = exchange(y[places[: sum(gives)]], takes, gives)
     return torch.empty_like(came).index_copy_(0, rows, came)
 
 
 def _over(group: str) -> Exchange:
-    """An all-to-all of rows, in as many bytes as they have."""
+    """Return an exchange by an all-to-all of rows as bytes, which takes any dtype."""
 
     def exchange(
         rows: torch.Tensor, takes: list[int], gives: list[int]
@@ -120,7 +122,7 @@ def send_rows(
     copies: int,
     group: str,
 ) -> torch.Tensor:
-    """See above."""
+    """Send rows by exact numbers (see above)."""
     return sent_rows(_over(group), x, rows, places, sent, got, copies)
 
 
@@ -138,7 +140,7 @@ def return_rows(
     got: torch.Tensor,
     group: str,
 ) -> torch.Tensor:
-    """See above."""
+    """Return rows by exact numbers (see above)."""
     return returned_rows(_over(group), y, rows, places, sent, got)
 
 
@@ -151,16 +153,16 @@ SEND, RETURN = torch.ops.fxpar.send_rows.default, torch.ops.fxpar.return_rows.de
 
 
 def bytes_sent(value: torch.Tensor, rows: torch.Tensor) -> int:
-    """Bytes that a rank sends of rows like those of ``value``, if each way goes as
-    much: as many rows as it has itself."""
+    """Return the bytes that a rank sends, for rows of the size of one of ``value``, if
+    it sends as many rows as it has."""
     return rows.shape[0] * value[:1].numel() * value.dtype.itemsize
 
 
 def in_lockstep(
     run: Callable[..., torch.Tensor], members: Sequence[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """What all members of a group get. ``run``: of the functions above; ``members``:
-    the arguments of each, without the group."""
+    """Return what each member of a group receives. ``run``: ``sent_rows`` or
+    ``returned_rows``; ``members``: the arguments of each, without the exchange."""
     whole: list[torch.Tensor] = []
     splits: list[list[int]] = []
 

@@ -1,13 +1,13 @@
-"""Which products are of experts, and over which axes a search may split experts where
-none is named for them.
+"""Finds the products by expert, and the axes over which a search may split experts
+where no axis is named for them.
 
-A grouped product is given where each group of rows ends. The groups are the experts' if
-the ends are a running count of the values that were sorted by, and if these are places
-of experts, so that none comes before the first. Reads a graph; never changes it.
+A grouped product is given where each group of rows ends. The groups are experts if the
+ends are a running count of the values that the rows were sorted by, and these values
+are places along a dim, so that none is negative. Splitting experts over the ranks of an
+axis gives another program than whole experts (``normalize_experts``), so each is
+planned by itself, and the one that is predicted to be faster is taken.
 
-Experts that are split over the ranks of an axis are another program than experts whole
-(``normalize_experts``), so each is planned by itself, and the one that is predicted to
-be faster is taken. In: a traced graph and a request. Out: data; runs nothing.
+In: a traced graph and a request. Out: data. Never: changes a graph or runs anything.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from fxpar.units import percent_more
 aten = torch.ops.aten
 
 SORTS = (aten.sort.default, aten.sort.stable)
-# By name: transformers registers them.
+# Compared by name: transformers registers them.
 _GROUPED = (
     "transformers.grouped_mm_fallback.default",
     "transformers.grouped_mm_fallback_backward.default",
 )
-# The arguments of ``histc`` after the first, where they are left out.
+# The defaults of the arguments of ``histc`` after the first.
 _BINS = (100, 0, 0)
-# Types that numbers of experts are exact in.
+# Types in which expert numbers are exact.
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def products_by(sort: fx.Node) -> dict[fx.Node, int]:
-    """Grouped products of rows that a sort put in order -> how many experts."""
+    """Return grouped products of rows that a sort put in order -> how many experts."""
     if len(sort.args) > 2 or sort.kwargs.get("descending", False):
         return {}
     out = {}
@@ -58,7 +58,7 @@ def products_by(sort: fx.Node) -> dict[fx.Node, int]:
 
 
 def _ends_of(node: fx.Node) -> Any:
-    """Where the groups of a grouped product end; None of any other call."""
+    """Return where the groups of a grouped product end; None for any other call."""
     is_aten = node.target is aten._grouped_mm.default
     if is_aten and len(node.args) == 3 and not node.kwargs:
         return node.args[2]
@@ -66,7 +66,8 @@ def _ends_of(node: fx.Node) -> Any:
 
 
 def _are_row_ends(ends: fx.Node, sort: fx.Node) -> bool:
-    """Whether these are the ends of each expert's rows among those that are sorted."""
+    """Return whether these are the ends of each expert's rows among those that are
+    sorted."""
     total = _through_casts(ends)
     if total.target is not aten.cumsum.default or total.args[1] not in (0, -1):
         return False
@@ -84,7 +85,7 @@ def _are_row_ends(ends: fx.Node, sort: fx.Node) -> bool:
 
 
 def _through_casts(node: Any) -> fx.Node:
-    """What a chain of exact casts is of."""
+    """Return the value that a chain of exact casts starts from."""
     while True:
         facts = op_facts_of(node.target)
         casts = facts.casts and node.meta["val"].dtype in _EXACT
@@ -94,7 +95,7 @@ def _through_casts(node: Any) -> fx.Node:
 
 
 def _is_place(node: Any) -> bool:
-    """Whether elements are places along a dim, and so not negative."""
+    """Return whether elements are places along a dim, and so not negative."""
     while op_facts_of(node.target).reshapes or op_facts_of(node.target).view:
         node = _through_casts(node.args[0])
     source, i = call_of(node)
@@ -106,7 +107,8 @@ _SAME = 0.02
 
 
 def choices(graph: fx.Graph, request: Request) -> list[Axes]:
-    """The axes to choose from, none first; empty where there is nothing to choose."""
+    """Return the axes to choose from, none first; empty where there is nothing to
+    choose."""
     mode, mesh = request.mode, request.mesh
     if not isinstance(mode, SearchOptions) or request.meshes or request.expert_axes:
         return []
@@ -127,8 +129,8 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
 
 
 def best(seconds: Mapping[Axes, float]) -> tuple[Axes, str]:
-    """(the axes whose plan takes the fewest seconds, a note that says so). None of them
-    where that saves little."""
+    """Return (the axes whose plan takes the fewest seconds, a note that says so); no
+    axes where that saves little."""
     axes = min(seconds, key=seconds.__getitem__)
     if not axes or seconds[axes] >= seconds[()] * (1 - _SAME):
         return (), ""

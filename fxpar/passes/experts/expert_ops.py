@@ -1,37 +1,39 @@
-"""Ops on rows of tokens and their experts, with their kernels: products with the
-weights of experts, and rows sent to the experts that they choose, and back.
+"""Registers ops on rows of tokens and their experts, with their kernels: products with
+the weights of experts, and rows sent to the experts that they choose, and back.
 
 ``fxpar::expert_mm`` and ``fxpar::expert_outer`` stand in graphs of global shapes. Their
-rows lie as tokens do, in no order of experts; ``ids`` says whose each is. So rows are a
-factor that may be split like any other. Of ``groups`` > 1 each row comes once for each
-group of experts, ``[groups * rows, k]``, and counts in the group of its expert alone:
-a group is what one rank has of the experts. ``room``: rows that a rank has room for, in
-multiples of its even share, or 0 for all: of one device's numbers no concern. Where
-``ids`` has as many rows as ``x``, each group has rows of its own (``dispatch_slots``),
-``room`` times as many as count. ``k`` and ``n`` may each be several dims, as where a
-gate and an up-projection share a weight.
+rows are in the order of tokens, not of experts; ``ids`` gives the expert of each. So
+rows are a factor that may be split like any other. With ``groups`` > 1 each row comes
+once for each group of experts, ``[groups * rows, k]``, and counts only in the group of
+its expert: a group is the experts of one rank. ``room``: rows that a rank has room for,
+in multiples of its even share, or 0 for all; it does not change what one device
+computes. Where ``ids`` has as many rows as ``x``, each group has rows of its own
+(``dispatch_slots``), ``room`` times as many as count. ``k`` and ``n`` may each be
+several dims, as where a gate and an up-projection share a weight.
 
 ``fxpar::own_expert_mm`` and ``fxpar::own_expert_outer`` stand in local graphs: ``ids``
-says of each row which of a rank's own experts it belongs to; rows of any other number
-count nowhere. ``spread``: of so many rows one counts, if experts get alike many; of
-``room`` > 0 rows in multiples of that share no rank may have more, and ranks along
-``axes`` tell one another.
+says for each row to which of a rank's own experts it belongs; rows with any other
+number count nowhere. ``spread``: one row in so many counts, if experts get equally
+many; with ``room`` > 0 no rank may have more than ``room`` times that share, and ranks
+along ``axes`` exchange their counts.
 
 ``fxpar::grouped_mm`` and ``fxpar::grouped_outer`` stand in local graphs: rows sorted by
-expert, and where each expert's end. Rows behind the last end belong to no expert; they
-are zero in results. ``rows``: how many count as they are priced, if experts get alike
-many.
+expert, and where each expert's end. Rows after the last end belong to no expert; they
+are zero in results. ``rows``: how many rows the cost model counts, if experts get
+equally many.
 
-``fxpar::dispatch_slots``: the rows of a batch come in ``sources`` parts, one of each
-rank that has some, and go to ``groups`` of experts. Of each part a group has room for
-so many rows, in slots ``[groups, sources, room]``: a shape that does not depend on what
-is chosen, so that the exchange between sources and groups is an all-to-all of one size.
-Where more rows of a part choose a group, nothing is right: ``most`` says how many do,
-for ``fxpar::within``.
+``fxpar::dispatch_slots``: the rows of a batch come in ``sources`` parts, one from each
+rank that has some, and go to ``groups`` of experts. A group has slots for ``room`` rows
+of each part, ``[groups, sources, room]``: a shape that does not depend on what is
+chosen, so that the exchange between sources and groups is an all-to-all of one size.
+Where more rows of a part choose a group, results are wrong: ``most`` says how many do,
+for ``fxpar::within`` to check.
 
 ``fxpar::exchange_slots`` and ``fxpar::return_slots``: ranks along manual ``axes``, each
-with slots of rows of its own, send those of each group to the rank that has its experts
-(``sharding.manual_axes``), and get them back; on one device they are views.
+with slots of rows of its own, send the slots of each group to the rank that has its
+experts (``sharding.manual_axes``), and get them back; on one device they are views.
+
+In: tensors. Out: tensors. Never: a shape that depends on values.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from fxpar.sharding.ops.local_call import LocalCall
 def _owned(
     ids: torch.Tensor, rows: int, experts: int, groups: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(expert, its rows of ``[groups * rows]``) for each expert."""
+    """Yield (expert, its rows of ``[groups * rows]``) for each expert."""
     shared = ids.shape[0] < rows
     for expert in range(experts):
         group, count = expert // (experts // groups), rows // groups
@@ -64,7 +66,7 @@ def _owned(
 def expert_mm(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, room: float
 ) -> torch.Tensor:
-    """``x[i] @ weight[ids[i]]``: [groups * rows, k], [experts, k, n], [rows] ->
+    """Return ``x[i] @ weight[ids[i]]``: [groups * rows, k], [experts, k, n], [rows] ->
     [groups * rows, n]. Zero where a row's expert is in another group, or none."""
     out = x.new_zeros(x.shape[0], *weight.shape[x.dim() :])
     for expert, rows in _owned(ids, len(x), weight.shape[0], groups):
@@ -86,7 +88,7 @@ def expert_outer(
     groups: int,
     room: float,
 ) -> torch.Tensor:
-    """``x[rows].T @ y[rows]`` for the rows of each expert: [groups * rows, k],
+    """Return ``x[rows].T @ y[rows]`` for the rows of each expert: [groups * rows, k],
     [groups * rows, n], [rows] -> [experts, k, n]."""
     out = x.new_zeros(experts, *x.shape[1:], *y.shape[1:])
     for expert, rows in _owned(ids, len(x), experts, groups):
@@ -108,8 +110,8 @@ def own_expert_mm(
     room: float,
     axes: str,
 ) -> torch.Tensor:
-    """``x[i] @ weight[ids[i]]``: [rows, k], [own experts, k, n], [rows] -> [rows, n].
-    Zero where a row is of no own expert."""
+    """Return ``x[i] @ weight[ids[i]]``: [rows, k], [own experts, k, n], [rows] ->
+    [rows, n]. Zero where a row belongs to none of the rank's own experts."""
     return expert_mm(x, weight, ids, 1, 0.0)
 
 
@@ -128,8 +130,8 @@ def own_expert_outer(
     room: float,
     axes: str,
 ) -> torch.Tensor:
-    """``x[rows].T @ y[rows]`` for the rows of each own expert: [rows, k], [rows, n],
-    [rows] -> [experts, k, n]."""
+    """Return ``x[rows].T @ y[rows]`` for the rows of each own expert: [rows, k],
+    [rows, n], [rows] -> [experts, k, n]."""
     return expert_outer(x, y, ids, experts, 1, 0.0)
 
 
@@ -139,7 +141,7 @@ def _(x, y, ids, experts, spread, room, axes):
 
 
 def _fits_torch(*operands: torch.Tensor) -> bool:
-    """Whether torch's own kernel takes them: bfloat16, in rows of 16 bytes."""
+    """Return whether torch's own kernel takes them: bfloat16, in rows of 16 bytes."""
     sizes = [n for x in operands for n in x.shape[-2:]]
     return (
         operands[0].is_cuda
@@ -149,7 +151,7 @@ def _fits_torch(*operands: torch.Tensor) -> bool:
 
 
 def _ends(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """(group, its rows), of groups that have some."""
+    """Yield (group, its rows) for each group that has some."""
     start = 0
     for group, end in enumerate(offs.tolist()):
         if end > start:
@@ -161,8 +163,8 @@ def _ends(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
 def grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """``x[i] @ weight[g]`` for rows in groups that end at ``offs``: [m, k], [g, k, n],
-    [g] -> [m, n]."""
+    """Return ``x[i] @ weight[g]`` for rows in groups that end at ``offs``: [m, k],
+    [g, k, n], [g] -> [m, n]."""
     if _fits_torch(x, weight):
         product = torch.ops.aten._grouped_mm.default(x.contiguous(), weight, offs)
         places = torch.arange(x.shape[0], device=x.device)
@@ -184,8 +186,8 @@ def _(x, weight, offs, rows):
 def grouped_outer(
     x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """``x[rows].T @ y[rows]`` for rows in groups that end at ``offs``: [m, k], [m, n],
-    [g] -> [g, k, n]."""
+    """Return ``x[rows].T @ y[rows]`` for rows in groups that end at ``offs``: [m, k],
+    [m, n], [g] -> [g, k, n]."""
     if _fits_torch(x, y) and not x.shape[0] % 8:
         return torch.ops.aten._grouped_mm.default(
             x.contiguous().T, y.contiguous(), offs
@@ -208,7 +210,7 @@ def _(x, y, offs, rows):
 
 @torch.library.custom_op("fxpar::with_room", mutates_args=())
 def with_room(x: torch.Tensor, room: int) -> torch.Tensor:
-    """``x`` as the first of so many rows; what is behind them is not written."""
+    """Return ``room`` rows that begin with those of ``x``; the rest are not written."""
     out = x.new_empty(room, *x.shape[1:])
     out[: x.shape[0]] = x
     return out
@@ -223,10 +225,10 @@ def _(x, room):
 def within(
     x: torch.Tensor, most: torch.Tensor, room: int, where: str, axes: str = ""
 ) -> torch.Tensor:
-    """``x``, if ``most`` rows, [] or of each part, are no more than there is room for.
+    """Return ``x`` if ``most``, rows of all or of each part, does not exceed the room.
     Raises RoomError; on a GPU its kernel stops the program, and nothing waits for it.
-    ``axes``, of a local graph: ranks along them tell one another how many there are, so
-    that all of them find the same, and none waits for one that has raised."""
+    ``axes``, in a local graph: ranks along them exchange their counts, so that all of
+    them decide the same, and none waits for one that has raised."""
     fits = (most <= room).all()
     if most.is_cuda:
         torch.ops.aten._assert_async.msg(fits, _FULL.format("more", room))
@@ -246,7 +248,8 @@ def _(x, most, room, where, axes=""):
 
 
 def _counting(x: Any, ids: Any, room: float) -> float:
-    """Rows that are multiplied, by the shapes of a product's operands."""
+    """Return the number of rows that are multiplied, by the shapes of a product's
+    operands."""
     return float(ids[0] if ids[0] < x[0] or not room else ids[0] / room)
 
 
@@ -280,7 +283,7 @@ def _(x, y, offs, rows, **_) -> float:
     return 2.0 * rows * x[1] * y[1]
 
 
-# Of a slot that no row is in; of a row that is in no slot.
+# A slot without a row; a row without a slot.
 NONE = -1
 
 
@@ -288,9 +291,9 @@ NONE = -1
 def dispatch_slots(
     ids: torch.Tensor, experts: int, groups: int, sources: int, room: int, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[rows] -> which row of its part is in each slot, [groups, sources, room]; in
-    which slot of its part, of ``groups * room``, each row is, [rows]; how many rows of
-    each part choose the same group at most, [sources]. Rows of one group keep their
+    """Return [rows] -> which row of its part is in each slot, [groups, sources, room];
+    in which slot of its part, of ``groups * room``, each row is, [rows]; how many rows
+    of each part choose the same group at most, [sources]. Rows of one group keep their
     order. ``exact``: slots without a row are not sent (``exact_exchanges``)."""
     count, device = ids.shape[0] // sources, ids.device
     group = (ids // (experts // groups)).reshape(sources, 1, count)
@@ -324,9 +327,9 @@ def _(ids, experts, groups, sources, room, exact):
 def dispatch_rows(
     x: torch.Tensor, rows: torch.Tensor, copies: int, fill: int
 ) -> torch.Tensor:
-    """[rows / copies, ...], [groups, sources, room] -> [groups, sources, room, ...]:
-    in each slot its row; ``fill`` where there is none. ``copies``: rows of one of
-    ``x``."""
+    """Return the row in each slot, ``fill`` where there is none: [rows / copies, ...],
+    [groups, sources, room] -> [groups, sources, room, ...]. ``copies``: how many rows
+    are made of one row of ``x``."""
     sources = rows.shape[1]
     first = torch.arange(sources, device=x.device)[:, None] * (x.shape[0] // sources)
     rows_read = x[rows.clamp(min=0) // copies + first]
@@ -341,8 +344,8 @@ def _(x, rows, copies, fill):
 
 @torch.library.custom_op("fxpar::combine_rows", mutates_args=())
 def combine_rows(y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[groups, sources, room, ...], [rows] -> [rows, ...]: each row as it is in its
-    slot; zero if it is in none."""
+    """Return each row from its slot, zero if it has none: [groups, sources, room, ...],
+    [rows] -> [rows, ...]."""
     sources, room = y.shape[1:3]
     slot = slots.reshape(sources, -1)
     part = torch.arange(sources, device=y.device)[:, None]
@@ -359,8 +362,8 @@ def _(y, slots):
 
 @torch.library.custom_op("fxpar::exchange_slots", mutates_args=())
 def exchange_slots(slots: torch.Tensor, axes: str) -> torch.Tensor:
-    """[groups, sources, room, ...] -> [groups * sources * room, ...]: on a rank, the
-    slots of its group that all ranks along the axes have, in their order."""
+    """Return, on a rank, the slots for its group from all ranks along the axes, in
+    their order: [groups, sources, room, ...] -> [groups * sources * room, ...]."""
     return slots.flatten(0, 2).clone()
 
 
@@ -373,7 +376,8 @@ def _(slots, axes):
 def return_slots(
     rows: torch.Tensor, groups: int, sources: int, axes: str
 ) -> torch.Tensor:
-    """What ``fxpar::exchange_slots`` gave, as the slots of before."""
+    """Undo ``fxpar::exchange_slots``: [groups * sources * room, ...] ->
+    [groups, sources, room, ...]."""
     return rows.unflatten(0, (groups, sources, -1)).clone()
 
 
@@ -400,8 +404,8 @@ LOCAL["fxpar::dispatch_slots"] = _dispatch_slots
 
 
 def room_of(rows: int, groups: int, sources: int, share: float) -> int:
-    """Rows of one part that there is room for in one group, ``share`` times as many as
-    if all groups were chosen alike; 0: for all of them."""
+    """Return the rows of one part that a group has room for: ``share`` times as many as
+    if all groups were chosen equally often; ``share`` 0: all of the part."""
     of_part = rows // sources
     even = math.ceil(share * of_part / groups) if share else of_part
     return min(even, of_part)

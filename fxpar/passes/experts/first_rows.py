@@ -1,17 +1,18 @@
-"""Rows behind the last of a rank's own are not computed.
+"""Skips rows after the last of a rank's own in what is computed of experts.
 
-A rank has room for more rows of its experts than there are, and shapes say the room.
-Rows in order of experts have its own first, and products read these alone; so where
-nothing else is read of a value, the others need not be made.
+A rank has room for more rows of its experts than there are, and shapes give the room.
+Rows in order of experts have its own first, and products read these alone; so where a
+value is read by nothing else, the others need not be computed.
 
-``mark_first_rows``: a local graph, before forward and backward are parted. In place,
-values of which no row behind the last is read are marked, so that a forward knows it of
-what its backward reads. ``compute_first_rows``: a forward or a backward as it goes to
-code generation. In place, what is read of first rows alone is made of so many rows as
-there are, by a number that the host reads: for devices on which it does not wait.
-Results keep their shapes: what is behind the last row is not written.
+``mark_first_rows``: In: a local graph, before forward and backward are split. Out: in
+place, values of which no row after the last is read are marked, so that the forward
+knows it of what its backward reads. ``compute_first_rows``: In: a forward or a backward
+on its way to code generation. Out: in place, values of which only first rows are read
+are computed with exactly as many rows as there are, a number that the host reads: for
+devices on which it does not wait. Results keep their shapes: what is after the last row
+is not written.
 
-What it never does: change rows that are read, or move a collective.
+Never: changes rows that are read, or moves a collective.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ aten = torch.ops.aten
 MM = torch.ops.fxpar.grouped_mm.default
 OUTER = torch.ops.fxpar.grouped_outer.default
 
-# In ``meta["custom"]``, which all passes keep: no row behind the last is read.
+# In ``meta["custom"]``, which all passes keep: no row after the last is read.
 FIRST_ROWS = "fxpar_first_rows"
 # Which operands of a product are rows.
 _ROWS = {MM: (0,), OUTER: (0, 1)}
 
 
 def is_of_first_rows(node: fx.Node) -> bool:
-    """Whether a value is marked."""
+    """Return whether a value is marked as one of which only first rows are read."""
     return FIRST_ROWS in (node.meta.get("custom") or {})
 
 
 def mark_first_rows(graph: fx.Graph) -> None:
-    """Mark values in place."""
+    """Mark values of which only first rows are read, in place."""
     for ends in _all_ends(graph):
         needs = _FirstRows(graph, ends)
         for node in graph.nodes:
@@ -63,7 +64,8 @@ def compute_first_rows(graph: fx.Graph, build: Builder) -> None:
 
 
 def _takes_open_rows(graph: fx.Graph, fake_mode: Any) -> bool:
-    """Whether all ops take a number of rows that depends on data, by a copy."""
+    """Return whether all ops take a number of rows that depends on data, tried on a
+    copy."""
     copied_graph = copy_of(graph)
     try:
         _rewrite(copied_graph, Builder(copied_graph, fake_mode))
@@ -83,13 +85,14 @@ def _rewrite(graph: fx.Graph, build: Builder) -> None:
 
 
 def _all_ends(graph: fx.Graph) -> list[fx.Node]:
-    """What says where the rows of experts end, for each order of rows."""
+    """Return the nodes that say where the rows of experts end, one for each order of
+    rows."""
     products = [node for node in graph.nodes if node.target in _ROWS]
     return list(dict.fromkeys(node.args[2] for node in products))
 
 
 class _FirstRows:
-    """Of which values rows up to the last of ``ends`` are read alone."""
+    """Says of which values only the rows up to the last of ``ends`` are read."""
 
     def __init__(self, graph: fx.Graph, ends: fx.Node) -> None:
         self.ends = ends
@@ -98,12 +101,14 @@ class _FirstRows:
             product.args[i] for product in self.products for i in _ROWS[product.target]
         }
         self.room = shape_of(self.products[0].args[0])[0]
-        # Values, and the dim along which their rows lie in the order that ends are of.
+        # Values, and the dim along which their rows have the order that ``ends``
+        # belongs to.
         self.in_order = _connected([*self.operands, *self.products])
         self._suffice: dict[tuple[fx.Node, int], bool] = {}
 
     def suffice(self, node: fx.Node, dim: int) -> bool:
-        """Whether rows along a dim are read up to the last alone, by something."""
+        """Return whether something reads the rows along a dim, and only up to the
+        last."""
         key = node, dim
         if key not in self._suffice:
             value = node.meta.get("val")
@@ -128,8 +133,8 @@ class _FirstRows:
 
 
 def _connected(nodes: Iterable[fx.Node]) -> set[tuple[fx.Node, int]]:
-    """Rows along dim 0 of some values, and all that are made of one another row by
-    row."""
+    """Return the values with rows along dim 0, and all that are computed from one
+    another row by row, each with the dim of its rows."""
     out = {(node, 0) for node in nodes if node.target is not OUTER}
     queue = list(out)
     while queue:
@@ -143,7 +148,8 @@ def _connected(nodes: Iterable[fx.Node]) -> set[tuple[fx.Node, int]]:
 
 
 def _read(node: fx.Node, dim: int = 0) -> dict[fx.Node, int]:
-    """The operands whose rows make those of a value; none if not one by one."""
+    """Return the operands that a value is computed from row by row -> the dim of their
+    rows; none if it is not."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor):
         return {}
@@ -151,7 +157,7 @@ def _read(node: fx.Node, dim: int = 0) -> dict[fx.Node, int]:
 
 
 class _Rewritten:
-    """A graph with values of first rows alone."""
+    """Is a graph in which values of first rows are computed with these rows alone."""
 
     def __init__(self, graph: fx.Graph, build: Builder, ends: fx.Node) -> None:
         self.graph, self.build, self.ends = graph, build, ends
@@ -160,7 +166,7 @@ class _Rewritten:
         self._first: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def write(self) -> None:
-        """Put them in the place of values with room."""
+        """Replace values with room by values of first rows."""
         inside = self.inside
         if not inside:
             return
@@ -175,8 +181,9 @@ class _Rewritten:
                     self._give(node, user)
 
     def _computed(self) -> dict[fx.Node, dict[fx.Node, int]]:
-        """What is made of first rows alone, in order, and the operands that it makes
-        row by row; not before the ends are known."""
+        """Return the nodes that are computed with first rows alone, in order -> the
+        operands that each is computed from row by row; nothing before the ends are
+        known."""
         behind = self.ends.op == "placeholder"
         inside: dict[fx.Node, dict[fx.Node, int]] = {}
         for node in self.graph.nodes:
@@ -189,7 +196,7 @@ class _Rewritten:
         return inside
 
     def _count(self) -> fx.Node:
-        """How many rows there are, as the host has it."""
+        """Return the node of how many rows there are, a number of the host."""
         inputs = self.graph.find_nodes(op="placeholder")
         behind = inputs[-1] if self.ends.op == "placeholder" else self.ends
         with self.build.before(behind.next), self.build.at(self.ends):
@@ -218,14 +225,15 @@ class _Rewritten:
         return by_row.with_operands(self.build, first, self.rows)
 
     def _of(self, node: Any, dim: int) -> fx.Node:
-        """The first rows of a value."""
+        """Return the first rows of a value."""
         if (node, dim) not in self._first:
             call = self.build.call
             return call(aten.slice.Tensor, node, dim, 0, self.rows)
         return self._first[node, dim]
 
     def _give(self, node: fx.Node, user: fx.Node) -> None:
-        """Let a user outside read the first rows, or all where it reads by place."""
+        """Let a user outside read the first rows; with the room of all rows, unless it
+        takes rows by their count."""
         with self.build.before(user):
             if user in self.needs.products or user.target is RETURN:
                 value = self._first[node, 0]
@@ -243,12 +251,12 @@ class _Rewritten:
                 user.replace_input_with(node, self._all(self._first[node, 0]))
 
     def _all(self, rows: fx.Node) -> fx.Node:
-        """Rows with the room of all."""
+        """Return rows with the room of all."""
         return self.build.call(torch.ops.fxpar.with_room.default, rows, self.needs.room)
 
 
 def _is_in_order(node: fx.Node) -> bool:
-    """Whether a value is rows read in an order."""
+    """Return whether a value is rows read in an order."""
     if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
         return False
     (order,) = node.args[1]

@@ -1,14 +1,14 @@
-"""Rows of tokens brought to groups of experts, and back: copied for each group, or in
+"""Brings rows of tokens to groups of experts, and back: copied for each group, or in
 slots that are sent.
 
-``GroupCopies``: of ``groups`` > 1 a value of ``rows`` rows comes once for each group,
-``[groups * rows, ...]``; of the copies of a row that of the group counts which has the
-row's expert (``expert_ops``). ``DispatchedRows``: each group has slots for the rows of
-each source (``dispatch_slots``), ``[groups * sources * room, ...]``: split by sources
-before they are sent and by groups behind it, an all-to-all each way.
+``GroupCopies``: with ``groups`` > 1 a value of ``rows`` rows comes once for each group,
+``[groups * rows, ...]``; the copy of a row that counts is the one of the group that has
+the row's expert (``expert_ops``). ``DispatchedRows``: each group has slots for the rows
+of each source (``dispatch_slots``), ``[groups * sources * room, ...]``: split by
+sources before they are sent and by groups after it, an all-to-all each way.
 
-In: a graph in global shapes. Out: nodes appended where the builder stands, each made
-once.
+In: a graph in global shapes. Out: nodes appended where the builder stands. Never: makes
+a node twice, or changes one that is there.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ aten = torch.ops.aten
 
 
 class GroupCopies:
-    """Copies of rows for groups of experts. ``key``: the expert of each row."""
+    """Copies rows for groups of experts. ``key``: the expert of each row."""
 
-    # Whether rows lie where their tokens do until a product reads them.
+    # Whether rows stay where their tokens are until a product reads them.
     sends = False
 
     def __init__(self, build: Builder, key: fx.Node, experts: int, groups: int) -> None:
         self.build, self.key = build, key
         self.experts, self.groups = experts, groups
         self.rows, self.device = shape_of(key)[0], key.meta["val"].device
-        # Rows of all groups, and what a product takes as the experts of rows.
+        # Rows of all groups, and the experts of rows that a product takes.
         self.count, self.ids = groups * self.rows, key
         self._copies: dict[fx.Node, fx.Node] = {}
         self._chosen: dict[fx.Node, fx.Node] = {}
         self._own: fx.Node | None = None
 
     def of(self, x: fx.Node) -> fx.Node:
-        """Rows once for each group. What is expanded is expanded once."""
+        """Return rows once for each group. An expanded value is expanded once."""
         if self.groups == 1:
             return x
         if x not in self._copies:
@@ -58,7 +58,7 @@ class GroupCopies:
         return self._copies[x]
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
-        """Rows once for each group, of tokens that each make so many ``copies``."""
+        """Return rows once for each group, of tokens that each make ``copies`` rows."""
         if copies == 1:
             return self.of(x)
         tokens, *features = shape_of(x)
@@ -66,7 +66,7 @@ class GroupCopies:
         return spread(self.build, x, [tokens, copies], features, self.groups)
 
     def choose(self, x: fx.Node) -> fx.Node | None:
-        """Of each row the copy that counts; None of what cannot be added up."""
+        """Return the copy that counts of each row; None if ``x`` cannot be added up."""
         if self.groups == 1 or x in self._chosen:
             return self._chosen.get(x, x)
         value, call = x.meta["val"], self.build.call
@@ -83,7 +83,7 @@ class GroupCopies:
         return self._chosen[x]
 
     def is_own(self) -> fx.Node:
-        """[groups, rows]: whether a row's expert is in a group."""
+        """Return [groups, rows]: whether a row's expert is in a group."""
         if self._own is None:
             call, per = self.build.call, self.experts // self.groups
             with self.build.before(self.key.next):
@@ -97,8 +97,8 @@ class GroupCopies:
 
 
 def before_expand(x: fx.Node) -> tuple[Any, list[int]]:
-    """(what rows were expanded of, the dims that make the rows); the rows themselves if
-    they are not expanded."""
+    """Return (what rows were expanded from, the dims that make the rows); the rows
+    themselves if they are not expanded."""
     source: Any = x
     while op_facts_of(source.target).reshapes or source.target is aten.clone.default:
         source = source.args[0]
@@ -116,8 +116,8 @@ def spread(
     features: Sequence[int],
     groups: int,
 ) -> fx.Node:
-    """``x`` expanded to the dims ``leading``, which make the rows, and ``features``;
-    once for each group."""
+    """Return ``x`` expanded to the dims ``leading``, which make the rows, and
+    ``features``; once for each group."""
     full = [*leading, *features]
     if groups > 1:
         if len(shape_of(x)) == len(full):
@@ -134,26 +134,26 @@ ours = torch.ops.fxpar
 
 @dataclass(frozen=True)
 class SentRows:
-    """How rows are sent to groups of experts."""
+    """Says how rows are sent to groups of experts."""
 
-    # Parts of the rows that are sent by themselves.
+    # Parts of the rows that are sent separately.
     sources: int
     # Slots without a row are not sent (``exact_exchanges``).
     exact: bool
-    # Manual axes whose ranks exchange rows that each has of its own; none: rows lie on
+    # Manual axes whose ranks exchange rows that each has of its own; none: rows are on
     # the ranks of all groups.
     across: Axes = ()
-    # Axes whose ranks tell one another how many rows they send, if not those that split
-    # them.
+    # Axes whose ranks exchange their counts of rows, if not the axes that split the
+    # rows.
     telling: Axes = ()
-    # Rows of a part that each group has room for, if it has a part's even share of
-    # them; 0: as many as a part has.
+    # Rows of a part that each group has room for at an even share; 0: as many as a part
+    # has.
     rows: int = 0
 
 
 class DispatchedRows:
-    """Slots of rows for groups of experts. ``key``: the expert of each row; ``share``:
-    as ``expert_ops.room_of``."""
+    """Puts rows in slots for groups of experts. ``key``: the expert of each row;
+    ``share``: as in ``expert_ops.room_of``."""
 
     sends = True
 
@@ -180,7 +180,7 @@ class DispatchedRows:
             within = ours.within.default
             self.slot_rows = call(within, rows, most, room, where, *telling)
         self.shape = [groups, sources, room]
-        # Rows of all groups, and what a product takes as the experts of rows.
+        # Rows of all groups, and the experts of rows that a product takes.
         self.count = groups * sources * room
         self._sent: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slots_of: dict[fx.Node, fx.Node] = {}
@@ -188,7 +188,7 @@ class DispatchedRows:
         self.ids = self._send(key, 1, NONE)
 
     def of(self, x: fx.Node) -> fx.Node:
-        """Rows in their slots. What is expanded is sent once."""
+        """Return rows in their slots. An expanded value is sent once."""
         if x not in self._slots_of:
             self._slots_of[x] = self._of(x)
         return self._slots_of[x]
@@ -202,7 +202,7 @@ class DispatchedRows:
         return self._send(x, 1)
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
-        """In their slots, rows of tokens that each make so many ``copies``."""
+        """Return the rows of tokens that each make ``copies`` rows, in their slots."""
         return self._send(x, copies)
 
     def _send(self, x: fx.Node, copies: int, fill: int = 0) -> fx.Node:
@@ -218,7 +218,7 @@ class DispatchedRows:
         return self._sent[x, copies]
 
     def choose(self, x: fx.Node) -> fx.Node:
-        """Each row as it is in its slot."""
+        """Return each row from its slot."""
         if x not in self._combined:
             call, full = self.build.call, [*self.shape, *shape_of(x)[1:]]
             if self.across:

@@ -1,10 +1,10 @@
-"""local: rows that go out of an order and into the same order again stay in it.
+"""local: keeps rows sorted that would leave an order and enter the same order again.
 
 The local form of a product by expert sorts its rows, multiplies and puts them back
 (``local_experts``). In: the local graph of one rank. Out: the same graph, changed in
 place, in which what is computed between two such products row by row is computed in
-order, and one sort serves all products by the same experts. What it never does: change
-what a row is, or keep an order across a collective.
+order, and one sort serves all products by the same experts. Never: changes a row, or
+keeps an order across a collective.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def keep_sorted(graph: fx.Graph, build: Builder) -> None:
 
 
 def order_of(node: fx.Node) -> fx.Node | None:
-    """The order in which a node reads rows; None of any that does not sort."""
+    """Return the order in which a node reads rows; None if it does not sort."""
     if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
         return None
     (order,) = node.args[1]
@@ -56,13 +56,15 @@ def order_of(node: fx.Node) -> fx.Node | None:
 
 
 def _all_rows_order(order: fx.Node) -> Any:
-    """The order of all rows, of which there may be room for the first only."""
+    """Return the order of all rows, of which ``order`` may be the first part, if there
+    is room for no more."""
     cut = order.target is aten.slice.Tensor and order.args[1:3] == (0, 0)
     return order.args[0] if cut else order
 
 
 def _put_back(node: fx.Node, order: fx.Node) -> Any:
-    """The rows in order that a node puts back where they lay; None of any other."""
+    """Return the rows in order that a node puts back in place; None for any other
+    node."""
     whole = _all_rows_order(order)
     read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
     if node.target is not (aten.where.self if read is not node else aten.index.Tensor):
@@ -76,7 +78,8 @@ def _put_back(node: fx.Node, order: fx.Node) -> Any:
 
 
 def sorted_order(place: Any) -> Any:
-    """The order in which a value says the place of each row; None of any other."""
+    """Return the order in which a value says the place of each row; None for other
+    values."""
     if place.target is not aten.index_put.default or len(place.args) != 3:
         return None
     rows, (order, *others), numbers = place.args
@@ -88,17 +91,17 @@ def sorted_order(place: Any) -> Any:
 
 
 class _InOrder:
-    """Values with their rows in one order."""
+    """Holds values with their rows in one order."""
 
     def __init__(self, build: Builder, order: fx.Node) -> None:
         self.build, self.order = build, order
-        # How many there is room for; None: all.
+        # How many rows there is room for; None: all.
         self.rows = None if _all_rows_order(order) is order else shape_of(order)[0]
         self._near: dict[tuple[fx.Node, int], bool] = {}
         self._in_order: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def has(self, node: fx.Node) -> bool:
-        """Whether a value was read in order before."""
+        """Return whether a value was read in order before."""
         return (node, 0) in self._in_order
 
     def keep(self, read: fx.Node) -> None:
@@ -106,8 +109,8 @@ class _InOrder:
         self._in_order[read.args[0], 0] = read
 
     def is_near(self, node: fx.Node, dim: int) -> bool:
-        """Whether a value is made, row by row, of some that were put back, and can be
-        made in order."""
+        """Return whether a value is computed, row by row, from rows that were put back,
+        and can be computed in order."""
         key = node, dim
         if key not in self._near:
             self._near[key] = False
@@ -122,7 +125,7 @@ class _InOrder:
         return bool(near) and all(d == 0 for x, d in operands.items() if x not in near)
 
     def of(self, node: fx.Node, dim: int) -> fx.Node:
-        """A value with its rows in order."""
+        """Return a value with its rows in order."""
         key = node, dim
         if key not in self._in_order:
             self._in_order[key] = self._of(node, dim)
@@ -149,7 +152,8 @@ class _InOrder:
 
 
 def _row_operands(node: fx.Node, dim: int) -> dict[fx.Node, int]:
-    """The operands whose rows make those of a value; none if not one by one."""
+    """Return the operands that a value is computed from row by row -> the dim of their
+    rows; none if it is not."""
     source, i = call_of(node)
     value = source.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
@@ -161,8 +165,8 @@ def _row_operands(node: fx.Node, dim: int) -> dict[fx.Node, int]:
 
 
 def _join_alike(graph: fx.Graph) -> None:
-    """One node for calls that give the same whole numbers: sorts, and what they are
-    of. Not for calls of two stages, or parts of a batch."""
+    """Replace calls that give the same whole numbers by one node: sorts, and their
+    inputs. Calls of two stages or two parts of a batch stay separate."""
     first_of: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.is_impure() or not _gives_integers(node):
@@ -176,7 +180,8 @@ def _join_alike(graph: fx.Graph) -> None:
 
 
 def _gives_integers(node: fx.Node) -> bool:
-    """Whether a call gives whole numbers, and the same whenever it is made."""
+    """Return whether a call gives whole numbers, and the same ones whenever it is
+    made."""
     facts, value = op_facts_of(node.target), node.meta.get("val")
     if facts.random or facts.draws:
         return False
@@ -189,7 +194,7 @@ def _gives_integers(node: fx.Node) -> bool:
 
 
 def _frozen(arg: Any) -> Hashable:
-    """An argument as a key, numbers of different types apart."""
+    """Return an argument as a key in which numbers of different types differ."""
     if isinstance(arg, (list, tuple)):
         return tuple(map(_frozen, arg))
     if isinstance(arg, dict):

@@ -1,8 +1,11 @@
-"""Local forms of products by expert: rows are sorted by expert, then multiplied.
+"""Makes the local forms of products by expert: rows are sorted by expert, then
+multiplied.
 
-A rank has some rows and some experts, which are counted from its own first. Its rows
-may still be cut in parts of a batch: products take them as they lie until that is done,
-and ``sort_by_expert`` then sorts each part's rows. A row whose expert another rank has
+In: calls of ``expert_ops`` with specs, then the local graph. Out: their local nodes.
+Never: moves rows between ranks but by ``fxpar::exchange_slots`` and back. A rank has
+some rows and some experts, which are counted from its own first. Its rows may still be
+cut in parts of a batch: products take them in place until that is done, and
+``sort_by_expert`` then sorts each part's rows. A row whose expert another rank has
 comes last, where products give zero. ``keep_sorted`` then leaves rows in that order
 between one product and the next.
 """
@@ -30,7 +33,7 @@ from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
-# Which tensor of a product says the expert of each row.
+# Which tensor of a product gives the expert of each row.
 _IDS = 2
 OWN_MM = torch.ops.fxpar.own_expert_mm.default
 WITHIN = torch.ops.fxpar.within.default
@@ -39,27 +42,28 @@ OWN_OUTER = torch.ops.fxpar.own_expert_outer.default
 
 @dataclass(frozen=True)
 class _Sorted:
-    """How rows are sorted by expert on one rank."""
+    """Holds how rows are sorted by expert on one rank."""
 
     # The product that needs them sorted.
     call: LocalCall
-    # Where the i-th row in order lies, of those that there is room for.
+    # The row that is the i-th in order, for all i that there is room for.
     order: fx.Node
-    # Where in order each row is.
+    # The place of each row in order.
     place: fx.Node
-    # Behind the last row of each expert, in order.
+    # Where the rows of each expert end, in order.
     ends: fx.Node
-    # How many rows are its own if all experts have alike many.
+    # How many rows belong to the rank if all experts have equally many.
     share: Any
-    # Rows that there is room for; None: for all.
+    # Rows that there is room for; None: all.
     room: int | None
 
     def take(self, x: fx.Node) -> fx.Node:
-        """Rows in order."""
+        """Return rows in order."""
         return self.call.build.call(aten.index.Tensor, x, [self.order])
 
     def put_back(self, x: fx.Node) -> fx.Node:
-        """Rows that lie in order, where they lay before; zero where there is none."""
+        """Return rows in order put back in place; zero where there is no room for
+        one."""
         call = self.call.build.call
         if self.room is None:
             return call(aten.index.Tensor, x, [self.place])
@@ -77,7 +81,8 @@ def _sorted(
     room: float,
     axes: str,
 ) -> _Sorted:
-    """``experts``: how many a rank has; what follows: as ``fxpar::own_expert_mm``."""
+    """Return how a product's rows are sorted. ``experts``: how many a rank has;
+    ``spread``, ``room`` and ``axes``: as in ``fxpar::own_expert_mm``."""
     build, device = call.build, ids.meta["val"].device
     rows = call.operand_shape(0)[0]
     is_own = build.call(
@@ -118,8 +123,8 @@ def _within(
     room: int,
     axes: str,
 ) -> fx.Node:
-    """The ends, if no group of experts has more rows than there is room for; ``axes``
-    split rows. Groups are counted from a rank's own, around."""
+    """Return the ends, checked that no group of experts has more rows than there is
+    room for; ``axes`` split rows. Groups are counted from a rank's own, around."""
     build = call.build
     group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
     group = build.call(aten.remainder.Scalar, group, groups)
@@ -134,7 +139,7 @@ def _within(
 def _within_all(
     build: Builder, x: fx.Node, most: fx.Node, room: int, where: str, axes: str
 ) -> fx.Node:
-    """``fxpar::within``, the ranks along ``axes`` told of one another's rows."""
+    """Return ``fxpar::within`` of the most rows that any rank along ``axes`` counts."""
     if axes:
         most = step(build, all_reduce, most, "max", tuple(axes.split("+")))
     return build.call(WITHIN, x, most, room, where)
@@ -143,7 +148,7 @@ def _within_all(
 def _sort_mm(
     call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *options: Any
 ) -> fx.Node:
-    """Each product sorts its rows."""
+    """Return the local product, which sorts its rows and puts its results back."""
     mm = torch.ops.fxpar.grouped_mm.default
     sort = _sorted(call, ids, shape_of(weight)[0], *options)
     inner = len(shape_of(x))
@@ -155,8 +160,9 @@ def _sort_mm(
 def _sort_outer(
     call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, experts: int, *options: Any
 ) -> fx.Node:
-    """In the layout that it is read in: the gradient of a weight ``[experts, n, k]`` is
-    transposed, and an optimizer that reads it beside the weight is twice as slow."""
+    """Return the local product in the layout that it is read in: the gradient of a
+    weight ``[experts, n, k]`` is transposed, and an optimizer that reads it together
+    with the weight is twice as slow."""
     build, outer = call.build, torch.ops.fxpar.grouped_outer.default
     sort = _sorted(call, ids, experts, *options)
     x, y = _merged(call, x, 0, [1]), _merged(call, y, 1, [1])
@@ -168,8 +174,8 @@ def _sort_outer(
 
 
 def _transposing(product: fx.Node) -> list[fx.Node]:
-    """The views through which alone a product ``[experts, k, n]`` is read transposed;
-    none if it is not."""
+    """Return the views through which alone a product ``[experts, k, n]`` is read
+    transposed; none if it is not."""
     views, node = list[fx.Node](), product
     while len(node.users) == 1:
         node = next(iter(node.users))
@@ -184,7 +190,7 @@ def _transposing(product: fx.Node) -> list[fx.Node]:
 def _merged(
     call: LocalCall, x: fx.Node, operand: int, starts: Sequence[int]
 ) -> fx.Node:
-    """An operand with the dims from each start to the next merged into one."""
+    """Return an operand with the dims from each start to the next merged into one."""
     shape = call.operand_shape(operand)
     if len(shape) == len(starts) + 1:
         return x
@@ -195,7 +201,7 @@ def _merged(
 
 
 def _apart(call: LocalCall, product: fx.Node) -> fx.Node:
-    """The result with all of its dims."""
+    """Return the result with all of its dims."""
     if len(product.meta["val"].shape) == len(call.result_shape()):
         return product
     return call.build.call(aten.reshape.default, product, [*call.local_shape()])
@@ -235,8 +241,9 @@ def _outer(
 def _own_ids(
     call: LocalCall, ids: fx.Node, experts: int, axes: Axes, groups: int, room: float
 ) -> tuple[fx.Node, float, float, str]:
-    """(of each row which of this rank's own experts it belongs to, the options of a
-    product of such rows). ``axes`` split experts."""
+    """Return (to which of this rank's own experts each row belongs, the options
+    ``spread``, ``room`` and ``axes`` of a product of such rows). ``axes`` split
+    experts."""
     build, by_row = call.build, call.shapes[_IDS][0] == call.shapes[0][0]
     own_groups = groups // build.mesh.count(axes)
     start = build.own_start(experts, axes)
@@ -252,7 +259,7 @@ def _own_ids(
 
 
 def _telling(call: LocalCall, operand: int) -> str:
-    """The axes that split an operand, whose ranks tell one another."""
+    """Return the axes that split an operand, whose ranks exchange their counts."""
     spec = call.operands[operand]
     axes = [
         axis for dim in spec.dims for axis in dim if call.build.mesh.count((axis,)) > 1
@@ -272,7 +279,7 @@ def _within_parts(
 
 
 def _exchange_slots(call: LocalCall, slots: fx.Node, axes: str) -> fx.Node:
-    """Those of a rank's own experts, of every rank along the axes."""
+    """Return the slots for a rank's own experts, from every rank along the axes."""
     ranks = _ranks_along(call, axes)
     rows = step(call.build, all_to_all, slots, 1, 0, ranks) if ranks else slots
     return call.build.call(aten.reshape.default, rows, [*call.local_shape()])
@@ -290,14 +297,14 @@ def _return_slots(
 
 
 def _ranks_along(call: LocalCall, axes: str) -> Axes:
-    """The axes that have several ranks."""
+    """Return the axes that have several ranks."""
     sizes = call.build.mesh.sizes
     return tuple(axis for axis in axes.split("+") if sizes.get(axis, 1) > 1)
 
 
 def _once(call: LocalCall, ids: fx.Node, per: int, groups: int) -> fx.Node:
-    """The experts of rows that come once for each of a rank's ``groups`` of ``per``
-    experts: none where a row is another group's."""
+    """Return the experts of rows that come once for each of a rank's ``groups`` of
+    ``per`` experts: none where a row belongs to another group."""
     build, rows = call.build, call.operand_shape(0)[0]
     group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
     group_numbers = build.iota(groups, ids.meta["val"].device)
@@ -312,17 +319,17 @@ def _once(call: LocalCall, ids: fx.Node, per: int, groups: int) -> fx.Node:
 
 
 def _later(call: LocalCall, target: Any, *args: Any) -> fx.Node:
-    """A product of a rank's own rows by its own experts, which sorts them once it is
-    known which of them are multiplied at a time; at once if their number is not known.
-    """
+    """Return a product of a rank's own rows by its own experts, which sorts them only
+    when it is known which of them are multiplied at a time; at once if their number is
+    not known."""
     if isinstance(call.operand_shape(0)[0], int):
         return call.build.call(target, *args)
     return _SORTED[target](call, *args)
 
 
 def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
-    """Let products of a rank's own rows sort them, in place; and ranks tell one another
-    how many there are."""
+    """Let products of a rank's own rows sort them, and ranks exchange their counts, in
+    place."""
     for node in list(graph.nodes):
         if node.target is WITHIN and len(node.args) == 5:
             with build.before(node):

@@ -1,17 +1,17 @@
-"""traced -> normalized: rows sorted by expert are computed where their tokens lie.
+"""traced -> normalized: computes rows sorted by expert in the order of their tokens.
 
 A mixture of experts sorts the tokens by expert, multiplies the rows of each with its
 weights and brings the results back. The sort mixes the samples of all ranks, so nothing
-behind it could be split as they are. In: an ATen graph with such a sort. Out: the same
+after it could be split by samples. In: an ATen graph with such a sort. Out: the same
 graph without it: products are ``fxpar::expert_mm`` and ``fxpar::expert_outer``, which
-take rows in any order and the expert of each; what stands between makes rows one by one
-(``row_wise``), and whatever reads them in another way reads them where they lay. For a
-mesh with an axis for experts, rows come once for each group of experts that a rank has
+take rows in any order and the expert of each; ops in between compute rows one by one
+(``row_wise``), and whatever reads them in another way reads them in place. For a mesh
+with an axis for experts, rows come once for each group of experts that a rank has
 (``GroupCopies``): of a copy the rows of other groups are not read again. Or each group
 has slots for the rows of each source (``DispatchedRows``).
 
-What it never does: rewrite a part. Where something reads the sorted rows in a way that
-is not known here, the graph stays as it is, and why is told.
+Never: rewrites a part. Where something reads the sorted rows in a way that is not known
+here, the graph stays as it is, and a note says why.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-# What adds up rows in any order.
+# Ops that add up rows in any order.
 _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
 
 
 @dataclass(frozen=True)
 class _SortedRows:
-    """A value whose rows along a dim are sorted by expert, as one that is not sorted.
+    """Is a value whose rows along a dim are sorted by expert, held as one that is not
+    sorted.
 
-    Row i of the value is row ``order[i]`` of ``plain``; or, of ``per_group``, row
+    Row i of the value is row ``order[i]`` of ``plain``; or, with ``per_group``, row
     ``order[i]`` of the copy for the group that has its expert.
     """
 
-    # Along which the rows lie.
+    # The dim of the rows.
     dim: int
-    # [rows]: of whole numbers, the same for every group.
+    # [rows]: whole numbers, the same for every group.
     plain: fx.Node | None = None
     # [groups * rows, ...].
     per_group: fx.Node | None = None
@@ -63,38 +64,38 @@ class _SortedRows:
 
 @dataclass(frozen=True)
 class Across:
-    """How rows are sent to experts that rest over manual axes."""
+    """Says how rows are sent to experts that are sharded over manual axes."""
 
-    # To each group of them.
+    # How rows are sent to each group of experts.
     sent: SentRows
     # How many groups there are.
     groups: int
     # Rows of a rank that each group has room for, in multiples of its even share; 0:
     # for all.
     share: float
-    # Of the gradients of weights, which are sums over the rows of all groups.
+    # Means of the gradients of weights, which are sums over the rows of all groups.
     means: Sequence[fx.Node]
 
 
 @dataclass(frozen=True)
 class ExpertWays:
-    """How rows come to experts on a mesh."""
+    """Says how rows come to experts on a mesh."""
 
     # Into how many groups a number of experts is split.
     groups: Callable[[int], int]
-    # As ``expert_ops`` has it.
+    # The option ``room`` of products (``expert_ops``).
     room: float = 0.0
     # (key, rows of a token, bytes of a token, groups) -> how rows are sent to groups;
     # None: tokens are gathered.
     sent: Callable[[fx.Node, int, int, int], SentRows | None] = lambda *_: None
-    # (products, experts of each, key) -> how rows are sent to experts that rest over
+    # (products -> experts of each, key) -> how rows are sent to experts sharded over
     # manual axes, in how many groups, and the means of their gradients; None: each rank
-    # has all of its mixture's.
+    # has all experts of its mixture.
     across: Callable[[dict[fx.Node, int], fx.Node], Across | None] = lambda *_: None
 
 
 def experts_in_place(graph: fx.Graph, rewriter: Builder, ways: ExpertWays) -> list[str]:
-    """Rewrite a graph in place; notes of what is left as it is."""
+    """Rewrite a graph in place; return notes on what is left as it is."""
     notes = []
     for node in list(graph.nodes):
         if node.target in SORTS and len(shape_of(node.args[0])) == 1:
@@ -108,7 +109,7 @@ def experts_in_place(graph: fx.Graph, rewriter: Builder, ways: ExpertWays) -> li
 
 
 class _Mixture:
-    """The rows that one sort puts in order, and what is computed of them."""
+    """Holds the rows that one sort puts in order, and what is computed from them."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class _Mixture:
         self.across = ways.across(products, self.key)
         sent, groups, share = self._sent(ways), self.groups, self.room
         if self.across is not None:
-            across, self.groups = self.across, 1  # of those that a rank has
+            across, self.groups = self.across, 1  # the experts of a rank
             sent, groups, share = across.sent, across.groups, across.share
         if sent is not None:
             share = 0.0 if sent.exact else share
@@ -141,15 +142,15 @@ class _Mixture:
         # Values in order of experts; and results of calls that give several.
         self.values: dict[fx.Node, _SortedRows] = {}
         self.results: dict[fx.Node, dict[int, _SortedRows | fx.Node]] = {}
-        # Of an index of rows: the row's own number, divided by this.
+        # Index of rows -> the number that row numbers were divided by in it.
         self.numbers: dict[fx.Node, int] = {}
-        # Where in order each row is.
+        # Values that give the place in order of each row.
         self.inverse: set[fx.Node] = set()
-        # What is not in order any more -> the same, computed in place.
+        # Values that are not in order any more -> the same, computed in place.
         self.replacements: dict[fx.Node, fx.Node] = {}
 
     def _sent(self, ways: ExpertWays) -> SentRows | None:
-        """How rows are sent to experts; None if tokens are gathered."""
+        """Return how rows are sent to experts; None if tokens are gathered."""
         if self.groups == 1 or not isinstance(self.rows, int):
             return None
         chosen = self.key.args[0] if op_facts_of(self.key.target).reshapes else self.key
@@ -159,7 +160,7 @@ class _Mixture:
         return ways.sent(self.key, copies, nbytes, self.groups)
 
     def read(self, nodes: Sequence[fx.Node]) -> None:
-        """Compute in place what is computed in order."""
+        """Compute in place what the nodes compute in order."""
         with self.build.before(self.sort.next):
             rows = self.build.iota(self.rows, self.key.meta["val"].device)
         self.numbers[rows] = 1
@@ -184,7 +185,8 @@ class _Mixture:
     # Into order and out of it
 
     def _number(self, index: Any) -> tuple[fx.Node, int | None] | None:
-        """(rows that an index in order reads, by how much row numbers were divided)."""
+        """Return (rows that an index in order reads, by how much row numbers were
+        divided)."""
         rows = self.values.get(index)
         if rows is None or rows.plain is None or len(shape_of(rows.plain)) != 1:
             return None
@@ -218,7 +220,7 @@ class _Mixture:
         return _SortedRows(0, plain=spread(self.build, x, full, features, 1))
 
     def _each(self, x: fx.Node) -> fx.Node | None:
-        """A value in order, as rows for each group along its dim."""
+        """Return a value in order, as rows for each group along its dim."""
         rows = self.values.get(x)
         if rows is None or rows.per_group is not None:
             return rows and rows.per_group
@@ -230,14 +232,14 @@ class _Mixture:
         return self._transposed(self.copies.of(self._transposed(plain)))
 
     def _transposed(self, x: fx.Node) -> fx.Node:
-        """A matrix transposed; that of which it is the transpose."""
+        """Return a matrix transposed; its source if it is a transpose itself."""
         if x.target is aten.permute.default and x.args[1] == [1, 0]:
             read: Any = x.args[0]
             return read
         return self.build.call(aten.permute.default, x, [1, 0])
 
     def _in_place(self, rows: _SortedRows) -> fx.Node | None:
-        """A value in order, put back in place."""
+        """Return a value in order, put back in place."""
         if rows.plain is not None or rows.per_group is None:
             return rows.plain
         return self.copies.choose(rows.per_group)
@@ -273,7 +275,7 @@ class _Mixture:
         return None if dim or node.kwargs else self._sum_up(x, index, values)
 
     def _sum_up(self, x: fx.Node, index: fx.Node, values: fx.Node) -> fx.Node | None:
-        """Rows in order added to those of ``x`` that an index names."""
+        """Return ``x`` with rows in order added to the rows that an index names."""
         lookup, rows = self._number(index), self.values.get(values)
         if lookup is None or rows is None or rows.dim != 0 or x in self.values:
             return None
@@ -320,7 +322,8 @@ class _Mixture:
         return call(outer.default, left, right, key, count, *options)
 
     def _inverse_sort(self, node: fx.Node) -> _SortedRows | fx.Node | None:
-        """A sort of the order gives where in order each row is."""
+        """Note the results of a sort of the order: they give the place in order of each
+        row."""
         lookup = self._number(node.args[0])
         rising = len(node.args) < 3 and not node.kwargs.get("descending", False)
         if lookup is not None and lookup[1] == 1 and rising:
@@ -342,7 +345,8 @@ class _Mixture:
         return self.build.call(target, chosen, *node.args[1:], **node.kwargs)
 
     def _by_row(self, node: fx.Node) -> _SortedRows | None:
-        """A call that makes rows one by one, of rows in place."""
+        """Return the result, over rows in place, of a call that computes rows one by
+        one."""
         operands = {x: self.values[x] for x in node.all_input_nodes if x in self.values}
         call = row_call(node, {x: rows.dim for x, rows in operands.items()})
         if call is None:
@@ -369,8 +373,9 @@ class _Mixture:
     def _plain_rows(
         self, node: fx.Node, operands: dict[fx.Node, _SortedRows]
     ) -> dict[fx.Node, fx.Node]:
-        """The operands that are read as they lie. Rows that were sent are brought back
-        where nothing else would have to be sent: what is made is for no product."""
+        """Return the operands that are read in place. Rows that were sent are brought
+        back where otherwise others would have to be sent for a result that no product
+        reads."""
         plain = {x: r.plain for x, r in operands.items() if r.plain is not None}
         mixed = 0 < len(plain) < len(operands) and self.copies.sends
         if not mixed or any(r.dim for r in operands.values()):
@@ -381,7 +386,8 @@ class _Mixture:
         return plain if None in chosen.values() else chosen
 
     def _feeds_product(self, node: fx.Node, seen: set[fx.Node]) -> bool:
-        """Whether a product reads rows that are made of a value in order."""
+        """Return whether a product reads rows that are computed from a value in
+        order."""
         for user in set(node.users) - seen:
             seen.add(user)
             sums_rows = user.target in _SUMS and 0 in (_arguments(user, 2)[1] or [0])
@@ -394,7 +400,7 @@ class _Mixture:
     def _divide(
         self, node: fx.Node, quotient: fx.Node, plain_rows: dict[fx.Node, fx.Node]
     ) -> None:
-        """Note the number of rows divided by a whole number."""
+        """Note that row numbers were divided by a whole number."""
         x, divisor = _arguments(node, 2)
         floor = node.kwargs.get("rounding_mode") == "floor"
         if node.target is aten.div.Tensor_mode and floor and isinstance(divisor, int):
@@ -403,8 +409,8 @@ class _Mixture:
                 self.numbers[quotient] = divided * divisor
 
     def write(self, graph: fx.Graph) -> list[str]:
-        """Put what is computed in place instead of what was in order, if nothing is
-        left that needs the order; else a note of what does."""
+        """Replace values in order by the values computed in place, if nothing is left
+        that needs the order; else return a note of the op that does."""
         live = set[fx.Node]()
         stack = [
             node for node in graph.nodes if node.op == "output" or node.is_impure()
@@ -430,7 +436,8 @@ class _Mixture:
         return []
 
     def _divide_gradients(self, across: Across) -> None:
-        """Each rank's share of a sum over the rows of all groups."""
+        """Divide the summed gradients by the number of groups before the mean over
+        ranks."""
         for mean in across.means:
             with self.build.before(mean):
                 total, share = mean.args[0], 1 / across.groups
@@ -439,7 +446,7 @@ class _Mixture:
 
 
 def _reader_note(reader: fx.Node) -> str:
-    """A note of what needs rows sorted by expert."""
+    """Return a note of the op that needs rows sorted by expert."""
     at = user_line(reader)
     where = f" at {at}" if at else ""
     return (
@@ -448,7 +455,7 @@ def _reader_note(reader: fx.Node) -> str:
     )
 
 
-# What is read in another way than row by row.
+# How a call is rewritten that reads in another way than row by row.
 _READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
     operator.getitem: _Mixture._item_of,
     aten.index.Tensor: _Mixture._index,
@@ -462,12 +469,13 @@ _READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
 
 
 def _arguments(node: fx.Node, count: int) -> Any:
-    """So many arguments of a call; None for those that are left out."""
+    """Return the first ``count`` arguments of a call; None for those that are left
+    out."""
     return [*node.args[:count], *[None] * (count - len(node.args))]
 
 
 def _counts_up(node: fx.Node, rows: int) -> bool:
-    """Whether a value is the numbers from 0 up to ``rows``."""
+    """Return whether a value is the numbers from 0 up to ``rows``."""
     if node.target is prims.iota.default:
         start_and_step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
         return (*node.args[:1], *start_and_step) == (rows, 0, 1)

@@ -1,12 +1,12 @@
-"""traced -> normalized: products by expert with a fused weight get a dim of parts.
+"""traced -> normalized: gives products by expert with a fused weight a dim of parts.
 
-A gate and an up-projection share one weight ``[experts, k, 2 * n]``: its columns lie as
-two blocks (Mixtral), or take turns (GPT-OSS). Split over an axis, a rank would have
+A gate and an up-projection share one weight ``[experts, k, 2 * n]``: its columns are
+two blocks (Mixtral), or alternate (GPT-OSS). Split over an axis, a rank would have
 columns of one part without those of the other that they are multiplied with. In: a
 graph with ``fxpar::expert_mm`` (``normalize_experts``). Out: the same graph, in which
-these products see ``[2, n]`` or ``[n, 2]`` for ``2 * n``, and so do those of the
-backward, whose gradients were joined. What it never does: change how a weight or its
-gradient enters or leaves.
+these products see ``[2, n]`` or ``[n, 2]`` for ``2 * n``, and so do the products of the
+backward, whose gradients were joined. Never: changes how a weight or its gradient
+enters or leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUTER = torch.ops.fxpar.expert_outer.default
 
 @dataclass(frozen=True)
 class _Parts:
-    """Columns as two dims, one of which counts parts."""
+    """Holds columns as two dims, one of which counts parts."""
 
     # Sizes of the two dims.
     columns: tuple[int, int]
@@ -56,7 +56,7 @@ def split_fused_experts(graph: fx.Graph, build: Builder) -> None:
 
 
 def _split_result(product: fx.Node, build: Builder) -> None:
-    """Let a product whose columns are taken apart have them apart."""
+    """Give a product whose columns are split into parts a dim of parts."""
     if len(shape_of(product)) != 2:
         return
     rows = _biased(product)
@@ -75,7 +75,8 @@ def _split_result(product: fx.Node, build: Builder) -> None:
 
 
 def _biased(product: fx.Node) -> fx.Node:
-    """A product with what is added to it, if only that reads it."""
+    """Return a product with its bias added, if only that sum reads it; else the
+    product."""
     users = list(product.users)
     if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
         return product
@@ -90,12 +91,13 @@ def _with_columns(product: fx.Node, columns: Sequence[int], build: Builder) -> f
 
 
 def _split_last(x: Any, columns: Sequence[int], build: Builder) -> fx.Node:
-    """With the last dim, of all columns, as several."""
+    """Return ``x`` with its last dim, of all columns, as several."""
     return build.call(aten.reshape.default, x, [*shape_of(x)[:-1], *columns])
 
 
 def _blocks(rows: fx.Node) -> _Parts | None:
-    """The parts of a value [rows, columns] that is split into blocks of columns."""
+    """Return the parts of a value [rows, columns] that is split into blocks of
+    columns."""
     users, n = list(rows.users), shape_of(rows)[1]
     if len(users) != 1 or not op_facts_of(users[0].target).splits:
         return None
@@ -114,7 +116,7 @@ def _blocks(rows: fx.Node) -> _Parts | None:
 
 
 def _turns(rows: fx.Node) -> _Parts | None:
-    """The parts of a value [rows, columns] where each reader takes every so manyth
+    """Return the parts of a value [rows, columns] whose n readers each take every n-th
     column."""
     users, n = list(rows.users), shape_of(rows)[1]
     count = len(users)
@@ -134,7 +136,7 @@ def _turns(rows: fx.Node) -> _Parts | None:
 
 
 def _parts_of(node: fx.Node) -> _Parts | None:
-    """The parts that a value [rows, columns] is joined of; None of others."""
+    """Return the parts that a value [rows, columns] is joined from; None for others."""
     if node.target is aten.cat.default and len(shape_of(node)) == 2:
         pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
         widths = {shape_of(x)[1] for x in pieces}
@@ -148,7 +150,8 @@ def _parts_of(node: fx.Node) -> _Parts | None:
 
 
 def _turn(x: Any) -> tuple[int, fx.Node] | None:
-    """(the first column, values) of what is zero but in every second column."""
+    """Return (the first column, values) of a value that is zero except in every second
+    column."""
     if not isinstance(x, fx.Node) or x.target is not aten.slice_scatter.default:
         return None
     if len(x.args) < 6 or len(shape_of(x)) != 2:
@@ -189,6 +192,6 @@ def _split_operand(node: fx.Node, parts: _Parts, build: Builder) -> None:
 
 
 def _split_inner(weight: fx.Node, columns: Sequence[int], build: Builder) -> fx.Node:
-    """A weight [experts, columns, n] with its columns as several dims."""
+    """Return a weight [experts, columns, n] with its columns as several dims."""
     experts, _, n = shape_of(weight)
     return build.call(aten.reshape.default, weight, [experts, *columns, n])

@@ -1,8 +1,9 @@
-"""Which ops treat the rows of a dim one by one, and such ops on other rows.
+"""Says which ops treat the rows of a dim one by one, and calls such ops on other rows.
 
-Rows along a dim may be put in any order, or come more than once, before an op that
-makes each row of its results of the same row of its operands, and of nothing else that
-lies along that dim.
+Rows along a dim may be reordered, or repeated, before an op that computes each row of
+its results from the same row of its operands, and from nothing else along that dim. In:
+nodes of a graph, of global or local shapes. Out: data, or a new call. Never: changes a
+node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 
 def call_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """(the call that makes a value, which of its results it is)."""
+    """Return (the call that makes a value, which of its results it is)."""
     if node.target is operator.getitem:
         source: Any = node.args[0]
         return source, int(node.args[1])
@@ -35,14 +36,14 @@ def call_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 @dataclass(frozen=True)
 class RowCall:
-    """A call that makes rows one by one."""
+    """Is a call that computes rows one by one."""
 
     # The call itself.
     node: fx.Node
-    # Of each tensor that it reads, the dim that its rows lie along; None: of what is
-    # the same for every row.
+    # The dim of the rows of each tensor operand; None: the operand is the same for
+    # every row.
     operand_dims: tuple[int | None, ...]
-    # Of each tensor that it gives.
+    # The dim of the rows of each tensor that it gives.
     result_dims: tuple[int, ...]
 
     def with_operands(
@@ -51,7 +52,8 @@ class RowCall:
         operands: Mapping[fx.Node, fx.Node],
         rows: int | None = None,
     ) -> fx.Node:
-        """The call on other operands, each of so many rows; None: as many."""
+        """Return the call on other operands, each of ``rows`` rows; None: as many as
+        before."""
         pairs = zip(tensor_nodes(self.node), self.operand_dims, strict=True)
         constants = {
             operand: _constant_rows(build, operand, d, rows)
@@ -72,8 +74,8 @@ class RowCall:
 
 
 def row_call(node: fx.Node, row_dims: Mapping[fx.Node, int]) -> RowCall | None:
-    """The call as one that makes rows one by one. ``row_dims``: operand -> the dim of
-    its rows. None if it does not treat these dims so."""
+    """Return the call as one that computes rows one by one. ``row_dims``: operand ->
+    the dim of its rows. None if it does not treat these dims so."""
     rule = by_row_rule(node)
     if rule is None:
         return None
@@ -105,8 +107,8 @@ def row_call(node: fx.Node, row_dims: Mapping[fx.Node, int]) -> RowCall | None:
 
 
 def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | None:
-    """The operands of a call that the rows along a dim of a result are made of, and the
-    dims that theirs lie along. None if it does not make them one by one."""
+    """Return the operands from which a call computes the rows along a dim of a result
+    one by one -> the dims of their rows; None if it does not."""
     rule = by_row_rule(node)
     if rule is None:
         return None
@@ -123,8 +125,9 @@ def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | 
 
 
 def row_result(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """The dim of the one result of a call whose rows are made, one by one, of those
-    along a dim of an operand; None if they are not, or it has other results."""
+    """Return the dim of a call's one result whose rows are computed, one by one, from
+    those along a dim of an operand; None if they are not, or there are several results.
+    """
     value, rule = node.meta.get("val"), None
     if node.op == "call_function" and isinstance(value, torch.Tensor):
         rule = by_row_rule(node)
@@ -139,7 +142,8 @@ def row_result(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def by_row_rule(node: fx.Node) -> Rule | None:
-    """The rule of a call whose free factors are treated one by one; None of others."""
+    """Return the rule of a call whose free factors are treated one by one; None for
+    others."""
     facts = op_facts_of(node.target)
     if not facts.by_row or facts.random or facts.mutates:
         return None
@@ -154,7 +158,7 @@ def by_row_rule(node: fx.Node) -> Rule | None:
 
 
 def _constant_rows(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
-    """A constant of so many rows."""
+    """Return a constant with ``rows`` rows along a dim."""
     if node.meta["val"].shape[dim] == rows:
         return node
     shape = list(node.args[0])

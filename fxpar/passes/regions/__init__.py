@@ -1,1 +1,1 @@
-"""Manual regions: checked, their collectives named, one of their bodies kept."""
+"""Checks manual regions, names their collectives, and keeps one of their bodies."""

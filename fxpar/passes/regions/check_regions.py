@@ -1,8 +1,9 @@
-"""Along which axes values inside manual regions vary between ranks, and what may not.
+"""Checks along which axes values inside manual regions differ between ranks.
 
-In: a joint graph whose regions have ``fxpar::collective`` for their collectives. What
-is said to be whole and varies, or goes out of a region by another way than its edges,
-is an error. Sums of what does not vary become multiples, in place: nothing is sent.
+In: a joint graph whose regions have ``fxpar::collective`` for their collectives. Out:
+the axes along which each value differs. A value that is declared whole and differs, or
+that leaves a region other than by its edges, is an error. ``count_alike`` turns sums of
+equal values into multiples, in place. Never: sends anything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ours = torch.ops.fxpar
 
 Axes = frozenset[str]
 
-# What to do about any other collective.
+# The fix for any other collective.
 FUNCTIONAL = (
     "call torch.distributed._functional_collectives (all_reduce, all_gather_tensor, "
     "reduce_scatter_tensor, all_to_all_single) or fxpar.permute with an axis for the "
@@ -37,9 +38,10 @@ FUNCTIONAL = (
 
 
 def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
-    """The axes of its regions along which each value inside may differ between ranks.
+    """Return the axes of its regions along which each value inside may differ between
+    ranks.
 
-    Raises RegionError where what is declared is not so.
+    Raises RegionError where a declaration is wrong.
     """
     inside = manual_axes(graph)
     varying: dict[fx.Node, Axes] = {}
@@ -70,7 +72,8 @@ def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
 def _cross(
     node: fx.Node, regions: frozenset[int], axes: Axes
 ) -> tuple[frozenset[int], Axes]:
-    """The regions a value is in behind an edge, and along which axes it varies."""
+    """Return the regions a value is in after an edge, and along which axes it
+    differs."""
     _, text, _, _, number = node.args
     spec, names = Spec.parse(text), frozenset(sizes_of(node))
     if str(node.target) != LEAVE:
@@ -92,7 +95,7 @@ def _cross(
 
 
 def _after(node: fx.Node, axes: Axes) -> Axes:
-    """The axes along which what an op inside gives varies."""
+    """Return the axes along which the result of an op inside differs."""
     own = frozenset(sizes_of(node))
     if node.target is ours.axis_index.default:
         return own
@@ -105,7 +108,7 @@ def _after(node: fx.Node, axes: Axes) -> Axes:
 
 
 def _check_ends(output: fx.Node, inside: Any) -> None:
-    """Nothing leaves the graph that did not leave its region."""
+    """Check that nothing leaves the graph without leaving its region."""
     for arg in output.all_input_nodes:
         if arg in inside and str(arg.target) != LEAVE:
             raise RegionError(
@@ -121,7 +124,7 @@ def _check_ends(output: fx.Node, inside: Any) -> None:
 def _check_apart(
     node: fx.Node, regions: frozenset[int], over: Mapping[int, Sequence[str]]
 ) -> None:
-    """Values of two regions over one axis meet outside of both."""
+    """Check that values of two regions over one axis meet outside of both."""
     axes = [axis for number in regions for axis in over[number]]
     if len(set(axes)) < len(axes):
         raise RegionError(
@@ -133,7 +136,7 @@ def _check_apart(
 
 
 def _check_group(node: fx.Node, inside: bool, mesh: Mesh) -> None:
-    """No collective in a region but along axes of the mesh."""
+    """Check that each collective in a region is along axes of the mesh."""
     facts = op_facts_of(node.target)
     if not facts.communicates or node.target is c10d.wait_tensor.default:
         return
@@ -160,8 +163,8 @@ def _check_draws(node: fx.Node, inside: bool) -> None:
 
 
 def count_alike(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> None:
-    """The sum over ranks of what they have alike is a multiple: nothing is sent. So it
-    is with gradients of what was reduced: each rank has its share of them."""
+    """Replace a sum over ranks of a value that is equal on them by a multiple: nothing
+    is sent. Gradients of reduced values are such: each rank has its share of them."""
     for node in list(build.graph.nodes):
         if node.target is not ours.collective.default or node.args[1] != "all_reduce":
             continue
@@ -178,7 +181,8 @@ def count_alike(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> Non
 
 
 def _scaled(build: Builder, x: fx.Node, by: int) -> fx.Node:
-    """``x`` times a number; of a multiple of a value, a multiple of that value."""
+    """Return ``x`` times a number; if ``x`` is a multiple of a value, a multiple of
+    that value."""
     factor: float = by
     if x.target is aten.mul.Tensor and isinstance(x.args[1], (int, float)):
         x, factor = x.args[0], x.args[1] * by

@@ -1,9 +1,9 @@
-"""traced -> traced: manual regions are checked, their collectives named.
+"""traced -> traced: checks manual regions and names their collectives.
 
 In: a joint graph whose manual regions (``region_ops``) have functional collectives with
 an axis for the group. Out: the same graph with ``fxpar::collective`` for each of them,
-on the dim it is meant for, and regions numbered in order, as ``check_regions`` then
-finds them to be right.
+on the dim it is meant for, and regions numbered in order. Never: accepts a region that
+``check_regions`` finds wrong.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def absorb_regions(
 
 
 def raise_refused(gm: fx.GraphModule) -> None:
-    """Raise what is wrong with a manual region in what Dynamo traced: what was found
-    meanwhile, or that the graph ends inside."""
+    """Raise the error of a manual region in what Dynamo traced: one that an op carries,
+    or that the graph ends inside."""
     open_: set[int] = set()
     for node in gm.graph.nodes:
         if _overload(node.target) in EDGES:
@@ -91,8 +91,8 @@ def raise_refused(gm: fx.GraphModule) -> None:
 
 
 def on_one_rank(graph: fx.Graph) -> None:
-    """Take manual regions out of a Dynamo graph for one rank, in place: each rank has
-    all there is, and sends nothing."""
+    """Take manual regions out of a Dynamo graph for one rank, in place: it has all
+    values, and sends nothing."""
     keep_bodies(graph)
     edges = [n for n in graph.nodes if _overload(n.target) in EDGES]
     axes = {axis for node in edges for axis in node.args[3].split("+")}
@@ -109,12 +109,13 @@ def on_one_rank(graph: fx.Graph) -> None:
 
 
 def _overload(target: Any) -> Any:
-    """An op as traced graphs name it; Dynamo's name it without its overload."""
+    """Return an op as traced graphs name it; Dynamo's graphs name it without its
+    overload."""
     return getattr(target, "default", target)
 
 
 def _check_bodies(graph: fx.Graph) -> None:
-    """No manual region stands in a branch or a loop."""
+    """Check that no manual region is in a branch or a loop."""
     for holder in graph.find_nodes(op="get_attr"):
         body = body_of(holder)
         for node in body.graph.nodes if body is not None else ():
@@ -157,14 +158,15 @@ _KINDS: dict[Any, tuple[str, Any]] = {
 
 
 def _name_collectives(build: Builder, mesh: Mesh) -> None:
-    """``fxpar::collective`` for each functional collective with axes for its group."""
+    """Put ``fxpar::collective`` for each functional collective with axes for its
+    group."""
     for node in list(build.graph.nodes):
         if getattr(node.target, "namespace", "") != "_c10d_functional":
             continue
         group = group_of_call(node)
         axes = mesh.ordered(group.split("+")) if _are_axes(group, mesh) else ()
         if not axes or node.target not in _KINDS:
-            continue  # ``check`` says of it what is wrong
+            continue  # ``check_regions`` reports it
         for wait in [n for n in node.users if n.target is c10d.wait_tensor.default]:
             build.replace(wait, node)
         if mesh.count(axes) == 1:
@@ -203,8 +205,8 @@ def _check_even(node: fx.Node, ranks: int) -> None:
 
 
 def _join_moves(build: Builder) -> None:
-    """Gathers and reduce-scatters on the dim they are meant for: torch's are on dim 0,
-    with a cut and a join on the other side."""
+    """Put gathers and reduce-scatters on the dim they are meant for: torch's are on dim
+    0, with a cut and a join around them."""
     for node in list(build.graph.nodes):
         moved = _moved(node)
         if moved is None:
@@ -230,7 +232,7 @@ def _is(node: fx.Node, kind: str, dim: int) -> bool:
 def _on_dim(
     build: Builder, node: fx.Node, dim: int, by: fx.Node, x: fx.Node | None = None
 ) -> None:
-    """The collective of ``node`` on another dim, for ``by``."""
+    """Replace ``by`` by the collective of ``node`` on another dim."""
     first, kind, _, *rest = node.args
     with build.before(by):
         collective = build.call(ours.collective.default, x or first, kind, [dim], *rest)
@@ -241,7 +243,7 @@ def _on_dim(
 
 
 def _readers(x: fx.Node) -> set[fx.Node]:
-    """What reads a value, or pieces of it."""
+    """Return the readers of a value, or of pieces of it."""
     out: set[fx.Node] = set()
     for user in x.users:
         splits = op_facts_of(user.target).splits
@@ -251,7 +253,7 @@ def _readers(x: fx.Node) -> set[fx.Node]:
 
 
 def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
-    """(value, dim, start, size) of a part of a value."""
+    """Return (value, dim, start, size) of a part of a value."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is operator.getitem and op_facts_of(node.args[0].target).splits:
@@ -269,8 +271,8 @@ def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
 
 
 def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """(value, dim, other dim) where a join along the one puts together, in order, the
-    equal pieces that a value is cut into along the other."""
+    """Return (value, dim, other dim) where a join along the other dim puts together, in
+    order, the equal pieces that a value is cut into along the first."""
     if node.target is not aten.cat.default:
         return None
     parts = [_piece(part) for part in node.args[0]]

@@ -1,11 +1,11 @@
-"""traced -> traced: of a manual region with several bodies, one is kept.
+"""traced -> traced: keeps one body of each manual region that has several.
 
 In: a joint graph in which each body of such a region is traced, from
 ``fxpar::fork_bodies(x, bodies, region)``, which gives each body its own argument, to
 ``fxpar::choose_body(results, region)``. The gradient of one is the other, so that a
-backward is chosen with its forward. Out: the graph with one body of each region, and
-nothing of the others. Regions that one line calls on the same shapes, as layers do, are
-one choice.
+backward is chosen with its forward. Out: the graph with one body of each region.
+Regions that one line calls on the same shapes, as layers do, are one choice. Never:
+nodes of the other bodies in the result.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ torch.library.register_autograd(
 
 
 def choices(graph: fx.Graph) -> list[int]:
-    """The number of bodies of each choice, in order."""
+    """Return the number of bodies of each choice, in order."""
     return [bodies for _, bodies in _choices(graph).values()]
 
 
 def _choices(graph: fx.Graph) -> dict[Any, tuple[set[int], int]]:
-    """Line and shapes of what a choice is of -> (its regions, number of bodies)."""
+    """Return line and shapes of each choice -> (its regions, number of bodies)."""
     shapes: dict[int, list[Any]] = {}
     first: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -85,10 +85,10 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
 
 
 def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
-    """Keep one body of each region, in place. ``bodies``: of each choice, in order;
-    none: the first of each.
+    """Keep one body of each region, in place. ``bodies``: one for each choice, in
+    order; empty: the first of each.
 
-    Raises PlanError if they are of another program.
+    Raises PlanError if they belong to another program.
     """
     all_choices = list(_choices(graph).values())
     bodies = bodies or [0] * len(all_choices)
@@ -127,5 +127,6 @@ def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
 
 
 def _is(node: fx.Node, op: Any) -> bool:
-    """A call of an op, which Dynamo's graphs name without its overload."""
+    """Return whether a node calls an op, which Dynamo's graphs name without its
+    overload."""
     return node.target in (op, op.default)

@@ -1,15 +1,16 @@
-"""The ops of a manual region: its edges, its collectives, a rank's place.
+"""Registers the ops of a manual region: its edges, its collectives, a rank's place.
 
 ``fxpar::enter_region(x, spec, mesh, axes, region)`` takes this rank's part of a global
-value, ``fxpar::leave_region`` puts parts together: between them a graph is in shapes
-local along ``axes``. ``fxpar::collective`` is one exchange along axes of the mesh, of
-the kinds and with the arguments of ``collective_nodes``; ``fxpar::axis_index`` is this
-rank's place along an axis. They stand in traced graphs alone: ``localize`` makes the
-edges nothing and the rest steps. ``fxpar::refuse`` carries an error to where it may be
-raised.
+value, ``fxpar::leave_region`` joins parts: between them a graph is in shapes local
+along ``axes``. ``fxpar::collective`` is one exchange along axes of the mesh, with the
+kinds and arguments of ``collective_nodes``; ``fxpar::axis_index`` is this rank's place
+along an axis. ``fxpar::refuse`` carries an error to where it may be raised. In: tensors
+in a traced graph. Out: fake values and gradients. Never: in a local graph: ``localize``
+removes the edges and makes the rest steps.
 
-Gradients are those of all ranks' programs together: what enters whole has the sum of
-all ranks' gradients, what leaves whole gives each rank an equal share of its own.
+Gradients are those of all ranks' programs together: a value that enters whole has the
+sum of all ranks' gradients, one that leaves whole gives each rank an equal share of its
+own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ torch.library.define(
 torch.library.define("fxpar::axis_index", "(str axis, str mesh) -> Tensor")
 torch.library.define("fxpar::refuse", "(Tensor x, str what, str fix) -> Tensor")
 
-# Reductions of a partial result whose gradient is known, and what each rank gets of it.
+# Reduction of a partial result -> the share of its gradient that each rank gets.
 _SHARES = {"sum": lambda k: 1.0, "avg": lambda k: 1 / k}
 
 
@@ -82,7 +83,8 @@ def _edge_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _enter_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    """Each rank has the gradient of its own part; of what entered whole, a summand."""
+    """Leave the region with the gradient of each rank's own part, or with a summand of
+    the gradient of what entered whole."""
     spec, axes = Spec.parse(ctx.spec), ctx.axes.split("+")
     sums = [(axis, "sum") for axis in axes if axis not in spec.sharded_axes]
     text = str(Spec.of(spec.dims, sums))
@@ -91,8 +93,8 @@ def _enter_backward(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 def _leave_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    """Each rank has the gradient of its part or summand; what all ranks have alike is
-    their mean."""
+    """Enter the region with the gradient of each rank's part or summand, or with an
+    equal share of the gradient of what all ranks have."""
     spec, axes, mesh = Spec.parse(ctx.spec), ctx.axes.split("+"), Mesh.parse(ctx.mesh)
     share = 1 / mesh.count([axis for axis in axes if axis not in spec.axes])
     for axis, reduction in spec.partial:
@@ -120,7 +122,7 @@ def _collective_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _collective_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    """What each rank sent comes back. The only kind that is traced with its gradient is
+    """Send back what each rank sent. The only kind that is traced with its gradient is
     the permute: torch differentiates its own collectives."""
     assert ctx.kind == "permute", ctx.kind
     back = [0] * len(ctx.dims)

@@ -1,1 +1,3 @@
-"""A batch cut in time and a program along a pipeline axis, with the messages."""
+"""Cuts a batch in time and a program along a pipeline axis, with the messages
+between.
+"""

@@ -1,12 +1,12 @@
-"""The stage that each node of a local graph belongs to.
+"""Assigns each node of a local graph to a stage.
 
 In: a local graph with its steps, forward and backward in one, of a program that is cut
 along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node is its
 ``StageHome``, if it has one (``stage_kinds``). The forward is cut where it is cheapest
-(``sharding.cut_stages``), in its order: stages only read from stages before them. An op
-of the backward belongs to the stage of the op that it differentiates or, where autograd
-does not say, to where the values and weights that it reads are, and never to a later
-stage than what it continues.
+(``sharding.cut_stages``), in its order. An op of the backward belongs to the stage of
+the op that it differentiates or, where autograd does not say, to a stage that has the
+values and weights that it reads. Never: a stage of the forward that reads from a later
+one, or an op of the backward at a later stage than what it continues.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from fxpar.sharding.program import Program
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What stages are cut by."""
+    """Prices ops and messages, to cut stages by."""
 
-    # That prices what runs.
+    # The hardware whose prices are used.
     hardware: Hardware
-    # With the hardware's links.
+    # The mesh with the hardware's links.
     mesh: Mesh
     # The axis of stages.
     pipeline: Pipeline
-    # How many a step has.
+    # How many microbatches a step has.
     microbatches: int
-    # What is sent once for all microbatches.
+    # Steps that are sent once for all microbatches.
     once: frozenset[fx.Node] = frozenset()
 
     def seconds(self, node: fx.Node) -> float:
-        """Of one microbatch."""
+        """Return the seconds that a node takes for one microbatch."""
         if node in self.once:
             return 0.0
         if steps.is_step(node):
@@ -68,7 +68,8 @@ class StageCosts:
         return kernel_seconds(node, self.hardware, 1 / self.microbatches)
 
     def crossing(self, nbytes: float) -> float:
-        """To send so many bytes of a batch to the next stage, a part at a time."""
+        """Return the seconds to send ``nbytes`` of a batch to the next stage, a part at
+        a time."""
         link = self.mesh.link(self.pipeline.axis)
         return collectives.message(link, nbytes / self.microbatches)
 
@@ -81,9 +82,10 @@ def assign_stages(
     pinned: Mapping[str, int] | None = None,
     begins_at: Sequence[str] = (),
 ) -> tuple[PipelineStage, ...]:
-    """Give nodes their homes, in place; what each stage has. ``places``: along the
-    pipeline axis, of each stage; ``pinned``: parameters whose readers are of a stage;
-    ``begins_at``: the ops that stages but the first begin at, if that was decided.
+    """Give nodes their homes, in place; return the stages. ``places``: the place of
+    each stage along the pipeline axis; ``pinned``: parameter -> the stage of its
+    readers; ``begins_at``: the ops that stages after the first begin at, if that was
+    decided.
 
     Raises PlanError if there is nothing to cut, HintError if it cannot be cut so.
     """
@@ -134,8 +136,8 @@ def assign_stages(
 def _places_of(
     chain: Sequence[fx.Node], program: Program, begins_at: Sequence[str]
 ) -> tuple[int, ...]:
-    """Where in the chain ops of the program begin, by their names: at the op, or the
-    first behind it that a rank has something of. None, if that is not a cut."""
+    """Return where in the chain ops of the program begin, by their names: at the op, or
+    the first after it that the rank has a part of; empty if that is not a cut."""
     order = {op.name: op.index for op in program.ops}
     indices = [order.get(_origin(node), -1) for node in chain]
     begins = []
@@ -146,15 +148,15 @@ def _places_of(
 
 
 def _origin(node: fx.Node) -> str:
-    """Name of the op of the program that a rank's node is of."""
+    """Return the name of the op of the program that a rank's node comes from."""
     return str(node.meta.get("fxpar_origin", node.name))
 
 
 def _pins(
     chain: Sequence[fx.Node], kinds: Kinds, pinned: Mapping[str, int]
 ) -> dict[int, int]:
-    """Position of an op that reads a pinned parameter -> its stage; of one that reads
-    those of several stages the last."""
+    """Return the position of each op that reads a pinned parameter -> its stage, the
+    last one if it reads parameters of several."""
     pins = {}
     for i, node in enumerate(chain if pinned else ()):
         names = (kinds.weights[weight] for weight in _weights_of(node, kinds))
@@ -165,8 +167,8 @@ def _pins(
 
 
 def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
-    """Steps on gradients of weights: nothing is computed of them but a result, or the
-    update. These are accumulated first."""
+    """Return the steps on gradients of weights: only results or the update are computed
+    from them. The gradients are accumulated first."""
     ends: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         facts = op_facts_of(node.target)
@@ -187,8 +189,8 @@ def _total(nodes: Sequence[fx.Node], priced: StageCosts) -> float:
 
 
 def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
-    """Bytes that are sent if a stage begins at each op: of what is made before it and
-    read at it or behind it, in the forward."""
+    """Return the bytes that are sent if a stage begins at each op: of values that are
+    made before it and read at it or after it, in the forward."""
     place = {node: i for i, node in enumerate(chain)}
     for node in kinds.graph.nodes:
         if node in kinds.forward and node.target is operator.getitem:
@@ -214,7 +216,7 @@ def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
 def _between_ops(
     chain: Sequence[fx.Node], crossing: list[float], count: int
 ) -> list[float]:
-    """What crossing costs, if not inside of what was one op of the user's."""
+    """Return the cost of each crossing, infinite inside of one op of the user's."""
     numbers = [node.meta.get("seq_nr") for node in chain]
     pairs = zip(crossing, numbers, [None, *numbers], strict=False)
     out = [
@@ -254,8 +256,8 @@ def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
 
 
 def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
-    """The stage of each op of the user's forward, by the number that autograd gives it,
-    which what differentiates it has too."""
+    """Return the stage of each op of the user's forward, by the number that autograd
+    gives to the op and to its derivative."""
     out: dict[Any, int] = {}
     for node in kinds.graph.nodes:
         home, number = home_of(node), node.meta.get("seq_nr")
@@ -267,8 +269,8 @@ def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
 def _stages_with_value(
     graph: fx.Graph, kinds: Kinds, every: frozenset[int]
 ) -> dict[fx.Node, frozenset[int]]:
-    """The stages at which a value is there in the forward: where it is made, or read.
-    Of what depends on weights where all of these are."""
+    """Return the stages that have a value in the forward, because they make or read it.
+    A value that is computed from weights is at the stages that have all of them."""
     read: dict[fx.Node, set[int]] = {}
     for node in reversed(list(graph.nodes)):
         home = home_of(node)
@@ -332,7 +334,7 @@ def _stages(
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node, through views."""
+    """Return the readers of a node, through views."""
     out, stack = list[fx.Node](), [node]
     while stack:
         for user in stack.pop().users:
@@ -341,7 +343,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
-    """The weights that a node reads, through what is computed where it is read."""
+    """Return the weights that a node reads, through nodes without a home."""
     out: dict[fx.Node, None] = {}
     stack, seen = [*node.all_input_nodes], set[fx.Node]()
     while stack:

@@ -1,15 +1,15 @@
-"""Stages in the order of a schedule, with the messages between them.
+"""Lays out stages in the order of a schedule, with the messages between them.
 
 In: a local graph, its batch in parts or not, whose nodes know their homes
 (``assign_stages``) and parts (``microbatches``), and the order of actions. Out: a new
 graph of the same inputs and results, still one text for all ranks: ``meta[PLACE]`` of a
-node says at which place along the pipeline axis it runs, and where a value crosses to
-another place stands a ``fxpar::transfer``, where all need it a ``fxpar::spread``.
+node says at which place along the pipeline axis it runs; where a value crosses to
+another place there is a ``fxpar::transfer``, where all need it a ``fxpar::spread``.
 
 Every rank runs the nodes of its place in the order of this one graph, in which a
-transfer stands behind what makes its value. Messages are thus sent and received in one
-order, and nobody waits for what is sent behind what he sends: no ranks can wait for
-each other for ever, whatever the schedule.
+transfer comes after the node of its value. Messages are thus sent and received in one
+order, and no rank waits for a message that comes after one it has yet to send. Never: a
+deadlock, whatever the schedule.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def lay_out_stages(
     fake_mode: Any,
     mesh: Mesh,
 ) -> fx.Graph:
-    """The graph of all stages. ``places``: of each stage; ``actions``: in the order in
-    which they begin."""
+    """Return the graph of all stages. ``places``: the place of each stage; ``actions``:
+    in the order in which they begin."""
     order = _ordered(graph, actions)
     layout = _StageLayout(graph, places, order, fake_mode, mesh, pipeline.axis)
     layout.run()
@@ -64,8 +64,8 @@ def lay_out_stages(
 
 
 def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
-    """The nodes, each behind what it reads: inputs, what is everywhere from the start,
-    the actions in turn, what is everywhere and made of these."""
+    """Return the nodes, each after all that it reads: inputs, nodes of all places that
+    no stage feeds, the actions in turn, nodes of all places that stages feed."""
     nodes = [n for n in graph.nodes if n.op != "output"]
     groups = _groups(nodes, actions)
     order: dict[fx.Node, None] = dict.fromkeys(
@@ -87,7 +87,7 @@ def _is_everywhere(node: fx.Node) -> bool:
 
 
 def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that are computed from what a stage makes, and these."""
+    """Return the nodes of stages, and those that are computed from them."""
     derived: set[fx.Node] = set()
     for node in nodes:
         home = home_of(node)
@@ -100,7 +100,7 @@ def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _groups(
     nodes: Sequence[fx.Node], actions: Sequence[Action]
 ) -> Mapping[Action, list[fx.Node]]:
-    """The nodes of each action; those that belong to all parts are of none."""
+    """Return the nodes of each action; nodes that belong to all parts are in none."""
     parted = [action for action in actions if action.kind == schedules.INPUTS]
     parts = {action.part for action in actions}
     out: dict[Action, list[fx.Node]] = defaultdict(list)
@@ -120,7 +120,8 @@ def _groups(
 
 
 def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Of a backward what stages before it wait for; all, where none does."""
+    """Return the nodes of a backward that stages before it wait for; all, where none
+    waits."""
     own = set(nodes)
     stage = home_of(nodes[0])
     ends = [n for n in nodes if any(_is_before(user, stage) for user in _readers(n))]
@@ -136,7 +137,8 @@ def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
-    """Nodes with homes that a node is made of, itself if it has one."""
+    """Return the nodes with homes that a node is computed from; itself if it has
+    one."""
     out, stack = [], [node]
     while stack:
         top = stack.pop()
@@ -148,7 +150,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node that has a home, through what has none."""
+    """Return the readers of a node, through nodes that have no home."""
     out, stack = list[fx.Node](), [node]
     while stack:
         for user in stack.pop().users:
@@ -169,7 +171,8 @@ def _is_before(node: fx.Node, home: StageHome | None) -> bool:
 
 
 def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
-    """Append what belongs to all parts of a stage and now has all that it reads."""
+    """Append nodes that belong to all parts of a stage and now have all that they
+    read."""
     stack = list(placed)
     while stack:
         for user in stack.pop().users:
@@ -189,26 +192,26 @@ def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> Non
 class _StageLayout:
     """Copies each node to where it runs."""
 
-    # With a home on each node (``home_of``).
+    # The local graph, with a home on each node (``home_of``).
     graph: fx.Graph
-    # Of each stage.
+    # The place of each stage.
     places: Sequence[int]
     # Nodes in the order in which places run them.
     order: Sequence[fx.Node]
-    # Of the graph's values.
+    # The mode of the graph's values.
     fake_mode: Any
-    # Of all ranks.
+    # The mesh of all ranks.
     mesh: Mesh
-    # Along which stages lie.
+    # The axis along which stages are placed.
     axis: str
-    # The graph that is made.
+    # The graph that is built.
     staged: fx.Graph = field(default_factory=fx.Graph)
-    # (node, place it is needed at) -> its copy, or what arrives of it.
+    # (node, place it is needed at) -> its copy, or the value that arrives there.
     value_at: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
-    # What all places wait for and nobody has sent yet, by what may go in one message.
+    # What all places wait for and is not sent yet, by what may go in one message.
     waiting: dict[Any, list[fx.Node]] = field(default_factory=dict)
-    # What was sent to all places and none has read: it is taken out of its message
-    # where it is, so that nothing waits before.
+    # Nodes that were sent to all places but not read yet: a message is split only where
+    # it is read, so that nothing waits before.
     unread: dict[fx.Node, tuple[Sequence[fx.Node], messages.Arrivals]] = field(
         default_factory=dict
     )
@@ -241,14 +244,14 @@ class _StageLayout:
         self.staged.output(results).meta = dict(output.meta)
 
     def _place(self, node: fx.Node) -> int | None:
-        """Where a node runs; None: wherever it is read."""
+        """Return where a node runs; None: wherever it is read."""
         home = home_of(node)
         if home is None:
             return None
         return EVERY if home.phase == EVERYWHERE else self.places[home.stage]
 
     def _places_by_node(self) -> Mapping[fx.Node, set[int]]:
-        """The places at which each node is read."""
+        """Return the places at which each node is read."""
         out: dict[fx.Node, set[int]] = defaultdict(set)
         for read in self.graph.output_node().all_input_nodes:
             out[read].add(EVERY)
@@ -259,7 +262,7 @@ class _StageLayout:
         return out
 
     def at(self, node: fx.Node, place: int) -> fx.Node:
-        """A node's value at a place."""
+        """Return a node's value at a place."""
         if (node, place) not in self.value_at and node in self.unread:
             self._read(node)
         value = self.value_at.get((node, place)) or self.value_at.get((node, EVERY))
@@ -288,7 +291,7 @@ class _StageLayout:
         return copy
 
     def _cross(self, node: fx.Node, source: int, target: int) -> None:
-        """What a place has, at another, or at every one."""
+        """Bring the value of a place to another, or to every one."""
         if target == EVERY:
             self._await(node, source)
             self._send_waiting(node)
@@ -307,19 +310,20 @@ class _StageLayout:
             node.meta.pop(of_origin, None)
         return node
 
-    # What rests split along the axis, and what all places wait for
+    # Values sharded along the axis, and values that all places wait for
 
     def _is_along_stages(self, node: fx.Node) -> bool:
         return steps.is_step(node) and steps.axes_of(node) == (self.axis,)
 
     def _is_dealt(self, node: fx.Node) -> bool:
-        """Whether each place takes its part of what a stage made."""
+        """Return whether each place takes its part of a stage's value."""
         home = home_of(node)
         is_staged = home is not None and home.phase != EVERYWHERE
         return is_staged and self._is_along_stages(node)
 
     def _gather_weights(self, places_of: Mapping[fx.Node, set[int]]) -> None:
-        """Put together, where it is read, what rests split along the axis."""
+        """Gather values that are sharded along the axis at the places that read
+        them."""
         gathers = [
             node
             for node in self.order
@@ -352,7 +356,8 @@ class _StageLayout:
         return place, home.phase, is_dealt, *messages.kind_of(node)
 
     def _await(self, node: fx.Node, source: int) -> None:
-        """Let all places wait for what one makes: with others, up to some bytes."""
+        """Let all places wait for a node's value, which is sent with others, up to some
+        bytes."""
         waiting = self.waiting.setdefault(self._key(node), [])
         if node in waiting:
             return
@@ -380,7 +385,7 @@ class _StageLayout:
         self.unread |= dict.fromkeys(nodes, (nodes, arrived))
 
     def _read(self, node: fx.Node) -> None:
-        """Take apart the message in which a node was sent."""
+        """Split the message in which a node was sent."""
         nodes, arrived = self.unread[node]
         with self.build.at(node):
             for each, value in zip(nodes, arrived(), strict=True):
@@ -389,5 +394,5 @@ class _StageLayout:
 
 
 def is_laid_out(graph: fx.Graph) -> bool:
-    """Whether a graph is one of stages."""
+    """Return whether a graph is one of stages."""
     return any(PLACE in node.meta for node in graph.nodes)

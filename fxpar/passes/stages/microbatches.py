@@ -1,14 +1,14 @@
-"""The batch cut into parts that one rank computes one after the other.
+"""Cuts the batch into parts that one rank computes one after the other.
 
 A microbatch is an axis in time: the factor rules that split a program over ranks say
-what of it follows the batch. In: a local graph with its steps, after the mesh was
-decided. It is planned once more, over the one axis ``TIME`` whose places are the parts,
-and partitioned; then every op on a part stands there once for each part, and what
-would have been a collective over ``TIME`` joins the parts: a sum is accumulated, and
+which of its values follow the batch. In: a local graph with its steps, after the mesh
+was decided. It is planned once more, over the one axis ``TIME`` whose places are the
+parts, and partitioned; then every op on a part has one node for each part, and each
+collective over ``TIME`` becomes ops that join the parts: a sum is accumulated, and
 communicated once. Out: a local graph of the same inputs and results. Ops that need all
-parts (statistics over the batch) wait for them; every other part is done with before
-the next one begins, so that its activations can go. Nothing here communicates, and no
-number but the order of sums changes.
+parts (statistics over the batch) wait for them; other than that one part is done before
+the next one begins, so that its activations can be freed. Never: communicates, or
+changes a number except by the order of sums.
 
 Sources: GSPMD (arXiv 2105.04663) section 3.3; GPipe (arXiv 1811.06965) section 2.2.
 """
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 _UNLIKE = "the batch is not cut, since shards of some dim are unequal"
 
-# Sums of these are accumulated in float32.
+# Sums in these types are accumulated in float32.
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -61,11 +61,12 @@ def cut_microbatches(
     *,
     required: bool = True,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
-    """The graph with its batch in ``parts``, and what there is to know of the cut.
+    """Return the graph with its batch in ``parts``, and notes on the cut.
 
-    Of rows that ``parts`` does not divide the most parts are taken that do; where some
-    shards are larger than others the batch stays whole. Unless ``required``, as many
-    are made as can be. Raises PlanError if no input holds a batch.
+    If ``parts`` does not divide the rows, the largest smaller number that does is
+    taken; where some shards are larger than others the batch stays whole. Unless
+    ``required``, there are as many parts as possible, and it is no error if no input
+    holds a batch; else that raises PlanError.
     """
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
@@ -112,7 +113,7 @@ def cut_microbatches(
 
 
 def _decide_parts(graph: fx.Graph, decision: Decision, count: int) -> Decision:
-    """The graph planned over ``count`` places in time."""
+    """Return the decision for the graph over ``count`` places in time."""
     program = read(graph, _whole_signature(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
     seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
@@ -120,8 +121,8 @@ def _decide_parts(graph: fx.Graph, decision: Decision, count: int) -> Decision:
 
 
 def _accumulate_by_stage(graph: fx.Graph) -> None:
-    """Sums of what two stages make, as the gradients of a tied weight, are of what each
-    has accumulated: these cross once, not with every part. In place."""
+    """Accumulate the operands of sums of two stages' values before the sum, as for
+    gradients of a tied weight: so they cross once, not with every part. In place."""
     queue = graph.find_nodes(op="call_function", target=steps.all_reduce)
     while queue:
         node = queue.pop()
@@ -144,7 +145,8 @@ def _accumulate_by_stage(graph: fx.Graph) -> None:
 
 
 def _adds_stages(node: fx.Node) -> bool:
-    """Whether a sum that is read once is of values of two stages, of one shape."""
+    """Return whether a sum that is read once is of values of two stages, of one
+    shape."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.users) > 1:
         return False
     homes = [
@@ -156,8 +158,8 @@ def _adds_stages(node: fx.Node) -> bool:
 
 
 def _without_reshards(graph: fx.Graph) -> fx.Graph:
-    """A copy in which no node stands for a reshard: there will be others. Steps keep
-    what is noted of theirs aside."""
+    """Return a copy in which no node belongs to a reshard, since there will be others.
+    Steps keep their metadata under ``NOTED``."""
     graph = copy_of(graph)
     for node in graph.nodes:
         step_meta = {key: node.meta.pop(key) for key in OURS if key in node.meta}
@@ -169,7 +171,7 @@ def _without_reshards(graph: fx.Graph) -> fx.Graph:
 
 
 def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
-    """What a rank takes and gives: each value whole in time."""
+    """Return a rank's inputs and results, each value whole in time."""
     nodes = graph.find_nodes(op="placeholder")
     results = graph.output_node().args[0]
 
@@ -189,8 +191,9 @@ def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
 
 
 def _batch_values(program: Program, planned: Program) -> list[int]:
-    """Values that hold a rank's rows of the batch: inputs, or slices of those that a
-    rank has whole. ``planned``: the program in global shapes, of the same inputs."""
+    """Return the values that hold a rank's rows of the batch: inputs, or slices of
+    inputs that a rank has whole. ``planned``: the program in global shapes, of the same
+    inputs."""
     batch = set(batch_inputs(planned, fed=True))
     places = [i for i, v in enumerate(planned.inputs) if v in batch]
     queue = [v for i in places if (v := program.inputs[i]) is not None]
@@ -214,21 +217,21 @@ def _cuts_rows(node: fx.Node) -> bool:
 
 @dataclass
 class _Unroller:
-    """Makes of a graph over ``TIME`` one in which every part has ops of its own."""
+    """Unrolls a graph over ``TIME`` to one in which every part has ops of its own."""
 
     # How many parts.
     parts: int
-    # Without ``TIME``.
+    # The mesh without ``TIME``.
     mesh: Mesh
-    # In which the values of new nodes are computed.
+    # The mode in which the values of new nodes are computed.
     fake_mode: Any
     # The new graph.
     graph: fx.Graph = field(default_factory=fx.Graph)
-    # Node of the old graph -> its value of each part, or the one that all parts share.
+    # Node of the old graph -> its value in each part, or the one that all parts share.
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    # The part that a new node belongs to; a node that is not here is of all parts.
+    # The part that a new node belongs to; a node that is not here belongs to all parts.
     part_of: dict[fx.Node, int] = field(default_factory=dict)
-    # Sums that go on from that of the parts before.
+    # Sums that continue the sum of the parts before.
     sums: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -252,7 +255,8 @@ class _Unroller:
                 self._copy(node, 0)
 
     def _join(self, node: fx.Node) -> None:
-        """A step over time. What it becomes belongs to the stage of its operand."""
+        """Replace a step over time. The new nodes belong to the stage of its
+        operand."""
         before = next(iter(reversed(self.graph.nodes)), None)
         with self.build.at(node):
             join = _JOINS[node.target]
@@ -264,7 +268,7 @@ class _Unroller:
             step.meta[STAGE] = home
 
     def of_part(self, part: int, make_node: Callable[[], Any]) -> Any:
-        """What ``make_node`` makes; the nodes it adds belong to ``part``."""
+        """Return what ``make_node`` makes; the nodes it adds belong to ``part``."""
         before = next(iter(reversed(self.graph.nodes)), None)
         value = make_node()
         for node in reversed(self.graph.nodes):
@@ -278,7 +282,7 @@ class _Unroller:
         return not any(isinstance(self.values[n], list) for n in node.all_input_nodes)
 
     def _each(self, node: Any) -> list[fx.Node]:
-        """The value of each part."""
+        """Return the value in each part."""
         value = self.values[node]
         return value if isinstance(value, list) else [value] * self.parts
 
@@ -291,7 +295,8 @@ class _Unroller:
         return copy
 
     def _place(self, node: fx.Node, part: int) -> Any:
-        """What one of ``rank_ints.PLACES`` is for a part, on this rank."""
+        """Return the value for a part, on this rank, of an op of
+        ``rank_ints.PLACES``."""
         axes = node.args[1]
         if axes == (TIME,):
             return rank_ints.place(node.target, node.args, part)
@@ -306,10 +311,10 @@ class _Unroller:
         stride, base = numbers
         return self.build.offset(axes[:-1], stride * self.parts, base + stride * part)
 
-    # What collectives over time are
+    # What replaces collectives over time
 
     def total(self, values: Sequence[fx.Node], op: str) -> fx.Node:
-        """The reduction of the parts, accumulated as they come."""
+        """Return the reduction of the parts, accumulated in their order."""
         build, dtype = self.build, values[0].meta["val"].dtype
         convert = torch.ops.prims.convert_element_type.default
         target = _REDUCTIONS["or" if dtype == torch.bool and op == "sum" else op]
@@ -325,7 +330,7 @@ class _Unroller:
         return build.call(convert, total, dtype) if accumulates_wide else total
 
     def slices(self, x: fx.Node, dim: int) -> list[fx.Node]:
-        """The part of ``dim`` that each part has."""
+        """Return the slice of ``dim`` that each part has."""
         size = x.meta["val"].shape[dim] // self.parts
 
         def piece(p: int) -> fx.Node:
@@ -335,18 +340,19 @@ class _Unroller:
         return [self.of_part(p, functools.partial(piece, p)) for p in range(self.parts)]
 
     def joined(self, values: Sequence[fx.Node], dim: int) -> fx.Node:
-        """All parts in one value."""
+        """Return all parts in one value."""
         return self.build.call(aten.cat.default, list(values), dim)
 
     def moved(self, values: Sequence[fx.Node], text: str) -> Any:
-        """What each part has of rows that are moved; the one value if they all have
-        the same."""
+        """Return the rows of each part after they are moved; one value if all have the
+        same."""
         time, exchange = Mesh(((TIME, self.parts),)), Exchange.parse(text)
         moved_rows = exchanged(self.build.call, values, exchange, time)
         return moved_rows if any(exchange.split_targets) else moved_rows[0]
 
     def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
-        """The value in the first part, the reduction's identity in the others."""
+        """Return the value for the first part, the reduction's identity for the
+        others."""
         if op not in MASKED:
             return list(values)
         full = functools.partial(
@@ -356,7 +362,8 @@ class _Unroller:
         return [values[0], *fills]
 
     def notes(self) -> list[str]:
-        """That the batch is cut, and where parts wait for one another."""
+        """Return the note that the batch is cut, and where parts wait for one
+        another."""
         waits = [node for node in self.joins() if node.all_input_nodes]
         text = f"in parts: the batch is cut in {self.parts} microbatches"
         if waits:
@@ -365,8 +372,8 @@ class _Unroller:
         return [text]
 
     def joins(self) -> list[fx.Node]:
-        """Values of all parts that some op on a part reads, and that are made of parts:
-        these come before what reads them in any part."""
+        """Return the values of all parts that are made of parts and that some op on a
+        part reads: these come before what reads them in any part."""
         made_of_parts: set[fx.Node] = set(self.part_of)
         out = []
         for node in self.graph.nodes:
@@ -387,8 +394,8 @@ _ADD = torch.ops.fxpar.accumulate.default
 
 _REDUCTIONS = steps.COMBINE | {"sum": _ADD, "avg": _ADD}
 
-# Of each step: (unroller, its operand in each part, its own arguments) -> its value in
-# each part, or the one of all.
+# Step -> (unroller, its operand in each part, its own arguments) -> its value in each
+# part, or the one of all.
 _JOINS: dict[Any, Callable[..., Any]] = {
     steps.slice_: lambda un, xs, _, dim, axes: un.slices(xs[0], dim),
     steps.mask: lambda un, xs, _, op, axes: un.identities(xs, op),
@@ -406,8 +413,8 @@ _JOINS: dict[Any, Callable[..., Any]] = {
 
 
 def _ordered(unrolled: _Unroller) -> fx.Graph:
-    """The unrolled graph with one part after the other: first the inputs, then what
-    parts wait for and what that needs, then part by part, then all others."""
+    """Return the unrolled graph with one part after the other: first the inputs, then
+    what parts wait for and its operands, then part by part, then all others."""
     nodes = list(unrolled.graph.nodes)
     order: dict[fx.Node, None] = dict.fromkeys(
         node for node in nodes if node.op == "placeholder"

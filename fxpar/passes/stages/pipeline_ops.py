@@ -1,21 +1,21 @@
-"""Ops at the borders of stages, of the graph of all stages and of what one runs, and
-messages of several tensors at once made of them.
+"""Registers the ops at the borders of stages, in the graph of all stages and in that of
+one place, and makes messages of several tensors with them.
 
 ``transfer``, ``spread`` and ``scatter`` stand in the graph of all stages, which is one
-text on every rank: a value that one place along the pipeline axis makes, at another
-place, at all of them, or in parts. What one place runs has ``send`` and ``receive`` in
-their stead, which start a message and do not wait, and ``share``. Each takes the
-message ``before`` it: compiled code keeps their order, and all ranks have one.
-``behind`` lets a result wait for what was sent.
+text on every rank: they bring a value of one place along the pipeline axis to another
+place, to all of them, or in parts to all. The graph of one place has ``send`` and
+``receive`` instead, which start a message and do not wait, and ``share``. Each takes
+the message ``before`` it: compiled code keeps their order, and all ranks have the same
+one. ``behind`` lets a result wait for what was sent.
 
-A received tensor is waited for by ``_c10d_functional.wait_tensor``, as that of a
-collective is. Bytes are sent, whatever the dtype.
+A received tensor is waited for by ``_c10d_functional.wait_tensor``, like the result of
+a collective. Bytes are sent, whatever the dtype.
 
-While a graph of stages is laid out (``lay_out_stages``), nodes are appended to it:
-tensors are joined to one, which crosses, and taken apart. What rests split along the
-axis is put together at one place (``gather_at``), a gradient that one place has is
-dealt out (``scatter_from``), a result goes to all places (``spread_from``). The group
-is that of the axis.
+In: nodes of a graph of stages that is being laid out (``lay_out_stages``). Out: nodes
+appended to it: tensors are joined to one, which crosses, and split again. A value that
+is sharded along the axis is gathered at one place (``gather_at``), a gradient that one
+place has is scattered (``scatter_from``), a result goes to all places
+(``spread_from``). The group is that of the axis. Never: an op that waits to send.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ ours = torch.ops.fxpar
 
 @torch.library.custom_op("fxpar::transfer", mutates_args=())
 def transfer(x: torch.Tensor, source: int, target: int, group: str) -> torch.Tensor:
-    """What place ``source`` has, at place ``target``."""
+    """Bring the value at place ``source`` to place ``target``."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("fxpar::spread", mutates_args=())
 def spread(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
-    """What place ``source`` has, at every place."""
+    """Bring the value at place ``source`` to every place."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("fxpar::scatter", mutates_args=())
 def scatter(x: torch.Tensor, source: int, places: int, group: str) -> torch.Tensor:
-    """At place i part i of the ``places`` parts of what ``source`` has; here, that of
-    ``source``."""
+    """Bring part i of ``x`` at ``source``, in ``places`` parts, to place i; on one
+    device, return the part of ``source``."""
     return x.chunk(places)[source].clone()
 
 
@@ -56,7 +56,7 @@ def scatter(x: torch.Tensor, source: int, places: int, group: str) -> torch.Tens
 def send(
     x: torch.Tensor, before: torch.Tensor | None, peer: int, tag: int, group: str
 ) -> torch.Tensor:
-    """Starts to send a copy of ``x``; an empty tensor to wait for."""
+    """Start to send a copy of ``x``; return an empty tensor to wait for."""
     token = x.new_empty(0)
     if x.numel():
         sent = _bytes(x.clone(memory_format=torch.contiguous_format))
@@ -75,7 +75,7 @@ def receive(
     tag: int,
     group: str,
 ) -> torch.Tensor:
-    """Starts to receive a tensor; it is there once it was waited for."""
+    """Start to receive a tensor; it is there once it was waited for."""
     out = torch.empty(size, dtype=dtype, device=device)
     if out.numel():
         ends = peer, tag, group
@@ -87,7 +87,7 @@ def receive(
 def share(
     x: torch.Tensor, before: torch.Tensor | None, source: int, group: str
 ) -> torch.Tensor:
-    """Starts to give every member what ``source`` holds."""
+    """Start to give every member the value of ``source``."""
     is_source = _torch.distributed.place_in(group) == source
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if is_source:
@@ -100,14 +100,15 @@ def share(
 
 @torch.library.custom_op("fxpar::behind", mutates_args=())
 def behind(x: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of ``x``, when all messages were sent."""
+    """Return a copy of ``x`` once all messages were sent."""
     for token in sent:
         torch.ops._c10d_functional.wait_tensor(token)
     return x.clone()
 
 
 def _failed(place: int) -> _torch.distributed.Failed:
-    """What is raised where a message from a place, or to it, does not get through."""
+    """Return what makes the error if a message from or to a place does not get
+    through."""
 
     def error(rank: int, cause: Exception) -> LostRankError:
         return LostRankError(
@@ -123,8 +124,9 @@ def _failed(place: int) -> _torch.distributed.Failed:
 
 
 def _failed_for_all(place: int) -> _torch.distributed.Failed:
-    """What is raised where what a place gives to all does not get through: members pass
-    it on to one another, and any of them may be the one that does not."""
+    """Return what makes the error if a message from a place to all does not get
+    through: members pass it on to one another, and any of them may be the one that does
+    not."""
 
     def error(rank: int, cause: Exception) -> LostRankError:
         return LostRankError(
@@ -141,12 +143,12 @@ def _failed_for_all(place: int) -> _torch.distributed.Failed:
 
 
 def _reason(cause: Exception) -> str:
-    """What a backend says of a failure, less its advice."""
+    """Return what a backend says of a failure, without its advice."""
     return str(cause).split(". ")[0].partition("\n")[0]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor as bytes."""
     flat = torch.view_as_real(x) if x.is_complex() else x
     return flat.reshape(-1).view(torch.uint8)
 
@@ -171,26 +173,26 @@ receive.register_fake(
 
 aten = torch.ops.aten
 
-# Between the places of a pipeline, in the graph of all stages and in that of one; the
-# group is the last argument.
+# Ops between places of a pipeline, in the graph of all stages and in that of one place;
+# the group is the last argument.
 CROSSINGS = (ours.transfer.default, ours.spread.default, ours.scatter.default)
 MESSAGES = (ours.send.default, ours.receive.default, ours.share.default)
 
-# The place of what runs at all.
+# The place of nodes that run at all places.
 EVERY = -1
 
-# So many bytes a message has at most, unless one tensor has more.
+# The most bytes that a message has, unless one tensor has more.
 BUCKET = 4 << 20
 
 # (place, op, its arguments) -> the node, appended.
 Put = Callable[..., fx.Node]
 
-# Appends what takes a message apart; who reads that waits for the message.
+# Appends the nodes that split a message; whoever reads them waits for the message.
 Arrivals = Callable[[], list[fx.Node]]
 
 
 def buckets(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Nodes of one dtype in runs of up to ``BUCKET`` bytes, in order."""
+    """Return nodes of one kind in runs of up to ``BUCKET`` bytes, in order."""
     runs: list[list[fx.Node]] = []
     open_runs: dict[Any, tuple[list[fx.Node], int]] = {}
     for node in nodes:
@@ -205,7 +207,7 @@ def buckets(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 
 def kind_of(node: fx.Node) -> Any:
-    """What tensors of one message have in common."""
+    """Return what tensors of one message have in common: dtype and device."""
     return node.meta["val"].dtype, node.meta["val"].device
 
 
@@ -216,8 +218,8 @@ def gather_at(
     dims: Sequence[int],
     group: str,
 ) -> list[fx.Node]:
-    """Tensors put together at a place. ``shards``: of each place, of each tensor;
-    ``dims``: along which they are split."""
+    """Gather tensors at a place. ``shards``: by place, then by tensor; ``dims``: along
+    which each tensor is split."""
     arrived: list[Sequence[fx.Node]] = []
     for source, own in enumerate(shards):
         if source == target:
@@ -241,7 +243,7 @@ def scatter_from(
     places: int,
     group: str,
 ) -> Arrivals:
-    """Every place gets its part, along a dim each, of what one place has."""
+    """Send every place its part, along a dim each, of the values of one place."""
     pieces: list[fx.Node] = []
     for i in range(places):
         for value, dim in zip(values, dims, strict=True):
@@ -257,7 +259,7 @@ def scatter_from(
 def spread_from(
     put: Put, source: int, values: Sequence[fx.Node], group: str
 ) -> Arrivals:
-    """Every place gets what one has."""
+    """Send every place the values of one."""
     if len(values) == 1:
         one = put(EVERY, ours.spread.default, values[0], source, group)
         return lambda: [one]
@@ -267,7 +269,7 @@ def spread_from(
 
 
 def _joined(put: Put, place: int, values: Sequence[fx.Node]) -> fx.Node:
-    """The numbers of tensors in one."""
+    """Return the numbers of tensors in one."""
     flat = [put(place, aten.reshape.default, x, [-1]) for x in values]
     return flat[0] if len(flat) == 1 else put(place, aten.cat.default, flat)
 
@@ -275,7 +277,7 @@ def _joined(put: Put, place: int, values: Sequence[fx.Node]) -> fx.Node:
 def _apart(
     put: Put, place: int, flat: fx.Node, like: Sequence[torch.Tensor]
 ) -> list[fx.Node]:
-    """Tensors of these shapes, whose numbers are in one."""
+    """Return tensors of the shapes of ``like``, split from one."""
     out, start = [], 0
     for value in like:
         end = start + value.numel()

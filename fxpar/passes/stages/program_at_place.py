@@ -1,13 +1,13 @@
-"""What the ranks at one place along the pipeline axis run.
+"""Makes the program of the ranks at one place along the pipeline axis.
 
 In: the graph of all stages (``lay_out_stages``), lowered. Out: a new graph of the same
 inputs and results with the nodes of one place: values go from place to place by
 ``fxpar::send``, ``receive`` and ``share``, which start where the value was made, in the
 order of the one graph, and are waited for where it is first read. Each message is
 chained to the one before it, so that no later pass changes their order, and a result
-waits for what was sent. Those of the forward do not wait for those of the backward.
-What is drawn is drawn at every place, read there or not: it comes from rank 0, and the
-generators of all ranks stay alike.
+waits for what was sent. Messages of the forward do not wait for those of the backward.
+Random numbers are drawn at every place, read there or not: they come from rank 0, and
+the generators of all ranks stay equal. Never: a node of another place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ours = torch.ops.fxpar
 
 
 def program_at(graph: fx.Graph, place: int) -> fx.Graph:
-    """The graph of one place. Nodes keep their names."""
+    """Return the graph of one place. Nodes keep their names."""
     program = _PlaceProgram(graph, place)
     program.run()
     program.program.eliminate_dead_code()
@@ -45,10 +45,10 @@ class _PlaceProgram:
         self.build = Builder(self.program, mode or _torch.fake.new_fake_mode())
         self.backward = depending_on_tangents(graph)
         self.copies: dict[fx.Node, fx.Node] = {}
-        # Of a value that arrives, what is to be waited for.
+        # Value that arrives -> the message to wait for.
         self.arriving: dict[fx.Node, fx.Node] = {}
-        # The last message, and what results wait for: messages sent, and draws; of the
-        # forward, of the backward.
+        # The last message, and what results wait for: messages sent, and draws; each
+        # for the forward (False) and for the backward (True).
         self.last: dict[bool, fx.Node | None] = {False: None, True: None}
         self.awaited: dict[bool, list[fx.Node]] = {False: [], True: []}
 
@@ -79,8 +79,8 @@ class _PlaceProgram:
             self.awaited[node in self.backward].append(copy)
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """A value, waited for where it arrives. It is sent once: a checkpointed region
-        of the user's does not ask for it again in the backward."""
+        """Return a value, waited for where it arrives. It is sent once: a checkpointed
+        region of the user's does not ask for it again in the backward."""
         if node not in self.copies:
             with self.build.at(node):
                 arrived = self.build.wait(self.arriving[node])
@@ -90,7 +90,8 @@ class _PlaceProgram:
         return self.copies[node]
 
     def _chained(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """A message behind the last; ``None`` among the arguments stands for that."""
+        """Append a message after the last one, which replaces ``None`` among the
+        arguments."""
         is_backward = node in self.backward
         last = self.last[is_backward] or (self._tangent() if is_backward else None)
         message = self.build.call(target, *(last if a is None else a for a in args))
@@ -99,8 +100,8 @@ class _PlaceProgram:
         return message
 
     def _tangent(self) -> fx.Node:
-        """A gradient that the backward is given: what arrives at a place depends on
-        nothing else there, and may not be taken for a part of the forward."""
+        """Return a gradient that the backward is given: what arrives at a place depends
+        on nothing else there, and may not be taken for a part of the forward."""
         tangents = (
             n for n in self.graph.find_nodes(op="placeholder") if n in self.backward
         )
@@ -176,7 +177,8 @@ class _PlaceProgram:
 def _smallest(
     results: Sequence[Any], backward: set[fx.Node], of_backward: bool
 ) -> int | None:
-    """The smallest of the results of a forward, or of a backward."""
+    """Return the index of the smallest result of a forward, or of a backward; None if
+    it has none."""
     sizes = {
         i: node.meta["val"].numel()
         for i, node in enumerate(results)

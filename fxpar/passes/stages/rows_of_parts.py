@@ -1,15 +1,15 @@
-"""Steps over rows whose order nobody sees, part of the batch by part of the batch.
+"""Finds steps over rows whose order nothing reads, to run them for each part of the
+batch.
 
-Of rows that ranks gather, one part of the batch has pieces in what each rank gave, so
-that no part can be gathered by itself as long as rows keep their order. Between the
-gather of tokens and the sum that returns their results nothing but products by expert
-and ops that make rows one by one reads them: there rows may lie part after part. In: a
-local graph with its steps, before it is planned over parts. Out: ``RowsOfParts``, the
-values whose rows lie so, and the steps around them, which ``mark`` makes those of
-``steps_over_parts``.
+If ranks gather rows in order, those of one part of the batch are in a piece from every
+rank, so that no part can be gathered by itself. Between the gather of tokens and the
+sum that returns their results, only products by expert and ops that compute rows one by
+one read them: there rows may be stored part after part. In: a local graph with its
+steps, before it is planned over parts. Out: ``RowsOfParts``, the values with such rows,
+and the steps around them, which ``mark`` turns into those of ``steps_over_parts``.
 
-What it never does: mark a step where some reader or source of the rows knows places,
-or is not known.
+Never: marks a step where some reader or source of the rows depends on places, or is not
+known.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from fxpar.sharding.program import tensor_nodes
 
 # Steps that may leave a dim as it is.
 _ALONG = (steps.all_reduce, steps.all_gather, steps.reduce_scatter, steps.all_to_all)
-# Of products by expert, how many of their first operands have rows.
+# How many of the first operands of a product by expert have rows.
 _PRODUCTS = {OWN_MM: 1, OWN_OUTER: 2}
 
 
 @dataclass
 class RowsOfParts:
-    """Rows that lie part after part, and the steps around them."""
+    """Holds values with rows stored part after part, and the steps around them."""
 
-    # Value -> the dim that its rows lie along.
+    # Value -> the dim of its rows.
     dims: dict[fx.Node, int] = field(default_factory=dict)
-    # Step -> what it is of such rows.
+    # Step -> the function of ``steps_over_parts`` that it becomes.
     steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
 
     def mark(self, mesh: Mesh) -> None:
-        """Let the steps be those over rows of parts, in place."""
+        """Turn the steps into those over rows of parts, in place."""
         for node, function in self.steps.items():
             node.target = function
             node.args = (*node.args, mesh.count(steps.axes_of(node)))
 
     def unmark(self) -> None:
-        """Let them be steps again."""
+        """Turn them into plain steps again."""
         for node in self.steps:
             node.target = STEP_OF[node.target]
             node.args = node.args[:-1]
 
     def are_cut(self, decision: Decision, axis: str) -> bool:
-        """Whether all of the rows are cut along ``axis``, as they lie and as they are
-        read; else they would lie in two orders."""
+        """Return whether all of the rows are cut along ``axis``, as they are stored and
+        as they are read; else they would be in two orders."""
         value_of, edges = decision.program.value_of, decision.edges
         values = {value_of[call_of(node)]: d for node, d in self.dims.items()}
         moved = any(reshard.value in values for reshard in edges.reshards)
@@ -75,7 +75,8 @@ class RowsOfParts:
 
 
 def rows_of_parts(graph: fx.Graph, mesh: Mesh, parts: int) -> RowsOfParts:
-    """The rows that products by expert read of other ranks, where no place counts."""
+    """Return the rows from other ranks that products by expert read, where no place
+    counts."""
     out = RowsOfParts()
     seen: set[fx.Node] = set()
     for node in graph.nodes:
@@ -93,22 +94,22 @@ def rows_of_parts(graph: fx.Graph, mesh: Mesh, parts: int) -> RowsOfParts:
 
 @dataclass
 class _OneOrder:
-    """Values whose rows lie in one order."""
+    """Holds values whose rows are in one order."""
 
-    # Value -> the dim that its rows lie along.
+    # Value -> the dim of its rows.
     dims: dict[fx.Node, int] = field(default_factory=dict)
-    # Step that moves the rows -> what takes its place over rows of parts.
+    # Step that moves the rows -> the function that replaces it over rows of parts.
     steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
     # Values that are the same in all rows.
     constants: set[fx.Node] = field(default_factory=set)
-    # Sizes of what is cut in parts.
+    # Sizes of the factors that are cut in parts.
     sizes: set[int] = field(default_factory=set)
-    # Values whose readers and source are still to be taken in.
+    # Values whose readers and source are still to be visited.
     _queue: list[fx.Node] = field(default_factory=list)
 
     def grow(self, node: fx.Node, dim: int) -> bool:
-        """Take in a value and all that has to lie in the same order. Whether no reader
-        and no source of them knows places."""
+        """Add a value and all that need the same order. Return whether no reader and no
+        source of them depends on places."""
         self._add(node, dim)
         while self._queue:
             node = self._queue.pop()
@@ -118,8 +119,8 @@ class _OneOrder:
         return True
 
     def fits(self, mesh: Mesh, parts: int) -> bool:
-        """Whether the steps are over the same axes, and a rank's rows cut in parts
-        are seen as rows."""
+        """Return whether the steps are over the same axes, and all sizes are multiples
+        of ranks times parts."""
         axes = {steps.axes_of(node) for node in self.steps}
         return len(axes) == 1 and not any(
             size % (mesh.count(*axes) * parts) for size in self.sizes
@@ -136,7 +137,8 @@ class _OneOrder:
         return True
 
     def _source(self, source: fx.Node, result: int, node: fx.Node) -> bool:
-        """Whether what makes a value knows no places along its rows."""
+        """Return whether the op that makes a value depends on no places along its
+        rows."""
         dim = self.dims[node]
         if steps.is_step(source):
             if source.target is steps.all_gather and source.args[1] == dim:
@@ -157,7 +159,7 @@ class _OneOrder:
         return True
 
     def _reader(self, user: fx.Node, node: fx.Node) -> bool:
-        """Whether a reader of a value knows no places along its rows."""
+        """Return whether a reader of a value depends on no places along its rows."""
         dim = self.dims[node]
         if steps.is_step(user):
             if user.target is steps.reduce_scatter and user.args[1] == dim:
@@ -174,8 +176,8 @@ class _OneOrder:
         )
 
     def _call(self, node: fx.Node, rule: Rule, word: tuple[str, ...]) -> bool:
-        """Take in all tensors of a call that have the rows of one dim. Whether it makes
-        rows one by one, or adds them up in any order."""
+        """Add all tensors of a call that have the rows of one dim. Return whether it
+        computes rows one by one, or adds them up in any order."""
         rows = _first(rule, word)
         if rows is None or rows in rule.whole or any(f == rows for _, f in rule.alike):
             return False
@@ -196,17 +198,17 @@ class _OneOrder:
 
 
 def _first(rule: Rule, word: tuple[str, ...]) -> str | None:
-    """The factor of a dim that its major places count."""
+    """Return the most major factor of a dim that has more than one place."""
     return next((f for f in word if rule.size[f] > 1), None)
 
 
 def _results(node: fx.Node, count: int) -> list[list[fx.Node]]:
-    """The nodes that stand for each of so many results of a call."""
+    """Return, for each of ``count`` results of a call, the nodes that stand for it."""
     if isinstance(node.meta["val"], torch.Tensor):
         return [[node]]
     return [[user for user in node.users if user.args[1] == i] for i in range(count)]
 
 
 def _is_along(step: fx.Node, dim: int) -> bool:
-    """Whether a step leaves rows along a dim where they lie."""
+    """Return whether a step leaves the rows along a dim in place."""
     return step.target in _ALONG and dim not in step.args[1:-1]

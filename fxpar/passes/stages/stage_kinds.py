@@ -1,10 +1,10 @@
-"""Which nodes of a local graph belong to stages.
+"""Says which nodes of a local graph belong to stages.
 
-In: a local graph, the program it is of. Out: ``Kinds``: nodes of the forward and of the
+In: a local graph and its program. Out: ``Kinds``: nodes of the forward and of the
 backward, which each belong to one stage, and nodes of all places: the update, writes to
-inputs, and what is drawn. All others have no home, and run wherever they are read: what
-is computed of weights alone, of the batch alone, or of constants, and views. Nothing is
-changed.
+inputs, and random draws. All others have no home, and run wherever they are read: nodes
+computed from weights alone, from the batch alone, or from constants, and views. Never:
+changes the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
 
 
 class StageHome(NamedTuple):
-    """Where a node runs."""
+    """Says where a node runs."""
 
     # FORWARD or BACKWARD of a stage; EVERYWHERE: at all places.
     phase: str
@@ -39,24 +39,25 @@ ALL = StageHome(EVERYWHERE, -1)
 
 
 def home_of(node: fx.Node) -> StageHome | None:
-    """The home of a node; None: it runs wherever it is read."""
+    """Return the home of a node; None: it runs wherever it is read."""
     home: StageHome | None = node.meta.get(STAGE)
     return home
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws numbers, the same ones on every rank."""
+    """Return whether a node draws numbers, the same ones on every rank."""
     return is_random(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a generator says what a node gives: draws, and attention with dropout."""
+    """Return whether a generator decides a node's value: draws, and attention with
+    dropout."""
     facts = op_facts_of(node.target)
     return facts.draws or (facts.random and not node.all_input_nodes)
 
 
 def is_loose_view(node: fx.Node) -> bool:
-    """Whether a node only shows its operand, all of it, in another way."""
+    """Return whether a node only shows its operand, all of it, in another way."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if steps.is_step(node) or len(node.all_input_nodes) != 1 or not is_view(node):
@@ -69,15 +70,15 @@ def is_loose_view(node: fx.Node) -> bool:
 
 
 def viewed_value(node: fx.Node) -> fx.Node:
-    """What a chain of such views shows."""
+    """Return the value that a chain of such views shows."""
     while is_loose_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 class Kinds:
-    """Of which kind nodes are: ``forward``, ``backward`` and ``everywhere``; all others
-    run where they are read."""
+    """Sorts nodes into ``forward``, ``backward`` and ``everywhere``; all others run
+    where they are read."""
 
     def __init__(self, graph: fx.Graph, program: Program) -> None:
         self.graph, self.program = graph, program
@@ -103,9 +104,9 @@ class Kinds:
     def _kind_by_operands(
         self, node: fx.Node, tagged: Collection[fx.Node]
     ) -> set[fx.Node] | None:
-        """The kind of a node that is not of the forward by what it is made of."""
+        """Return the kind of a node if its operands decide it; None if they do not."""
         if steps.is_step(node) or node.target is operator.getitem:
-            # As the value that it moves, or takes a part of.
+            # It is of the kind of the value that it moves, or takes a part of.
             source: Any = node.args[0]
             base = viewed_value(source)
             kinds = (self.forward, self.backward, self.everywhere)
@@ -122,7 +123,7 @@ class Kinds:
 
     @cached_property
     def tangents(self) -> set[fx.Node]:
-        """Gradients of results, which the graph is given."""
+        """Return the inputs that are gradients of results."""
         pairs = zip(self.inputs, self.program.signature.inputs, strict=True)
         return {node for node, declared in pairs if declared.kind == "tangent"}
 
@@ -141,7 +142,7 @@ class Kinds:
 
     @cached_property
     def weights(self) -> dict[fx.Node, str]:
-        """Inputs that are weights, and their names."""
+        """Return the inputs that are weights, and their names."""
         out = {}
         declared = self.program.signature.inputs
         for node, declared_input in zip(self.inputs, declared, strict=True):

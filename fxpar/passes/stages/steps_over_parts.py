@@ -1,9 +1,10 @@
-"""Steps over axes of the mesh as the ops that they are to a batch in parts.
+"""Gives steps over axes of the mesh their rules and local forms for a batch in parts.
 
-A graph is planned over parts of its batch with its steps in it: here are their rules,
-and their local forms, one step for each part. ``gather_rows`` and the like are steps
-around rows that lie part after part (``rows_of_parts``): what one takes of a part is
-what it gives of that part. Out of a graph in parts they come as steps again.
+In: a graph that is planned over parts of its batch with its steps in it. Out: rows of
+the op table and local forms, one step for each part. ``gather_rows``, ``scatter_rows``,
+``exchange_rows`` and ``return_rows`` are steps around rows that are stored part after
+part (``rows_of_parts``): from the rows of one part they make the rows of that part. In
+a graph in parts they are plain steps again. Never: runs an op itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fxpar.sharding.ops import LOCAL, add_rows
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.row_moves import Exchange
 
-# What steps keep of the reshard that they stand for.
+# The metadata that a step keeps of the reshard that it belongs to.
 NOTED = "fxpar_noted"
 
 
@@ -30,30 +31,30 @@ def _of_parts() -> NoReturn:
 
 
 def gather_rows(x: Any, dim: int, axes: Axes, count: int) -> Any:
-    """All ranks' rows along ``dim``; ``count``: of so many ranks."""
+    """Gather all ranks' rows along ``dim``; ``count``: how many ranks there are."""
     _of_parts()
 
 
 def scatter_rows(x: Any, dim: int, op: str, axes: Axes, count: int) -> Any:
-    """This rank's rows along ``dim`` of the reduction of all ranks' values."""
+    """Return this rank's rows along ``dim`` of the reduction of all ranks' values."""
     _of_parts()
 
 
 def exchange_rows(
     x: Any, source_dim: int, target_dim: int, axes: Axes, count: int
 ) -> Any:
-    """All ranks' rows along ``source_dim``, with ``target_dim`` split."""
+    """Gather all ranks' rows along ``source_dim``, with ``target_dim`` split."""
     _of_parts()
 
 
 def return_rows(
     x: Any, source_dim: int, target_dim: int, axes: Axes, count: int
 ) -> Any:
-    """This rank's rows along ``target_dim``, with ``source_dim`` gathered."""
+    """Return this rank's rows along ``target_dim``, with ``source_dim`` gathered."""
     _of_parts()
 
 
-# What each of them is of one part.
+# The step that each of them is on one part.
 STEP_OF: dict[Callable[..., Any], Callable[..., Any]] = {
     gather_rows: steps.all_gather,
     scatter_rows: steps.reduce_scatter,
@@ -63,14 +64,14 @@ STEP_OF: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _same_dims_rule(x: torch.Tensor, *_: Any) -> Rule:
-    """All dims of the result are those of the operand."""
+    """Return a rule in which all dims of the result are those of the operand."""
     words = words_of(x)
     return make([words], [words])
 
 
 def _resized_words(x: torch.Tensor, *settings: Any) -> tuple[list[Word], list[Word]]:
-    """Words of the operand and of the result; the dims that a step names have other
-    sizes in the result: they stay whole."""
+    """Return words of the operand and of the result. The dims that a step names have
+    other sizes in the result: they stay whole."""
     before, after = list[Word](words_of(x)), list[Word](words_of(x))
     for d in settings:
         if isinstance(d, int):
@@ -84,19 +85,21 @@ def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
 
 
 def _moved_rows_rule(x: torch.Tensor, text: str, *_: Any) -> Rule:
-    """The dim whose rows move stays whole."""
+    """Return a rule in which the dim whose rows move stays whole."""
     return _resized_dims_rule(x, Exchange.parse(text).moves.dim)
 
 
 def _more_rows_rule(x: torch.Tensor, dim: int, *rest: Any) -> Rule:
-    """Of ``dim`` the result has the rows of all ranks, those of one part together."""
+    """Return a rule in which the result has the rows of all ranks along ``dim``, with
+    the rows of one part together."""
     before, after = _resized_words(x, dim, *rest[:-2])
     before[dim], after[dim] = "rows", ("rows", "ranks!")
     return make([before], [after], {"rows": x.shape[dim], "ranks": rest[-1]})
 
 
 def _fewer_rows_rule(x: torch.Tensor, *rest: Any) -> Rule:
-    """The other way around."""
+    """Return a rule in which the operand has the rows of all ranks along the last dim
+    given, with the rows of one part together."""
     dims = [arg for arg in rest[:-2] if isinstance(arg, int)]
     before, after = _resized_words(x, *dims)
     before[dims[-1]], after[dims[-1]] = ("rows", "ranks!"), "rows"
@@ -119,7 +122,7 @@ add_rows(
 
 
 def _step(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
-    """A step over axes of the mesh on a part."""
+    """Return a step over axes of the mesh on a part."""
     target = call.node.target
     if target in STEP_OF:
         target, args = STEP_OF[target], args[:-1]

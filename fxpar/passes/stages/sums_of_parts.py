@@ -1,10 +1,11 @@
-"""Sums over microbatches: their ops, written over the sum so far in compiled code.
+"""Adds up values of microbatches: its ops are written over the sum so far in compiled
+code.
 
 In: a local graph whose batch is in parts (``microbatches``). Out: the same graph,
-changed in place: where a summand is a product of matrices that nobody else reads, the
+changed in place: where a summand is a product of matrices that nothing else reads, the
 product adds to the sum, and is never in memory by itself. Numbers are those of a
 product and a sum. Inductor runs both ops in the memory of the sum so far, unless
-something reads that later.
+something reads that later. Never: changes the order of a sum.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ ours = torch.ops.fxpar
 
 @torch.library.custom_op("fxpar::accumulate", mutates_args=())
 def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``total + x``, in the dtype of the total. An op of its own in compiled code:
-    fused into what reads the last total, sums would keep every summand until then."""
+    """Return ``total + x``, in the dtype of the total. It stays an op of its own in
+    compiled code: fused into what reads the last total, sums would keep every summand
+    until then."""
     return total + x
 
 
@@ -32,7 +34,7 @@ def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def accumulate_product(
     total: torch.Tensor, x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
-    """``total + x @ y`` of matrices of one dtype."""
+    """Return ``total + x @ y`` of matrices of one dtype."""
     return torch.addmm(total, x, y)
 
 
@@ -52,7 +54,7 @@ def _(total, x, y, **_) -> float:
     return 2.0 * x[0] * x[1] * y[1]
 
 
-# The same, written over the total.
+# The same ops, written over the total.
 torch.library.define("fxpar::accumulate_", "(Tensor(a!) total, Tensor x) -> Tensor(a!)")
 torch.library.define(
     "fxpar::accumulate_product_",
@@ -72,7 +74,7 @@ def _(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def register_lowering() -> None:
-    """Teach Inductor to write over totals."""
+    """Let Inductor write sums over their totals."""
     lower = _torch.inductor_lowerings.lower_over_first
     lower(ours.accumulate.default, ours.accumulate_.default, aten.add_.Tensor)
     product, over = ours.accumulate_product.default, ours.accumulate_product_.default
