@@ -44,7 +44,9 @@ class Inside:
     ties: Ties
     # One for each body, in order.
     programs: Sequence[Program]
+    # Shapes of the call's operands.
     operands: Sequence[tuple[int, ...]]
+    # Shapes of the call's results.
     results: Sequence[tuple[int, ...]]
     # Key -> another of its class, up to the key that names the class (``find``).
     leader: dict[Key, Key] = field(default_factory=dict)
