@@ -77,8 +77,8 @@ class Halo:
 
 @dataclass(frozen=True)
 class Merge:
-    """A sum over a factor whose summands have weights: ranks exchange those of their
-    parts inside the op, and what each gives is weighted."""
+    """Describes a sum over a factor whose summands have weights: ranks exchange the
+    weights of their parts inside the op, and each rank's result is weighted."""
 
     # The factor summed over.
     factor: str
@@ -102,7 +102,7 @@ class GatheredRows:
 
 @dataclass(frozen=True)
 class RowPiece:
-    """Rows of an operand that are rows of a result, in order."""
+    """Says which rows of an operand become which rows of a result, in order."""
 
     # Number of the operand.
     source: int
@@ -122,8 +122,8 @@ class RowPiece:
 
 @dataclass(frozen=True)
 class Reach:
-    """The rows that each row of a result reads of a dim, its window: of row i from
-    ``(first + step * i) // of`` on."""
+    """Describes the rows of a dim that each row of a result reads, its window: row i
+    reads from row ``(first + step * i) // of`` on."""
 
     # Rows of the dim by which windows advance per ``of`` rows of the result.
     step: int
@@ -141,8 +141,9 @@ class Reach:
 
 @dataclass(frozen=True)
 class RowWindow:
-    """Rows that a rank reads of a dim for its shard of another tensor; of a result
-    those that it computes a part of, which are added where they lie."""
+    """Describes the rows of a dim that a rank reads for its shard of another tensor; of
+    a result, the rows of which the rank computes a part, which is added to their
+    owners' rows."""
 
     # Of the tensor with these rows, among ``Rule.tensors``.
     position: int

@@ -50,7 +50,7 @@ _MEAN = "fxpar.mean_over_ranks.default"
 
 @dataclass(frozen=True)
 class ManualAxes:
-    """Axes of a mesh along which ranks run programs of their own."""
+    """Names axes of a mesh along which ranks run programs of their own."""
 
     # The mesh of all ranks.
     mesh: Mesh

@@ -37,8 +37,8 @@ from fxpar.sharding.mesh_text import (
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks of one axis; ``hardware`` makes it, ``collectives`` reads
-    all of it."""
+    """Describes the connection between the ranks of one axis; ``hardware`` makes it,
+    ``collectives`` reads all of it."""
 
     # Bytes/s that one rank sends while all send.
     bandwidth: float = 1e11
@@ -330,12 +330,12 @@ class Mesh:
 
     @property
     def is_shared_equally(self) -> bool:
-        """Whether every axis cuts dims into equal shards."""
+        """Return whether every axis cuts dims into equal shards."""
         return not self._weights
 
     @cached_property
     def shared_equally(self) -> Mesh:
-        """The mesh with equal shares."""
+        """Return the mesh with equal shares."""
         return replace(self, shares=())
 
     def weights_of(self, axis: str) -> tuple[int, ...] | None:
@@ -360,7 +360,7 @@ class Mesh:
 
     @property
     def slowest(self) -> float:
-        """Relative speed of the slowest rank."""
+        """Return the relative speed of the slowest rank."""
         return math.prod(min(speeds) for speeds in self.speeds if speeds)
 
     def _place(self, axis: str) -> tuple[int, int]:

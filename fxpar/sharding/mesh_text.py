@@ -33,7 +33,7 @@ SHARES = 'write one positive number for each rank of the axis: FXPAR_MESH="dp=2[
 
 @dataclass(frozen=True)
 class AxisText:
-    """What the text of one axis says."""
+    """Holds the contents of the text of one axis."""
 
     # Of the axis, not of its parts.
     name: str

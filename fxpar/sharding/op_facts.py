@@ -22,7 +22,7 @@ from fxpar.sharding.op_table import look_up
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What holds of every call of an op."""
+    """Holds facts that are true of every call of an op."""
 
     # The result is a view of the operand's memory.
     view: bool = False
@@ -107,7 +107,8 @@ _GROUPS = {"group", "group_name", "process_group"}
 
 @cache
 def op_facts_of(target: Any) -> OpFacts:
-    """The facts of a call's target; of what is no op of torch's, none hold."""
+    """Return the facts of a call's target; no facts for a target that is no torch op
+    and has no row."""
     from fxpar.sharding.ops import FACTS, pointwise
 
     stated = dict(look_up(FACTS, target) or {})
