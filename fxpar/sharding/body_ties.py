@@ -20,7 +20,8 @@ from fxpar import _torch
 
 @dataclass(frozen=True)
 class Ties:
-    """Says how a call's tensors become tensors of its bodies, which take equal inputs."""
+    """Says how a call's tensors become tensors of its bodies, which take equal
+    inputs."""
 
     # In the order of the call: branches, or the condition of a loop and its step.
     bodies: tuple[fx.GraphModule, ...]

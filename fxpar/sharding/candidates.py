@@ -106,7 +106,8 @@ class Subject:
 
     @cached_property
     def cut(self) -> BatchCut | None:
-        """Return the factors and dims that follow the batch; None if there is no batch."""
+        """Return the factors and dims that follow the batch; None if there is no
+        batch."""
         return cut_in_time(self.program)
 
     @cached_property
@@ -546,7 +547,8 @@ def _fastest(subject: Subject) -> Decision:
 
 
 def _check_memory(subject: Subject) -> None:
-    """Raise TooLargeError if no plan on any mesh of the request's size fits in memory."""
+    """Raise TooLargeError if no plan on any mesh of the request's size fits in
+    memory."""
     request, limit = subject.request, subject.options.budget
     most, ranks = request.microbatches or 1, request.mesh.size
     count = parts_of(subject.cut.rows, most) if most > 1 and subject.cut else 0

@@ -31,7 +31,8 @@ Held = tuple[float, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Holds the memory that ops of a chain need on a rank, by which stages are judged."""
+    """Holds the memory that ops of a chain need on a rank, by which stages are
+    judged."""
 
     # Of each stage: bytes that its place has for it.
     room: tuple[float, ...]

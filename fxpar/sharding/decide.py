@@ -338,7 +338,8 @@ def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
 
 
 def _origin(seeds: Sequence[Seed], axis: str) -> str:
-    """Return the reason for an axis on a value: the seed that named it, or the search."""
+    """Return the reason for an axis on a value: the seed that named it, or the
+    search."""
     for seed in seeds:
         if any(axis in dim for dim in seed.dims):
             return seed.origin

@@ -163,7 +163,8 @@ class RowWindow:
 
 @dataclass(frozen=True)
 class RowMoves:
-    """Describes an op that moves rows of a dim: the source of each row of its results."""
+    """Describes an op that moves rows of a dim: the source of each row of its
+    results."""
 
     # The dim's number, in all operands and results.
     dim: int
@@ -188,7 +189,8 @@ class RowMoves:
 
 @dataclass(frozen=True)
 class Rule:
-    """Holds the factors of one op call. Operands and results are its tensors, in order."""
+    """Holds the factors of one op call. Operands and results are its tensors, in
+    order."""
 
     # Factors of each dim of each operand, major to minor.
     operands: tuple[Dims, ...]
@@ -290,7 +292,8 @@ class Rule:
 
     @cached_property
     def contracted(self) -> frozenset[str]:
-        """Return factors of operands that some result lacks, over which it is partial."""
+        """Return factors of operands that some result lacks, over which it is
+        partial."""
         return frozenset().union(*self.contracted_by)
 
     @cached_property

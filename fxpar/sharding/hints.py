@@ -211,7 +211,8 @@ def _dim(entry: Any, what: str) -> tuple[Axes, bool, int | None]:
 
 
 def axes_of(hint: Entries, what: str) -> list[str]:
-    """Return the axes, and parts of axes, that a hint splits over. Raises as ``read``."""
+    """Return the axes, and parts of axes, that a hint splits over. Raises as
+    ``read``."""
     if _pin(hint) is not None:
         return []
     hint = Spec.parse(hint) if isinstance(hint, str) else hint

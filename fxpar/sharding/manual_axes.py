@@ -161,7 +161,8 @@ def _split_by_expert(
     mesh: Mesh,
     axes: Axes,
 ) -> None:
-    """Let each rank compute an op for its own experts, which are split along ``axes``."""
+    """Let each rank compute an op for its own experts, which are split along
+    ``axes``."""
     own = {
         v: tuple(x for x in split[v] if x[0] in axes) for v in op.operands if v in split
     }

@@ -319,7 +319,8 @@ class Mesh:
 
     @cached_property
     def _weights(self) -> dict[str, tuple[int, ...]]:
-        """Return axis -> whole numbers in the ratio of its shares, where these differ."""
+        """Return axis -> whole numbers in the ratio of its shares, where these
+        differ."""
         out = {}
         for name, shares in zip(self.names, self.shares, strict=True):
             if shares and len(set(shares)) > 1:
@@ -410,7 +411,8 @@ class Mesh:
         return tuple(sorted(axes, key=self._place))
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``, in mesh order."""
+        """Return the ranks that differ from ``rank`` only on ``axes``, in mesh
+        order."""
         axis_steps = [self._find(axis) for axis in self.ordered(axes)]
         members = [
             rank - sum(rank // step % size * step for _, size, step in axis_steps)

@@ -46,7 +46,8 @@ class AxisText:
 
 
 def read_axes(text: str) -> Iterator[AxisText]:
-    """Yield the axes of a mesh, in order. Raises MeshError naming the malformed part."""
+    """Yield the axes of a mesh, in order. Raises MeshError naming the malformed
+    part."""
     for part in _BETWEEN.split(text):
         match = _AXIS.match(part)
         if not match:
@@ -78,7 +79,8 @@ def _numbers(name: str, text: str, fix: str) -> tuple[float, ...]:
 
 
 def axes_of_parts(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
-    """Return (name, size) of an axis, or of the parts it is cut into, major to minor."""
+    """Return (name, size) of an axis, or of the parts it is cut into, major to
+    minor."""
     if len(sizes) == 1:
         return [(axis, sizes[0])]
     above = [1, *itertools.accumulate(sizes, operator.mul)]

@@ -75,7 +75,8 @@ MARKS = {x.name for x in fields(Row)} - {"rule", "local", "facts"}
 
 
 def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return for each argument, positional then keyword, the operand indices it holds."""
+    """Return for each argument, positional then keyword, the operand indices it
+    holds."""
     out, n = [], 0
     for arg in [*args, *kwargs.values()]:
         tensors = [
@@ -229,7 +230,8 @@ def whole(*args: Any, **kwargs: Any) -> Rule:
 def words_of(
     x: torch.Tensor | Sequence[int], whole: Collection[int] = (), prefix: str = "d"
 ) -> list[str]:
-    """Return a word per dim: ``_`` where the size is 1, whole at the dims in ``whole``."""
+    """Return a word per dim: ``_`` where the size is 1, whole at the dims in
+    ``whole``."""
     shape = x.shape if isinstance(x, torch.Tensor) else x
     return [
         "_" if size == 1 else f"{prefix}{i}" + "!" * (i in whole)

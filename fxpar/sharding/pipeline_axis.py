@@ -47,7 +47,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Describes a contiguous part of the forward, with the backward that belongs to it."""
+    """Describes a contiguous part of the forward, with the backward that belongs to
+    it."""
 
     # In the order of the forward.
     index: int
@@ -151,7 +152,8 @@ def without(mesh: Mesh, axes: Collection[str]) -> Mesh:
 
 
 def with_stages(planned: Mesh, pipeline: Pipeline) -> Mesh:
-    """Return the whole mesh of a pipeline, refined and with links like a stage's mesh."""
+    """Return the whole mesh of a pipeline, refined and with links like a stage's
+    mesh."""
     whole = pipeline.mesh.refined(planned.names)
     links = dict(zip(planned.names, planned.links, strict=True))
     named_links = zip(whole.names, whole.links, strict=True)

@@ -224,7 +224,8 @@ class Plan:
         return {**dict(self.values), **dict(self.parameters)}
 
     def spec(self, name: str) -> Spec:
-        """Return the spec of a value or parameter by name. Raises PlanError if unknown."""
+        """Return the spec of a value or parameter by name. Raises PlanError if
+        unknown."""
         try:
             return self._specs[name]
         except KeyError:
@@ -235,7 +236,8 @@ class Plan:
             ) from None
 
     def why(self, name: str) -> str:
-        """Return why a value has its spec: for each axis the seed and the way it came."""
+        """Return why a value has its spec: for each axis the seed and the way it
+        came."""
         spec = self.spec(name)
         reason = dict(self.reasons).get(name)
         return f"{name}: {spec}\n{reason or '  whole: no axis reached it'}"

@@ -145,7 +145,8 @@ def _frames(node: fx.Node) -> frozenset[tuple[str, str]]:
 
 @lru_cache(maxsize=1 << 14)
 def _frames_of(trace: str) -> frozenset[tuple[str, str]]:
-    """Return the frames of a stack trace; cached, as repeated layers have the same few."""
+    """Return the frames of a stack trace; cached, as repeated layers have the same
+    few."""
     return frozenset(_FRAME.findall(trace))
 
 

@@ -213,7 +213,8 @@ def known_machine(options: Options, ranks: int) -> Hardware | None:
 
 
 def named_machine(options: Options) -> Hardware | None:
-    """Return the hardware of FXPAR_HARDWARE; None if it is not set. Raises OptionError."""
+    """Return the hardware of FXPAR_HARDWARE; None if it is not set. Raises
+    OptionError."""
     return machine(options, 1) if options.hardware else None
 
 

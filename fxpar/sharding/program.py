@@ -295,7 +295,8 @@ def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def backward_of(graph: fx.Graph) -> set[fx.Node]:
-    """Return nodes that the backward runs: of a joint graph, and those tagged as such."""
+    """Return nodes that the backward runs: of a joint graph, and those tagged as
+    such."""
     late_nodes = depending_on_tangents(graph)
     tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
     return late_nodes.union(n for n in tagged if n.op == "call_function")
@@ -320,7 +321,8 @@ def phase_of(node: fx.Node) -> str | None:
 
 
 def values_by_node(program: Program) -> dict[fx.Node, int]:
-    """Return node -> its value; for an op with several results its ``getitem`` nodes."""
+    """Return node -> its value; for an op with several results its ``getitem``
+    nodes."""
     out: dict[fx.Node, int] = {}
     for op in program.ops:
         if isinstance(op.node.meta["val"], torch.Tensor):
