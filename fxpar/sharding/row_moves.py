@@ -149,8 +149,8 @@ def turn_of(moves: RowMoves) -> int:
 def _extents(
     exchange: Exchange, mesh: Mesh, rank: int, of_targets: bool
 ) -> list[tuple[int, int]]:
-    """(first row, rows) of what a rank holds of each operand, or wants of each result:
-    its shard, or the rows of its window."""
+    """Return (first row, rows) of the part of each operand that a rank holds, or of
+    each result that it gets: its shard, or the rows of its window."""
     moves = exchange.moves
     if moves.reach is not None and of_targets != moves.adds:
         first, rows, _ = window(exchange, mesh, rank)
