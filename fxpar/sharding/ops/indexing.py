@@ -240,7 +240,7 @@ def _local_index_select(
 def _one_per_row(
     call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: Any
 ) -> bool:
-    """Whether each row of ``x`` along ``dim`` gets exactly one update."""
+    """Return whether each row of ``x`` along ``dim`` gets exactly one update."""
     want = list(x.meta["val"].shape)
     want[dim] = 1
     shapes = [list(t.meta["val"].shape) for t in (index, src) if isinstance(t, fx.Node)]

@@ -277,7 +277,7 @@ def _local_place(
 def _local_row(
     never: Never, call: LocalCall, x: fx.Node, dim: int, keepdim: bool = False
 ) -> Any:
-    """The largest or smallest row, and where it is."""
+    """Return the largest or smallest row, and its place."""
     d, axes = _axes(call, x, dim)
     if not axes:
         return call.same(x, dim, keepdim)
