@@ -435,8 +435,8 @@ def inside(
     result: Any,
     read_program: Callable[[fx.GraphModule], Program],
 ) -> Inside | None:
-    """Return the bodies of a call, whose arguments are given as values; None if the op
-    is not known to run bodies. ``read_program`` reads a body as a Program."""
+    """Return the bodies of a call, given its arguments as values; None if the op is not
+    known to run bodies. ``read_program`` reads a body as a Program."""
     ties = ties_of(target, args, result)
     if ties is None:
         return None

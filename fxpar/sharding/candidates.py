@@ -156,7 +156,7 @@ class Subject:
 class Candidate:
     """Holds a mesh, with stages or without, and the best known plan on it."""
 
-    # Open; the request's mesh may have some axes named, and stages split off.
+    # Unrefined and with its stages; the request's mesh may be refined, without stages.
     mesh: Mesh
     # The request that the plan answers.
     request: Request
@@ -661,7 +661,7 @@ def fastest_staged(
 
 
 def _with_stages(subject: Subject) -> list[Candidate]:
-    """Return the candidates with stages, those of the shortest estimate first."""
+    """Return the candidates with stages, the shortest estimates first."""
     request, cut, hardware = subject.request, subject.cut, subject.options.hardware
     assert cut is not None, "there is a batch"
     budget = subject.options.budget

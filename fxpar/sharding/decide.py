@@ -69,13 +69,13 @@ _WIDE, _POOR = 0.005, 0.05
 
 # The hardware on which ops are priced where none is named: propagation then depends on
 # the program, the mesh and the hints alone, not on the local device. Ties compare
-# compute with equally fast links, which are those of this machine and of ``Link()``.
+# compute with links, all equally fast: the links of this hardware and of ``Link()``.
 UNNAMED = "h100"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Holds what was decided about a Program."""
+    """Holds the decisions about a Program."""
 
     program: Program
     # With the links that it was priced with.

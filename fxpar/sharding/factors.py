@@ -218,9 +218,9 @@ class Rule:
     summed: frozenset[str] = frozenset()
     # Whether all shards of every factor must be equal.
     even: bool = False
-    # Factors whose shards must be equal, if not those of all.
+    # Factors whose shards must be equal, if not all factors' shards.
     evenly: frozenset[str] = frozenset()
-    # (factor, rows) that every rank must have of it; other factors have no minimum.
+    # (factor, rows) that every rank must have of it, unless all shards are equal.
     least: tuple[tuple[str, int], ...] = ()
     # Behaviour of the op on a rank that holds nothing of a factor: "run", on nothing;
     # "fill", it runs on a row of zeros that is cut off its results, with no sum over

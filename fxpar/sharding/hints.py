@@ -157,7 +157,7 @@ def is_dim(entry: Any) -> bool:
 
 
 def read(hint: Entries, ndim: int, what: str) -> Hint:
-    """Parse a hint on a tensor of ``ndim`` dims.
+    """Return the parsed hint on a tensor of ``ndim`` dims.
 
     Raises HintError on unreadable entries or more entries than dims.
     """

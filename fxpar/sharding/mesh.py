@@ -50,7 +50,7 @@ class Link:
     tree: bool = False
     # This many neighbours along the axis share a node.
     inside: int = 1
-    # The link between those of one node; None: this link.
+    # The link between ranks of one node; None: this link.
     inner: Link | None = None
     # (kind of collective, the link it has instead).
     kinds: tuple[tuple[str, Link], ...] = ()

@@ -3,8 +3,8 @@ stages.
 
 A pipeline axis is no axis of specs: a program is planned on the mesh without it, then
 cut into stages, each of which runs on the ranks at one place along it.
-In: a Mesh. Out: the mesh of one stage, a ``Pipeline`` as requested; a plan says with a
-``PipelineStage`` what each stage is.
+In: a Mesh. Out: the mesh of one stage, a ``Pipeline`` as requested.
+``PipelineStage`` describes a stage in a plan.
 Never: cuts a program.
 """
 

@@ -226,7 +226,7 @@ def _notes(decision: Decision) -> tuple[str, ...]:
 
 
 def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, ...]:
-    """Return the plan of each op; caches what calls of one kind share."""
+    """Return the plan of each op; parts that calls of one kind share are cached."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
     as_written = cache(lambda spec: spec.joined(mesh))
     joined_factors = cache(

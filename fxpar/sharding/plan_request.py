@@ -47,7 +47,7 @@ End = TypeVar("End", Input, Output)
 
 @dataclass(frozen=True)
 class Request:
-    """Describes what the pipeline shall plan."""
+    """Describes the plan that the pipeline shall make."""
 
     # Where a search chooses the mesh, the first of ``meshes``.
     mesh: Mesh
@@ -81,8 +81,8 @@ class Request:
     # Rows of experts that a rank has room for, in multiples of its even share; None:
     # all rows.
     expert_room: float | None = None
-    # Rows of each rank along manual axes, sent to experts, for which there is room; 0:
-    # none are sent, each rank has all experts. None: as many as this rank sends.
+    # Rows that each rank along manual axes may send to experts; 0: none are sent, each
+    # rank has all experts. None: as many as this rank sends.
     sent_room: int | None = None
     # Axes that experts are split over; None: the axes that are named for them.
     experts_over: Axes | None = None

@@ -3,8 +3,8 @@ outputs.
 
 ``read_program`` makes one of an ATen graph. A value is one tensor: the result of a
 node, or one element of a tuple result (``getitem`` nodes are names for those, not ops).
-In: nodes and their ``meta``. Out: facts of a node too: the user's line, whether it is
-in the backward, or in the update of a training step.
+In: nodes and their ``meta``. Out: facts of a node: its user's line, whether it is in
+the backward, or in the update of a training step.
 Never: changes a graph.
 """
 

@@ -32,7 +32,7 @@ def as_rank(rank: int) -> Iterator[None]:
 
 
 def rank_here() -> int:
-    """Return the rank to run as: that of ``as_rank``, else of this process."""
+    """Return the rank to run as: the one of ``as_rank``, else this process's."""
     rank = _RANK.get()
     return _torch.distributed.own_rank() if rank is None else rank
 

@@ -6,7 +6,7 @@ that the axes before it left into chunks of ceil(m / k), as ``torch.chunk``; the
 ones are shorter, or empty. Where the axes divide the dim all shards are equal. An axis
 with shares (``Mesh.shares``) cuts in their proportion, each end rounded.
 In: rows, a mesh, axes. Out: numbers of rows, positions.
-Never: rounds a shard to a size that another function here does not also return.
+Never: pads a shard; shards may be unequal, or empty.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _sizes(rows: int, mesh: Mesh, axes: Sequence[str]) -> set[int]:
 
 
 def largest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
-    """Return the rows of the largest shard: that of coordinate 0 unless an axis has
+    """Return the rows of the largest shard: coordinate 0's, unless an axis has
     shares."""
     if has_shares(mesh, axes):
         return max(_sizes(rows, mesh, axes))

@@ -6,7 +6,7 @@ dim go major to minor; ``"tp:2"`` is a part of one (``axis_parts``). A partial a
 means that each rank along it holds a summand (or another unreduced operand) of the
 value.
 In: axes, text, or DTensor placements. Out: specs, local shapes, slices, placements.
-Never: uses DTensor placements but in ``Spec.to_placements`` and
+Never: uses DTensor placements outside of ``Spec.to_placements`` and
 ``Spec.from_placements``.
 """
 

@@ -135,7 +135,7 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
         alike = shard_sizes.is_even(rows, mesh, axes)
         if not alike and shard_sizes.smallest(rows, mesh, axes) < least:
             return False
-    # Of windows a row of zeros contributes zero.
+    # In windows a row of zeros gives zero, so a sum over it is right.
     summed = rule.contracted - rule.moved
     shut = {"run": frozenset(), "fill": summed, "never": rule.free}
     for factor in shut[rule.empty]:

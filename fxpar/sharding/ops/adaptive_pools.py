@@ -8,7 +8,7 @@ each with the rows of the longest and filled after its end: so all have one leng
 the op pools them. A backward adds the gradients of such rows to the rows they came
 from.
 In: calls of these ops. Out: their rules and local forms.
-Never: gives a rule to sizes that are open.
+Never: splits a dim whose size is open.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Resampled:
 def resampled(
     kind: str, rows: int, count: int, align_corners: bool, scale: float | None
 ) -> Resampled:
-    """Return how a dim of ``rows`` becomes one of ``count``. ``scale``: count per row,
-    if given."""
+    """Return how a dim of ``rows`` becomes one of ``count``. ``scale``: output rows for
+    each row, if given."""
     if align_corners:
         step = (rows - 1) / (count - 1) if count > 1 else 0.0
     else:

@@ -84,8 +84,8 @@ def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rul
 
 
 def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
-    """Return the rule of a sum over turns; ranks sum over their own rows, so that the
-    dim is whole and partial in the result."""
+    """Return the rule of a sum over turns of a dim: each rank sums its own rows, so the
+    result is partial over the axes that split the dim."""
     words = words_of(x)
     return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
 

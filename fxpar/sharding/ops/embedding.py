@@ -10,7 +10,7 @@ indices and bags alone, and so are computed on a table of two rows: counted, and
 out.
 
 In: calls of these ops. Out: their rules and local forms.
-Never: gathers a split table.
+Never: communicates; a split table gives a partial result instead.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ zero elsewhere, so the result is partial; an update keeps only positions in its 
 (``own_rows``). Updates that accumulate may be split along the index too: each rank then
 holds a summand of the result, including the operand.
 In: calls of these ops, of losses and searches. Out: their rules and local forms.
-Never: gathers a split dim.
+Never: communicates; a split lookup gives a partial result instead.
 """
 
 from __future__ import annotations

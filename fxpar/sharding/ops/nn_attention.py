@@ -97,7 +97,7 @@ class FlexWords:
     sizes: tuple[tuple[str, int], ...]
 
     def rule(self, *operands: Sequence[str], results: Names) -> Rule:
-        """Return the rule of these words; ranks have equally many blocks of queries."""
+        """Return the rule of these words; ranks have equally many blocks."""
         rule = self.heads.rule(*operands, results=results)
         evenly = rule.evenly.union({"s"} if "s" in dict(self.sizes) else ())
         return replace(rule, sizes=(*rule.sizes, *self.sizes), evenly=evenly)

@@ -11,7 +11,7 @@ maximum of no rows: where some rank has none, shards are first filled with a val
 never wins.
 
 In: calls of these ops. Out: their rules and local forms.
-Never: gathers a dim that the op's own reduction can combine.
+Never: communicates; a split reduction gives a partial result instead.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ def _called(op: Op) -> str:
 
 
 def _how_to_split(program: Program, op: Op) -> str:
-    """Return what the user can do about an unknown op: a rule that fits its own
-    tensors."""
+    """Return the fix for an unknown op: a rule that fits its own tensors."""
     if not isinstance(op.target, _torch.inductor.OpOverload):
         return "keep it out of the compiled model if whole operands cost too much"
     operands, results = (

@@ -37,7 +37,7 @@ Shape = Sequence[int]
 def moves(
     names: str, rule: Callable[..., Rule | None], facts: str = "", **marks: Any
 ) -> dict:
-    """Rows of ops that only move elements: every partial value may pass."""
+    """Return rows of ops that only move elements: every partial value may pass."""
     return rows(names, rule, movement="0", facts=f"moves {facts}", **marks)
 
 
@@ -375,7 +375,7 @@ def _cut_dims(call: LocalCall, form: views.Strided) -> list[int]:
 
 
 def _cuts(call: LocalCall, x: fx.Node, form: views.Strided) -> list[fx.Node]:
-    """``x``, and ``x`` with one dim after another cut."""
+    """Return ``x``, then ``x`` with one more dim cut each time."""
     out = [x]
     for d in _cut_dims(call, form):
         cut = form.cuts[d]
