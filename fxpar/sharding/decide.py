@@ -77,6 +77,7 @@ UNNAMED = "h100"
 class Decision:
     """Holds the decisions about a Program."""
 
+    # In global shapes.
     program: Program
     # With the links that it was priced with.
     mesh: Mesh

@@ -68,6 +68,7 @@ class Halo:
 
     # Of the tensor, among ``Rule.tensors``.
     position: int
+    # The tensor's dim.
     dim: int
     # Rows before the shard.
     before: int
@@ -93,6 +94,7 @@ class GatheredRows:
 
     # Of the tensor, among ``Rule.tensors``.
     position: int
+    # The tensor's dim.
     dim: int
     # Rows per shard.
     rows: int
@@ -147,6 +149,7 @@ class RowWindow:
 
     # Of the tensor with these rows, among ``Rule.tensors``.
     position: int
+    # The tensor's dim.
     dim: int
     # Of the tensor whose shards read them, among ``Rule.tensors``.
     other: int

@@ -104,7 +104,9 @@ class Moved:
     """Describes equal reshards that one line of the user's causes: from one spec to
     another, by the same steps."""
 
+    # The spec before.
     source: Spec
+    # The spec after.
     target: Spec
     # Such as ("all_gather dp",).
     steps: tuple[str, ...]
