@@ -257,7 +257,7 @@ class _Round:
     options: SearchOptions
     # Seconds of work, from the start of the first round, after which no search begins.
     end: float
-    # Predicted seconds of a step after the search; None: leave the candidate out.
+    # Seconds that a step may take after the search; None: leave the candidate out.
     promise: Callable[[Candidate], float | None]
     # Factor on the number of microbatches; if not 1, repeated as long as it pays.
     times: float = 1.0
@@ -655,7 +655,7 @@ def fastest_staged(
     note = _note_of_stages(tries, best.seconds, best.seconds)
     decision, step = best.decision, best.step
     assert decision is not None and step is not None
-    # with the bound proved by now
+    # The text of the search has the bound that is proved by now.
     notes = (str(search_of(decision)), *decision.notes[1:])
     decision = replace(decision, notes=notes, stages_begin=step.begins)
     return replace(best, decision=decision), (note, *stopped)
