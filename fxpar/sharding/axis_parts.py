@@ -1,8 +1,9 @@
-"""Parts of an axis: how they are named, and which of them go together.
+"""Reads and writes names of parts of an axis, and checks which parts go together.
 
 ``"x:(m)k"`` is a part of axis x, as Shardy writes it: of its n ranks, seen as ``[m, k,
-n/(mk)]``, the middle one. ``"x:k"`` is short for the outermost, ``"x:(1)k"``. Here
-are names alone; how many ranks an axis has, a mesh knows.
+n/(mk)]``, the middle dim. ``"x:k"`` is short for the outermost, ``"x:(1)k"``.
+In: names of axes and of parts. Out: names, (axis, m, k), sizes.
+Never: knows how many ranks an axis has; a mesh does.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _PART = re.compile(r"([A-Za-z_]\w*):(?:\(([1-9]\d*)\))?([1-9]\d*)")
 
 
 def split_name(name: str) -> tuple[str, int, int] | None:
-    """(axis, m, k) of a part; None of a whole axis, and of what is no name."""
+    """Return (axis, m, k) of the name of a part; None for any other text."""
     match = _PART.fullmatch(name) if ":" in name else None
     return (match[1], int(match[2] or 1), int(match[3])) if match else None
 
 
 def full_name(name: str) -> str:
-    """``"tp:(1)2"`` for ``"tp:2"``; any other name as it is."""
+    """Return ``"tp:(1)2"`` for ``"tp:2"``, and any other name unchanged."""
     if ":" not in name:
         return name
     part = split_name(name)
@@ -31,30 +32,30 @@ def full_name(name: str) -> str:
 
 
 def part_name(axis: str, above: int, size: int) -> str:
-    """Inverse of ``split_name``."""
+    """Return the name of a part; the inverse of ``split_name``."""
     return f"{axis}:({above}){size}"
 
 
 def axis_of(name: str) -> str:
-    """The axis that a name is, or is a part of."""
+    """Return the axis that a name names, or is a part of."""
     return name.partition(":")[0]
 
 
 def is_name(text: str) -> bool:
-    """Whether this may name an axis, or a part of one."""
+    """Return whether a text may name an axis or a part of one."""
     return text.isidentifier() or split_name(text) is not None
 
 
 def parts_among(axes: Iterable[str]) -> list[str]:
-    """Those that are parts, each once."""
+    """Return the names that are parts of axes, each once."""
     return [name for name in dict.fromkeys(axes) if ":" in name]
 
 
 def cut(n: int, names: Iterable[str]) -> list[int]:
-    """Sizes of the parts, major to minor, that an axis of ``n`` ranks is cut into so
-    that each of ``names``, parts of it, is some of them.
+    """Return sizes of parts, major to minor, into which an axis of ``n`` ranks is cut
+    so that each of ``names``, parts of it, is made of some of them.
 
-    Raises MeshError if they do not nest.
+    Raises MeshError if the parts do not nest.
     """
     ends = {1: "", n: ""}
     for name in names:
@@ -73,8 +74,8 @@ def cut(n: int, names: Iterable[str]) -> list[int]:
 
 
 def overlapping(axes: Sequence[str]) -> tuple[str, str] | None:
-    """The first two names that have ranks' coordinates in common: twice the same axis,
-    an axis and its part, two parts that reach into each other."""
+    """Return the first two names that share ranks' coordinates: one axis twice, an axis
+    and its part, or two parts that overlap. None if there are none."""
     for i, name in enumerate(axes):
         for other in axes[:i]:
             if name == other or (":" in name + other and _overlap(name, other)):

@@ -1,13 +1,15 @@
-"""Rules of ops that run graphs of their own, made of the rules of the ops inside.
+"""Makes the rule of an op that runs graphs of its own from the rules of the ops inside.
 
 A *body* is such a graph: a branch of ``cond``, the step of ``scan``, ``map`` and
-``while_loop``. Dims of its values that factors of its ops make the same are one
-*class*: an axis that splits one dim of it splits all of them, and no collective is
-needed inside, so that ranks never meet in a branch that some do not take. A class
-becomes a factor of the call's rule where every op takes it split; where ops sum over
-it, only if the partial sums go on to results of the call, untouched but by ops that let
-them pass. What a loop carries has one spec, and is partial before a step if it is so
-after.
+``while_loop``. Dims of its values that share a factor of an op form one *class*: an
+axis that splits one dim of it splits all of them, and no collective is needed inside,
+so that ranks never meet in a branch that some do not take. A class becomes a factor of
+the call's rule where every op can run with it split; where ops sum over it, only if the
+partial sums reach results of the call through ops that let them pass. A value that a
+loop carries has one spec, and is partial before a step if it is partial after it.
+In: the arguments and results of a call, and a function that reads a body as a Program.
+Out: ``Inside``, with the rule, and strategies of the ops inside.
+Never: changes a graph, or puts a reshard into a body.
 """
 
 from __future__ import annotations
@@ -30,37 +32,37 @@ if TYPE_CHECKING:
 
 # A dim of a value of a body, or a factor of one of its ops.
 Key = tuple[str, int, int, Any]
-# Reductions by class: over which a value is partial if they are split.
+# Class -> the reduction over it that a value still needs if the class is split.
 Partials = dict[Key, str]
 
 
 @dataclass
 class Inside:
-    """The bodies of one call, their dims in classes."""
+    """Holds the bodies of one call, with their dims grouped into classes."""
 
-    # How the call's tensors become those of the bodies.
+    # How the call's tensors become inputs and outputs of the bodies.
     ties: Ties
-    # Of the bodies, in order.
+    # One for each body, in order.
     programs: Sequence[Program]
     # Shapes of the call's operands.
     operands: Sequence[tuple[int, ...]]
     # Shapes of the call's results.
     results: Sequence[tuple[int, ...]]
-    # Key -> another of its class, and at last the one that stands for it (``find``).
+    # Key -> another of its class, up to the key that names the class (``find``).
     leader: dict[Key, Key] = field(default_factory=dict)
-    # Of each class, by leader, the largest number that divides all of its sizes.
+    # Leader of a class -> the greatest common divisor of the sizes of its dims.
     size: dict[Key, int] = field(default_factory=dict)
     # Leaders of classes that no axis may split.
     whole: set[Key] = field(default_factory=set)
-    # (body, value) -> over which classes it is partial.
+    # (body, value) -> classes over which it is partial.
     partial: dict[tuple[int, int], Partials] = field(default_factory=dict)
-    # (body, op) -> (class, reduction, passage) that partial operands take.
+    # (body, op) -> (class, reduction, passage) of its partial operands.
     passes: dict[tuple[int, int], list[tuple[Key, str, int]]] = field(
         default_factory=dict
     )
-    # What the loop carries, by position, over which classes it is partial.
+    # Position of a carried value -> classes over which it is partial.
     carry: dict[int, Partials] = field(default_factory=dict)
-    # (body, value): zeros, which are their own partial sum.
+    # (body, value): zeros, which are partial sums of themselves.
     zero: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -74,10 +76,10 @@ class Inside:
         while self._flow():
             pass
 
-    # Classes: a union of keys, with what their sizes have in common.
+    # Classes: disjoint sets of keys.
 
     def find(self, key: Key) -> Key:
-        """The class of a dim or a factor."""
+        """Return the key that names the class of a dim or a factor."""
         while self.leader.setdefault(key, key) != key:
             key = self.leader[key]
         return key
@@ -91,19 +93,19 @@ class Inside:
                 self.whole.add(a)
 
     def _set_whole(self, key: Key) -> bool:
-        """Keep a class whole; whether it was not before."""
+        """Mark a class as whole; return whether it was not before."""
         key = self.find(key)
         fresh = key not in self.whole
         self.whole.add(key)
         return fresh
 
     def is_free(self, key: Key) -> bool:
-        """Whether an axis may split a class."""
+        """Return whether an axis may split a class."""
         leader = self.find(key)
         return leader not in self.whole and self.size.get(leader, 1) > 1
 
     def _join_op(self, b: int, op: Op) -> None:
-        """Dims of an op's tensors are of the class of their major factor."""
+        """Join each dim of an op's tensors with its major factor."""
         rule = op.rule
         for v, dims in zip(op.tensors, rule.tensors, strict=True):
             shape = self.programs[b].values[v].shape
@@ -121,7 +123,8 @@ class Inside:
             self._set_whole(("factor", b, op.index, f))
 
     def _join_ends(self) -> None:
-        """What all bodies take, and what they give, alike; what is carried besides."""
+        """Join the same input of all bodies, the same output of all bodies, and each
+        carried value's input with its output."""
         for b, program in enumerate(self.programs):
             for v, (i, sliced) in zip(program.inputs, self.ties.inputs, strict=True):
                 if v is not None and i is not None:
@@ -143,7 +146,8 @@ class Inside:
             self._join((kind, -1, i, d + sliced), ("dim", b, v, d), n)
 
     def _join_slices(self) -> None:
-        """Each slice by itself: ranks may have some each."""
+        """Join dim 0 of all operands and results that are slices: ranks may have some
+        each."""
         ends = [("operand", i, self.operands) for i, cut in self.ties.inputs if cut]
         ends += [("result", i, self.results) for i, cut in self.ties.outputs[0] if cut]
         kind, first, _ = ends[0]
@@ -152,7 +156,8 @@ class Inside:
                 self._join((kind, -1, first, 0), (other, -1, i, 0), shapes[i][0])
 
     def _keep_whole(self) -> None:
-        """A class may not split two dims of one value, nor a constant of a body."""
+        """Mark as whole each class that has two dims of one value, or a dim of a
+        constant of a body."""
         sides = [("operand", self.operands), ("result", self.results)]
         dims: list[list[Key]] = [
             [(kind, -1, i, d) for d in range(len(shape))]
@@ -175,13 +180,13 @@ class Inside:
                     for d in range(len(v.shape)):
                         self._set_whole(("dim", b, v.index, d))
 
-    # Partial sums: where they arise, pass, and leave.
+    # Partial sums: where they arise, pass through ops, and leave.
 
     def _flow(self, *, trial: bool = False) -> bool:
-        """Follow partial values; whether classes became whole, or more of what is
-        carried partial, so that it has to be done again. ``trial``: finds out what may
-        be carried as partial sums: what is carried goes with them as zeros would, and
-        no class becomes whole."""
+        """Follow partial values through the bodies; return whether classes became whole
+        or more carried values partial, so that it has to be repeated. ``trial``: find
+        the values that may be carried as partial sums; the other carried values count
+        as zeros, and no class becomes whole."""
         self.partial, self.passes, self.zero = {}, {}, set()
         before = set(self.whole)
         changed = False
@@ -205,7 +210,8 @@ class Inside:
         return changed
 
     def _through(self, b: int, op: Op) -> bool:
-        """Over which classes an op's results are partial."""
+        """Find the classes over which an op's results are partial; return whether
+        classes became whole."""
         rule, changed = op.rule, False
         class_of = {f: self.find(("factor", b, op.index, f)) for f in rule.factors}
         partials: list[Partials] = [{} for _ in op.results]
@@ -243,7 +249,8 @@ class Inside:
     def _passage(
         self, b: int, op: Op, c: Key, reads: Sequence[Partials]
     ) -> tuple[str, int] | None:
-        """(reduction, passage) by which operands that are partial over a class pass."""
+        """Return (reduction, passage) by which operands that are partial over a class
+        pass through an op; None if they cannot."""
         partial = {i for i, read in enumerate(reads) if c in read}
         reductions = {reads[i][c] for i in partial}
         zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
@@ -258,14 +265,16 @@ class Inside:
         return None
 
     def _is_linear_in_zeros(self, b: int, op: Op) -> bool:
-        """Whether an op makes zeros of zeros."""
+        """Return whether an op makes zeros of zeros."""
         zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
         return any(
             "sum" in p.reductions and zero >= set(p.operands) for p in op.rule.passages
         )
 
     def _leave(self) -> bool:
-        """Results that bodies agree on; carried values partial before as after."""
+        """Mark as whole the classes over which bodies disagree on a result, or a
+        carried value is not partial both before and after; return whether anything
+        changed."""
         changed = False
         for partials, j, bodies in self._results():
             for c, r in partials.items():
@@ -284,14 +293,15 @@ class Inside:
                     changed |= self._set_whole(c)
         for b, program in enumerate(self.programs):
             for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True):
-                if i is None and v is not None:  # a test, alike on all ranks
+                # the condition of a loop, equal on all ranks
+                if i is None and v is not None:
                     for c in self.partial.get((b, v), {}):
                         changed |= self._set_whole(c)
         return changed or self._agree()
 
     def _results(self) -> list[tuple[Partials, int, list[tuple[int, int]]]]:
-        """For each result over what some body makes it partial, its position, and the
-        values that give it."""
+        """Return for each result the classes over which some body makes it partial, its
+        position, and the (body, value) pairs that give it."""
         out = []
         for j in range(len(self.results)):
             bodies = [
@@ -307,8 +317,9 @@ class Inside:
         return out
 
     def _agree(self) -> bool:
-        """One reduction for each class, and of those that results are partial over all
-        or none for each carried value; only classes that the call's operands have."""
+        """Mark as whole each class that has two reductions, that no operand of the call
+        has, or over which only some carried values are partial; return whether any is
+        new."""
         changed = False
         operands = [
             {self.find(("operand", -1, i, d)) for d in range(len(shape))}
@@ -327,11 +338,11 @@ class Inside:
                     changed |= self._set_whole(c)
         return changed
 
-    # What comes of it: the rule of the call, and strategies of the ops inside.
+    # Results: the rule of the call, and strategies of the ops inside.
 
     @cached_property
     def names(self) -> dict[Key, str]:
-        """Factors of the call's rule by class, those that are free."""
+        """Return the name of a factor of the call's rule for each free class."""
         out: dict[Key, str] = {}
         sides = [("operand", self.operands), ("result", self.results)]
         for kind, shapes in sides:
@@ -344,7 +355,7 @@ class Inside:
 
     @cached_property
     def rule(self) -> Rule | None:
-        """The rule of the call; None if nothing of it can be split."""
+        """Return the rule of the call; None if nothing of it can be split."""
         if not self.names:
             return None
         sizes: dict[str, int] = {name: self.size[c] for c, name in self.names.items()}
@@ -379,7 +390,8 @@ class Inside:
     def _words(
         self, kind: str, i: int, shape: Sequence[int], sizes: dict[str, int]
     ) -> Dims:
-        """Factors of a tensor's dims; what a class leaves of a dim is whole."""
+        """Return the factors of a tensor's dims; where a class divides a dim, the rest
+        of the dim is a factor that stays whole."""
         out: list[tuple[str, ...]] = []
         for d, n in enumerate(shape):
             name = self.names.get(self.find((kind, -1, i, d)))
@@ -394,7 +406,8 @@ class Inside:
         return tuple(out)
 
     def strategy(self, b: int, op: Op, axes: Mapping[str, Axes]) -> Strategy:
-        """Of an op of a body, where ``axes`` split the factors of the call's rule."""
+        """Return the strategy of an op of a body where ``axes`` split the factors of
+        the call's rule."""
         of = {c: axes.get(name, ()) for c, name in self.names.items()}
         factors = [
             (f, of.get(self.find(("factor", b, op.index, f)), ()))
@@ -410,7 +423,7 @@ class Inside:
         )
 
     def axes_of(self, v: int, b: int, axes: Mapping[str, Axes]) -> list[Axes]:
-        """Those that split each dim of a value of a body."""
+        """Return the axes that split each dim of a value of a body."""
         shape = self.programs[b].values[v].shape
         names = (self.names.get(self.find(("dim", b, v, d))) for d in range(len(shape)))
         return [axes.get(name, ()) if name else () for name in names]
@@ -422,8 +435,8 @@ def inside(
     result: Any,
     read_program: Callable[[fx.GraphModule], Program],
 ) -> Inside | None:
-    """The bodies of a call, given by its arguments as values; None if it has none that
-    are known. ``read_program``: of a body."""
+    """Return the bodies of a call, given its arguments as values; None if the op is not
+    known to run bodies. ``read_program`` reads a body as a Program."""
     ties = ties_of(target, args, result)
     if ties is None:
         return None

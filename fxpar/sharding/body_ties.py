@@ -1,4 +1,10 @@
-"""How the tensors of an op that runs graphs of its own become those of these graphs."""
+"""Says how the tensors of an op that runs graphs of its own become tensors of these
+graphs.
+
+In: an op, its arguments and its result. Out: ``Ties``, or None for an op that is not
+known.
+Never: looks into the graphs.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +20,27 @@ from fxpar import _torch
 
 @dataclass(frozen=True)
 class Ties:
-    """How a call's tensors become those of its bodies, which take the same inputs."""
+    """Says how a call's tensors become tensors of its bodies, which take equal
+    inputs."""
 
-    # As the call has them: branches, or the test of a loop and its step.
+    # In the order of the call: branches, or the condition of a loop and its step.
     bodies: tuple[fx.GraphModule, ...]
-    # For each placeholder the position of the operand it comes from (None: no tensor),
-    # and whether it is one slice of that along dim 0.
+    # For each placeholder the position of its operand (None: no tensor), and whether it
+    # is one slice of the operand along dim 0.
     inputs: tuple[tuple[int | None, bool], ...]
-    # For each body and each of its outputs the result it gives (None: none), and
-    # whether it is a slice.
+    # For each body, for each of its outputs, the position of the result that it gives
+    # (None: none), and whether it is a slice of it.
     outputs: tuple[tuple[tuple[int | None, bool], ...], ...]
-    # So many outputs of the last body are its first inputs next.
+    # How many outputs of the last body are its first inputs in the next iteration.
     carried: int = 0
-    # Whether slices may be taken by different ranks.
+    # Whether different ranks may take different slices.
     splits_slices: bool = False
 
 
 def _inputs(
     *groups: tuple[Sequence[Any], bool], first: int = 0
 ) -> tuple[tuple[int | None, bool], ...]:
-    """Of groups of arguments, the second of each says whether slices are given."""
+    """Return ``Ties.inputs`` for groups of (arguments, whether slices are given)."""
     out: list[tuple[int | None, bool]] = []
     for values, sliced in groups:
         for x in values:
@@ -44,7 +51,8 @@ def _inputs(
 
 
 def _outputs(count: int, whole: int) -> tuple[tuple[int | None, bool], ...]:
-    """So many results, those behind the first ``whole`` stacked from slices."""
+    """Return ``count`` results, where those after the first ``whole`` are stacked
+    slices."""
     return tuple((i, i >= whole) for i in range(count))
 
 
@@ -75,7 +83,7 @@ def _while(
     return Ties((test, body), inputs, (((None, False),), outputs), carried=len(carried))
 
 
-# op -> (number of results, *arguments) -> how its tensors become those of its bodies.
+# op -> function of (number of results, *arguments) that returns its Ties.
 TIES: dict[str, Callable[..., Ties]] = {
     "higher_order::cond": _cond,
     "higher_order::map_impl": _map,
@@ -85,8 +93,8 @@ TIES: dict[str, Callable[..., Ties]] = {
 
 
 def ties_of(target: Any, args: Sequence[Any], result: Any) -> Ties | None:
-    """How a call's tensors become those of its bodies; None if that is not known, or
-    some of what it takes or gives in a loop is no tensor."""
+    """Return how a call's tensors become tensors of its bodies; None if the op is not
+    known, or if a loop takes, carries or gives a value that is no tensor."""
     make = TIES.get(_torch.aot.higher_order_name(target))
     results = result if isinstance(result, (list, tuple)) else [result]
     if make is None or not all(isinstance(x, torch.Tensor) for x in results):

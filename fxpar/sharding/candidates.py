@@ -1,10 +1,13 @@
-"""Candidates of a search as data, and the best of them: meshes, stages, microbatches.
+"""Holds candidates of a search as data, and picks the best: meshes, stages,
+microbatches.
 
 In: a Program, and a Request whose mesh is named, or open among ``meshes`` and
-``staged``. Out: the Decision, with ``rivals`` on any mesh and notes of what else was
-tried, and the Request for its mesh. What takes another graph (bodies of manual regions,
-axes of experts, schedules) is compared in ``fxpar.choose_plan``. Never looks at graphs.
-Meshes without stages share the seconds of a search, those with stages as many again.
+``staged``. Out: the Decision, with ``rivals`` on any mesh and notes of the others that
+were tried, and the Request for its mesh. Choices that need another graph (bodies of
+manual regions, axes of experts, schedules) are compared in ``fxpar.choose_plan``.
+Meshes without stages share the seconds of a search, those with stages get as many
+again.
+Never: looks at graphs.
 """
 
 from __future__ import annotations
@@ -59,40 +62,41 @@ from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm
 from fxpar.units import percent_more, short_bytes, sizes_as_text
 
-# Plans whose times differ by less count as equal: then the first is better, which has
-# fewer axes.
+# Plans whose times differ by a smaller share count as equal: then the first is better,
+# which has fewer axes.
 EQUAL = 1e-3
-# By how much stages must be faster, and twice as many microbatches: nothing overlaps in
-# either price, a pipeline has more that is not in it, and microbatches are unrolled.
+# By how much stages must be faster, and twice as many microbatches: neither price
+# counts overlap, parts of a pipeline's step are not priced, and microbatches are
+# unrolled.
 PAYS = 0.05
-# Microbatches for each place, as many as the batch has for all axes of its own.
+# Microbatches for each place of a pipeline, the first that the batch allows.
 PARTS_A_PLACE = (8, 4, 2, 1)
 
-# Shares of the seconds at which a round begins no more searches: the first without
-# stages; with them the first, and that of other numbers of microbatches.
+# Shares of the seconds after which a round begins no more searches: the first round
+# without stages, the first with stages, and rounds of other numbers of microbatches.
 _GLANCES, _STAGED_GLANCES, _OTHER_PARTS = 0.75, 0.55, 0.75
-# Seconds of a search that begins late, at least.
+# Least seconds of a search, however late it begins.
 _SHORT = 1.0
-# A mesh whose estimate is so many times as long as a plan that is there waits.
+# A mesh whose estimate is this many times a known plan's seconds waits.
 _FAR = 1.25
 
 # Most plans on other meshes that are compared by their predicted steps, and most plans
 # in all, the best included, for a large program.
 _RIVALS, _LARGE_RIVALS = 3, 3
 
-# What a mesh may do to a plan that it has none: hints and specs name axes, memory.
+# Errors that say that a mesh has no plan: of hints and specs that name axes, of memory.
 _UNFIT = (HintError, MeshError, PlanError, SpecError)
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """Hold the program that candidates are plans of, and what is known of it."""
+    """Holds the program that candidates are plans of, and the facts known about it."""
 
-    # In global shapes; for stages one of equal shards.
+    # In global shapes; for stages with equal shards.
     program: Program
-    # That leaves the mesh open, or names it.
+    # Its mesh is open or named.
     request: Request
-    # As ``PartProgram.whole_kernels``.
+    # As in ``PartProgram.whole_kernels``.
     kernels: SharedKernels = field(default_factory=dict)
 
     @property
@@ -102,17 +106,18 @@ class Subject:
 
     @cached_property
     def cut(self) -> BatchCut | None:
-        """Return what follows the batch; None if nothing does."""
+        """Return the factors and dims that follow the batch; None if there is no
+        batch."""
         return cut_in_time(self.program)
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
-        """Return the numbers of heads that weights make."""
+        """Return the numbers of heads that weights have."""
         return head_counts(self.program)
 
     @cached_property
     def live(self) -> list[Entry]:
-        """Return what lives when, of the whole batch."""
+        """Return the tensors in memory and when they live, for the whole batch."""
         keep = self.request.keep_gathered
         return whole_entries(self.program, keep_gathered=keep, shared=self.kernels)
 
@@ -126,9 +131,9 @@ class Subject:
         return sum(w.flops / (x.flops * x.efficiency) for w, x in flops if w.flops)
 
     def part(self, program: Program, request: Request, count: int) -> PartProgram:
-        """Return a program in ``count`` microbatches, all priced where there are no
-        stages. Activations of one are freed before the next where forward and backward
-        are one program."""
+        """Return the program in ``count`` microbatches, all of them priced where there
+        are no stages. Activations of one are freed before the next where forward and
+        backward are one program."""
         assert self.cut is not None, "there is a batch"
         places, flying, paid = 1, 1 if request.step else count, count
         if request.pipeline is not None:
@@ -141,29 +146,29 @@ class Subject:
         )
 
     def least_held(self, request: Request, count: int) -> list[tuple[Entry, float]]:
-        """Return what a rank holds at its peak under any plan, with its bytes, the
-        batch in ``count`` microbatches; 0: the batch is whole."""
+        """Return the tensors, with bytes, that a rank holds at its peak under any plan,
+        with the batch in ``count`` microbatches; 0: with the whole batch."""
         part = self.part(self.program, request, count) if count else None
         return least_held(self.program, self.live, request.mesh.size, part)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold a mesh, with stages or without, and the best plan on it that is known."""
+    """Holds a mesh, with stages or without, and the best known plan on it."""
 
-    # As it is open; of that of the request parts may be named, and stages split off.
+    # Unrefined and with its stages; the request's mesh may be refined, without stages.
     mesh: Mesh
-    # That the plan is of.
+    # The request that the plan answers.
     request: Request
-    # Microbatches of stages to begin with.
+    # The first number of microbatches of stages to try.
     parts: int = 1
-    # Seconds of a step, a guess.
+    # Guessed seconds of a step.
     estimate: float = 0.0
-    # Seconds of a step that no plan beats.
+    # A lower bound on the seconds of a step under any plan.
     least: float = 0.0
-    # The plan; None before a search, and where that finds none.
+    # The plan; None before a search, and where the search finds none.
     decision: Decision | None = None
-    # In stages.
+    # Only with stages.
     step: StagedStep | None = None
     # Why there is no plan.
     error: FxparError | None = None
@@ -181,13 +186,14 @@ class Candidate:
 
     @property
     def bound(self) -> float:
-        """Return seconds that no plan beats, with stages those of one microbatch."""
+        """Return a lower bound on the seconds of any plan, with stages for one
+        microbatch."""
         if self.decision is None:
             return math.inf if self.error else 0.0
         return search_of(self.decision).bound
 
     def compared(self, best: float) -> str:
-        """Format the seconds relative to a plan of ``best`` seconds."""
+        """Return text that compares the seconds with a plan of ``best`` seconds."""
         if self.error is not None:
             return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
         took = percent_more(self.seconds, best) if self.decision else "not tried"
@@ -197,12 +203,13 @@ class Candidate:
 def choose(
     program: Program, request: Request, parts: int = 1
 ) -> tuple[Decision, Request]:
-    """Return the decision on the best mesh of a request, and the request for it: in
-    stages where these are faster by ``PAYS``, or where nothing else fits. ``parts``:
+    """Return the decision on the best mesh of a request, and the request for that mesh:
+    in stages where these are faster by ``PAYS``, or where nothing else fits. ``parts``:
     microbatches of the stages of a named mesh.
 
-    Raises MeshError if nothing searches an open mesh, PlanError if ranks that share
-    everything lack memory, and what ``decide_on`` does if no mesh has a plan.
+    Raises MeshError if the mesh is open and the mode is not a search, PlanError if
+    memory is too small with everything shared over all ranks, and as ``decide_on`` if
+    no mesh has a plan.
     """
     if not request.meshes:
         return _on_named_mesh(Subject(program, request), parts), request
@@ -244,17 +251,17 @@ def choose(
 
 @dataclass(frozen=True)
 class _Round:
-    """Describe a search of several candidates, the most promising first."""
+    """Describes a search of several candidates, the most promising first."""
 
-    # Of a search.
+    # Of each search of the round.
     options: SearchOptions
-    # Seconds of work, from the first round, after which none begins.
+    # Seconds of work, from the start of the first round, after which no search begins.
     end: float
-    # Seconds that a step may take after it; None: the candidate is not of this round.
+    # Seconds that a step may take after the search; None: leave the candidate out.
     promise: Callable[[Candidate], float | None]
-    # Microbatches, relative to those that a plan has; if others, as long as they pay.
+    # Factor on the number of microbatches; if not 1, repeated as long as it pays.
     times: float = 1.0
-    # The share of the shortest seconds so far that it has to promise.
+    # A promise must be at most this share of the shortest seconds so far.
     gain: float = math.inf
 
 
@@ -266,13 +273,13 @@ def _improved(
 ) -> list[Candidate]:
     """Return the candidates after all rounds.
 
-    Each round searches its candidates in the order of what they promise, so that cheap
+    Each round searches its candidates in the order of their promises, so that cheap
     glances at all come before long searches of the best. Everything is compared by the
     predicted seconds of a step; the bound is the shortest of ``bar`` and the plans so
     far. A candidate is left out if no plan on it takes less than the bound (``least``),
-    if it promises too little against it, or if it would end too late, judged by the
-    longest search of its round; until there is a plan only the first of these counts. A
-    search ends as soon as it has proved that it finds nothing below the bound.
+    if it promises too little against the bound, or if it would end too late, judged by
+    the longest search of its round; until there is a plan only the first reason counts.
+    A search ends as soon as it has proved that it finds nothing below the bound.
     """
     begun, out = work_clock.now(), list(candidates)
     for row in rounds:
@@ -297,9 +304,9 @@ def _improved(
 def _after(
     subject: Subject, x: Candidate, row: _Round, left: float, bar: float
 ) -> Candidate:
-    """Return a candidate after a search; the same if that finds nothing better.
-    ``left``: seconds until the round ends, a share of which is to begin again from
-    plans made by hand."""
+    """Return a candidate after a search; the same if the search finds nothing better.
+    ``left``: seconds until the round ends; a share is kept to begin again from plans
+    made by hand."""
     left = max(left, _SHORT) / (1 + AGAIN * row.options.by_hand)
     options = replace(row.options, seconds=min(row.options.seconds, left))
     parts = int(x.step.parts * row.times) if x.step else x.parts
@@ -308,7 +315,8 @@ def _after(
     if rest or (before and before.is_proved):
         return x
     after = _searched(subject, x, options, parts, bar, before)
-    # Of stages that take as long those of a glance, with equal layers, are more equal.
+    # With stages a glance of equal seconds wins: its equal layers balance stages
+    # better.
     is_as_short = x.step is None and after.seconds == x.seconds
     if not x.decision or after.seconds < min(row.gain, 1.0) * x.seconds or is_as_short:
         return after
@@ -319,7 +327,8 @@ def _after(
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate of the shortest step, the first of those that are equal."""
+    """Return the candidate of the shortest step, the first of equal ones; None if none
+    has a plan."""
     best = None
     for x in candidates:
         if x.decision and (best is None or x.seconds < best.seconds * (1 - EQUAL)):
@@ -328,13 +337,13 @@ def _best(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _untried(x: Candidate) -> float | None:
-    """Return the promise of a candidate that was never searched."""
+    """Return the promise of a candidate that was never searched; None for others."""
     return None if x.is_tried else x.estimate / _FAR
 
 
 def _may_have_plan(x: Candidate) -> float | None:
-    """Return the seconds known, unless no search finds a plan; a longer one may find
-    a plan that fits in memory."""
+    """Return the known seconds; None if no search can find a plan. Where memory was too
+    small a longer search may find one."""
     is_unfit = x.error is not None and not isinstance(x.error, TooLargeError)
     return None if is_unfit else x.seconds
 
@@ -347,9 +356,9 @@ def _searched(
     bar: float = math.inf,
     before: SearchResult | None = None,
 ) -> Candidate:
-    """Return a candidate with the plan that a search finds, or with the reason for
-    none. ``parts``: microbatches of stages; for a first plan twice as many as often as
-    memory asks. ``before``: a shorter search of the same."""
+    """Return a candidate with the plan that a search finds, or with the error that says
+    why there is none. ``parts``: microbatches of stages; a first plan doubles them
+    until memory suffices. ``before``: a shorter search of the same candidate."""
     request, pipeline, least, step = x.request, x.request.pipeline, 1.0, None
     if pipeline is not None:
         request = replace(request, microbatches=parts)
@@ -378,9 +387,9 @@ def _searched(
 
 
 def _on_named_mesh(subject: Subject, parts: int) -> Decision:
-    """Decide on a named mesh: by a search for a stage of one of ``parts``
-    microbatches, as many as the batch has; without stages for a step of all that are
-    asked for."""
+    """Return the decision on a named mesh: with stages by a search for a stage of one
+    of at most ``parts`` microbatches, without stages for a step of all microbatches
+    that are requested."""
     program, request = subject.program, subject.request
     if not isinstance(request.mode, SearchOptions):
         return decide_on(program, request)
@@ -410,13 +419,13 @@ def _decide_in_parts(
     request: Request,
     before: SearchResult | None = None,
 ) -> Decision:
-    """Decide without stages, by a search for a step of all microbatches that are asked
-    for: a part is priced as small as it is, and what a rank holds is of the parts
-    that wait for their backward. How many there are depends on the rows of a rank, and
-    so on the plan: as many as all rows have, or those of a rank where the batch axes
-    split them, whichever takes less. Where none is cut as it is priced the batch is
-    searched as a whole. Raises as ``decide_on``.
-    """
+    """Return the decision without stages, by a search for a step of all microbatches
+    that are requested: a part is priced at its own size, and a rank holds the parts
+    that wait for their backward. Their number depends on the rows of a rank, and so on
+    the plan: both the number that all rows allow and the number that a rank's rows
+    allow, where the batch axes split them, are tried, and the faster is taken. Where
+    neither plan is cut as it was priced the batch is searched as a whole. Raises as
+    ``decide_on``."""
     mesh, most = request.mesh, request.microbatches or 1
     if most == 1 or subject.cut is None:
         return decide_on(program, request, before)
@@ -450,8 +459,8 @@ def _decide_in_parts(
 
 
 def _parts_made(decision: Decision, most: int) -> int:
-    """Return how many parts the batch is cut into under a decision, as
-    ``passes.stages.microbatches`` does: those of the rows that a rank reads."""
+    """Return how many parts the batch is cut into under a decision, as by
+    ``passes.stages.microbatches``: by the rows that a rank reads."""
     if not decision.is_even:
         return 1
     program, edges, mesh = decision.program, decision.edges, decision.mesh
@@ -463,18 +472,20 @@ def _parts_made(decision: Decision, most: int) -> int:
 
 
 def parts_of(rows: int, most: int) -> int:
-    """Return ``most``, or the next fewer microbatches that divide so many rows."""
+    """Return ``most``, or the largest smaller number of microbatches that divides
+    ``rows``."""
     return max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
 
 
 def split_evenly(program: Program) -> Program:
-    """Return the program whose ranks get equal shards, as parts of a batch need."""
+    """Return the program with all shards required to be equal, as parts of a batch
+    need."""
     ops = [replace(op, rule=replace(op.rule, even=True)) for op in program.ops]
     return replace(program, ops=ops, even=True)
 
 
 def search_of(decision: Decision) -> SearchResult:
-    """Return the search that decided."""
+    """Return the search that made a decision."""
     assert decision.search is not None, "what is chosen was searched"
     return decision.search
 
@@ -482,9 +493,9 @@ def search_of(decision: Decision) -> SearchResult:
 def balanced(
     decision: Decision, request: Request, axes: Sequence[str], rows: int
 ) -> Decision:
-    """Return a searched decision on unlike ranks, or one with the shares along ``axes``
-    with which its ranks would finish together, if that is faster. ``rows``: of the
-    batch."""
+    """Return a searched decision on unequal ranks, or a faster one with the shares
+    along ``axes`` with which its ranks would finish together. ``rows``: of the batch.
+    """
     mesh, mode = decision.mesh, request.mode
     assert isinstance(mode, SearchOptions)
     best = best_shares(decision, mode.hardware)
@@ -503,8 +514,8 @@ def _fastest(subject: Subject) -> Decision:
     """Return the decision with the fastest plan found on a mesh without stages, with
     ``rivals`` and a note of every candidate.
 
-    Half of the seconds go to a glance at each mesh, in the order given; all that is
-    left to the best, unless its plan is proved to be.
+    Half of the seconds go to a glance at each mesh, in the given order; the rest goes
+    to the best mesh, unless its plan is proved to be the best.
     """
     options, begun = replace(subject.options, ranked=False), work_clock.now()
     _check_memory(subject)
@@ -537,7 +548,8 @@ def _fastest(subject: Subject) -> Decision:
 
 
 def _check_memory(subject: Subject) -> None:
-    """Raise TooLargeError if no plan on any mesh of so many ranks fits in memory."""
+    """Raise TooLargeError if no plan on any mesh of the request's size fits in
+    memory."""
     request, limit = subject.request, subject.options.budget
     most, ranks = request.microbatches or 1, request.mesh.size
     count = parts_of(subject.cut.rows, most) if most > 1 and subject.cut else 0
@@ -547,8 +559,8 @@ def _check_memory(subject: Subject) -> None:
 
 
 def _open(subject: Subject, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
-    """Return the meshes to search: where nothing but the plan says which axis splits
-    what, one of those that differ in the order of their axes only."""
+    """Return the meshes to search: where only the plan says which axis splits which
+    dim, one of each set that differ only in the order of their axes."""
     signature, request = subject.request.laid, subject.request
     specs = [end.rest for end in signature.inputs]
     specs += [end.rest for end in signature.outputs]
@@ -566,7 +578,7 @@ def _with_rivals(
     axes, options = best.mesh.unrefined.axes, subject.options
     others = [x.decision for x in tries if x.decision and x.mesh.axes != axes]
     decisions: list[Decision] = []
-    # To lower a plan of a large program takes as long as to search it.
+    # Lowering a plan of a large program takes as long as searching it.
     large = is_large(search_of(best))
     for x in nearest([best, *others], search_of)[: 1 + _RIVALS]:
         if x is best or not large:
@@ -585,7 +597,7 @@ def _with_rivals(
 
 
 def _note(decision: Decision, tries: Sequence[Candidate]) -> str:
-    """Return the note of a plan on its mesh and on the others that were tried."""
+    """Return the note that compares a plan's mesh with the others that were tried."""
     axes = decision.mesh.unrefined.axes
     best = min(x.seconds for x in tries if x.mesh.axes == axes)
     best = decision.search.predicted if decision.search else best
@@ -605,12 +617,12 @@ def fastest_staged(
     kernels: SharedKernels | None = None,
 ) -> tuple[Candidate | None, tuple[str, ...]]:
     """Return the fastest plan in stages that takes less than ``bar`` seconds, and notes
-    of the others. ``kernels``: of the program, those that are known.
+    of the others. ``kernels``: the program's kernels that are already known.
 
-    A glance is a plan that is the same in all repeated layers: it takes a fraction of a
-    search, and its stages are the more equal for it. The best are tried with other
-    numbers of microbatches, and searched. What cannot win is not tried: no pipeline
-    beats its bubble with perfectly shared arithmetic.
+    A glance searches for a plan that is the same in all repeated layers: it takes a
+    fraction of a search, and makes stages more equal. The best are tried with other
+    numbers of microbatches, and searched. A mesh that cannot win is not tried: no
+    pipeline beats its bubble with perfectly shared arithmetic.
     """
     if not request.staged:
         return None, ()
@@ -643,13 +655,14 @@ def fastest_staged(
     note = _note_of_stages(tries, best.seconds, best.seconds)
     decision, step = best.decision, best.step
     assert decision is not None and step is not None
-    notes = (str(search_of(decision)), *decision.notes[1:])  # with what is proved now
+    # The text of the search has the bound that is proved by now.
+    notes = (str(search_of(decision)), *decision.notes[1:])
     decision = replace(decision, notes=notes, stages_begin=step.begins)
     return replace(best, decision=decision), (note, *stopped)
 
 
 def _with_stages(subject: Subject) -> list[Candidate]:
-    """Return the candidates with stages, those of the shortest estimate first."""
+    """Return the candidates with stages, the shortest estimates first."""
     request, cut, hardware = subject.request, subject.cut, subject.options.hardware
     assert cut is not None, "there is a batch"
     budget = subject.options.budget
@@ -673,7 +686,7 @@ def _with_stages(subject: Subject) -> list[Candidate]:
 
 
 def _first_parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
-    """Return the microbatches to begin with on a mesh; 0: there is no number."""
+    """Return the number of microbatches to begin with on a mesh; 0 if there is none."""
     if request.microbatches is not None:
         return parts_of(cut.rows, request.microbatches)
     places = mesh.axes[0][1]
@@ -684,9 +697,10 @@ def _first_parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
 
 
 def _in_twice_the_parts(x: Candidate) -> float | None:
-    """Return seconds of a step with twice as many microbatches, at best, on equal
-    stages: a plan for them would do for two at a time now, but for memory, in twice its
-    seconds. More of them wait less, and hold less, so that faster plans may fit."""
+    """Return a lower bound on the seconds of a step with twice as many microbatches, on
+    equal stages: a plan for them could run two at a time now, memory permitting, in
+    twice its seconds. More microbatches wait less and hold less, so that faster plans
+    may fit."""
     if x.decision is None or x.step is None:
         return None
     part, places = search_of(x.decision).unlimited / 2, x.mesh.axes[0][1]
@@ -694,11 +708,11 @@ def _in_twice_the_parts(x: Candidate) -> float | None:
 
 
 def _in_fewer_parts(x: Candidate, arithmetic: float) -> float | None:
-    """Return seconds of a step with half as many microbatches, a quarter, and so on, at
-    best, on equal stages: a kernel takes less for a row where it has more, but no less
-    than one with fewer rows does now, nor than its arithmetic. ``arithmetic``: seconds
-    of all of that on one device. None of meshes that have more microbatches than they
-    began with."""
+    """Return a lower bound on the seconds of a step with half as many microbatches, a
+    quarter, and so on, on equal stages: a kernel takes less time per row where it has
+    more rows, but no less than the whole kernel takes now, nor than its arithmetic.
+    ``arithmetic``: seconds of the whole step's arithmetic on one device. None for
+    meshes that have more microbatches than they began with."""
     if x.decision is None or x.step is None or not 2 < x.step.parts <= x.parts:
         return None
     step, places = x.step, x.mesh.axes[0][1]
@@ -711,7 +725,8 @@ def _in_fewer_parts(x: Candidate, arithmetic: float) -> float | None:
 
 
 def priced(decision: Decision, request: Request) -> StagedStep | None:
-    """Predict a step of a searched plan in the stages that a request asks for."""
+    """Return the predicted step of a searched plan in the stages that a request asks
+    for."""
     pipeline, signature = request.pipeline, decision.program.signature
     result, options = search_of(decision), request.mode
     assert pipeline is not None, "of a mesh with stages"
@@ -726,8 +741,8 @@ def priced(decision: Decision, request: Request) -> StagedStep | None:
 
 
 def _step_that_fits(decision: Decision, request: Request) -> StagedStep:
-    """Predict a step in stages. Raises PlanError if there is no such step, or a rank
-    lacks memory for it."""
+    """Return the predicted step in stages. Raises PlanError if there is no such step,
+    or a rank lacks memory for it."""
     step = priced(decision, request)
     assert isinstance(request.mode, SearchOptions)
     if step is None:
@@ -740,7 +755,7 @@ def _step_that_fits(decision: Decision, request: Request) -> StagedStep:
 
 
 def _note_of_stages(tries: Sequence[Candidate], seconds: float, bar: float) -> str:
-    """Return a note of the meshes tried, relative to a plan of ``seconds``."""
+    """Return a note of the meshes tried, compared with a plan of ``seconds``."""
     searched = [x for x in tries if x.is_tried]
     losers = sum(x.least >= bar for x in tries if not x.is_tried)
     left = len(tries) - len(searched) - losers

@@ -1,5 +1,10 @@
-"""Values made of constants alone (positions that count up, masks of them): every rank
-computes the part it reads, or the whole, and none is ever gathered."""
+"""Lets every rank compute the part that it reads of values made of constants alone.
+
+Such values are positions that count up, masks of them: a rank computes its part, or the
+whole.
+In: a Program, strategies and settled specs. Out: both lists, changed for such values.
+Never: leaves such a value to be gathered.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,13 @@ from fxpar.sharding.program import Op, Program
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, project, result_spec
 
-# Values are computed where they are planned up to so many elements.
+# The most elements of a value that is computed while planning.
 MOST = 1 << 20
 
 
 def constants_of(program: Program) -> set[int]:
-    """Values that no input has a part in. Random ones are left out: to draw the whole
-    is no small thing."""
+    """Return the values that depend on no input. Random values are left out: drawing
+    the whole on each rank is expensive."""
     constants = {v.index for v in program.values} - set(program.producers)
     constants -= {v for v in program.inputs if v is not None}
     for op in program.ops:
@@ -37,8 +42,8 @@ def make_as_read(
     settled: MutableSequence[Spec],
     mesh: Mesh,
 ) -> None:
-    """Make such values as they are read: split alike where all readers do, else whole,
-    of which any part is a slice. Changes both lists."""
+    """Give each constant value the spec in which it is read: split where all readers
+    agree, else whole, of which any part is a slice. Changes both lists."""
     constants = constants_of(program)
     outputs = set(program.outputs)
     for op in reversed(program.ops):
@@ -61,7 +66,8 @@ def make_as_read(
 
 
 def _strategy_for(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
-    """The strategy by which an op makes its result so, if there is one."""
+    """Return the strategy by which an op makes its result in a spec; None if there is
+    none."""
     rule = op.rule
     axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even_factors)
     strategy = Strategy((*rule.pinned, *axes_of.items()))
@@ -71,7 +77,8 @@ def _strategy_for(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
 
 
 def computed(node: Any, values: dict[fx.Node, Any]) -> Any:
-    """The value of a node that is made of constants alone; else None."""
+    """Return the value of a node that is made of constants alone; None for any other.
+    ``values``: the nodes computed so far, to which it adds."""
     if node in values:
         return values[node]
     values[node] = None
@@ -87,7 +94,8 @@ def computed(node: Any, values: dict[fx.Node, Any]) -> Any:
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
-    """Whether what a call gives follows from its arguments, and is an index's size."""
+    """Return whether a call's result follows from its arguments, and has at most
+    ``MOST`` elements."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor):
         return False

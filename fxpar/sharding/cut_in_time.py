@@ -1,8 +1,9 @@
-"""What of a program follows its batch: found by planning it over an axis in time.
+"""Finds the factors and dims that follow the batch, by planning over an axis in time.
 
 In: a Program in global shapes. Out: a ``BatchCut``, by the same factor rules that split
-a batch over ranks; None where nothing holds a batch. ``passes.stages.microbatches``
-cuts the local graph in the same way. Nothing is changed.
+a batch over ranks; None where there is no batch. ``passes.stages.microbatches`` cuts
+the local graph in the same way.
+Never: changes the program.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from fxpar.sharding.search.batch_parts import BatchCut
 from fxpar.sharding.spec import Spec
 
 # A message between places in time is a read and a write of memory, so that a reduction
-# is the cheaper the earlier it runs.
+# is cheaper the earlier it runs.
 MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
 
 
 def cut_in_time(program: Program) -> BatchCut | None:
-    """Which factors and dims follow the batch."""
+    """Return the factors and dims that follow the batch; None if the batch cannot be
+    cut."""
     program = replace(program, signature=_whole(program))
     batch = batch_inputs(program)
     if not batch:
@@ -57,7 +59,7 @@ def _split(spec: Spec) -> frozenset[int]:
 
 
 def _whole(program: Program) -> Signature:
-    """Each input and output whole in time."""
+    """Return the signature with each input and output whole in time."""
 
     def rest(v: int | None) -> Spec | None:
         return None if v is None else Spec.whole(len(program.values[v].shape))

@@ -1,12 +1,13 @@
-"""Where a chain of ops is cut into stages: dynamic programming on seconds and bytes.
-No graphs.
+"""Cuts a chain of ops into stages by dynamic programming on seconds and bytes.
 
 A pipeline of ``m`` microbatches takes the sum of its stages' seconds and ``m - 1``
-times the slowest (Alpa, arXiv 2201.12023, equation 2); what is sent runs beside, and is
-what is slowest where it takes longer. A stage that holds few microbatches may wait for
-one of them to come back, messages included. The slowest stage is made as fast as can be
-first; then, for some slower ones, the cuts across which least is sent are tried. A
-stage that needs more memory than its place has is none.
+times the slowest (Alpa, arXiv 2201.12023, equation 2); sending overlaps with compute,
+and counts as the slowest where it takes longer. A stage that holds few microbatches may
+wait for one of them to come back, messages included. The slowest stage is first made as
+fast as possible; then, for some slower limits, the cuts across which least is sent are
+tried. A stage that needs more memory than its place has is not allowed.
+In: seconds, messages and memory by op. Out: the positions at which stages begin.
+Never: looks at graphs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# So many places of a chain may be cut at.
+# The most positions at which a cut is tried.
 MOST = 192
-# How much slower than need be the slowest stage may be, to cross where less is sent.
+# Factors by which the slowest stage may be slower than necessary, to send less.
 _SLACK = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 
@@ -30,23 +31,25 @@ Held = tuple[float, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What stages hold on a rank, by the ops of the chain that they have."""
+    """Holds the memory that ops of a chain need on a rank, by which stages are
+    judged."""
 
     # Of each stage: bytes that its place has for it.
     room: tuple[float, ...]
     # Of each stage: microbatches whose activations it holds at a time.
     in_flight: tuple[float, ...]
-    # Throughout a step.
+    # Held throughout a step.
     throughout: Sequence[Held]
-    # Of one microbatch, until its backward.
+    # Held for one microbatch, until its backward.
     saved: Sequence[Held]
-    # Of each op, bytes that live while it runs, or what differentiates it.
+    # Of each op: bytes that live only while it runs, or while its backward does.
     passing: Sequence[float]
-    # What every place holds besides, which ``room`` is without.
+    # Bytes that every place holds in addition; ``room`` does not include them.
     every: float = 0.0
 
     def bytes_of(self, ends: np.ndarray) -> list[np.ndarray]:
-        """Of each stage the bytes that it holds if it is from place i to place j."""
+        """Return for each stage an array [i, j] of the bytes that it holds if it is
+        made of the ops from ``ends[i]`` to ``ends[j]``."""
         throughout, saved = (_held(x, ends) for x in (self.throughout, self.saved))
         peak = np.zeros((len(ends), len(ends)))
         for i, begin in enumerate(ends[:-1].tolist()):
@@ -58,8 +61,8 @@ class StageMemory:
 def of_places(
     memory: StageMemory, cuts: Sequence[int], places: Sequence[int]
 ) -> tuple[float, ...]:
-    """Bytes that each place holds. ``places``: of each stage; ``cuts``: as
-    ``cut_chain`` gives them."""
+    """Return the bytes that each place holds. ``places``: of each stage; ``cuts``: as
+    ``cut_chain`` returns them."""
     nbytes = memory.bytes_of(np.array([0, *cuts, len(memory.passing)]))
     sums = [memory.every] * (max(places) + 1)
     for stage, place in enumerate(places):
@@ -68,8 +71,8 @@ def of_places(
 
 
 def _held(items: Sequence[Held], ends: np.ndarray) -> np.ndarray:
-    """Bytes of what stages from place i to place j need: of each item once, where one
-    of its ops is in the stage."""
+    """Return an array [i, j] of the bytes of the items that a stage from ``ends[i]`` to
+    ``ends[j]`` needs: each item once, where one of its ops is in the stage."""
     changes = np.zeros((len(ends) + 1, len(ends) + 1))
     for nbytes, ops in items:
         at = np.searchsorted(ends, sorted(set(ops)), side="right")
@@ -88,20 +91,20 @@ def cut_chain(
     memory: StageMemory | None = None,
     speeds: Sequence[float] = (),
 ) -> tuple[int, ...]:
-    """Where each stage but the first begins: ``stages - 1`` growing positions; none,
-    if there is no way to cut.
+    """Return where each stage but the first begins, as ``stages - 1`` growing
+    positions; an empty tuple if no cut is possible.
 
-    ``seconds``: of each op, of one microbatch; ``crossing``: that sending takes if a
-    stage begins at an op, infinite where none may. At ``stages - 1`` one may. ``pins``:
-    op -> the stage that it is of. ``memory``: what stages hold (Alpa, section 5.2).
-    ``speeds``: of each stage, relative; none: all alike.
+    ``seconds``: of each op, of one microbatch; ``crossing``: seconds of sending if a
+    stage begins at an op, infinite where none may; at least ``stages - 1`` are finite.
+    ``pins``: op -> its stage. ``memory``: memory of the ops and room of the stages
+    (Alpa, section 5.2). ``speeds``: of each stage, relative; empty: all equal.
     """
     assert 1 <= stages <= len(seconds), "a stage has an op"
     places = np.array(_candidates(crossing, stages, bool(pins)))
     begins = [_may_begin(places, stage, pins or {}) for stage in range(stages)]
     before = np.concatenate(([0.0], np.cumsum(seconds)))
     sent = np.array([0.0, *(crossing[p] for p in places[1:-1].tolist()), 0.0])
-    # Of a stage from place i to place j.
+    # [i, j]: seconds of a stage from place i to place j.
     work = before[places][None, :] - before[places][:, None]
     work[np.tril_indices(len(places))] = np.inf
     pace = speeds or (1.0,) * stages
@@ -134,8 +137,9 @@ def cut_chain(
 def _rounds(
     stage_seconds: Sequence[float], sending: float, memory: StageMemory | None
 ) -> Iterator[float]:
-    """Of each stage, seconds from one microbatch to the next if it waits for those that
-    it holds: one goes to the last stage and comes back before another is taken."""
+    """Yield for each stage the seconds from one microbatch to the next if it waits for
+    the microbatches that it holds: one goes to the last stage and comes back before
+    another is taken."""
     if memory is None:
         return
     for stage, flying in enumerate(memory.in_flight):
@@ -146,7 +150,7 @@ def _rounds(
 
 
 def _may_begin(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.ndarray:
-    """Whether a stage may begin at each place."""
+    """Return whether a stage may begin at each place."""
     if stage == 0:
         return places == 0
     first = 1 + max((i for i, at in pins.items() if at < stage), default=-1)
@@ -155,7 +159,8 @@ def _may_begin(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.nd
 
 
 def _candidates(crossing: Sequence[float], stages: int, every: bool) -> list[int]:
-    """Both ends, and the places between where least is sent, or ``every`` one."""
+    """Return both ends, and the places between at which least is sent, or ``every``
+    place."""
     inner = [i for i in range(1, len(crossing)) if math.isfinite(crossing[i])]
     order = sorted(inner, key=lambda i: crossing[i])
     most = len(order) if every else max(MOST, 2 * stages)
@@ -172,7 +177,7 @@ def _candidates(crossing: Sequence[float], stages: int, every: bool) -> list[int
 
 
 def _slowest(works: Sequence[np.ndarray]) -> float:
-    """The least that the slowest stage can take."""
+    """Return the least seconds that the slowest stage can take."""
     reach = works[0][0]
     for work in works[1:]:
         reach = np.maximum(reach[:, None], work).min(axis=0)
@@ -180,7 +185,7 @@ def _slowest(works: Sequence[np.ndarray]) -> float:
 
 
 def _cheapest(costs: Sequence[np.ndarray]) -> list[int]:
-    """Places where stages begin and end, the sum of whose costs is least."""
+    """Return the places where stages begin and end that have the least sum of costs."""
     reach, came = costs[0][0], []
     for cost in costs[1:]:
         sums = reach[:, None] + cost

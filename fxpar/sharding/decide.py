@@ -1,9 +1,10 @@
-"""Deciding: from a Program, a Mesh and hints to a Decision.
+"""Makes a Decision from a Program, a Mesh and hints.
 
-``decide`` propagates what is given, chooses a strategy per op, places the reductions,
-and connects. ``decide_on`` does so for a request, or takes what is given as facts and
-finds the fastest plan. (A saved plan is applied to a program again by ``recall``.)
-Nothing here knows graphs.
+``decide`` propagates the given specs, chooses a strategy per op, places the reductions,
+and connects. ``decide_on`` does so for a request, or takes the given specs as facts and
+searches the fastest plan. (``recall`` applies a saved plan to a program again.)
+In: a Program, a mesh or a request with one, hints. Out: a Decision.
+Never: looks at graphs.
 """
 
 from __future__ import annotations
@@ -63,54 +64,54 @@ from fxpar.sharding.strategy import Strategy
 if TYPE_CHECKING:
     from fxpar.sharding.plan_request import Request
 
-# A gap that a search should not end with, and one that is worth a warning.
+# A gap that a search should not end with, and one that deserves a warning.
 _WIDE, _POOR = 0.005, 0.05
 
-# What ops are priced on where no hardware is named: propagation then depends on the
-# program, the mesh and the hints alone, not on the device that happens to be here. Ties
-# are between compute and links as fast as one another, which are those of this machine
-# and of ``Link()``.
+# The hardware on which ops are priced where none is named: propagation then depends on
+# the program, the mesh and the hints alone, not on the local device. Ties compare
+# compute with links, all equally fast: the links of this hardware and of ``Link()``.
 UNNAMED = "h100"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about a Program."""
+    """Holds the decisions about a Program."""
 
-    # That it is about.
+    # In global shapes.
     program: Program
     # With the links that it was priced with.
     mesh: Mesh
     # By op.
     strategies: tuple[Strategy, ...]
-    # By value, the spec that it settles in.
+    # By value, the spec in which it settles.
     settled: tuple[Spec, ...]
     # The specs that ops read, and the reshards between.
     edges: Edges
-    # Per value, why each axis.
+    # By value: axis -> why it splits the value.
     origins: tuple[Mapping[str, Origin], ...]
-    # For the plan, as text.
+    # Text for the plan.
     notes: tuple[str, ...] = ()
     # The search that decided, if one did.
     search: SearchResult | None = None
-    # Those of a saved plan, which has no origins.
+    # Reasons of a saved plan, which has no origins.
     reasons: tuple[tuple[str, str], ...] = ()
-    # Names of the ops that stages but the first begin at, if a search cut it.
+    # The op at which each stage but the first begins, if a search cut the program.
     stages_begin: tuple[str, ...] = ()
-    # Axes that nothing crosses but parameters and their gradients.
+    # Axes that only parameters and their gradients cross.
     manual: Axes = ()
-    # Values that are means over these.
+    # Values that are means over the manual axes.
     averaged: frozenset[int] = frozenset()
     # Other decisions on the same program that may be faster.
     rivals: tuple[Decision, ...] = ()
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks hold as much of every value."""
+        """Return whether all ranks hold equally much of every value."""
         return self.first_uneven() is None
 
     def first_uneven(self) -> tuple[Value, Spec] | None:
-        """The first value of which ranks hold unlike parts, and its spec there."""
+        """Return the first value with unequal parts on ranks, and its spec there; None
+        if there is none."""
         return self._first_uneven
 
     @cached_property
@@ -123,7 +124,7 @@ class Decision:
 
 
 def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
-    """The steps a reshard is lowered to."""
+    """Return the steps a reshard is lowered to."""
     value = decision.program.values[reshard.value]
     source, target = reshard.source, reshard.target
     itemsize, apart = value.dtype.itemsize, value.manual
@@ -131,7 +132,7 @@ def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
 
 
 def constraints_of(program: Program) -> list[tuple[int, list[str]]]:
-    """Hints in the code."""
+    """Return the hints in the code, as (value, entries of its dims)."""
     return [
         (op.results[0], op.node.args[1].split(","))
         for op in program.ops
@@ -149,10 +150,11 @@ def decide(
     batch: Sequence[str] | None = None,
     hardware: Hardware | None = None,
 ) -> Decision:
-    """Propagate hints (and conventions for axes no hint names), then choose strategies,
-    place reductions and connect. ``constraints``: (value, entries) found in the code;
-    ``batch``: the axes that split the batch, by default those named so. ``hardware``:
-    what ties are priced on; None: ops on ``UNNAMED``, reshards on the mesh's links.
+    """Return the decision by propagation: propagate hints (and conventions for axes
+    that no hint names), then choose strategies, place reductions and connect.
+    ``constraints``: (value, entries) found in the code; ``batch``: the axes that split
+    the batch, by default those with such names. ``hardware``: prices ties; None: ops on
+    ``UNNAMED``, reshards on the mesh's links.
 
     Raises HintError for hints that do not fit.
     """
@@ -204,8 +206,8 @@ def decide_on(
     before: SearchResult | None = None,
     parts: PartProgram | None = None,
 ) -> Decision:
-    """The decision on the request's mesh: by ``decide``, or of a search the fastest
-    plan that keeps the hints and fits in memory. ``before``, ``parts``: as for
+    """Return the decision on the request's mesh: by ``decide``, or by a search for the
+    fastest plan that keeps the hints and fits in memory. ``before``, ``parts``: as for
     ``run_search.search``.
 
     Raises HintError for hints that do not fit, PlanError if no searched plan does.
@@ -277,8 +279,8 @@ def _by_hand(
     hints: Mapping[str, Entries],
     hardware: Hardware,
 ) -> list[Decision]:
-    """Decide as an expert would begin: each axis used as its name says, all axes for
-    the batch, and no axis for it."""
+    """Return decisions as an expert would begin: each axis used as its name says, all
+    axes for the batch, and no axis for it."""
     decisions: dict[tuple[Any, Any], Decision] = {}
     constraints = constraints_of(program)
     for batch in (None, mesh.names, ()):
@@ -327,7 +329,7 @@ def _found(
 
 
 def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
-    """A warning where a longer search is worth while."""
+    """Return a warning where a longer search is worth while."""
     if options.alike or result.solution.gap <= _POOR:
         return []
     return [
@@ -337,7 +339,8 @@ def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
 
 
 def _origin(seeds: Sequence[Seed], axis: str) -> str:
-    """Who put an axis on a value."""
+    """Return the reason for an axis on a value: the seed that named it, or the
+    search."""
     for seed in seeds:
         if any(axis in dim for dim in seed.dims):
             return seed.origin
@@ -350,7 +353,7 @@ def _given_seeds(
     hints: Mapping[str, Entries],
     constraints: Sequence[tuple[int, Entries]],
 ) -> list[Seed]:
-    """Seeds of hints, of inputs whose use is known, and of hints in the code."""
+    """Return seeds of hints, of inputs whose use is known, and of hints in the code."""
     seeds = _input_seeds(program, mesh) + match(program, hints, mesh)
     for value, entries in constraints:
         what = f"fxpar.constrain at {program.values[value].name}"
@@ -361,7 +364,7 @@ def _given_seeds(
 def _seeds_by_value(
     program: Program, mesh: Mesh, hints: Mapping[str, Entries]
 ) -> dict[int, list[Seed]]:
-    """The given seeds, as a search takes them."""
+    """Return the given seeds by value, as a search takes them."""
     seeds: dict[int, list[Seed]] = {}
     for seed in _given_seeds(program, mesh, hints, constraints_of(program)):
         seeds.setdefault(seed.value, []).append(seed)
@@ -371,8 +374,9 @@ def _seeds_by_value(
 def _seed_all(
     engine: Propagation, seeds: list[Seed], over: Iterable[str], notes: list[str]
 ) -> None:
-    """The given seeds, then conventions for what they leave open. A batch axis that
-    only parameters name (ZeRO) still splits the batch."""
+    """Seed the engine with the given seeds, then with conventions for the axes that
+    these leave open. A batch axis that only parameters name (ZeRO) still splits the
+    batch."""
     program, mesh = engine.program, engine.mesh
     axes = [axis for axis, size in mesh.axes if size > 1]
     named_axes, named_on_values = (
@@ -405,7 +409,7 @@ def _axes_named(seeds: Iterable[Seed]) -> set[str]:
 
 
 def _input_seeds(program: Program, mesh: Mesh) -> list[Seed]:
-    """Seeds of inputs whose use is known."""
+    """Return seeds of inputs whose use is known."""
     seeds = []
     for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
         if v is not None and declared.use is not None:
@@ -416,9 +420,9 @@ def _input_seeds(program: Program, mesh: Mesh) -> list[Seed]:
 
 
 def _output_seeds(program: Program, mesh: Mesh) -> list[Seed]:
-    """Seeds of outputs that must have a spec; gradients follow parameters. Of an
-    input that is an output too, or a value with two specs, one seed holds; the outputs
-    are resharded."""
+    """Return seeds of outputs that must have a spec; gradients follow parameters. For
+    an input that is an output too, or a value with two specs, one seed is kept; the
+    outputs are resharded."""
     seeds = []
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is not None and result.rest is not None and result.kind != "gradient":
@@ -429,7 +433,8 @@ def _output_seeds(program: Program, mesh: Mesh) -> list[Seed]:
 
 
 def _ties(program: Program) -> list[tuple[int, int]]:
-    """Gradients follow their parameters, tangents their outputs."""
+    """Return pairs of values that share a spec: parameters and their gradients,
+    tangents and their outputs."""
     signature, pairs = program.signature, []
     for k, result in enumerate(signature.outputs):
         if result.of is not None:
@@ -444,7 +449,7 @@ def _ties(program: Program) -> list[tuple[int, int]]:
 
 
 def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
-    """What dims with unequal shards cost: ranks that wait for others."""
+    """Return notes of dims with unequal shards, for which ranks wait for others."""
     out: dict[tuple[int, Axes], str] = {}
     for value, spec in zip(program.values, edges.specs, strict=True):
         for rows, axes in zip(value.shape, spec.dims, strict=True):
@@ -463,13 +468,13 @@ def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     return list(out.values())
 
 
-# Bytes: a gather of more is warned of.
+# A gather of more bytes is a warning.
 _MUCH = 1 << 20
 
 
 def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
-    """Notes of split dims that are gathered since an op that goes by the order or place
-    of rows, as a sort or a slice, reads them whole."""
+    """Return notes of split dims that are gathered because an op that depends on the
+    order or place of rows, such as a sort or a slice, reads them whole."""
     out: dict[tuple[str, str | None, int], str] = {}
     for reshard in edges.reshards:
         op = program.ops[reshard.reader] if reshard.reader is not None else None

@@ -1,8 +1,9 @@
-"""Bags of an embedding bag that are all of one length, as rows of a matrix are.
+"""Gives an embedding bag whose bags have equal lengths a rule that splits the bags.
 
-In: a call of an op that goes by where bags begin, and its rule. Out: the rule in which
-bags are a factor, if the numbers of where they begin are constants, one length apart,
-as they are for an input of two dims; else the rule as it is.
+In: a call of an op that takes the positions where bags begin, and its rule. Out: the
+rule in which bags are a factor, if these positions are constants, one length from each
+other, as they are for an input of two dims; else the unchanged rule.
+Never: guesses a length that the graph does not say.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fxpar.sharding.program import tensor_nodes
 
 
 def bag_length(node: fx.Node) -> int | None:
-    """How many indices each bag has; None if the graph does not say, or they differ."""
+    """Return how many indices each bag has; None if the graph does not say, or they
+    differ."""
     at = begins_at(node.target)
     if at is None:
         return None
@@ -38,7 +40,7 @@ def bag_length(node: fx.Node) -> int | None:
 
 
 def in_bags(rule: Rule, node: fx.Node, length: int) -> Rule:
-    """The rule of a call whose bags have so many indices each."""
+    """Return the rule of a call whose bags have ``length`` indices each."""
     tensors = [x.meta["val"] for x in tensor_nodes(node)]
     shapes = [tuple(x.shape) for x in (*tensors, *tensors_of(node.meta["val"]))]
     return in_even_bags(rule, node.target, node.args, shapes, length)

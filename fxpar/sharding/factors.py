@@ -1,4 +1,4 @@
-"""Factor rules: an op's sharding behaviour as an einsum-like row.
+"""Describes an op's sharding by a rule of factors, an einsum-like row.
 
 ``"m k, k n -> m n"`` names the factors of every dim of every tensor operand and result.
 A mesh axis given to a factor splits every dim that has it. From that alone follow the
@@ -9,18 +9,21 @@ specs of operands and results:
   factor's reduction (``sum`` unless the row says otherwise);
 - ``k!``: the factor must stay whole; ``_``: a dim without a factor (size 1, or whole);
 - ``(a b)``: a compound dim, major to minor, as views make it. A minor factor may be
-  split only where every factor above it is split completely, else a rank would hold
+  split only where every factor before it is split completely, else a rank would hold
   strided pieces of the dim, which a Spec does not express;
 - ``+ m n, m k, k n -> m n``: an operand marked ``+`` is added into the result. Over the
   axes of a contracted factor it lacks (here ``k``) it must itself be partial, else each
   rank would add it once more;
-- ``c ~k`` in a result: the result lacks ``k`` without reducing over it; every rank
-  along ``k`` computes it alike. ``~`` as the last result stands for any further results
-  (a seed, a reserve, an empty tensor): whole, and alike over every factor.
+- ``c ~k`` in a result: the result lacks ``k`` without reducing over it; all ranks
+  along ``k`` compute equal results. ``~`` as the last result stands for any further
+  results (a seed, a reserve, an empty tensor): whole, and equal over every factor.
 
 A partial operand may pass *through* an op instead of being reduced before it where a
 ``Passage`` says so: every operand of the group is partial, all others are whole, and
 every result is then partial with the same reduction.
+
+In: the text of a rule, and shapes of a call. Out: a ``Rule`` with factor sizes.
+Never: knows a mesh, or which axis splits a factor.
 
 Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its factors.
 """
@@ -48,190 +51,195 @@ _FORM = 'write factors as in "m k, k n -> m n"; `k!` whole, `_` none, `(a b)` co
 
 @dataclass(frozen=True)
 class Passage:
-    """Operands that, partial together, make every result partial alike."""
+    """Names operands that, if all are partial, make every result partial in the same
+    way."""
 
-    # Their positions.
+    # Their positions among the op's operands.
     operands: tuple[int, ...]
-    # With which they may be partial.
+    # The reductions with which they may be partial.
     reductions: tuple[str, ...] = LINEAR
 
 
 @dataclass(frozen=True)
 class Halo:
-    """Rows around a shard: of an operand those of its neighbours that it reads too; of
-    a result those it computes a part of, which are added to its neighbours'."""
+    """Describes rows around a shard: of an operand, rows of its neighbours that the op
+    reads too; of a result, rows of which the op computes a part, which is added to the
+    neighbours' rows."""
 
-    # Of the tensor among ``Rule.tensors``.
+    # Of the tensor, among ``Rule.tensors``.
     position: int
-    # Of that tensor.
+    # The tensor's dim.
     dim: int
-    # How many rows lie before the shard.
+    # Rows before the shard.
     before: int
-    # How many lie behind it.
+    # Rows after the shard.
     after: int
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A sum over a factor whose summands have weights: ranks exchange those of their
-    parts inside the op, and what each gives is weighted."""
+    """Describes a sum over a factor whose summands have weights: ranks exchange the
+    weights of their parts inside the op, and each rank's result is weighted."""
 
-    # What the sum is over.
+    # The factor summed over.
     factor: str
-    # Of the weights among ``Rule.tensors``.
+    # Of the weights, among ``Rule.tensors``.
     position: int
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Rows that stand for a shard of a dim, which ranks gather of all shards: the total
-    of a scan, the candidates of a choice."""
+    """Describes rows that summarize a shard of a dim, gathered from all shards: the
+    total of a scan, the candidates of a choice."""
 
-    # Of the tensor among ``Rule.tensors``.
+    # Of the tensor, among ``Rule.tensors``.
     position: int
-    # Of that tensor.
+    # The tensor's dim.
     dim: int
-    # How many stand for one shard.
+    # Rows per shard.
     rows: int
-    # Bytes of an element, where it is not the tensor's.
+    # Bytes of an element; 0: as in the tensor.
     itemsize: int = 0
 
 
 @dataclass(frozen=True)
 class RowPiece:
-    """Rows of an operand that are rows of a result, in order."""
+    """Says which rows of an operand become which rows of a result, in order."""
 
     # Number of the operand.
     source: int
     # Number of the result.
     target: int
-    # How many rows.
+    # Number of rows.
     count: int
-    # Where the first lies in the operand.
+    # Position of the first in the operand.
     first: int = 0
-    # How far apart they lie there; backwards if negative.
+    # Distance between them in the operand; backwards if negative.
     step: int = 1
-    # Where the first lies in the result.
+    # Position of the first in the result.
     at: int = 0
-    # How far apart they lie there.
+    # Distance between them in the result.
     stride: int = 1
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The rows that each row of a result reads of a dim, its window: of row i from
-    ``(first + step * i) // of`` on."""
+    """Describes the rows of a dim that each row of a result reads, its window: row i
+    reads from row ``(first + step * i) // of`` on."""
 
-    # Rows of the dim that windows move on by, over ``of`` rows of the result.
+    # Rows of the dim by which windows advance per ``of`` rows of the result.
     step: int
-    # Rows of the result over which they do.
+    # Rows of the result per ``step``.
     of: int = 1
     # Where the window of row 0 begins, times ``of``; negative in padding.
     first: int = 0
     # Rows of a window.
     span: int = 1
-    # Where the windows of the first rows of the result begin instead.
+    # Where the windows of the first rows of the result begin, instead of the formula.
     head: tuple[int, ...] = ()
-    # The same of the last rows.
+    # Where the windows of the last rows of the result begin, instead of the formula.
     tail: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class RowWindow:
-    """Rows that a rank reads of a dim for its shard of another tensor; of a result
-    those that it computes a part of, which are added where they lie."""
+    """Describes the rows of a dim that a rank reads for its shard of another tensor; of
+    a result, the rows of which the rank computes a part, which is added to their
+    owners' rows."""
 
-    # Of the tensor with these rows among ``Rule.tensors``.
+    # Of the tensor with these rows, among ``Rule.tensors``.
     position: int
-    # Of that tensor.
+    # The tensor's dim.
     dim: int
     # Of the tensor whose shards read them, among ``Rule.tensors``.
     other: int
-    # Rows of the dim.
+    # Number of rows of the dim.
     rows: int
-    # Rows of the other tensor.
+    # Number of rows of the other tensor.
     count: int
-    # What each row of the other tensor reads of the dim, or adds to it.
+    # The rows of the dim that each row of the other tensor reads, or adds to.
     reach: Reach
-    # How many rows lie before a shard and behind it that its windows reach, where all
-    # shards of the other tensor are as large; None: those of this one do not fit them.
+    # Rows before and after a shard that its windows reach, where all shards of the
+    # other tensor are equal; None: shards of this tensor do not match the other's.
     halo: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class RowMoves:
-    """An op that moves rows of a dim: what each row of its results is."""
+    """Describes an op that moves rows of a dim: the source of each row of its
+    results."""
 
-    # One number, for all operands and results.
+    # The dim's number, in all operands and results.
     dim: int
-    # How many rows of the dim each operand has.
+    # Rows of the dim in each operand.
     sources: tuple[int, ...]
-    # How many each result has.
+    # Rows of the dim in each result.
     targets: tuple[int, ...]
-    # No row of a result twice.
+    # The rows moved; no row of a result twice.
     pieces: tuple[RowPiece, ...]
-    # What the other rows hold.
+    # The value of all other rows.
     fill: bool | int | float = 0
-    # A rank gets, instead of its shard of the result, the window of rows that this
+    # A rank gets, instead of its shard of the result, the window of rows that the shard
     # reads; None: its shard.
     reach: Reach | None = None
-    # Whether a rank has, instead, such a window of the operand, parts of which are
-    # added up.
+    # Whether instead a rank holds such a window of the operand, and overlapping rows of
+    # windows are added.
     adds: bool = False
-    # How often the pieces lie one after the other in the result, of which a rank gets
-    # no more rows of its shard than they are, and repeats them.
+    # How often the result repeats the pieces; a rank then gets no more rows than the
+    # pieces have, and repeats them.
     turns: int = 1
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The factors of one op call. Operands and results are its tensors, in order."""
+    """Holds the factors of one op call. Operands and results are its tensors, in
+    order."""
 
     # Factors of each dim of each operand, major to minor.
     operands: tuple[Dims, ...]
-    # The same of the results.
+    # Factors of each dim of each result, major to minor.
     results: tuple[Dims, ...]
-    # (factor, size), of all factors from ``with_sizes`` on.
+    # (factor, size); complete once ``with_sizes`` has run.
     sizes: tuple[tuple[str, int], ...] = ()
     # Factors that no axis may split.
     whole: frozenset[str] = frozenset()
-    # (factor, how results that are partial over it are reduced); "sum" if not here.
+    # (factor, reduction of results that are partial over it); others have "sum".
     reductions: tuple[tuple[str, str], ...] = ()
-    # Which operands may stay partial through the op.
+    # Groups of operands that may stay partial through the op.
     passages: tuple[Passage, ...] = ()
-    # Operands added into the result: partial where a contracted factor they lack is
-    # split.
+    # Positions of operands added into the result: partial where a contracted factor
+    # that they lack is split.
     accumulates: tuple[int, ...] = ()
     # (result, factor): the result lacks the factor, yet is not partial over it.
     alike: frozenset[tuple[int, str]] = frozenset()
-    # Whether the op may have further results, whole and alike over every factor.
+    # Whether the op may have further results, whole and equal over every factor.
     open: bool = False
-    # Factors that these axes always split: those of a manual region
+    # (factor, axes that always split it): factors of a manual region
     # (``ops.custom_op_rules``).
     pinned: tuple[tuple[str, Axes], ...] = ()
     # Pinned factors that no tensor has, over which the results are partial.
     summed: frozenset[str] = frozenset()
-    # Whether all shards of a factor must be as large as one another.
+    # Whether all shards of every factor must be equal.
     even: bool = False
-    # Factors of which they must be, if not all.
+    # Factors whose shards must be equal, if not all factors' shards.
     evenly: frozenset[str] = frozenset()
-    # (factor, rows) that every rank has of it, unless all have as many.
+    # (factor, rows) that every rank must have of it, unless all shards are equal.
     least: tuple[tuple[str, int], ...] = ()
-    # What the op does on a rank that holds nothing of a factor: "run", on nothing;
-    # "fill", it runs on a row of zeros, which is cut off its results, and no sum goes
-    # over; "never", no rank does.
+    # Behaviour of the op on a rank that holds nothing of a factor: "run", on nothing;
+    # "fill", it runs on a row of zeros that is cut off its results, with no sum over
+    # it; "never", no such rank is allowed.
     empty: str = "run"
-    # What shards of the dims named here need beyond themselves, sent by permutes.
+    # Rows around shards that are sent by permutes.
     halos: tuple[Halo, ...] = ()
-    # Sums that are made of weighted summands, where their factor is split.
+    # Sums of weighted summands, where their factor is split.
     merges: tuple[Merge, ...] = ()
-    # What ranks gather of shards of the dims named here.
+    # Rows that ranks gather from all shards.
     gathered: tuple[GatheredRows, ...] = ()
-    # Rows that ranks exchange, dim by dim. Tensors have unlike numbers of rows of these
-    # dims, and one factor: its size is that of the one with fewest, but some.
+    # Rows that ranks exchange, dim by dim. Tensors have different numbers of rows of
+    # these dims, and one factor: its size is the smallest of the numbers but 0.
     moves: tuple[RowMoves, ...] = ()
-    # Rows of dims whose shards need more than what ``halos`` say, or other rows. Here
-    # too tensors have unlike numbers of rows of one factor.
+    # Rows of dims whose shards need more rows than ``halos`` says, or other rows. Here
+    # too tensors have different numbers of rows of one factor.
     windows: tuple[RowWindow, ...] = ()
 
     @cached_property
@@ -244,28 +252,28 @@ class Rule:
 
     @cached_property
     def tensors(self) -> tuple[Dims, ...]:
-        """Operands, then results."""
+        """Return operands, then results."""
         return self.operands + self.results
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
-        """Every factor once, in order of appearance."""
+        """Return every factor once, in order of appearance."""
         return tuple(dict.fromkeys(f for t in self.tensors for d in t for f in d))
 
     @cached_property
     def free(self) -> tuple[str, ...]:
-        """Factors an axis may split."""
+        """Return the factors that an axis may split."""
         shut = self.whole.union(f for f, _ in self.pinned)
         return tuple(f for f in self.factors if f not in shut)
 
     @cached_property
     def pin(self) -> dict[str, str]:
-        """Axis -> the factor that it always splits."""
+        """Return axis -> the factor that it always splits."""
         return {axis: factor for factor, axes in self.pinned for axis in axes}
 
     @cached_property
     def moved(self) -> frozenset[str]:
-        """Factors whose rows ranks exchange."""
+        """Return the factors whose rows ranks exchange."""
         dims = {moves.dim for moves in self.moves}
         read = {f for w in self.windows for f in self.tensors[w.position][w.dim]}
         moved = (f for t in self.tensors for d in dims for f in t[d])
@@ -273,13 +281,13 @@ class Rule:
 
     @cached_property
     def even_factors(self) -> frozenset[str]:
-        """Factors whose shards must be as large as one another."""
+        """Return the factors whose shards must be equal."""
         return frozenset(self.factors) if self.even else self.evenly
 
     @cached_property
     def exchanged(self) -> frozenset[str]:
-        """Factors whose shards are not computed apart: ranks send one another rows, or
-        weights."""
+        """Return the factors whose shards are not computed separately: ranks exchange
+        rows or weights."""
         places = [(halo.position, halo.dim) for halo in self.halos]
         places += [(mark.position, mark.dim) for mark in self.gathered]
         factors = {f for position, dim in places for f in self.tensors[position][dim]}
@@ -287,12 +295,13 @@ class Rule:
 
     @cached_property
     def contracted(self) -> frozenset[str]:
-        """Factors of operands that some result lacks: those make results partial."""
+        """Return factors of operands that some result lacks, over which it is
+        partial."""
         return frozenset().union(*self.contracted_by)
 
     @cached_property
     def contracted_by(self) -> tuple[frozenset[str], ...]:
-        """For each result, the factors whose axes make it partial."""
+        """Return for each result the factors whose axes make it partial."""
         have = frozenset(f for t in self.operands for d in t for f in d)
         have |= self.summed
         return tuple(
@@ -302,7 +311,7 @@ class Rule:
 
     @cached_property
     def where(self) -> dict[str, tuple[int, ...]]:
-        """Factor -> positions in ``tensors`` that have it."""
+        """Return factor -> positions in ``tensors`` that have it."""
         out: dict[str, list[int]] = {}
         for i, dims in enumerate(self.tensors):
             for factor in dict.fromkeys(f for dim in dims for f in dim):
@@ -310,7 +319,7 @@ class Rule:
         return {factor: tuple(places) for factor, places in out.items()}
 
     def with_sizes(self, shapes: Sequence[Sequence[int]]) -> Rule:
-        """Fill in factor sizes from the shapes of operands and results.
+        """Return the rule with factor sizes, from the shapes of operands and results.
 
         Raises RuleError if ranks or sizes disagree with the rule.
         """
@@ -329,7 +338,7 @@ class Rule:
         return replace(self, sizes=tuple(sizes.items()))
 
     def _closed(self, shapes: Sequence[Sequence[int]]) -> Rule:
-        """With the further results that an open rule leaves unnamed."""
+        """Return the rule with the further results that an open rule leaves unnamed."""
         further = tuple(((),) * len(shape) for shape in shapes[len(self.tensors) :])
         n = len(self.results)
         alike = {(n + i, f) for i in range(len(further)) for f in self.factors}
@@ -342,7 +351,7 @@ class Rule:
 
     @cached_property
     def _text(self) -> str:
-        """All calls that are alike have one rule."""
+        """Return the rule as text; cached, as all calls of one kind share one rule."""
 
         def tensor(dims: Dims) -> str:
             words = []
@@ -387,7 +396,8 @@ def _solve(sizes: dict[str, int], dim: tuple[str, ...], n: int, rule: Rule) -> N
 
 
 def parse_rule(text: str) -> Rule:
-    """Read a rule; sizes stay open. Raises RuleError naming the malformed part."""
+    """Return the rule that a text describes, without sizes. Raises RuleError naming the
+    malformed part."""
     operand_text, arrow, result_text = text.partition("->")
     if not arrow:
         raise RuleError(f"rule {text!r} has no '->'", fix=_FORM)

@@ -1,7 +1,9 @@
-"""``in_specs`` and ``out_specs`` as a user gave them -> specs of a graph's ends.
+"""Reads ``in_specs`` and ``out_specs`` as a user gave them into specs of a graph's
+ends.
 
 In: entries per tensor, and the graph with its Signature. Out: a Spec of all dims for
-each tensor that was given one. Never chooses a spec.
+each tensor that was given one.
+Never: chooses a spec.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from fxpar.sharding.spec import Spec
 def specs_of(
     specs: Sequence[Any] | None, count: int, name: str, counted: str
 ) -> list[Spec | None]:
-    """The specs that a user gave, one per tensor, None where one is open. ``name``: of
-    the argument that gave them; ``counted``: what it has one for each of. Raises
-    HintError."""
+    """Return the specs that a user gave, one per tensor, None where one is open.
+    ``name``: of the argument that gave them; ``counted``: the things that it has one
+    entry for each of, in the plural. Raises HintError."""
     if specs is None:
         return [None] * count
     if len(specs) != count:
@@ -43,8 +45,8 @@ def specs_of(
 
 
 def with_all_dims(signature: Signature, graph: fx.Graph) -> Signature:
-    """The signature with a spec of all dims where one was given: dims left out are not
-    split. Raises HintError if a tensor has fewer."""
+    """Return the signature with a spec of all dims where one was given: dims left out
+    are not split. Raises HintError if a tensor has fewer dims."""
     (output,) = graph.find_nodes(op="output")
 
     def of_all_dims(end: Any, node: Any) -> Any:

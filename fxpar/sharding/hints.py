@@ -1,18 +1,21 @@
-"""Hints: the user's specs for parameters, buffers, inputs and values of a program.
+"""Reads hints: the user's specs for parameters, buffers, inputs and values of a
+program.
 
 A hint table maps name patterns (``fnmatch``) to entries per dim: an axis, a tuple of
 axes, ``None``/``"_"`` (closed: whole on this dim), ``"?"`` (open), ``"tp?"`` (split and
 open to more). ``"tp:2"``, a part of an axis, may stand for an axis (``axis_parts``).
-Dims left out are open. ``"tp p2"``, an entry with a priority, propagates after those of
-lower numbers. Two words belong to the tensor, not to a dim: ``"!tp"`` keeps it whole
-along tp, and ``"|"`` lets no axis pass between it and its readers. A table comes from
-``hints=`` or, as TOML, from ``FXPAR_HINTS``:
+Dims left out are open. ``"tp p2"``, an entry with a priority, propagates after entries
+with lower numbers. Two words belong to the tensor, not to a dim: ``"!tp"`` keeps it
+whole along tp, and ``"|"`` lets no axis pass between it and its readers. A table comes
+from ``hints=`` or, as TOML, from ``FXPAR_HINTS``:
 
     "layers.*.up.weight" = ["tp", "_"]
     "layers.0.*" = "pp=0"
 
-The second line pins what reads a parameter to a stage of a mesh that has some.
-A hint that does not fit raises HintError naming it.
+The second line pins the ops that read a parameter to a stage, on a mesh with stages.
+
+In: a table, a Program, a Mesh. Out: seeds of propagation, pins of stages.
+Never: drops a hint that does not fit; it raises a HintError that names the hint.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ _PIN = re.compile(r"\s*(\w+)\s*=\s*(\d+)\s*")
 
 
 def load(source: str | Path | Mapping[str, Entries] | None) -> dict[str, Entries]:
-    """A hint table from a mapping or a TOML file. Raises HintError if unreadable."""
+    """Return a hint table from a mapping or a TOML file. Raises HintError if
+    unreadable."""
     if source is None:
         return {}
     if isinstance(source, Mapping):
@@ -61,7 +65,7 @@ def load(source: str | Path | Mapping[str, Entries] | None) -> dict[str, Entries
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """TOML reads unquoted ``a.b = ...`` as nested tables; names join them again."""
+    """Yield entries with joined names: TOML reads ``a.b = ...`` as nested tables."""
     for key, entry in table.items():
         if isinstance(entry, Mapping):
             yield from _flatten(entry, f"{prefix}{key}.")
@@ -70,17 +74,17 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 
 def spec_hints(table: Mapping[str, Entries]) -> dict[str, Entries]:
-    """The table without the lines that pin to stages."""
+    """Return the table without the lines that pin to stages."""
     return {name: hint for name, hint in table.items() if _pin(hint) is None}
 
 
 def pinned_stages(
     table: Mapping[str, Entries], names: Iterable[str], axis: str, stages: int
 ) -> dict[str, int]:
-    """Parameters that are pinned to stages, of ``names``.
+    """Return parameter -> stage, for ``names`` that are pinned.
 
-    Raises HintError for another axis than that of the stages, a stage that there is
-    not, or a pattern without match.
+    Raises HintError for an axis other than the stages' axis, a stage that does not
+    exist, or a pattern without match.
     """
     names, pins = list(names), dict[str, int]()
     for pattern, hint in table.items():
@@ -103,7 +107,7 @@ def pinned_stages(
 
 
 def pins_unfit(pinned: Mapping[str, int], ops: int, stages: int) -> HintError:
-    """No cut of a chain of ops into stages has what is pinned where it is pinned."""
+    """Return the error for pins that no cut of a chain of ops into stages satisfies."""
     names = ", ".join(f"{name} to {stage}" for name, stage in list(pinned.items())[:6])
     return HintError(
         f"parameters are pinned to stages, but no cut of {ops} ops into {stages} "
@@ -113,21 +117,21 @@ def pins_unfit(pinned: Mapping[str, int], ops: int, stages: int) -> HintError:
 
 
 def _pin(hint: Entries) -> tuple[str, int] | None:
-    """(axis, stage) of a line that pins to a stage."""
+    """Return (axis, stage) of a line that pins to a stage; None for another line."""
     match_ = _PIN.fullmatch(hint) if isinstance(hint, str) else None
     return (match_[1], int(match_[2])) if match_ else None
 
 
 @dataclass(frozen=True)
 class Hint:
-    """A hint on one tensor, parsed."""
+    """Holds a parsed hint on one tensor."""
 
     # Axes of each dim, major to minor.
     dims: tuple[Axes, ...]
     # Whether each dim is closed to further axes.
     closed: tuple[bool, ...]
-    # Priority of each dim, lower numbers propagate first; None: that of the tensor's
-    # kind.
+    # Priority of each dim, lower numbers propagate first; None: the default of the
+    # tensor's kind (``PRIORITY``).
     priorities: tuple[int | None, ...]
     # Axes, or parts of axes, that split no dim.
     whole: Axes = ()
@@ -136,7 +140,7 @@ class Hint:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The entries of the hint as text, which ``read`` parses."""
+        """Return the entries of the hint as text, which ``read`` parses."""
         dims = zip(self.dims, self.closed, self.priorities, strict=True)
         entries = (
             ("+".join(axes) or "_" * shut)
@@ -153,7 +157,7 @@ def is_dim(entry: Any) -> bool:
 
 
 def read(hint: Entries, ndim: int, what: str) -> Hint:
-    """Parse a hint on a tensor of ``ndim`` dims.
+    """Return the parsed hint on a tensor of ``ndim`` dims.
 
     Raises HintError on unreadable entries or more entries than dims.
     """
@@ -186,7 +190,7 @@ _WORDS = 'write "!tp" for whole axes, "|" for a barrier, "tp p1" for a priority'
 
 
 def _dim(entry: Any, what: str) -> tuple[Axes, bool, int | None]:
-    """Parse the entry of a dim as (axes, whether it is closed, priority)."""
+    """Return the entry of a dim as (axes, whether it is closed, priority)."""
     match_ = _PRIORITY.fullmatch(entry) if isinstance(entry, str) else None
     entry, priority = (match_[1], int(match_[2])) if match_ else (entry, None)
     if entry is None or entry in ("_", "", ()):
@@ -207,7 +211,8 @@ def _dim(entry: Any, what: str) -> tuple[Axes, bool, int | None]:
 
 
 def axes_of(hint: Entries, what: str) -> list[str]:
-    """The axes, and parts of axes, that a hint splits over. Raises as ``read``."""
+    """Return the axes, and parts of axes, that a hint splits over. Raises as
+    ``read``."""
     if _pin(hint) is not None:
         return []
     hint = Spec.parse(hint) if isinstance(hint, str) else hint
@@ -244,8 +249,8 @@ def check(hint: Hint, mesh: Mesh, what: str) -> None:
 def check_chunks(
     dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str
 ) -> None:
-    """Raise HintError if a DTensor cannot be split so: if axes do not divide a dim that
-    are parts, have shares, or stand in another order than in the mesh."""
+    """Raise HintError if a DTensor cannot have this layout: if axes do not divide a dim
+    and are parts, have shares, or are in another order than in the mesh."""
     for d, axes in enumerate(dims):
         if not shard_sizes.are_chunks(shape[d], mesh, axes):
             raise HintError(
@@ -259,8 +264,8 @@ def check_chunks(
 def make_seed(
     program: Program, value: int, entry: Entries, mesh: Mesh, kind: str, what: str
 ) -> Seed:
-    """The seed of one hint. Raises HintError if it does not fit, with the line that
-    makes the value."""
+    """Return the seed of one hint. Raises HintError, with the line that makes the
+    value, if it does not fit."""
     shape = program.values[value].shape
     try:
         hint = read(entry, len(shape), what)
@@ -270,7 +275,7 @@ def make_seed(
         line = user_line(program.ops[producer[0]].node) if producer else None
         raise HintError(error.what, where=line, fix=error.fix) from error
     dims = tuple(map(mesh.parts, hint.dims))
-    # An axis of another name may move from there, where that is cheaper.
+    # An axis of another name may move to another dim where that is cheaper.
     batch = kind == "input" and bool(dims) and any(map(is_batch_name, dims[0]))
     return Seed(
         value,
@@ -286,7 +291,8 @@ def make_seed(
 
 
 def match(program: Program, table: Mapping[str, Entries], mesh: Mesh) -> list[Seed]:
-    """Seeds of a table's patterns; a later matching line overrides an earlier one.
+    """Return seeds of a table's patterns; a later matching line overrides an earlier
+    one.
 
     Patterns match names of inputs, parameters, buffers, and of values in the graph.
     Raises HintError for a pattern without match, naming similar names.

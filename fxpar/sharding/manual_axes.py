@@ -1,13 +1,16 @@
-"""Axes along which ranks run programs of their own: in local mode those of the batch.
+"""Plans programs that ranks run on their own along some axes: in local mode the batch
+axes.
 
 A program is planned with one rank along such an axis: on a mesh where it has size 1,
-for inputs that do not name it. What crosses the axis is added to the plan: a parameter
-that rests split over it is gathered where it is read, and its gradient becomes the mean
-over the axis (``mean_over_ranks``), of which each rank keeps its part. In: signatures
-on the whole mesh, plans and Decisions on the planned one. Out: those of the other mesh.
-Every other value may differ between the ranks of an axis, and never crosses it; but
-rows that ranks send to experts (``fxpar::exchange_slots``): what multiplies them reads
-of each weight the part of the rank's own experts, and gives that part of its gradient.
+for inputs that do not name it. Communication over the axis is added to the plan: a
+parameter that is split over it at rest is gathered where it is read, and its gradient
+becomes the mean over the axis (``mean_over_ranks``), of which each rank keeps its part.
+Rows that ranks send to experts (``fxpar::exchange_slots``) cross it too: the op that
+multiplies them reads of each weight the part of the rank's own experts, and gives that
+part of its gradient.
+In: signatures on the whole mesh, plans and Decisions on the planned one. Out: the same
+on the other mesh.
+Never: lets any other value cross the axis; it may differ between the axis's ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from fxpar.sharding.strategy import Strategy
 
 End = TypeVar("End", Input, Output)
 
-# By name: passes register them.
+# By name: passes register these ops.
 _EXCHANGE = "fxpar.exchange_slots.default"
 _MM, _OUTER = "fxpar.expert_mm.default", "fxpar.expert_outer.default"
 _MEAN = "fxpar.mean_over_ranks.default"
@@ -47,16 +50,16 @@ _MEAN = "fxpar.mean_over_ranks.default"
 
 @dataclass(frozen=True)
 class ManualAxes:
-    """Axes of a mesh along which ranks run programs of their own."""
+    """Names axes of a mesh along which ranks run programs of their own."""
 
-    # Of all ranks.
+    # The mesh of all ranks.
     mesh: Mesh
-    # Those of several ranks.
+    # Only axes of several ranks.
     axes: Axes
 
 
 def planned_mesh(mesh: Mesh, axes: Collection[str]) -> Mesh:
-    """The mesh with one rank along these axes, which have no parts there."""
+    """Return the mesh with one rank along these axes, which have no parts there."""
     manual, rows = set(map(axis_of, axes)), dict[str, Any]()
     columns = zip(mesh.axes, mesh.links, mesh.speeds, mesh.shares, strict=True)
     for (name, size), link, speeds, shares in columns:
@@ -68,7 +71,7 @@ def planned_mesh(mesh: Mesh, axes: Collection[str]) -> Mesh:
 
 
 def planned_signature(signature: Signature, axes: Collection[str]) -> Signature:
-    """The signature with no input or output that rests over these axes."""
+    """Return the signature whose inputs and outputs are not split over these axes."""
 
     def bare(end: End) -> End:
         rest = end.rest
@@ -79,7 +82,7 @@ def planned_signature(signature: Signature, axes: Collection[str]) -> Signature:
 
 
 def planned_plan(plan: Plan, axes: Collection[str]) -> Plan:
-    """The plan with one rank along these axes."""
+    """Return the plan with one rank along these axes."""
     return replace(plan.without(axes), mesh=planned_mesh(plan.mesh, axes))
 
 
@@ -89,9 +92,9 @@ def over_manual_axes(
     signature: Signature,
     update: Collection[int],
 ) -> Decision:
-    """What was decided for the ranks of one place, on the mesh of all places.
-    ``signature``: how inputs and outputs rest there; ``update``: the ops of an
-    optimizer, of which each rank computes its part."""
+    """Return a decision that was made for one rank along the manual axes, on the whole
+    mesh. ``signature``: how inputs and outputs are stored there; ``update``: the ops of
+    an optimizer, of which each rank computes its part."""
     planned, axes = decision.mesh, manual.axes
     sizes = tuple((name, manual.mesh.sizes.get(name, n)) for name, n in planned.axes)
     mesh = replace(planned, axes=sizes)
@@ -102,15 +105,15 @@ def over_manual_axes(
         for end, v in zip(signature.inputs, program.inputs, strict=True)
         if v is not None and end.rest is not None and (extra := _extra(end.rest, axes))
     }
-    # Hints may name them, which split nothing on one rank.
+    # Hints may name the axes, which split nothing on one rank.
     strategies = [_on_one_rank(x, axes) for x in decision.strategies]
     settled = [_bare(x, axes) for x in decision.settled]
     products = _products_of_sent(program)
     ops = [_by_expert(op) if op.index in products else op for op in program.ops]
     program, makers = replace(program, ops=ops), _makers_of_weights(program, products)
     experts = tuple({axis: None for axes in products.values() for axis in axes})
-    averaged, gradients = set[int](), set[int]()  # of experts
-    means = set[int]()  # and what is made of them alone
+    averaged, gradients = set[int](), set[int]()  # of experts' weights
+    means = set[int]()  # and values made of means alone
     for op in program.ops:
         changed = program, op, strategies, settled, split, mesh
         of_experts = not gradients.isdisjoint(op.operands)
@@ -158,7 +161,8 @@ def _split_by_expert(
     mesh: Mesh,
     axes: Axes,
 ) -> None:
-    """Let each rank compute an op for its own experts, which lie along ``axes``."""
+    """Let each rank compute an op for its own experts, which are split along
+    ``axes``."""
     own = {
         v: tuple(x for x in split[v] if x[0] in axes) for v in op.operands if v in split
     }
@@ -182,7 +186,8 @@ def _give_by_expert(
 
 
 def _products_of_sent(program: Program) -> dict[int, Axes]:
-    """Products of rows that were sent to their experts, and along which axes."""
+    """Return products of rows that were sent to their experts -> the axes they were
+    sent along."""
     out = dict[int, Axes]()
     for op in program.ops:
         if str(op.target) in (_MM, _OUTER) and op.operands[2] in program.producers:
@@ -193,7 +198,7 @@ def _products_of_sent(program: Program) -> dict[int, Axes]:
 
 
 def _require_split(op: Op, split: Mapping[int, Splits]) -> None:
-    """Raise PlanError for what reads gradients of several experts."""
+    """Raise PlanError for an op that reads gradients of several experts."""
     if not split.keys() >= {*op.results}:
         raise PlanError(
             f"{op.name} ({op.target}) reads gradients of experts on several ranks",
@@ -203,8 +208,8 @@ def _require_split(op: Op, split: Mapping[int, Splits]) -> None:
 
 
 def _by_expert(product: Op) -> Op:
-    """A product of which each rank computes what its own experts give: of the rows that
-    it has, all."""
+    """Return a product with a rule by which each rank computes the part of its own
+    experts, for all rows that it has."""
     rule = product.rule
     alike = rule.alike | ({(0, "e")} if str(product.target) == _MM else set())
     rule = replace(rule, whole=rule.whole - {"e"}, alike=alike)
@@ -212,7 +217,7 @@ def _by_expert(product: Op) -> Op:
 
 
 def _makers_of_weights(program: Program, products: Mapping[int, Axes]) -> set[int]:
-    """Ops that make the weights that products read of parameters."""
+    """Return the ops that make, from parameters, the weights that products read."""
     out = set[int]()
     for index in products:
         op = program.ops[index]
@@ -225,7 +230,7 @@ def _makers_of_weights(program: Program, products: Mapping[int, Axes]) -> set[in
 
 
 def _on_one_rank(strategy: Strategy, axes: Collection[str]) -> Strategy:
-    """Drop the axes from a strategy."""
+    """Return the strategy without the axes."""
     factors = [
         (factor, tuple(axis for axis in split if axis not in axes))
         for factor, split in strategy.factors
@@ -240,20 +245,20 @@ def _bare(spec: Spec, axes: Collection[str]) -> Spec:
 
 
 def _extra(spec: Spec, axes: Collection[str]) -> Splits:
-    """What splits the dims of a spec along these axes."""
+    """Return (axis, dim) for each of these axes that splits a dim of a spec."""
     dims = enumerate(spec.dims)
     return tuple((axis, d) for d, split in dims for axis in split if axis in axes)
 
 
 def _varying(program: Program, axes: Axes) -> Program:
-    """The program, of which no value is known to be the same along these axes."""
+    """Return the program with all values marked as different along these axes."""
     values = [replace(x, manual=(*x.manual, *axes)) for x in program.values]
     return replace(program, values=values)
 
 
 def _resting(planned: Signature, whole: Signature, axes: Axes, mesh: Mesh) -> Signature:
-    """The signature with the specs that inputs and outputs rest in on the whole mesh. A
-    gradient that waits to be reduced is a rank's own, of the shape that it has."""
+    """Return the signature with the specs that inputs and outputs have on the whole
+    mesh. A gradient that waits to be reduced is a rank's own, in its planned shape."""
 
     def back(end: End, on_whole: End) -> End:
         rest = on_whole.rest

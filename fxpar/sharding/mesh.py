@@ -1,13 +1,15 @@
-"""The device mesh: ordered, named axes over the ranks.
+"""Describes the device mesh: ordered, named axes over the ranks.
 
-A mesh is data. It needs no process group and no devices, so a mesh of 65,536 ranks is
-as cheap as one of two. Ranks are row-major: the last axis varies fastest.
+A mesh is data, so a mesh of 65,536 ranks is as cheap as one of two. Ranks are
+row-major: the last axis varies fastest.
 
 A **part** ``"x:(m)k"`` of an axis (``axis_parts`` says which ranks it joins) may stand
-wherever an axis does: every method here takes parts. Where a plan needs some, it is
-made on a *refined* mesh, whose axes they are: ``dp=2,tp=2*2`` is ``dp=2,tp=4`` with the
-axes dp, tp:(1)2 and tp:(2)2, each with the link of tp. To what plans it is a mesh as
-any other.
+wherever an axis does: every method here takes parts. A plan that needs parts is made on
+a *refined* mesh, whose axes they are: ``dp=2,tp=2*2`` is ``dp=2,tp=4`` with the axes
+dp, tp:(1)2 and tp:(2)2, each with the link of tp. Planning treats it as any other mesh.
+
+In: text, a DeviceMesh, or axes. Out: sizes, groups of ranks, links, speeds, shares.
+Never: needs a process group or a device.
 """
 
 from __future__ import annotations
@@ -35,44 +37,44 @@ from fxpar.sharding.mesh_text import (
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks of one axis; ``hardware`` makes it, ``collectives`` reads
-    all of it."""
+    """Describes the connection between the ranks of one axis; ``hardware`` makes it,
+    ``collectives`` reads all of it."""
 
-    # Bytes/s one rank sends while all do.
+    # Bytes/s that one rank sends while all send.
     bandwidth: float = 1e11
     # Seconds from rank to rank.
     latency: float = 0.0
-    # Seconds of a collective, whatever it carries.
+    # Seconds of a collective, independent of its bytes.
     overhead: float = 1e-5
-    # Whether reductions may take a tree besides the ring.
+    # Whether reductions may use a tree in addition to the ring.
     tree: bool = False
     # This many neighbours along the axis share a node.
     inside: int = 1
-    # What connects those; None: this link does.
+    # The link between ranks of one node; None: this link.
     inner: Link | None = None
-    # Links that hold instead for single kinds of collectives.
+    # (kind of collective, the link it has instead).
     kinds: tuple[tuple[str, Link], ...] = ()
-    # Seconds for each copy that brings a tensor in memory into the order that
-    # collectives have.
+    # Seconds for each copy that brings a tensor into the memory order that collectives
+    # need.
     copy_launch: float = 0.0
-    # Seconds for each byte of it, read and written.
+    # Seconds for each byte of such a copy, read and written.
     copy_byte: float = 0.0
-    # (bytes, seconds for each byte) of copies in caches, as ``rate_at`` has them.
+    # (bytes, seconds for each byte) of copies within caches, as in ``rate_at``.
     copy_near: tuple[tuple[float, float], ...] = ()
 
     def copy_seconds(self, nbytes: Any) -> Any:
-        """Seconds of a copy of so many bytes, a number or an array."""
+        """Return seconds of a copy of ``nbytes``, a number or an array."""
         byte = rate_at(nbytes, self.copy_near) if self.copy_near else self.copy_byte
         return self.copy_launch + byte * nbytes
 
     def __hash__(self) -> int:
-        # Links are looked up often, and the rest is nested.
+        # Links are looked up often, and the other fields are nested.
         return hash((self.bandwidth, self.latency))
 
 
 def rate_at(nbytes: Any, points: tuple[tuple[float, float], ...]) -> Any:
-    """The rate for so many bytes, a number or an array: between points of (bytes, rate)
-    it changes evenly in logarithms."""
+    """Return the rate for ``nbytes``, a number or an array: linear in logarithms
+    between points of (bytes, rate)."""
     import numpy as np
 
     sizes, rates = _logarithms(points)
@@ -88,18 +90,18 @@ def _logarithms(points: tuple[tuple[float, float], ...]) -> Any:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes with sizes, major to minor, e.g. ``Mesh((("dp", 2), ("tp", 4)))``."""
+    """Holds named axes with sizes, major to minor, e.g. ``Mesh((("dp", 2), ("tp",
+    4)))``."""
 
     # (name, number of ranks along it).
     axes: tuple[tuple[str, int], ...]
-    # What connects the ranks of each axis; none given: ``Link()``.
+    # The link between the ranks of each axis; if empty, ``Link()``.
     links: tuple[Link, ...] = ()
-    # For each axis the relative speed of each of its ranks, 1.0 that of the hardware,
-    # or None where all compute alike. A rank has the product of those of its
-    # coordinates.
+    # For each axis the relative speed of each of its ranks, 1.0 for the hardware's, or
+    # None where all are equal. A rank's speed is the product over its coordinates.
     speeds: tuple[tuple[float, ...] | None, ...] = ()
-    # For each axis what its ranks get of a dim that it splits, up to a factor, or None
-    # where nothing is said: equal shards.
+    # For each axis the share of a dim that each of its ranks gets, up to a factor, or
+    # None: equal shards.
     shares: tuple[tuple[float, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
@@ -119,7 +121,8 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str | Mesh) -> Mesh:
-        """Read ``"dp=2,tp=4"``; with speeds and shares ``"dp=2{1.0,0.5}[2,1],tp=4"``.
+        """Return the mesh of ``"dp=2,tp=4"``; with speeds and shares
+        ``"dp=2{1.0,0.5}[2,1],tp=4"``.
 
         Raises MeshError naming the malformed part.
         """
@@ -139,7 +142,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh) -> Mesh:
-        """The mesh of an existing ``torch.distributed.DeviceMesh`` with named dims.
+        """Return the mesh of a ``torch.distributed.DeviceMesh`` with named dims.
 
         Raises MeshError if it has no names, or its ranks are not row-major.
         """
@@ -163,12 +166,13 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     @cached_property
     def _layout(self) -> dict[str, tuple[int, int, int]]:
-        """Axis -> (position of its axis in the mesh, size, distance between ranks)."""
+        """Return axis -> (position of its axis in the mesh, size, distance between
+        ranks)."""
         out, stride = {}, 1
         for i, (name, size) in reversed(list(enumerate(self.axes))):
             out[name] = (i, size, stride)
@@ -182,7 +186,7 @@ class Mesh:
 
     @cached_property
     def _whole(self) -> dict[str, int]:
-        """Sizes of the whole axes, in order."""
+        """Return the sizes of the whole axes, in order."""
         out: dict[str, int] = {}
         for name, size in self.axes:
             out[axis_of(name)] = out.get(axis_of(name), 1) * size
@@ -190,12 +194,12 @@ class Mesh:
 
     @cached_property
     def is_refined(self) -> bool:
-        """Whether some of its axes are parts."""
+        """Return whether some of its axes are parts."""
         return len(self._whole) < len(self.axes)
 
     @cached_property
     def unrefined(self) -> Mesh:
-        """The mesh of whole axes."""
+        """Return the mesh of whole axes."""
         if not self.is_refined:
             return self
         first = {axis_of(name): i for i, name in reversed(list(enumerate(self.names)))}
@@ -207,11 +211,11 @@ class Mesh:
         )
 
     def refined(self, names: Iterable[str]) -> Mesh:
-        """The mesh whose axes make each of ``names``, axes and parts of them, and
-        those that it has. The same mesh if nothing is to be cut.
+        """Return the mesh whose axes make up each of ``names``, axes and parts of them,
+        and its own axes. The same mesh if nothing is to be cut.
 
-        Raises MeshError on unknown axes, parts that do not divide theirs, parts that
-        do not nest, and unlike devices along an axis that is cut.
+        Raises MeshError on unknown axes, parts that do not divide theirs, parts that do
+        not nest, and unequal devices along an axis that is cut.
         """
         names_by_axis: dict[str, list[str]] = {axis: [] for axis in self._whole}
         for name in (*self.names, *names):
@@ -237,7 +241,7 @@ class Mesh:
         return Mesh(tuple(axes), links, speeds, shares)
 
     def has(self, axis: str) -> bool:
-        """Whether this names an axis, or a part of one."""
+        """Return whether a name is an axis of the mesh, or a part of one."""
         try:
             self._find(axis)
         except MeshError:
@@ -265,7 +269,7 @@ class Mesh:
         return MeshError(f"mesh {self} has no axis {axis!r}", fix=f"use one of {names}")
 
     def parts(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """The axes of this mesh that make the given axes and parts, in order.
+        """Return the axes of this mesh that make up the given axes and parts, in order.
 
         Raises MeshError if one is unknown, or no product of axes of this mesh.
         """
@@ -290,7 +294,7 @@ class Mesh:
         return tuple(out)
 
     def joined(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The same axes, with parts of one axis that follow each other made one."""
+        """Return the same axes, with consecutive parts of one axis joined."""
         out: list[str] = []
         for name in axes:
             part, last = split_name(name), split_name(out[-1]) if out else None
@@ -302,21 +306,21 @@ class Mesh:
 
     @property
     def unlike(self) -> tuple[str, ...]:
-        """Axes whose ranks compute at different speeds."""
+        """Return the axes whose ranks compute at different speeds."""
         speeds_of_axes = zip(self.names, self.speeds, strict=True)
         return tuple(
             name for name, speeds in speeds_of_axes if speeds and len(set(speeds)) > 1
         )
 
     def speeds_of(self, axis: str) -> tuple[float, ...]:
-        """Relative speed of each rank of a whole axis."""
+        """Return the relative speed of each rank of a whole axis."""
         i, size, _ = self._find(axis)
         return self.speeds[i] or (1.0,) * size
 
     @cached_property
     def _weights(self) -> dict[str, tuple[int, ...]]:
-        """Whole numbers that are to each other as the shares of an axis, where these
-        are not alike."""
+        """Return axis -> whole numbers in the ratio of its shares, where these
+        differ."""
         out = {}
         for name, shares in zip(self.names, self.shares, strict=True):
             if shares and len(set(shares)) > 1:
@@ -327,21 +331,22 @@ class Mesh:
 
     @property
     def is_shared_equally(self) -> bool:
-        """Whether every axis cuts dims into equal shards."""
+        """Return whether every axis cuts dims into equal shards."""
         return not self._weights
 
     @cached_property
     def shared_equally(self) -> Mesh:
-        """The mesh with equal shares."""
+        """Return the mesh with equal shares."""
         return replace(self, shares=())
 
     def weights_of(self, axis: str) -> tuple[int, ...] | None:
-        """Whole numbers that are to each other as what the ranks of an axis get of a
-        dim; None for equal shards."""
+        """Return whole numbers in the ratio of the parts of a dim that the ranks of an
+        axis get; None for equal shards."""
         return self._weights.get(axis)
 
     def largest_share(self, axes: Iterable[str]) -> float:
-        """The part of a dim that is in the largest shard over axes, rounding aside."""
+        """Return the part of a dim that the largest shard over axes has, ignoring
+        rounding."""
         most, of = 1, 1
         for axis in axes:
             weights = self.weights_of(axis)
@@ -350,13 +355,13 @@ class Mesh:
         return most / of
 
     def with_shares(self, shares: Mapping[str, tuple[float, ...] | None]) -> Mesh:
-        """The mesh with these shares of axes; others keep theirs."""
+        """Return the mesh with these shares of axes; other axes keep theirs."""
         shares_of_axes = dict(zip(self.names, self.shares, strict=True)) | dict(shares)
         return replace(self, shares=tuple(shares_of_axes.values()))
 
     @property
     def slowest(self) -> float:
-        """Relative speed of the slowest rank."""
+        """Return the relative speed of the slowest rank."""
         return math.prod(min(speeds) for speeds in self.speeds if speeds)
 
     def _place(self, axis: str) -> tuple[int, int]:
@@ -364,15 +369,16 @@ class Mesh:
         return -stride, i
 
     def axis_size(self, axis: str) -> int:
-        """Size of an axis. Raises MeshError if the mesh has no such axis."""
+        """Return the size of an axis. Raises MeshError if the mesh has no such axis."""
         return self._find(axis)[1]
 
     def link(self, axis: str) -> Link:
-        """What connects the ranks of an axis."""
+        """Return the link between the ranks of an axis."""
         return self.links[self._find(axis)[0]]
 
     def sub_axis(self, axis: str, above: int, size: int) -> str:
-        """Name of the part ``(above)size`` of an axis or part; itself if it is all."""
+        """Return the name of the part ``(above)size`` of an axis or part; ``axis`` if
+        it is all."""
         if above == 1 and size == self.axis_size(axis):
             return axis
         whole, outer, _ = split_name(axis) or (axis, 1, 0)
@@ -381,18 +387,19 @@ class Mesh:
         return name
 
     def count(self, axes: Sequence[str]) -> int:
-        """Number of shards that the given axes make together."""
+        """Return the number of shards that the given axes make together."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """Rank at a position; axes left out count as 0."""
+        """Return the rank at a position; axes left out count as 0."""
         out = 0
         for name, size in self.axes:
             out = out * size + coordinates.get(name, 0)
         return out
 
     def index(self, rank: int, axes: Sequence[str]) -> int:
-        """Which of the ``count(axes)`` shards, axes major to minor, a rank holds."""
+        """Return which of the ``count(axes)`` shards, axes major to minor, a rank
+        holds."""
         out = 0
         for axis in axes:
             _, size, stride = self._find(axis)
@@ -400,11 +407,12 @@ class Mesh:
         return out
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The given axes in mesh order."""
+        """Return the given axes in mesh order."""
         return tuple(sorted(axes, key=self._place))
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Ranks that differ from ``rank`` only on ``axes``, in mesh order."""
+        """Return the ranks that differ from ``rank`` only on ``axes``, in mesh
+        order."""
         axis_steps = [self._find(axis) for axis in self.ordered(axes)]
         members = [
             rank - sum(rank // step % size * step for _, size, step in axis_steps)
@@ -414,7 +422,7 @@ class Mesh:
         return tuple(members)
 
     def groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        """All groups along ``axes``, each once, ordered by first rank."""
+        """Yield all groups along ``axes``, each once, ordered by first rank."""
         for rank in range(self.size):
             group = self.group(rank, axes)
             if group[0] == rank:

@@ -1,8 +1,10 @@
-"""The text of a mesh, ``"dp=2{1.0,0.5}[2,1],tp=2*2"``, and what its axes must satisfy.
+"""Reads the text of a mesh, ``"dp=2{1.0,0.5}[2,1],tp=2*2"``, and checks its axes.
 
-Of each axis its name and size, or the sizes of its parts; in braces the speeds of its
-ranks, in brackets their shares. Whatever a ``Mesh`` is made of is checked here: each
-error names the axis.
+An axis has a name and a size, or the sizes of its parts; in braces the speeds of its
+ranks, in brackets their shares. Every ``Mesh`` is checked here.
+In: text, or axes and numbers. Out: ``AxisText`` of each axis, or a MeshError that names
+the axis.
+Never: makes a Mesh.
 """
 
 from __future__ import annotations
@@ -31,20 +33,21 @@ SHARES = 'write one positive number for each rank of the axis: FXPAR_MESH="dp=2[
 
 @dataclass(frozen=True)
 class AxisText:
-    """What the text of one axis says."""
+    """Holds the contents of the text of one axis."""
 
     # Of the axis, not of its parts.
     name: str
-    # One, or those of its parts, major to minor.
+    # One size, or the sizes of its parts, major to minor.
     sizes: tuple[int, ...]
-    # Relative speed of each rank; None if nothing is said.
+    # Relative speed of each rank; None if not given.
     speeds: tuple[float, ...] | None
-    # What each rank gets of a dim, up to a factor; None if nothing is said.
+    # The share of a dim that each rank gets, up to a factor; None if not given.
     shares: tuple[float, ...] | None
 
 
 def read_axes(text: str) -> Iterator[AxisText]:
-    """The axes of a mesh, in order. Raises MeshError naming the malformed part."""
+    """Yield the axes of a mesh, in order. Raises MeshError naming the malformed
+    part."""
     for part in _BETWEEN.split(text):
         match = _AXIS.match(part)
         if not match:
@@ -59,12 +62,12 @@ def read_axes(text: str) -> Iterator[AxisText]:
 
 
 def written(numbers: Iterable[float]) -> str:
-    """Numbers as between braces or brackets."""
+    """Return numbers as they are written between braces or brackets."""
     return ",".join(repr(float(number)) for number in numbers)
 
 
 def _numbers(name: str, text: str, fix: str) -> tuple[float, ...]:
-    """The numbers between the braces or brackets of an axis."""
+    """Return the numbers between the braces or brackets of an axis."""
     out = []
     for word in text.split(","):
         try:
@@ -76,7 +79,8 @@ def _numbers(name: str, text: str, fix: str) -> tuple[float, ...]:
 
 
 def axes_of_parts(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
-    """(name, size) of an axis, or of the parts it is cut into, major to minor."""
+    """Return (name, size) of an axis, or of the parts it is cut into, major to
+    minor."""
     if len(sizes) == 1:
         return [(axis, sizes[0])]
     above = [1, *itertools.accumulate(sizes, operator.mul)]
@@ -84,7 +88,7 @@ def axes_of_parts(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def uncut(axis: str) -> MeshError:
-    """The error of parts of an axis that has speeds or shares."""
+    """Return the error for parts of an axis that has speeds or shares."""
     return MeshError(
         f"mesh axis {axis!r} has unlike devices: it has no parts",
         fix="leave out its speeds and shares, or the parts",

@@ -1,12 +1,13 @@
-"""Lookups and updates at positions near those of the rows that they make.
+"""Splits lookups and updates whose rows are near the rows that they make.
 
+``reach_of`` finds the windows: rows from ``(first + step * i) // of`` on, except for a
+few at the ends.
 In: a call whose index is made of constants alone (an interpolation, a pad that repeats
-rows or turns them round), and its rule. Out: the rule in which the dim that is looked
-up and the one that is made of it are one factor: a rank reads the window of rows that
-its own positions lie in (``Rule.windows``); of an update that accumulates it adds to
-that window. ``reach_of`` finds what windows are: rows ``(first + step * i) // of``, but
-for a few at the ends. Where rows are far from those they are made of the rule stays as
-it is.
+rows or mirrors them), and its rule. Out: the rule in which the dim that is looked up
+and the dim made from it are one factor: a rank reads the window of rows that holds its
+own positions (``Rule.windows``); an update that accumulates adds to that window. The
+unchanged rule where rows are far from the rows that they make.
+Never: reads an index that depends on an input.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ MASKED = aten._unsafe_masked_index.default
 READ = (aten.index.Tensor, aten._unsafe_index.Tensor, MASKED)
 ADDED = (aten.index_put.default, aten._unsafe_index_put.default)
 
-# A row is near the one it is made of within this share of all.
+# A row is near the row made from it if they differ by at most 1/_SHARE of all rows.
 _SHARE = 4
 
-# So many rows at either end may be made of others than the formula says.
+# How many rows at either end may be exceptions to the formula.
 _ENDS = 32
 
-# (dim of the operand, dim of what is made of it from the last, -1, on, what each row
-# along that reads)
+# (dim of the operand, the result's dim made from it, counted from the last as -1, the
+# rows that each row along that dim reads)
 Reaches = tuple[tuple[int, int, Reach], ...]
 
 
 def reaches_of(node: fx.Node) -> Reaches:
-    """The dims of a lookup, or of an update that accumulates, where rows are near."""
+    """Return the dims, of a lookup or an update that accumulates, along which rows are
+    near."""
     if node.target not in READ + ADDED:
         return ()
     with _torch.aot.as_compiled():
@@ -65,7 +67,7 @@ def _reaches(node: fx.Node) -> Reaches:
         others = [i for i in range(len(along)) if i != k]
         read = None if mask is None else mask.any(others) if others else mask
         reached = _reach(indices[d], value.shape[d], own, read)
-        # Of two dims that are looked up along the same one the first has its rows.
+        # Where two dims are looked up along the same result dim, the first keeps it.
         if reached is not None and reached[0] not in out:
             i, reach = reached
             out[i] = d, first + i, reach
@@ -73,8 +75,8 @@ def _reaches(node: fx.Node) -> Reaches:
 
 
 def _mask(node: fx.Node, along: Mapping[int, Sequence[int]]) -> torch.Tensor | None:
-    """A mask made of constants, of one dim for each that is looked up; of one row where
-    that is looked up at one place."""
+    """Return a mask made of constants, with one dim for each dim that is looked up, of
+    one row where the dim is looked up at one place; None for any other mask."""
     sizes = node.meta["val"].shape
     is_told = all(isinstance(n, int) for n in sizes)
     value = computed(node, {}) if is_told and math.prod(sizes) <= MOST else None
@@ -88,8 +90,9 @@ def _mask(node: fx.Node, along: Mapping[int, Sequence[int]]) -> torch.Tensor | N
 def _index_dims(
     indices: Sequence[fx.Node | None], ndim: int
 ) -> tuple[dict[int, list[int]], int] | None:
-    """(of ``ndim`` dims those that are looked up, and of each those of the joint index
-    that its own has; the dim where the joint index starts, from the result's last)."""
+    """Return (dim that is looked up -> the dims of the joint index that its own index
+    has, where the joint index starts, counted from the result's last dim); None for a
+    mask or symbolic sizes. ``ndim``: of the operand."""
     values = {d: i.meta["val"] for d, i in enumerate(indices) if i is not None}
     sizes = [n for x in values.values() for n in x.shape]
     if not values or any(map(is_mask, values.values())):
@@ -108,9 +111,9 @@ def _index_dims(
 def _reach(
     index: fx.Node, rows: int, own: Sequence[int], read: torch.Tensor | None
 ) -> tuple[int, Reach] | None:
-    """(dim of the joint index, what each row along it reads), ``own`` those that the
-    index has; the dim with the narrowest windows. ``read``: which rows are looked up at
-    all; others are of any place."""
+    """Return (dim of the joint index, the rows that each row along it reads) for the
+    dim with the narrowest windows; None if no rows are near. ``own``: the dims that the
+    index has; ``read``: which rows are looked up at all; others count as near."""
     value = index.meta["val"]
     sizes = (rows, *value.shape)
     if not all(isinstance(n, int) for n in sizes) or not 1 < value.numel() <= MOST:
@@ -132,13 +135,14 @@ def _reach(
 
 
 def reach_of(places: torch.Tensor, rows: int) -> Reach | None:
-    """What says these places of ``rows``, ``[count]`` or several for each row of what
-    is made, ``[count, ...]``; None if they are not near, or not so."""
+    """Return windows for ``places``, positions among ``rows``: ``[count]``, or several
+    for each row of the result, ``[count, ...]``; None if they are not near, or fit no
+    formula."""
     count = len(places)
     several, i = places.reshape(count, -1).long(), torch.arange(count)
     low, high = several.min(1).values, several.max(1).values
     width = int((high - low).max()) + 1
-    # Twice the middle of a window, less those of its own rows.
+    # Twice the distance of a window's middle from its result row's own place.
     far = ((low + high - (width - 1)) * count - 2 * i * rows).abs().max()
     if low.min() < 0 or high.max() >= rows or far * _SHARE > 2 * rows * count:
         return None
@@ -156,15 +160,15 @@ def reach_of(places: torch.Tensor, rows: int) -> Reach | None:
                 return reach
             if best is None or reach.span < best.span:
                 best = reach
-    # Windows of one row are said as they are, or not at all.
+    # Windows of one row must be exact.
     return best if width > 1 else None
 
 
 def _windows(
     low: torch.Tensor, high: torch.Tensor, ends: int, slope: tuple[int, int]
 ) -> Reach:
-    """The narrowest windows on this slope that hold rows ``low`` to ``high``, but for
-    so many at either end."""
+    """Return the narrowest windows on a slope that hold rows ``low`` to ``high``, with
+    ``ends`` exceptions at either end."""
     count, (step, of) = len(low), slope
     i = torch.arange(count)
     inside = slice(ends, count - ends)
@@ -184,16 +188,16 @@ def _reduced(step: int, of: int) -> tuple[int, int]:
 
 
 def near(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
-    """The rule of a lookup or update with these windows."""
+    """Return the rule of a lookup or update with these windows."""
     n = len(rule.operands)
     position, other = (n, n - 1) if node.target in ADDED else (0, n)
     words: dict[str, str] = {}
     windows, sizes = [], rule.size
     for d, result_dim, reach in reaches:
-        # An update has the rows that it adds in the place of those it makes.
+        # For an update the added rows take the place of a lookup's result.
         dims = rule.tensors[other]
         if -result_dim > len(dims):
-            continue  # values that stand for all rows
+            continue  # values that broadcast over all rows
         pair = rule.tensors[position][d], dims[result_dim]
         if not all(pair):
             continue

@@ -1,8 +1,9 @@
-"""Facts about ops: what makes an op fast, not only right.
+"""States facts about ops that make a plan fast, not only right.
 
-In: the target of a call. Out: its ``OpFacts``. Most follow from torch (views, tags,
-schemas) and from the family of the op's rule (pointwise); rows of ops
-(``sharding.ops``) state what neither says.
+Most follow from torch (views, tags, schemas) and from the family of the op's rule
+(pointwise); rows of ops (``sharding.ops``) state the others.
+In: the target of a call. Out: its ``OpFacts``.
+Never: depends on a call's shapes.
 """
 
 from __future__ import annotations
@@ -21,60 +22,61 @@ from fxpar.sharding.op_table import look_up
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What holds of every call of an op."""
+    """Holds facts that are true of every call of an op."""
 
-    # It gives its operand's memory, seen in another way.
+    # The result is a view of the operand's memory.
     view: bool = False
     # It takes the shape of its result and keeps the elements in order: a view where
     # strides allow.
     reshapes: bool = False
-    # It gives the elements of its operand, all of them in the same order.
+    # The result has all elements of the operand, in the same order.
     keeps_order: bool = False
-    # It gives the elements of its operand, all of them, the dims in another order.
+    # The result has all elements of the operand, with permuted dims.
     permutes: bool = False
-    # It gives parts of its operand along a dim.
+    # The results are parts of the operand along a dim.
     splits: bool = False
-    # It gives elements of its operands as they are, at other places, and constants.
+    # The result has elements of the operands unchanged, at other places, and constants.
     moves: bool = False
-    # It goes through its operand's memory by strides that the call gives.
+    # It reads its operand's memory by strides that the call gives.
     by_strides: bool = False
-    # It moves down with the wait whose result it rearranges: what lowering puts behind
-    # a collective. (Of all that moves elements, some schedules come out slower.)
+    # It moves down with the wait whose result it rearranges, as lowering puts it after
+    # a collective. (Moving every op that moves elements makes some schedules slower.)
     sinks: bool = False
-    # It gives its operand under another name.
+    # The result is the operand under another name.
     renames: bool = False
-    # It gives its operand in another dtype.
+    # The result is the operand in another dtype.
     casts: bool = False
-    # What it gives may be a copy of its whole operand.
+    # The result may be a copy of the whole operand.
     copies: bool = False
     # It multiplies or divides one operand by another.
     scales: bool = False
     # Each element of the result is made of one element of each operand.
     pointwise: bool = False
-    # Along a free factor of its rule it makes rows one by one, wherever they lie.
+    # Along a free factor of its rule it computes each row independently of the others.
     by_row: bool = False
-    # It goes by the order of rows along a dim that it needs whole: an axis that splits
-    # that dim splits another one instead.
+    # It depends on the order of rows along a dim that it needs whole: an axis that
+    # splits that dim splits another one instead.
     orders: bool = False
     # Which of its results counts places along a dim.
     places: int | None = None
-    # Of all that an operand holds it reads as much as it gives.
+    # It reads only as many elements of an operand as it gives.
     gathers: bool = False
     # Its threads write at indices, in any order.
     scatters: bool = False
     # Made of no operand's elements: "filled" with one value (or any), or "counted".
     constant: str = ""
-    # Which argument is the dim along which it needs whole rows, though nothing gets
-    # smaller.
+    # Position of the argument that names the dim along which it needs whole rows,
+    # though nothing gets smaller.
     rows: int | None = None
-    # Which argument is the dim, or dims, along which it goes: it makes each row of the
-    # other dims of the rows at its place in all tensors that it reads.
+    # Position of the argument that names the dim, or dims, along which it works: each
+    # row of the other dims is made of the rows at its place in all tensors that it
+    # reads.
     along: int | None = None
-    # It is one number of all elements, in any order.
+    # The result is one number of all elements, in any order.
     of_all: bool = False
-    # Inductor has a kernel of its own for it, which nothing is fused with.
+    # Inductor has a separate kernel for it, with which nothing is fused.
     alone: bool = False
-    # Inductor chooses the strides of what it gives, with what is around it.
+    # Inductor chooses the strides of its result, together with the ops around it.
     chosen_strides: bool = False
     # It makes random numbers.
     random: bool = False
@@ -82,30 +84,31 @@ class OpFacts:
     draws: bool = False
     # It writes to an operand.
     mutates: bool = False
-    # Compiled, it writes over its first operand where nothing reads that later.
+    # Compiled, it overwrites its first operand where nothing reads that later.
     over_first: bool = False
-    # Ranks meet in it.
+    # It communicates between ranks.
     communicates: bool = False
-    # What it does with each point, a class of ``hardware.LIGHT``.
+    # Its work for each element, a class of ``hardware.LIGHT``.
     work: str = "step"
-    # Of a pool and of its backward, which argument is the window; ``work`` is done with
-    # each element of each window.
+    # Of a pool and of its backward, the position of the window argument; ``work`` is
+    # done for each element of each window.
     window: int | None = None
-    # Of a product of matrices, which argument is its first factor.
+    # Of a product of matrices, the position of its first factor.
     product: int | None = None
     # The factors of the product, as in a rule; "" if it does more than multiply and
     # add.
     equation: str = ""
 
 
-# Ops of these namespaces communicate, and those that take one of these arguments.
+# Ops of these namespaces communicate, and ops that take one of these arguments.
 _NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"}
 _GROUPS = {"group", "group_name", "process_group"}
 
 
 @cache
 def op_facts_of(target: Any) -> OpFacts:
-    """The facts of a call's target; of what is no op of torch's, none hold."""
+    """Return the facts of a call's target; no facts for a target that is no torch op
+    and has no row."""
     from fxpar.sharding.ops import FACTS, pointwise
 
     stated = dict(look_up(FACTS, target) or {})
@@ -132,18 +135,18 @@ def op_facts_of(target: Any) -> OpFacts:
 
 
 def takes_from_generator(node: fx.Node) -> bool:
-    """Whether a call takes numbers from a generator, so that what draws before it
-    counts. Numbers by index (``fxpar::random``) do not."""
+    """Return whether a call takes numbers from a generator, so that earlier draws
+    matter. Numbers by index (``fxpar::random``) do not."""
     return op_facts_of(node.target).draws and not _drops_nothing(node)
 
 
 def makes_random_numbers(node: fx.Node) -> bool:
-    """Whether a call makes random numbers, from a generator or by index."""
+    """Return whether a call makes random numbers, from a generator or by index."""
     return op_facts_of(node.target).random and not _drops_nothing(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Whether a call is attention without dropout, which draws no numbers."""
+    """Return whether a call is attention without dropout, which draws no numbers."""
     schema = _torch.objects.schema_of(node.target)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
@@ -163,12 +166,13 @@ def _stated() -> dict[str, Mapping[str, Any]]:
 
 
 def stated_facts(name: str) -> Mapping[str, Any]:
-    """What the row of an overload states, ``"aten.view.dtype"``."""
+    """Return the facts that the row of an overload states, e.g. of
+    ``"aten.view.dtype"``."""
     return _stated().get(name, {})
 
 
 def name_of(target: Any) -> str:
-    """An op without its overload."""
+    """Return the name of an op without its overload."""
     return str(target).rpartition(".")[0]
 
 
@@ -177,5 +181,5 @@ COLLECTIVE = "fxpar.collective.default"
 
 
 def group_axes_of(node: fx.Node) -> tuple[str, ...]:
-    """The axes along which a collective of a region goes."""
+    """Return the axes along which a collective of a manual region communicates."""
     return tuple(str(node.args[-1]).split("+"))

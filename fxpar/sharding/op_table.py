@@ -1,19 +1,22 @@
-"""What a row of the table of ops is, how it becomes the rule of one op call, and how
-rows are made.
+"""Defines a row of the table of ops, makes rows, and evaluates a row into the rule of
+one op call.
 
 A row maps an ATen overload to its factors: text (``"m k, k n -> m n"``) or, where
-attributes matter, a function of the call's own arguments (tensors stand as fake
+attributes matter, a function of the call's own arguments (tensors are given as fake
 tensors) that returns text or a Rule. ``linear`` / ``monotone`` / ``movement`` name, by
 argument position, the operands that may be partial together: ``"0+1"`` both at once,
 ``"0|1"`` either one with the other whole; a position that holds no tensor in a call
 voids its group. ``shape`` is the position of the argument that spells the result's
 shape, which partitioning makes local. ``even``: its shards must all be of one size;
-``empty``: what it does with one that is empty (``Rule.empty``).
+``empty``: its behaviour on an empty shard (``Rule.empty``).
 
-A word is what a dim is in rule text: a factor ``"k"``, whole as ``"k!"``, ``"_"`` for
-a dim without a factor, or a tuple of factors for a compound dim, major to minor. Rules
+A word describes a dim in rule text: a factor ``"k"``, whole as ``"k!"``, ``"_"`` for a
+dim without a factor, or a tuple of factors for a compound dim, major to minor. Rules
 are built from words rather than from text wherever a tensor may have no dims, which
-text cannot tell from no tensor.
+text cannot distinguish from no tensor.
+
+In: a row, and a call with fake tensors. Out: a sized Rule, or None.
+Never: knows a mesh.
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ RuleFunction = Callable[..., "Rule | str | None"]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table; the module says what its marks mean."""
+    """Holds one row of the table; the module explains its marks."""
 
-    # Text, or a function of the call's arguments; None of it: this call has no rule,
-    # make it whole.
+    # Text, or a function of the call's arguments that returns text or a Rule; None: the
+    # call has no rule, and is made whole.
     rule: str | RuleFunction | None
     # Groups of operands that may be partial sums.
     linear: str | None = None
@@ -56,23 +59,24 @@ class Row:
     reduce: str | None = None
     # Position of the argument that spells the result's shape.
     shape: int | None = None
-    # Shards must all be of one size.
+    # Whether shards must all be of one size.
     even: bool = False
-    # What it does with an empty shard: "fill", "never", or None, it works.
+    # Its behaviour on an empty shard: "fill", "never", or None, it runs.
     empty: str | None = None
     # Its local form, ``(call, *local args, **local kwargs) -> node``; None: the op on
     # the shards of its operands.
     local: Callable[..., Any] | None = None
-    # What else holds of it: fields of ``op_facts.OpFacts``.
+    # Its other facts: fields of ``op_facts.OpFacts``.
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-# What of a row may be said of it by name; all else is a fact.
+# Fields of a row that are given by name; all other names are facts.
 MARKS = {x.name for x in fields(Row)} - {"rule", "local", "facts"}
 
 
 def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
-    """For each argument, positional then keyword, the operand indices it holds."""
+    """Return for each argument, positional then keyword, the operand indices it
+    holds."""
     out, n = [], 0
     for arg in [*args, *kwargs.values()]:
         tensors = [
@@ -86,8 +90,8 @@ def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[
 def _passages(
     entry: Row, positions: list[list[int]], whole_numbers: bool
 ) -> tuple[Passage, ...]:
-    """The marks' passages. ``whole_numbers``: of the results alone; rounding to them is
-    monotone at best, never linear."""
+    """Return the passages that the row's marks describe. ``whole_numbers``: only the
+    results are whole numbers; rounding to them is monotone at best, never linear."""
     out = []
     for text, reductions in (
         (None if whole_numbers else entry.linear, LINEAR),
@@ -103,7 +107,7 @@ def _passages(
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Tensors of an op's arguments or result, in order."""
+    """Return the tensors of an op's arguments or result, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [x for x in _torch.fake.tree_leaves(value) if isinstance(x, torch.Tensor)]
@@ -112,7 +116,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def evaluate(
     entry: Row, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> Rule | None:
-    """The sized rule of one call, or None if the row has none for it.
+    """Return the sized rule of one call, or None if the row has none for it.
 
     ``args``/``kwargs``: the call's arguments with fake tensors; ``result``: its fake
     result. Raises RuleError if the row does not fit the call.
@@ -142,9 +146,9 @@ def evaluate(
 def _of_dtypes(
     passage: Passage, operands: Sequence[torch.Tensor], results: Collection[torch.dtype]
 ) -> Passage:
-    """The passage to results of these dtypes. Of what wraps only the largest and
-    smallest are in others what they were; that goes for sums of bools too, which are
-    whether there is one."""
+    """Return the passage restricted to reductions that are exact for results of these
+    dtypes. Where a dtype that wraps is cast, only maxima and minima survive; so too for
+    sums of bools, which are True where any is."""
     read = [operands[i].dtype for i in passage.operands]
     if not any(_wraps(dtype) and {dtype} != results for dtype in read):
         return passage
@@ -153,8 +157,8 @@ def _of_dtypes(
 
 
 def _wraps(dtype: torch.dtype) -> bool:
-    """Whether a sum may leave the range. Of 64 bits, in which things are counted, it
-    would take for ever."""
+    """Return whether a sum may leave the range. 64-bit integers, used as counts, do not
+    in practice."""
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     return is_whole and dtype.itemsize < 8
 
@@ -164,17 +168,17 @@ def _is_whole(x: torch.Tensor) -> bool:
 
 
 def _counts(x: torch.Tensor) -> bool:
-    """Whether elements are whole numbers, which sums of sums are exact in."""
+    """Return whether elements are whole numbers, of which sums of sums are exact."""
     return _is_whole(x) and x.dtype != torch.bool
 
 
 def names(n: int, prefix: str = "d") -> list[str]:
-    """``n`` factor names."""
+    """Return ``n`` factor names."""
     return [f"{prefix}{i}" for i in range(n)]
 
 
 def text(*tensors: Sequence[str], results: Sequence[Sequence[str]]) -> str:
-    """Rule text from words per dim."""
+    """Return rule text from words per dim."""
     operands = ", ".join(" ".join(t) for t in tensors)
     return f"{operands} -> {', '.join(' '.join(t) for t in results)}"
 
@@ -189,8 +193,8 @@ def make(
     passages: Sequence[Passage] = (),
     reductions: Mapping[str, str] | None = None,
 ) -> Rule:
-    """The rule of these words; ``sizes`` are needed for compound dims only. ``~k`` in a
-    result is no dim: every rank along ``k`` computes the result alike."""
+    """Return the rule of these words; ``sizes`` are needed for compound dims only.
+    ``~k`` in a result is no dim: all ranks along ``k`` compute equal results."""
     whole: set[str] = set()
 
     def factors(word: Word) -> tuple[str, ...]:
@@ -218,7 +222,7 @@ def make(
 
 
 def whole(*args: Any, **kwargs: Any) -> Rule:
-    """A call all of whose operands and results are whole."""
+    """Return the rule of a call all of whose operands and results are whole."""
     operands = [["_"] * x.ndim for x in tensors_of((args, kwargs))]
     return replace(make(operands, []), open=True)
 
@@ -226,7 +230,8 @@ def whole(*args: Any, **kwargs: Any) -> Rule:
 def words_of(
     x: torch.Tensor | Sequence[int], whole: Collection[int] = (), prefix: str = "d"
 ) -> list[str]:
-    """A word per dim: ``_`` where the size is 1, whole at the dims in ``whole``."""
+    """Return a word per dim: ``_`` where the size is 1, whole at the dims in
+    ``whole``."""
     shape = x.shape if isinstance(x, torch.Tensor) else x
     return [
         "_" if size == 1 else f"{prefix}{i}" + "!" * (i in whole)
@@ -235,7 +240,7 @@ def words_of(
 
 
 def aligned(shapes: Sequence[Sequence[int]]) -> tuple[list[str], list[list[str]]]:
-    """(words of what the shapes broadcast to, words of each)."""
+    """Return (words of the shape that the shapes broadcast to, words of each shape)."""
     full = torch.broadcast_shapes(*shapes)
     words = words_of(full, prefix="b")
     words_of_each = []
@@ -247,12 +252,13 @@ def aligned(shapes: Sequence[Sequence[int]]) -> tuple[list[str], list[list[str]]
 
 
 def at(dim: int, ndim: int) -> int:
-    """A dim counted from the front. A tensor without dims has dim 0, as in torch."""
+    """Return a dim counted from the front. A tensor without dims has dim 0, as in
+    torch."""
     return dim % max(ndim, 1)
 
 
 def all_at(dims: int | Sequence[int] | None, ndim: int) -> frozenset[int]:
-    """Dims counted from the front; None and an empty list mean all of them."""
+    """Return dims counted from the front; None and an empty list mean all of them."""
     if dims is None or (not isinstance(dims, int) and not len(dims)):
         return frozenset(range(ndim))
     return frozenset(at(d, ndim) for d in ([dims] if isinstance(dims, int) else dims))
@@ -262,8 +268,8 @@ T = TypeVar("T")
 
 
 def look_up(table: Mapping[Any, T], target: Any) -> T | None:
-    """What a table says of a call's target, by the op or, of those that are registered
-    late, by its name."""
+    """Return the table's entry for a call's target, by the op or, for ops that are
+    registered late, by its name."""
     if target in table:
         return table[target]
     if isinstance(target, _torch.inductor.OpOverload):
@@ -272,7 +278,7 @@ def look_up(table: Mapping[Any, T], target: Any) -> T | None:
 
 
 def keys(names: str, namespace: str = "aten") -> list[Any]:
-    """Table keys of op names separated by spaces: ``"add.Tensor relu"``.
+    """Return table keys of op names separated by spaces: ``"add.Tensor relu"``.
 
     An aten op is its overload, if this torch has it. Others are named by text, as they
     may be registered later than this table.
@@ -298,9 +304,9 @@ def rows(
     local: Callable[..., Any] | None = None,
     **marks: Any,
 ) -> dict[Any, Row]:
-    """The same row for each of the named ops. ``facts``: of ``op_facts.OpFacts``, what
-    holds; ``marks``: fields of Row, and facts that have a value. No rule: the row says
-    what holds of an op that is made whole."""
+    """Return the same row for each of the named ops. ``facts``: names of
+    ``op_facts.OpFacts`` that are true; ``marks``: fields of Row, and facts that have a
+    value. Without a rule, the row states facts of an op that is made whole."""
     values = {mark: marks.pop(mark) for mark in set(marks) - MARKS}
     stated = dict.fromkeys(facts.split(), True) | values
     row = Row(rule, **marks, local=local, facts=stated)
@@ -314,8 +320,8 @@ def by_rank(
     local: Callable[..., Any] | None = None,
     **marks: Any,
 ) -> dict[Any, Row]:
-    """Rows for ``pattern`` with each number of spatial dims put in, which the rule and
-    the local form take first."""
+    """Return rows for ``pattern`` with each number of spatial dims put in, which the
+    rule and the local form take as their first argument."""
     out: dict[Any, Row] = {}
     for k in ranks:
         op, form = pattern.format(k), local and partial(local, k)

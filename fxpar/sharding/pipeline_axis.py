@@ -1,8 +1,11 @@
-"""The axis of a mesh along which ranks run stages of a program, and the stages.
+"""Finds the axis of a mesh along which ranks run stages of a program, and holds the
+stages.
 
 A pipeline axis is no axis of specs: a program is planned on the mesh without it, then
-cut into stages, each of which runs on the ranks at one place along it. Data: a
-``Pipeline`` is what was asked for, a ``PipelineStage`` what the plan says of one.
+cut into stages, each of which runs on the ranks at one place along it.
+In: a Mesh. Out: the mesh of one stage, a ``Pipeline`` as requested.
+``PipelineStage`` describes a stage in a plan.
+Never: cuts a program.
 """
 
 from __future__ import annotations
@@ -16,35 +19,36 @@ from fxpar.sharding.mesh import Mesh
 
 PIPELINE = ("pp", "stage")
 
-# What a mesh of stages alone is planned on.
+# The axis on which a mesh of stages alone is planned.
 _ONE = ("dp", 1)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A program in stages, as it was asked for."""
+    """Describes a program in stages, as it was requested."""
 
-    # With the pipeline axis.
+    # Includes the pipeline axis.
     mesh: Mesh
-    # The name of that axis.
+    # The name of the pipeline axis.
     axis: str
     # As the option ``pipeline``.
     schedule: str = "auto"
 
     @property
     def places(self) -> int:
-        """Ranks along the axis."""
+        """Return the number of ranks along the axis."""
         return self.mesh.axis_size(self.axis)
 
     def speeds(self, places: Sequence[int]) -> tuple[float, ...]:
-        """Relative speed of the ranks at each of these places."""
+        """Return the relative speed of the ranks at each of these places."""
         speeds = self.mesh.speeds_of(self.axis)
         return tuple(speeds[place] for place in places)
 
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A contiguous part of the forward, with the backward that belongs to it."""
+    """Describes a contiguous part of the forward, with the backward that belongs to
+    it."""
 
     # In the order of the forward.
     index: int
@@ -56,31 +60,31 @@ class PipelineStage:
     parameters: tuple[str, ...]
     # Predicted for the forward of one microbatch.
     forward_seconds: float
-    # And for its backward.
+    # Predicted for the backward of one microbatch.
     backward_seconds: float
-    # Of its parameters on a rank.
+    # Bytes of its parameters on a rank.
     bytes: int
-    # That it sends to other stages for one microbatch.
+    # Bytes that it sends to other stages for one microbatch.
     sent_bytes: int
-    # Name of the op of the one-device program that it begins at.
+    # Name of the first op of the stage in the one-device program.
     begin: str = ""
 
     @property
     def seconds(self) -> float:
-        """Predicted, of one microbatch forward and backward."""
+        """Return predicted seconds of one microbatch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
 def is_pipeline(axis: str) -> bool:
-    """Whether an axis is one of stages by its name."""
+    """Return whether an axis is an axis of stages by its name."""
     return axis_of(axis).lower() in PIPELINE
 
 
 def pipeline_axis(mesh: Mesh) -> str | None:
-    """The axis of stages, if there is one with several ranks.
+    """Return the axis of stages, if there is one with several ranks.
 
     Raises MeshError if there are two, if it has shares, or if ranks of another axis are
-    given as unlike.
+    given as unequal.
     """
     axes = [axis for axis, size in mesh.axes if size > 1 and is_pipeline(axis)]
     if len(axes) > 1:
@@ -104,7 +108,7 @@ def pipeline_axis(mesh: Mesh) -> str | None:
 
 
 def with_planned_axis(mesh: Mesh) -> Mesh:
-    """The mesh; of stages alone, with an axis of one rank to plan on."""
+    """Return the mesh; if it has stages alone, with an axis of one rank to plan on."""
     if pipeline_axis(mesh) is None or len(mesh.axes) > 1:
         return mesh
     links, speeds = (*mesh.links, mesh.links[0]), (*mesh.speeds, None)
@@ -112,9 +116,9 @@ def with_planned_axis(mesh: Mesh) -> Mesh:
 
 
 def split_off(mesh: Mesh, schedule: str = "auto") -> tuple[Mesh, Pipeline | None]:
-    """The mesh to plan on, and the pipeline, if there is an axis of stages.
+    """Return the mesh to plan on, and the pipeline, if there is an axis of stages.
 
-    Raises OptionError for a schedule of a mesh without one, MeshError as
+    Raises OptionError for a schedule on a mesh without such an axis, MeshError as
     ``pipeline_axis``.
     """
     axis = pipeline_axis(mesh)
@@ -130,13 +134,13 @@ def split_off(mesh: Mesh, schedule: str = "auto") -> tuple[Mesh, Pipeline | None
 
 
 def without_stages(mesh: Mesh) -> Mesh:
-    """The mesh that one stage runs on."""
+    """Return the mesh that one stage runs on."""
     axis = pipeline_axis(mesh)
     return mesh if axis is None else without(mesh, (axis,))
 
 
 def without(mesh: Mesh, axes: Collection[str]) -> Mesh:
-    """The mesh of the ranks that differ along other axes than these."""
+    """Return the mesh of the ranks that differ only along other axes."""
     positions = [i for i, name in enumerate(mesh.names) if name not in axes]
     if len(positions) == len(mesh.names):
         return mesh
@@ -148,7 +152,8 @@ def without(mesh: Mesh, axes: Collection[str]) -> Mesh:
 
 
 def with_stages(planned: Mesh, pipeline: Pipeline) -> Mesh:
-    """The whole mesh of a pipeline, refined and linked as that of a stage is."""
+    """Return the whole mesh of a pipeline, refined and with links like a stage's
+    mesh."""
     whole = pipeline.mesh.refined(planned.names)
     links = dict(zip(planned.names, planned.links, strict=True))
     named_links = zip(whole.names, whole.links, strict=True)
@@ -158,7 +163,8 @@ def with_stages(planned: Mesh, pipeline: Pipeline) -> Mesh:
 
 
 def homes(stages: int, places: int, style: str = "loop") -> tuple[int, ...]:
-    """The place of each stage: "loop", round and round, or "v", forth and back."""
+    """Return the place of each stage: "loop", 0 to the last again and again, or "v",
+    forth and back."""
     rounds = range(-(-stages // places))
     way: list[int] = []
     for turn in rounds:

@@ -1,8 +1,10 @@
-"""Schedules of a pipeline: which rank computes which microbatch of which stage when.
+"""Holds schedules of a pipeline: when each rank computes which microbatch of which
+stage.
 
-In: a name, how many places and microbatches there are. Out: rows of ``Action``, torch's
-own (``torch.distributed.pipelining``), and when each runs if a stage takes so long. All
-messages of a program follow one order, that in which actions begin.
+In: a name, the numbers of places and microbatches. Out: rows of ``Action``, torch's own
+(``torch.distributed.pipelining``), and when each runs, given seconds of each action.
+All messages of a program follow one order, the order in which actions begin.
+Never: runs anything.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from fxpar.sharding.pipeline_axis import homes
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 
-# What a stage does of a microbatch, in the order of the alphabet.
+# Complete work of a stage on a microbatch, as sorted kinds.
 _WHOLE = ([BACKWARD, FORWARD], [FORWARD, INPUTS, WEIGHTS])
 
 
 class Action(NamedTuple):
-    """A stage's work on one microbatch."""
+    """Is a stage's work on one microbatch."""
 
     stage: int
-    # "F": forward; "B": backward, or of it "I": what stages before it wait for, and
-    # "W": the rest.
+    # "F": forward; "B": backward, or its two halves "I": the part that earlier stages
+    # wait for, and "W": the rest.
     kind: str
     part: int
 
@@ -37,30 +39,30 @@ class Action(NamedTuple):
 
 
 class TimedAction(NamedTuple):
-    """When an action runs."""
+    """Says when an action runs."""
 
     action: Action
     place: int
-    # Seconds.
+    # In seconds.
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """One of torch's schedules."""
+    """Describes one of torch's schedules."""
 
     # (places, microbatches, stages a place) -> actions of each place.
     rows: Callable[[int, int, int], list[list[tuple[int, str, int]]]]
-    # Stages a place has.
+    # Stages of each place.
     rounds: int
-    # How stages go round the places, as of ``pipeline_axis.homes``.
+    # How stages are assigned to places, as in ``pipeline_axis.homes``.
     style: str = "loop"
     # The schedule of the same stages that has an order for any number of microbatches;
     # empty: this one has.
     of_any_number: str = ""
     # Places wait for the first part on its way through all others, and for the last on
-    # its way back: of stages cut however, (p - 1) / p of what a part takes.
+    # its way back: for any cut into stages, (p - 1) / p of the time of a part.
     fills: bool = False
 
 
@@ -79,19 +81,20 @@ SCHEDULES: Mapping[str, PipelineSchedule] = {
     "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, "v", of_any_number="zbv"),
 }
 
-# What "auto" is, where forward and backward are one program, and where they are two.
+# The schedules of "auto" where forward and backward are one program, and where they are
+# two.
 AUTO, AUTO_APART = "1f1b", "gpipe"
 
 
 def stage_places(name: str, places: int) -> tuple[int, ...]:
-    """The place of each stage of a schedule."""
+    """Return the place of each stage of a schedule."""
     schedule = SCHEDULES[name]
     return homes(places * schedule.rounds, places, schedule.style)
 
 
 def order_for(name: str, places: int, parts: int) -> str:
-    """The schedule, or if it has no order for so many microbatches the one of the same
-    stages that has."""
+    """Return the schedule, or if it has no order for this number of microbatches, the
+    schedule of the same stages that has one."""
     other = SCHEDULES[name].of_any_number
     stages, rows = places * SCHEDULES[name].rounds, _rows(name, places, parts)
     is_complete = not other or _is_complete(rows, range(stages), range(parts), True)
@@ -101,10 +104,9 @@ def order_for(name: str, places: int, parts: int) -> str:
 def rows_of(
     name: str, places: int, parts: int, *, trains: bool = True
 ) -> list[list[Action]]:
-    """The actions of each place, in order; of a program without a backward, forwards
-    alone.
+    """Return the actions of each place, in order; without a backward, forwards alone.
 
-    Raises PlanError if the schedule has none for so many microbatches.
+    Raises PlanError if the schedule has no order for this number of microbatches.
     """
     rows = _rows(name, places, parts)
     if not trains:
@@ -128,7 +130,7 @@ def _rows(name: str, places: int, parts: int) -> list[list[Action]]:
 def _is_complete(
     rows: Sequence[Sequence[Action]], stages: range, parts: range, trains: bool
 ) -> bool:
-    """Whether each stage does all of each microbatch, and nothing twice."""
+    """Return whether each stage does all of each microbatch, and nothing twice."""
     kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
     for action in itertools.chain(*rows):
         kinds[action.stage, action.part].append(action.kind)
@@ -142,7 +144,8 @@ def _is_complete(
 def seconds_of(
     action: Action, forward: Sequence[float], backward: Sequence[float]
 ) -> float:
-    """Predicted, of an action; ``forward`` and ``backward``: of each stage."""
+    """Return predicted seconds of an action; ``forward`` and ``backward``: of each
+    stage."""
     if action.kind == FORWARD:
         return forward[action.stage]
     share = 1.0 if action.kind == BACKWARD else 0.5
@@ -154,10 +157,10 @@ def timed(
     seconds: Callable[[Action], float],
     sending: float = 0.0,
 ) -> list[TimedAction]:
-    """When each action runs, in the order they begin. ``seconds``: of an action;
-    ``sending``: from one place to another.
+    """Return when each action runs, in the order they begin. ``seconds``: of an action;
+    ``sending``: seconds from one place to another.
 
-    Raises PlanError if actions wait for one another for ever.
+    Raises PlanError if actions wait for one another in a cycle.
     """
     last = max(each.stage for row in rows for each in row)
     scheduled = {each for row in rows for each in row}
@@ -190,7 +193,8 @@ def timed(
 
 
 def _needs(action: Action, last: int) -> list[Action]:
-    """What an action waits for, as far as a schedule has it."""
+    """Return the actions that an action waits for, some of which a schedule may not
+    have."""
     stage, kind, part = action
     if kind == FORWARD:
         return [Action(stage - 1, FORWARD, part)] if stage else []
@@ -203,15 +207,15 @@ def _needs(action: Action, last: int) -> list[Action]:
 
 
 def bubble(slots: Sequence[TimedAction], places: int) -> float:
-    """The share of the time in which places wait, on average."""
+    """Return the share of the time in which places wait, on average."""
     end = max(slot.end for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)
     return 1.0 - busy / (end * places) if end else 0.0
 
 
 def picture(slots: Sequence[TimedAction], places: int, tick: float) -> str:
-    """A line for each place, a column for each tick: the microbatch of a forward as a
-    number, of a backward as a letter."""
+    """Return a line for each place with a column for each tick: the microbatch of a
+    forward as a digit, of a backward as a letter."""
     end = max(slot.end for slot in slots)
     lines = [["."] * round(end / tick) for _ in range(places)]
     for slot in slots:

@@ -1,7 +1,8 @@
-"""The plan: a spec for every value, what was chosen, and why. Frozen data.
+"""Holds the plan as frozen data: a spec for every value, the choices made, the reasons.
 
-Printable, JSON round-trip, stable hash. ``decide`` makes the decisions, ``plan_facts``
-writes them down as a Plan.
+In: fields that ``plan_facts`` fills from the decisions of ``decide``, or a file. Out:
+text, JSON that reads back as an equal plan, a stable hash.
+Never: decides anything.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that a rank takes part in."""
+    """Describes one collective that a rank takes part in."""
 
-    # all_reduce, all_gather, reduce_scatter, all_to_all or permute; between stages, of
-    # all of them, send, broadcast or scatter.
+    # all_reduce, all_gather, reduce_scatter, all_to_all or permute; between stages also
+    # send, broadcast or scatter.
     kind: str
-    # That it goes over.
+    # The axes that it goes over.
     axes: tuple[str, ...]
-    # Of the tensor that it completes on one rank, or, for a reduce_scatter, of what
-    # goes in.
+    # Of the complete tensor on one rank; of a reduce_scatter, of its input.
     bytes: int
     # Node, and the user's line.
     source: str
@@ -43,7 +43,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One op: its strategy, the specs it reads, makes, and its results settle in."""
+    """Describes one op: its strategy, and the specs of its operands and results."""
 
     # Of its node.
     name: str
@@ -51,13 +51,13 @@ class NodePlan:
     op: str
     # Axes by factor of the rule.
     factors: tuple[tuple[str, tuple[str, ...]], ...]
-    # (axis, reduction, number of the passage) of partial operands it lets through.
+    # (axis, reduction, number of the passage) of partial operands that pass through.
     passes: tuple[tuple[str, str, int], ...]
     # Specs it reads.
     operands: tuple[Spec, ...]
     # Specs it makes.
     results: tuple[Spec, ...]
-    # Specs its results settle in.
+    # Specs in which its results settle.
     settled: tuple[Spec, ...]
     # Global, of operands and results.
     shapes: tuple[tuple[int, ...], ...]
@@ -65,17 +65,17 @@ class NodePlan:
     dtypes: tuple[str, ...]
     # As text.
     rule: str
-    # The user's; None if unknown.
+    # The user's source line; None if unknown.
     line: str | None = None
     # ``forward/layers.0.mlp``, as ``plan_facts`` writes it; None if unknown.
     module: str | None = None
-    # The value that each operand is, as its place in ``Plan.values``; empty if unknown.
+    # The position in ``Plan.values`` of each operand; empty if unknown.
     reads: tuple[int, ...] = ()
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """JSON-ready, as in ``Plan.to_dict``; read only. Plans that differ in notes
-        alone have the same ops."""
+        """Return the op ready for JSON, as in ``Plan.to_dict``; read only. Cached, as
+        plans that differ only in notes have the same ops."""
         fields = asdict_shallow(self).items()
         return {
             name: _plain_once(x) if type(x) is tuple else _plain(x)
@@ -87,22 +87,22 @@ class NodePlan:
 def _without(
     factors: Iterable[tuple[str, tuple[str, ...]]], left_out: Collection[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Axes of factors without some of them."""
+    """Return the axes by factor without some of the axes."""
     pairs = [
         (name, tuple(a for a in axes if a not in left_out)) for name, axes in factors
     ]
     return tuple((name, axes) for name, axes in pairs if axes)
 
 
-# Of a NodePlan, what ``hash`` leaves out: what the ranks run does not depend on it, or
-# it is in the program.
+# Fields of a NodePlan that ``hash`` leaves out: they are in the program, or do not
+# change what ranks run.
 _ASIDE = ("line", "module", "reads")
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Equal reshards that one line of the user's causes: from one spec to another, by
-    the same steps."""
+    """Describes equal reshards that one line of the user's causes: from one spec to
+    another, by the same steps."""
 
     # The spec before.
     source: Spec
@@ -110,19 +110,19 @@ class Moved:
     target: Spec
     # Such as ("all_gather dp",).
     steps: tuple[str, ...]
-    # How many there are.
+    # Number of reshards.
     calls: int
-    # Of all of them, each as in ``Collective``.
+    # Of all of them, each counted as in ``Collective``.
     bytes: int
     # Of all of them; None if no hardware is known.
     seconds: float | None
-    # The user's.
+    # The user's source line.
     line: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec for every value of one graph on one mesh."""
+    """Holds a spec for every value of one graph on one mesh."""
 
     # With its links.
     mesh: Mesh
@@ -138,52 +138,53 @@ class Plan:
     values: tuple[tuple[str, Spec], ...]
     # In order of the graph.
     nodes: tuple[NodePlan, ...]
-    # Of one step in the order they run, before small ones are joined; what forward and
-    # backward both do stands twice.
+    # Of one step in the order they run, before small ones are joined; collectives that
+    # forward and backward both run are listed twice.
     collectives: tuple[Collective, ...]
     # Ops without a rule, whose operands were made whole.
     unknown: tuple[str, ...] = ()
     # (value, why it has its spec).
     reasons: tuple[tuple[str, str], ...] = ()
-    # What planning noticed, as text.
+    # Observations made while planning, as text.
     notes: tuple[str, ...] = ()
     # Seconds by step of the pipeline.
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
-    # (kind, bytes of a rank) when it holds most, as simulated, with the optimizer's
-    # state.
+    # (kind, bytes of a rank) at its simulated peak, with the optimizer's state.
     memory: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     # Memory of a rank in bytes; None if no hardware is known.
     room: int | None = field(default=None, compare=False)
-    # What resharding costs most.
+    # The most expensive reshards.
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
-    # The lines of ``fusion.schedule`` that were done to the local graph.
+    # The lines of ``fusion.schedule`` that were applied to the local graph.
     schedule: str = ""
     # Axes that experts are split over, where the search chose them.
     experts: tuple[str, ...] = ()
-    # Of each mixture of experts split over manual axes, the rows that a rank sends;
-    # 0 if each rank has all experts.
+    # For each mixture of experts split over manual axes, the rows that a rank sends; 0
+    # if each rank has all experts.
     sent_rows: tuple[int, ...] = ()
-    # Of manual regions, where the search chose others than the first.
+    # Chosen bodies of manual regions, where the search chose others than the first.
     bodies: tuple[int, ...] = ()
     # Predicted seconds of a step, if plans were compared by them.
     step_seconds: float | None = field(default=None, compare=False)
-    # What came near to be, and why it is not.
+    # Near misses: rewrites that were not made, and why.
     near: tuple[str, ...] = field(default=(), compare=False)
-    # Of a compiled graph, what runs as generated kernels, how, and why so.
+    # Of a compiled graph: parts that run as generated kernels, how, and why.
     regions: tuple[str, ...] = field(default=(), compare=False)
     # Of a mesh with an axis of stages, in the order of the forward.
     stages: tuple[PipelineStage, ...] = ()
-    # For these asked for or searched; None: as many as is usual.
+    # Requested or searched for the stages; None: the usual number.
     microbatches: int | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of a rank at its peak, with the optimizer's state; 0 if unknown."""
+        """Return the bytes of a rank at its peak, with the optimizer's state; 0 if
+        unknown."""
         return sum(size for _, size in self.memory)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits in the memory of a rank; true if either is unknown."""
+        """Return whether the peak fits in the memory of a rank; true if either is
+        unknown."""
         return self.room is None or self.held_bytes <= self.room
 
     def predicted_texts(self) -> list[str]:
@@ -192,19 +193,20 @@ class Plan:
         return [] if seconds is None else [f"{short_seconds(seconds)} a step"]
 
     def layers(self) -> str:
-        """Memory and time by layer, or why there is none: a loaded plan has no
+        """Return memory and time by layer, or why there is none: a loaded plan has no
         program."""
         return "no table by layer: a loaded plan has no program; plan with mode=FILE"
 
     def of_one_stage(self) -> Plan:
-        """The plan on the mesh that one stage runs on: its specs without the stages."""
+        """Return the plan on the mesh that one stage runs on, with specs without the
+        axis of stages."""
         axis = pipeline_axis(self.mesh)
         if axis is None:
             return self
         return replace(self.without({axis}), mesh=without_stages(self.mesh))
 
     def without(self, axes: Collection[str]) -> Plan:
-        """The plan whose specs do not name these axes, on the same mesh."""
+        """Return the plan whose specs do not name these axes, on the same mesh."""
 
         def bare(named: tuple[tuple[str, Spec], ...]) -> tuple[tuple[str, Spec], ...]:
             return tuple((name, spec.without(axes)) for name, spec in named)
@@ -224,7 +226,8 @@ class Plan:
         return {**dict(self.values), **dict(self.parameters)}
 
     def spec(self, name: str) -> Spec:
-        """Spec of a value or parameter by name. Raises PlanError if unknown."""
+        """Return the spec of a value or parameter by name. Raises PlanError if
+        unknown."""
         try:
             return self._specs[name]
         except KeyError:
@@ -235,20 +238,22 @@ class Plan:
             ) from None
 
     def why(self, name: str) -> str:
-        """Why a value has its spec: for each axis the seed and the way it came."""
+        """Return why a value has its spec: for each axis the seed and the way it
+        came."""
         spec = self.spec(name)
         reason = dict(self.reasons).get(name)
         return f"{name}: {spec}\n{reason or '  whole: no axis reached it'}"
 
     @cached_property
     def hash(self) -> str:
-        """Stable digest of everything that decides which program the ranks run."""
+        """Return a stable digest of everything that decides which program the ranks
+        run."""
         data = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(data.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; timings, reasons, modules and source lines are left out: they may
-        differ between runs of the same plan."""
+        """Return the plan ready for JSON; without timings, reasons, modules and source
+        lines, which may differ between runs of the same plan."""
         plain = _plain
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
         data |= {"experts": list(self.experts)} if self.experts else {}
@@ -279,8 +284,8 @@ class Plan:
         }
 
     def to_record(self) -> dict[str, Any]:
-        """JSON-ready: ``to_dict`` with what ``hash`` does not cover: links, reasons,
-        notes, source lines and modules."""
+        """Return ``to_dict`` with the fields that ``hash`` does not cover: links,
+        reasons, notes, source lines, modules and others."""
         data = self.to_dict()
         if any(link != Link() for link in self.mesh.links):
             data["links"] = [asdict(link) for link in self.mesh.links]
@@ -306,13 +311,13 @@ class Plan:
         write_asked(path, self.to_json())
 
     def to_json(self) -> str:
-        """``to_record`` as text."""
+        """Return ``to_record`` as text."""
         return json.dumps(self.to_record(), indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what ``save`` wrote. Raises PlanError if it cannot be read, naming the
-        place in the file that is broken."""
+        """Return the plan that ``save`` wrote. Raises PlanError if it cannot be read,
+        naming the broken place in the file."""
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
@@ -333,17 +338,17 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of ``to_record``, and of ``to_dict``, which is without links.
+        """Return the plan of ``to_record``, or of ``to_dict``, which has no links.
 
-        Raises PlanError naming the place that is not as these wrote it.
+        Raises PlanError naming the malformed place.
         """
         from fxpar.sharding.read_plan import plan_from
 
         return plan_from(data)
 
     def diff(self, other: Plan) -> str:
-        """What differs from another plan: specs, one line per value, then what a rank
-        communicates and holds; empty if nothing."""
+        """Return the differences from another plan: specs, one line per value, then
+        bytes that a rank communicates and holds; empty if there are none."""
         own_specs, other_specs = dict(self.values), dict(other.values)
         meshes = str(self.mesh), str(other.mesh)
         lines = [] if meshes[0] == meshes[1] else [f"mesh: {' | '.join(meshes)}"]
@@ -359,7 +364,8 @@ class Plan:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Mesh, specs of parameters, and collectives by kind and axes with bytes."""
+        """Return mesh, specs of parameters, and collectives by kind and axes with
+        bytes."""
         from fxpar.sharding.plan_text import summary_text
 
         return summary_text(self)
@@ -377,8 +383,8 @@ class Plan:
 
 
 def _compared(plan_a: Plan, plan_b: Plan) -> Iterator[tuple[str, int, int]]:
-    """(what, bytes of one plan, of the other): collectives by kind and axes, memory by
-    kind, where both are known."""
+    """Yield (name, bytes of one plan, of the other): collectives by kind and axes,
+    memory by kind, where both are known."""
     sent: list[dict[str, int]] = [{}, {}]
     for plan, sums in zip((plan_a, plan_b), sent, strict=True):
         for c in plan.collectives:
@@ -399,7 +405,7 @@ _AS_IT_IS = frozenset((str, int, float, bool, type(None)))
 
 
 def _plain(x: Any) -> Any:
-    """Ready for JSON: specs as text."""
+    """Return a value ready for JSON: specs as text."""
     if type(x) in _AS_IT_IS:
         return x
     if isinstance(x, Spec):
@@ -418,10 +424,10 @@ def _text_of(spec: Spec) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _plain_once(x: tuple[Any, ...]) -> Any:
-    """``_plain``, of what equal ops have in common; read only."""
+    """Return ``_plain`` of a tuple that equal ops share; read only."""
     return _plain(x)
 
 
 def asdict_shallow(record: Any) -> dict[str, Any]:
-    """Fields of a dataclass by name, values as they are."""
+    """Return the fields of a dataclass by name, without converting values."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}

@@ -1,14 +1,17 @@
-"""From a Decision to the Plan users see: specs by name, collectives, reasons, modules.
+"""Makes the Plan that users see from a Decision: specs by name, collectives, reasons,
+modules.
 
-In: a Decision and its Program. Out: facts for those who read a plan; nothing is decided
-by them. An op belongs to a module, ``forward/layers.0.mlp`` or
-``backward/layers.0.mlp``, where the path is empty for what belongs to none.
+An op belongs to a module, ``forward/layers.0.mlp`` or ``backward/layers.0.mlp``; the
+path is empty for an op that belongs to none.
 
 Dynamo notes the modules a node was called in. A graph that was traced without it is
 read by its parameters: an op that reads ``layers.0.mlp.weight`` belongs to
-``layers.0.mlp``, one between two such ops to what both have in common, or to the layer
-whose calls its own source lines share. An op of the backward belongs to the module of
-the forward op that autograd made it for, which has the same ``seq_nr``.
+``layers.0.mlp``, one between two such ops to the path that both share, or to the layer
+whose calls share its source lines. An op of the backward belongs to the module of the
+forward op that autograd made it for, which has the same ``seq_nr``.
+
+In: a Decision with its Program, and facts of its local graph. Out: a Plan.
+Never: decides anything.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _KEY = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
 
 
 def owners(program: Program) -> list[str]:
-    """Phase and module path of each op, in order."""
+    """Return phase and module path of each op, in order."""
     ops = program.ops
     nodes = backward_of(ops[0].node.graph) if ops else set()
     in_backward = [op.node in nodes for op in ops]
@@ -56,12 +59,12 @@ def owners(program: Program) -> list[str]:
         _fill([ops[i] for i in forward], paths)
     made_by: dict[Any, Path | None] = {}
     for i in forward:
-        # The first with a number is the one that autograd saw: later ones, which need
-        # no gradient, carry the number of the last that did.
+        # The first op with a number is the one that autograd saw: later ones, which
+        # need no gradient, carry the number of the last that did.
         made_by.setdefault(ops[i].node.meta.get("seq_nr"), paths[i])
     backward = [op.index for op in ops if in_backward[op.index]]
     for i in backward:
-        # A sum of gradients has the number of whatever autograd saw last.
+        # A sum of gradients has the number of the op that autograd saw last.
         if paths[i] is None and not ops[i].node.meta.get("is_gradient_acc"):
             paths[i] = made_by.get(ops[i].node.meta.get("seq_nr"))
     _fill([ops[i] for i in backward], paths)
@@ -72,7 +75,8 @@ def owners(program: Program) -> list[str]:
 
 
 def module_path(node: fx.Node) -> Path | None:
-    """The path of the innermost module that tracing noted, ``L['self']`` cut off."""
+    """Return the path of the innermost module that tracing noted, without
+    ``L['self']``."""
     stack = next((node.meta[key] for key in _STACKS if node.meta.get(key)), None)
     if not stack:
         return None
@@ -82,13 +86,15 @@ def module_path(node: fx.Node) -> Path | None:
 
 @lru_cache(maxsize=1 << 12)
 def _path_of(text: str) -> Path:
-    """Of a module, as Dynamo writes it; all ops of a module have one."""
+    """Return the path of a module as Dynamo writes it; cached, as its ops share one
+    text."""
     text = _KEY.sub(r".\1", _ROOT.sub("", text))
     return tuple(part for part in text.split(".") if part)
 
 
 def _readers(program: Program) -> dict[int, Path]:
-    """Ops that read a parameter or buffer, or what was made of one alone."""
+    """Return op -> module for ops that read a parameter or buffer, or a value made of
+    one alone."""
     owned: dict[int, Path] = {}
     for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
         if v is not None and declared.kind in ("parameter", "buffer"):
@@ -104,9 +110,9 @@ def _readers(program: Program) -> dict[int, Path]:
 
 
 def _fill(ops: Sequence[Op], paths: list[Path | None]) -> None:
-    """Modules of the ops that have none yet, from their neighbours that have: what
-    both share, or below it the layer of the one that more source lines are shared with,
-    of the earlier one in doubt."""
+    """Set the modules of ops that have none from their nearest neighbours that have
+    one: the path that both share, or, longer than it, the layer of the neighbour that
+    shares more source lines, in doubt the earlier one."""
     labelled = [k for k, op in enumerate(ops) if paths[op.index] is not None]
     frames = [_frames(op.node) for op in ops]
     layers = _layers(path for path in paths if path is not None)
@@ -123,7 +129,7 @@ def _fill(ops: Sequence[Op], paths: list[Path | None]) -> None:
 
 
 def _layers(paths: Iterable[Path]) -> set[Path]:
-    """Modules named by a number that hold modules, as layers do."""
+    """Return modules that are named by a number and hold modules, as layers do."""
     heads = (path[:end] for path in set(paths) for end in range(1, len(path)))
     return {head for head in heads if head[-1].isdigit()}
 
@@ -139,11 +145,12 @@ def _frames(node: fx.Node) -> frozenset[tuple[str, str]]:
 
 @lru_cache(maxsize=1 << 14)
 def _frames_of(trace: str) -> frozenset[tuple[str, str]]:
-    """Of a stack trace; layers that repeat have the same few."""
+    """Return the frames of a stack trace; cached, as repeated layers have the same
+    few."""
     return frozenset(_FRAME.findall(trace))
 
 
-# So many reshards a plan tells of, those that cost most.
+# The number of most expensive reshards that a plan lists.
 DEAREST = 5
 
 
@@ -154,7 +161,7 @@ def describe(
     memory: tuple[tuple[str, int], ...],
     priced: Mesh,
 ) -> Plan:
-    """The Plan of a Decision, with what its local graph says of one step.
+    """Return the Plan of a Decision, with facts of its local graph for one step.
 
     collectives: in order. reshards: with the bytes that each sends. memory: (kind,
     bytes) as ``Plan.memory``. priced: the mesh with the links that reshards are priced
@@ -208,17 +215,18 @@ def describe(
 
 
 def _as_written(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
-    """Specs as users write them."""
+    """Return specs as users write them."""
     return tuple(spec.joined(mesh) for spec in specs)
 
 
 def _notes(decision: Decision) -> tuple[str, ...]:
-    """Those of the decision, which of a saved plan has said the last ones too."""
+    """Return notes of the decision and of its mesh, each once: a saved plan has both
+    already."""
     return tuple(dict.fromkeys((*decision.notes, *notes(decision.mesh))))
 
 
 def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, ...]:
-    """Of each op; what calls of one kind have alike is written once."""
+    """Return the plan of each op; parts that calls of one kind share are cached."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
     as_written = cache(lambda spec: spec.joined(mesh))
     joined_factors = cache(
@@ -255,7 +263,7 @@ def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, .
 def _shapes_and_dtypes(
     values: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Dtypes as text."""
+    """Return the shapes, and the dtypes as text."""
     dtypes = (str(dtype).removeprefix("torch.") for _, dtype in values)
     return tuple(shape for shape, _ in values), tuple(dtypes)
 
@@ -263,8 +271,8 @@ def _shapes_and_dtypes(
 def _dearest(
     decision: Decision, reshards: Iterable[tuple[Reshard, int]], mesh: Mesh
 ) -> tuple[Moved, ...]:
-    """What of a step's reshards costs most, those alike as one; without links, what
-    sends most."""
+    """Return the most expensive reshards of a step, equal ones joined; without links,
+    those that send most."""
     has_links = any(link != Link() for link in mesh.links)
     calls: dict[tuple[Spec, Spec, tuple[str, ...], str], tuple[int, int, float]] = {}
     for reshard, sent in reshards:
@@ -297,7 +305,7 @@ def _dearest(
 
 
 def cause(decision: Decision, reshard: Reshard) -> str:
-    """Node and user line that made a reshard necessary."""
+    """Return the node and user line that made a reshard necessary."""
     program = decision.program
     if reshard.early and reshard.value in program.producers:
         op = program.ops[program.producers[reshard.value][0]]
@@ -310,7 +318,7 @@ def cause(decision: Decision, reshard: Reshard) -> str:
 
 
 def op_line(op: Op) -> str:
-    """An op's name and user line."""
+    """Return an op's name and user line."""
     line = user_line(op.node)
     return f"{op.name} ({line})" if line else op.name
 
@@ -328,7 +336,7 @@ def _reasons(decision: Decision) -> list[tuple[str, str]]:
 
 
 def _chain(decision: Decision, v: int, axis: str) -> str:
-    """The way an axis came to a value, at most a few steps of it."""
+    """Return how an axis came to a value, at most a few steps of it."""
     origin = decision.origins[v][axis]
     hops: list[str] = []
     while origin.op is not None and origin.source is not None and len(hops) < 4:

@@ -1,8 +1,10 @@
-"""What planning is asked for, as data: a ``Request``.
+"""Holds a request to plan as data: a ``Request``.
 
-In: a mesh, or those a search may choose from; layouts of inputs and outputs; hints; the
-mode; what is done to the local graph. It is data alone and pickles, so a rank can send
-it, and a test can hold it. The functions read what options ask for.
+It pickles, so that a rank can send it and a test can hold it.
+In: a mesh, or meshes that a search may choose from; layouts of inputs and outputs;
+hints; the mode; edits of the local graph; ``Options``, from which functions read these.
+Out: the Request, its mesh and signature as they are planned.
+Never: plans.
 """
 
 from __future__ import annotations
@@ -45,65 +47,66 @@ End = TypeVar("End", Input, Output)
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the pipeline."""
+    """Describes the plan that the pipeline shall make."""
 
     # Where a search chooses the mesh, the first of ``meshes``.
     mesh: Mesh
-    # The inputs and outputs, where each is a global value.
+    # The inputs and outputs, each of which is a global value.
     signature: Signature
     # Name pattern -> axes per dim.
     hints: Mapping[str, Entries] = field(default_factory=dict)
-    # "propagate", "replicate", an Asked (to search), or a Plan to apply again.
+    # "propagate", "replicate", SearchOptions, or a Plan to apply again.
     mode: Mode = "propagate"
-    # Meshes that a search may choose from; none: ``mesh`` is named.
+    # Meshes that a search may choose from; empty: ``mesh`` is named.
     meshes: tuple[Mesh, ...] = ()
-    # Meshes with an axis of stages that a search may choose from besides.
+    # Meshes with an axis of stages that a search may choose from as well.
     staged: tuple[Mesh, ...] = ()
-    # The schedule that these are asked for, as the option ``pipeline``.
+    # The schedule of the staged meshes, as the option ``pipeline``.
     pipeline_schedule: str = "auto"
-    # Layout of parameters with open specs along these stages (``Input.along_stages``).
+    # Layout of parameters with open specs along an axis of stages
+    # (``Input.along_stages``).
     free_along_stages: str = "own"
     # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
     manual: ManualAxes | None = None
-    # An op without a rule is an error, not a warning.
+    # Whether an op without a rule is an error, not a warning.
     strict: bool = False
     # Steps of the pipeline to leave out, by name.
     disable: frozenset[str] = frozenset()
-    # Parameters at rest are gathered once for forward and backward.
+    # Whether sharded parameters are gathered once for forward and backward.
     keep_gathered: bool = False
     # Parts that a rank cuts its batch into; None: 1, or as stages need.
     microbatches: int | None = None
-    # Stages that the program is cut into; ``mesh`` is that of each.
+    # Stages that the program is cut into; ``mesh`` is the mesh of each stage.
     pipeline: Pipeline | None = None
     # Rows of experts that a rank has room for, in multiples of its even share; None:
-    # all.
+    # all rows.
     expert_room: float | None = None
-    # Rows that ranks along manual axes have room for of what each sends to experts; 0:
-    # they send none, each has all experts. None: as many as this rank sends.
+    # Rows that each rank along manual axes may send to experts; 0: none are sent, each
+    # rank has all experts. None: as many as this rank sends.
     sent_room: int | None = None
-    # Axes that experts are split over; None: those that are named for them.
+    # Axes that experts are split over; None: the axes that are named for them.
     experts_over: Axes | None = None
-    # Of each choice between bodies of manual regions; none: the first of each.
+    # One choice for each manual region with several bodies; empty: the first of each.
     bodies: tuple[int, ...] = ()
     # "auto", "gather", "all_to_all" or "exact": how tokens come to their experts.
     expert_exchange: str = "auto"
     # "auto", "none", a schedule's text, or the file that holds it.
     schedule: str = "none"
-    # What "auto" is priced on; None: it chooses no schedule.
+    # The hardware on which "auto" is priced; None: it chooses no schedule.
     hardware: Hardware | None = None
-    # That FXPAR_HARDWARE names, on which propagation prices ties.
+    # The hardware that FXPAR_HARDWARE names, on which propagation prices ties.
     named_hardware: Hardware | None = None
-    # The local graph before its schedule is kept, to try other schedules on it.
+    # Whether the local graph before its schedule is kept, to try other schedules on it.
     tune: bool = False
-    # A searched plan is first looked for on disk, and left there.
+    # Whether a searched plan is first looked for on disk, and saved there.
     cached: bool = False
     # As the option: regions of ``fuse`` that pay are generated kernels.
     fuse: str = "none"
-    # The graph has the backward of its step inside.
+    # Whether the graph contains the backward of its step.
     step: bool = False
     # Of the graph, in dumps and logs.
     name: str = "plan"
-    # That plans; None: one process plans for all.
+    # The rank that plans; None: one process plans for all.
     rank: int | None = None
     # As FXPAR_DEBUG.
     debug: int = 0
@@ -114,14 +117,14 @@ class Request:
     def of(
         cls, options: Options, mesh: Mesh, signature: Signature, **more: Any
     ) -> Request:
-        """What ``options`` ask, and ``more``."""
+        """Return the request of ``options``, and ``more`` fields."""
         same = {name: getattr(options, name) for name in _OF_OPTIONS}
         return cls(mesh, signature, **same, **more)
 
     @property
     def laid(self) -> Signature:
-        """The signature as it is planned: its specs in the axes of ``mesh``, without
-        those of stages and manual ones."""
+        """Return the signature as it is planned: its specs in the axes of ``mesh``,
+        without axes of stages and manual axes."""
         signature = self.signature
         if self.manual is not None:
             signature = planned_signature(signature, self.manual.axes)
@@ -137,36 +140,37 @@ class Request:
 
     @property
     def expert_axes(self) -> Axes:
-        """Axes that experts are split over."""
+        """Return the axes that experts are split over."""
         over = self.experts_over
         return expert_axes(self.mesh) if over is None else over
 
     @property
     def label(self) -> str:
-        """The name, with the rank's before it."""
+        """Return the name, with the rank before it."""
         return self.name if self.rank is None else f"rank{self.rank}/{self.name}"
 
     @property
     def leads(self) -> bool:
-        """Whether this process says what is the same on every rank."""
+        """Return whether this process prints messages that are equal on every rank."""
         return not self.rank
 
     @property
     def whole_mesh(self) -> Mesh:
-        """With the axis of stages, if there is one."""
+        """Return the mesh with the axis of stages, if there is one."""
         return self.pipeline.mesh if self.pipeline else self.mesh
 
     @property
     def pipeline_order(self) -> str:
-        """The name of the pipeline's schedule."""
+        """Return the name of the pipeline's schedule."""
         assert self.pipeline is not None, "of a program in stages"
         if self.pipeline.schedule != "auto":
             return self.pipeline.schedule
         return schedules.AUTO if self.step else schedules.AUTO_APART
 
     def order_of(self, parts: int) -> str:
-        """The name of the schedule for so many microbatches: where the batch has fewer
-        than were asked for, as the last one of a loader, one that takes any number."""
+        """Return the name of the schedule for ``parts`` microbatches: where the batch
+        has fewer than requested, as the last one of a loader, a schedule that takes any
+        number."""
         assert self.pipeline is not None, "of a program in stages"
         if parts == self.microbatches:
             return self.pipeline_order
@@ -174,7 +178,7 @@ class Request:
         return schedules.order_for(self.pipeline_order, places, parts)
 
     def on(self, mesh: Mesh) -> Request:
-        """The request for one of ``meshes``, or of ``staged``."""
+        """Return the request for one of ``meshes`` or of ``staged``."""
         if pipeline_axis(mesh) is None:
             return replace(self, mesh=mesh, meshes=(), staged=())
         planned, pipeline = split_off(mesh, self.pipeline_schedule)
@@ -182,12 +186,12 @@ class Request:
 
 
 def _lies(end: End, mesh: Mesh) -> End:
-    """An input or output whose spec at rest has axes of a refined mesh."""
+    """Return an input or output whose spec at rest has the axes of a refined mesh."""
     return end if end.rest is None else replace(end, rest=end.rest.refined(mesh))
 
 
 def machine(options: Options, ranks: int) -> Hardware:
-    """Return the hardware that costs are for: that of FXPAR_HARDWARE, else this
+    """Return the hardware that costs are for: the one FXPAR_HARDWARE names, else this
     process's device, in nodes as ``FXPAR_MESH="auto:4x8"`` says, else with all
     ``ranks`` on one machine.
 
@@ -201,7 +205,7 @@ def machine(options: Options, ranks: int) -> Hardware:
 
 
 def known_machine(options: Options, ranks: int) -> Hardware | None:
-    """As ``machine``; None on a device without known figures."""
+    """Return ``machine``; None on a device without known figures."""
     try:
         return machine(options, ranks)
     except DeviceError:
@@ -209,13 +213,14 @@ def known_machine(options: Options, ranks: int) -> Hardware | None:
 
 
 def named_machine(options: Options) -> Hardware | None:
-    """That of FXPAR_HARDWARE; None if it is not set. Raises OptionError."""
+    """Return the hardware of FXPAR_HARDWARE; None if it is not set. Raises
+    OptionError."""
     return machine(options, 1) if options.hardware else None
 
 
 def choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
-    """The meshes a plan of this mode may choose from, the first of them ``mesh``, which
-    is all ranks along one axis."""
+    """Return the meshes a plan of this mode may choose from, first ``mesh``, which has
+    all ranks along one axis."""
     if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
         return tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
     if isinstance(mode, SearchOptions):
@@ -224,16 +229,16 @@ def choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
 
 
 def staged_choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
-    """Meshes with an axis of stages that a plan of this mode may choose from. ``mesh``:
-    all ranks along one axis."""
+    """Return the meshes with an axis of stages that a plan of this mode may choose
+    from. ``mesh``: all ranks along one axis."""
     if isinstance(mode, SearchOptions):
         return staged_candidates(mesh.size, mode.hardware)
     return ()
 
 
 def plan_mode(text: str, options: Options, ranks: int, graph: str = "") -> Mode:
-    """A mode of the pipeline, or the Plan a file holds; of a folder as FXPAR_DUMP
-    writes it, the plan of this ``graph``. ``ranks``: how many run the program.
+    """Return a mode of the pipeline, or the Plan a file holds; of a folder written by
+    FXPAR_DUMP, the plan of this ``graph``. ``ranks``: how many run the program.
 
     Raises PlanError, OptionError on unknown hardware, DeviceError on a device without
     known figures.

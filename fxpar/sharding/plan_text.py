@@ -1,4 +1,7 @@
-"""A Plan as text: a line per op, then what it communicates and what it noticed."""
+"""Formats a Plan as text: a line per op, then its collectives, memory and notes.
+
+In: a Plan. Out: text. Never: computes a fact that the plan does not have.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b"}
 
 
 def short_dtype(name: str) -> str:
-    """``f32`` for float32 or torch.float32."""
+    """Return ``f32`` for float32 or torch.float32."""
     name = name.removeprefix("torch.")
     for long, short in _DTYPES.items():
         if name.startswith(long) and name[len(long) :].isdigit():
@@ -23,7 +26,7 @@ def short_dtype(name: str) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan: ops with specs and user lines, then the summary."""
+    """Return the whole plan: ops with specs and user lines, then the summary."""
     lines = [*memory_warnings(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
     near = [f"near miss: {text}" for text in plan.near]
@@ -51,9 +54,9 @@ def _node_line(node: NodePlan) -> str:
 
 
 def summary_text(plan: Plan) -> str:
-    """Format the summary of a plan: first a line if memory is short, then the mesh,
-    predictions, parameters by spec, collectives by kind and axes, the dearest reshards,
-    memory by kind, and notes."""
+    """Return the summary of a plan: first a line if memory is short, then the mesh,
+    predictions, parameters by spec, collectives by kind and axes, the most expensive
+    reshards, memory by kind, and notes."""
     lines = [*memory_warnings(plan), f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
     lines += [f"predicted: {text}" for text in plan.predicted_texts()]
     lines += ["parameters:", *_by_spec(plan.parameters)]
@@ -76,8 +79,8 @@ def summary_text(plan: Plan) -> str:
 
 
 def line_text(plan: Plan, batch: Collection[str] = ()) -> str:
-    """Format what each axis splits and what a step sends in one line. ``batch``: axes
-    along which each rank is fed a part of the batch."""
+    """Return in one line how much each axis splits and how much a step sends.
+    ``batch``: axes along which each rank is fed a part of the batch."""
     split = Counter(
         axis
         for node in plan.nodes
@@ -132,12 +135,12 @@ def _stage_line(stage: PipelineStage) -> str:
     )
 
 
-# So many names of a list are shown.
+# The most names of a list that are shown.
 _NAMES = 6
 
 
 def _short_line(line: str) -> str:
-    """A line of a schedule; of a long list of nodes the first."""
+    """Return a line of a schedule, with a long list of nodes cut short."""
     before, bracket, rest = line.partition("[")
     inside, _, after = rest.partition("]")
     names = inside.split(", ")

@@ -1,9 +1,11 @@
-"""The Program, a graph as sharding sees it: values, ops with rules, inputs and outputs.
+"""Holds the Program, a graph as sharding sees it: values, ops with rules, inputs and
+outputs.
 
 ``read_program`` makes one of an ATen graph. A value is one tensor: the result of a
 node, or one element of a tuple result (``getitem`` nodes are names for those, not ops).
-Also what nodes say of themselves: the user's line, whether they are of the backward,
-or of the update of a training step.
+In: nodes and their ``meta``. Out: facts of a node: its user's line, whether it is in
+the backward, or in the update of a training step.
+Never: changes a graph.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.spec import Spec
 
-# Of a node of a graph at the sizes it was traced with: the node of the graph with open
-# sizes that it stands for.
+# Key in a node's meta: the node of the graph with open sizes that this node of the
+# graph with the traced sizes stands for.
 OPEN = "fxpar_open"
 
-# Where in a training step a node is, in ``meta["custom"]``, which all passes keep.
+# Key in ``meta["custom"]``, which all passes keep: the phase of a training step.
 PHASE = "fxpar_phase"
 
 
 @dataclass(frozen=True)
 class Input:
-    """One graph input."""
+    """Describes one graph input."""
 
     # Of the argument or parameter.
     name: str
@@ -45,20 +47,21 @@ class Input:
     # How the program should use the value, as a hint (entries per dim, or a Spec);
     # ``rest`` is no hint.
     use: Spec | Sequence[str] | None = None
-    # The dim that an axis of stages splits too at rest, as the minor axis.
+    # The dim that an axis of stages also splits at rest, as the minor axis.
     stage_dim: int | None = None
     # Whether a search that chooses its layout splits it over as many ranks as it can.
     splits: bool = False
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of it only."""
+        """Return whether each rank holds only a part of it."""
         return self.rest is not None and not self.rest.is_whole
 
     @property
     def along_stages(self) -> str:
-        """The layout along an axis of stages: "split" by it, "whole" at every place,
-        or, where the plan chooses the layout, "own": at the places that read it."""
+        """Return the layout along an axis of stages: "split" by it, "whole" at every
+        place, or, where the plan chooses the layout, "own": at the places that read it.
+        """
         if self.stage_dim is not None:
             return "split"
         return "own" if self.rest is None else "whole"
@@ -66,29 +69,29 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One graph output."""
+    """Describes one graph output."""
 
-    # Of the result, or of what it is the gradient or new value of.
+    # Of the result, or of the input whose gradient or new value it is.
     name: str
     # "output", "gradient" or "mutation".
     kind: str = "output"
-    # The input that the latter two belong to.
+    # The input of a gradient or a mutation.
     of: int | None = None
     # The spec it must have; None: as ``lie`` says.
     rest: Spec | None = None
-    # "open" as the plan has it, "even" the same but for dims of unequal shards, or
+    # "open": as the plan has it; "even": the same, but whole in dims of unequal shards;
     # "whole".
     lie: str = "open"
-    # As of an Input.
+    # As in an Input.
     stage_dim: int | None = None
 
     @property
     def is_free(self) -> bool:
-        """Whether the plan chooses its layout."""
+        """Return whether the plan chooses its layout."""
         return self.rest is None and self.lie == "open"
 
     def spec(self, settled: Spec) -> Spec:
-        """The spec of the output, of which the value settled in a spec."""
+        """Return the spec of the output, given the spec in which its value settled."""
         if self.rest is not None:
             return self.rest
         if self.lie in ("open", "even"):
@@ -98,37 +101,37 @@ class Output:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the inputs and outputs of a graph are."""
+    """Describes the inputs and outputs of a graph."""
 
     # In graph order.
     inputs: tuple[Input, ...]
     # In graph order.
     outputs: tuple[Output, ...]
-    # Of each "tangent" input its index and the output it belongs to.
+    # For each "tangent" input, its index and the index of its output.
     tangents: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor of the program, in global shape."""
+    """Describes one tensor of the program, in global shape."""
 
     # In ``Program.values``.
     index: int
     # Of its node, with the number of the result where an op has several.
     name: str
-    # Global, a size that is left open at its hint.
+    # Global; a size that is left open has its hint.
     shape: tuple[int, ...]
     # Of its elements.
     dtype: torch.dtype
     # Its shape with the sizes that the program leaves open as symbols.
     open: tuple[Any, ...] = field(default=(), compare=False)
-    # Of the manual regions that it is made in: it differs between their ranks, though
-    # its spec has none of them.
+    # Axes of the manual regions that it is made in: it differs between their ranks,
+    # though its spec has none of these axes.
     manual: Axes = field(default=(), compare=False)
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """The shape, open sizes as symbols."""
+        """Return the shape, with open sizes as symbols."""
         return self.open or self.shape
 
     @property
@@ -142,13 +145,13 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One call."""
+    """Describes one call."""
 
     # In ``Program.ops``.
     index: int
     # Of its node.
     name: str
-    # What it calls.
+    # The op that it calls.
     target: Any
     # Sized for this call.
     rule: Rule
@@ -156,12 +159,12 @@ class Op:
     operands: tuple[int, ...]
     # Values it makes, in order of the rule.
     results: tuple[int, ...]
-    # Of the graph.
+    # In the graph.
     node: fx.Node = field(repr=False)
-    # Without, the table has none: ``rule`` keeps all dims whole.
+    # Whether the table has a rule; if not, ``rule`` keeps all dims whole.
     has_rule: bool = True
-    # Equal for calls of one op on equal constants, dtypes, shapes and strides; of one
-    # program.
+    # Equal within a program for calls of one op on equal constants, dtypes, shapes and
+    # strides.
     kind: int = -1
 
     @property
@@ -170,7 +173,7 @@ class Op:
 
     @property
     def is_zero(self) -> bool:
-        """Whether the op makes a constant zero, which is its own partial sum."""
+        """Return whether the op makes a constant zero, which is its own partial sum."""
         target, args = self.node.target, self.node.args
         if target is torch.ops.aten.full.default:
             return args[1] == 0
@@ -179,7 +182,7 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All values and ops in topological order, and where each value is used."""
+    """Holds all values and ops in topological order, and where each value is used."""
 
     # By index.
     values: list[Value]
@@ -191,43 +194,43 @@ class Program:
     outputs: list[int | None]
     # Of the graph.
     signature: Signature
-    # By value (op index, position among its results).
+    # Value -> (op index, position among its results).
     producers: dict[int, tuple[int, int]]
-    # By value (op index, operand position) of each reader.
+    # By value: (op index, operand position) of each reader.
     uses: list[list[tuple[int, int]]]
-    # By node and position among its results.
+    # (node, position among its results) -> value.
     value_of: dict[tuple[fx.Node, int], int]
-    # Values whose dtype is the one to reduce in: what they are computed from, one
-    # operand an op, is not reduced before.
+    # Values whose dtype is the right one to reduce in: the values they are computed
+    # from, by ops of one operand, are not reduced earlier.
     reduce_here: frozenset[int] = frozenset()
-    # No dim is split into unequal shards, unless a hint asks.
+    # Whether dims are split into equal shards only, unless a hint asks otherwise.
     even: bool = False
-    # A schedule is chosen, which may have ranks swap queries of causal attentions, so
-    # that all have as much to do.
+    # Whether a schedule will be chosen, which may let ranks swap queries of causal
+    # attention, so that all compute equally much.
     balances: bool = False
 
     @cached_property
     def returned(self) -> frozenset[int]:
-        """The values among the outputs."""
+        """Return the values among the outputs."""
         return frozenset(v for v in self.outputs if v is not None)
 
     @cached_property
     def backward(self) -> frozenset[int]:
-        """Ops of the backward of a joint graph."""
+        """Return the ops of the backward of a joint graph."""
         late = depending_on_tangents(self.ops[0].node.graph) if self.ops else ()
         return frozenset(op.index for op in self.ops if op.node in late)
 
     def named(self, name: str) -> int | None:
-        """Index of the value with this name."""
+        """Return the index of the value with this name; None if there is none."""
         return next((v.index for v in self.values if v.name == name), None)
 
 
-# Where a sharded module's forward passes through on its way to the user's.
+# Files that a sharded module's forward passes through on its way to the user's.
 _OURS = str(Path(__file__).parents[1] / "runtime")
 
 
 def user_line(node: fx.Node) -> str | None:
-    """The user's own source line a node comes from, as ``file:line: code``.
+    """Return the user's own source line a node comes from, as ``file:line: code``.
 
     Innermost frame outside torch and fxpar; None if unknown.
     """
@@ -237,7 +240,8 @@ def user_line(node: fx.Node) -> str | None:
 
 @lru_cache(maxsize=1 << 14)
 def line_of(trace: str) -> str | None:
-    """``user_line`` of a stack trace; all layers that repeat have the same few."""
+    """Return ``user_line`` of a stack trace; cached, as repeated layers have the same
+    few."""
     lines = trace.strip().splitlines()
     user_frame = None
     for i, line in enumerate(lines):
@@ -254,8 +258,8 @@ def line_of(trace: str) -> str | None:
 
 
 def is_view(op: Op) -> bool:
-    """Whether the op only looks at its operand in another way; some move elements
-    where strides do not allow that."""
+    """Return whether the op only views its operand differently; some ops copy elements
+    where strides do not allow a view."""
     if len(op.operands) != 1 or len(op.results) != 1:
         return False
     facts = op_facts_of(op.target)
@@ -263,8 +267,8 @@ def is_view(op: Op) -> bool:
 
 
 def contracts(op: Op) -> bool:
-    """Whether two operands share a factor that is summed over. Indices and masks are
-    no factors of a product: what adds at indices multiplies nothing."""
+    """Return whether two operands share a factor that is summed over. Indices and masks
+    are not counted: an op that adds at indices multiplies nothing."""
     floating = {
         i
         for i, node in enumerate(tensor_nodes(op.node))
@@ -278,7 +282,7 @@ def contracts(op: Op) -> bool:
 
 
 def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of a joint graph that are computed from tangents, and these."""
+    """Return the tangents of a joint graph and the nodes computed from them."""
     late_nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -291,14 +295,15 @@ def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def backward_of(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that the backward runs: those of a joint graph, and those tagged so."""
+    """Return nodes that the backward runs: of a joint graph, and those tagged as
+    such."""
     late_nodes = depending_on_tangents(graph)
     tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
     return late_nodes.union(n for n in tagged if n.op == "call_function")
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all that they are computed from."""
+    """Return the nodes, and all nodes that they are computed from."""
     sources = set(nodes)
     stack = list(sources)
     while stack:
@@ -310,13 +315,14 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def phase_of(node: fx.Node) -> str | None:
-    """In the graph of a training step: "forward", "backward" or "update"."""
+    """Return the phase of a node of a training step: "forward", "backward" or "update";
+    None elsewhere."""
     return (node.meta.get("custom") or {}).get(PHASE)
 
 
 def values_by_node(program: Program) -> dict[fx.Node, int]:
-    """The value that each node of the graph gives that makes one: of an op with several
-    results its ``getitem`` nodes."""
+    """Return node -> its value; for an op with several results its ``getitem``
+    nodes."""
     out: dict[fx.Node, int] = {}
     for op in program.ops:
         if isinstance(op.node.meta["val"], torch.Tensor):
@@ -331,7 +337,8 @@ def values_by_node(program: Program) -> dict[fx.Node, int]:
 
 
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes of a call's tensor operands, positional then keyword, repeats kept."""
+    """Return the nodes of a call's tensor operands, positional then keyword, repeats
+    kept."""
     operands: list[fx.Node] = []
 
     def visit(arg: fx.Node) -> fx.Node:
@@ -344,8 +351,8 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def element_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The op whose result a getitem takes, and the place among its tensors; of a result
-    that is no tensor, -1."""
+    """Return the op whose result a getitem takes, and the place among its tensors; -1
+    for a result that is no tensor."""
     place, val = 0, node.meta.get("val")
     while node.target is operator.getitem:
         source, key = node.args

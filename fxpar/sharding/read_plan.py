@@ -1,8 +1,10 @@
-"""Reads a plan from its JSON; what does not fit is named by its place.
+"""Reads a plan from its JSON, and names the place of anything that does not fit.
 
-A ``Saved`` is a value of the file and where it stands, as ``nodes[3].factors[0]``. Its
-methods give what the value stands for, and raise PlanError where it is something else.
-``plan_from`` reads a whole plan by them.
+A ``Saved`` is a value of the file with its place, as ``nodes[3].factors[0]``. Its
+methods return the value in the type that they name, and raise PlanError where it has
+another. ``plan_from`` reads a whole plan by them.
+In: the parsed JSON. Out: a Plan, or a PlanError.
+Never: checks a plan against a program; ``recall_plan`` does.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ _SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Saved:
-    """A value of a saved plan and its place; all methods raise PlanError."""
+    """Holds a value of a saved plan and its place; all methods raise PlanError."""
 
-    # As JSON has it.
+    # As parsed from JSON.
     value: Any
-    # Where it stands in the plan, as ``nodes[0].name``; "" for all of the plan.
+    # Its place in the plan, as ``nodes[0].name``; "" for the whole plan.
     place: str = ""
 
     def refuse(self, why: str) -> PlanError:
-        """The error that names the place."""
+        """Return the error that names the place."""
         return PlanError(
             f"the saved plan is broken at {self.place or 'its top'}: {why}",
             fix="save the plan again: plan.save(path), or FXPAR_DUMP",
@@ -46,7 +48,7 @@ class Saved:
         return self.refuse(f"{what} should stand there, not {value_text}")
 
     def __getitem__(self, key: str) -> Saved:
-        """An entry of a table."""
+        """Return an entry of a table."""
         if not isinstance(self.value, dict):
             raise self._want("a table")
         place = f"{self.place}.{key}" if self.place else key
@@ -55,13 +57,14 @@ class Saved:
         return Saved(self.value[key], place)
 
     def get(self, key: str, default: Any) -> Saved:
-        """An entry of a table that may be without it."""
+        """Return an entry of a table, or the default if it has none."""
         if isinstance(self.value, dict) and key not in self.value:
             return Saved(default, f"{self.place}.{key}" if self.place else key)
         return self[key]
 
     def items(self, count: int | None = None) -> list[Saved]:
-        """The elements of a list, of so many if ``count`` says."""
+        """Return the elements of a list, of which there must be ``count`` if that is
+        given."""
         if not isinstance(self.value, (list, tuple)):
             raise self._want("a list")
         if count is not None and len(self.value) != count:
@@ -69,11 +72,11 @@ class Saved:
         return [Saved(x, f"{self.place}[{i}]") for i, x in enumerate(self.value)]
 
     def each(self, read: Callable[[Saved], T], count: int | None = None) -> tuple:
-        """What ``read`` makes of each element of a list."""
+        """Return the result of ``read`` for each element of a list."""
         return tuple(read(item) for item in self.items(count))
 
     def pair(self, first: Callable[[Saved], T], second: Callable[[Saved], Any]) -> Any:
-        """What is made of a list of two."""
+        """Return the two elements of a list, each as its function reads it."""
         a, b = self.items(2)
         return first(a), second(b)
 
@@ -91,7 +94,7 @@ class Saved:
         return self.value
 
     def count(self, below: int | None = None) -> int:
-        """A whole number from 0, less than ``below``."""
+        """Return a whole number from 0, less than ``below``."""
         if not isinstance(self.value, int) or isinstance(self.value, bool):
             raise self._want("a whole number")
         if self.value < 0 or (below is not None and self.value >= below):
@@ -101,22 +104,22 @@ class Saved:
         return self.value
 
     def count_or_none(self) -> int | None:
-        """A whole number from 0, or nothing."""
+        """Return a whole number from 0, or None."""
         return None if self.value is None else self.count()
 
     def number_or_none(self) -> float | None:
-        """Read a number from 0, or None."""
+        """Return a number from 0, or None."""
         return None if self.value is None else self.number()
 
     def number(self) -> float:
-        """A number from 0; infinity is one."""
+        """Return a number from 0, which may be infinity."""
         is_number = isinstance(self.value, (int, float)) and self.value is not True
         if not is_number or self.value is False or not self.value >= 0:
             raise self._want("a number from 0")
         return self.value
 
     def read(self, parse: Callable[[str], T]) -> T:
-        """What ``parse`` makes of text."""
+        """Return the result of ``parse`` on text."""
         text = self.text()
         try:
             return parse(text)
@@ -124,14 +127,14 @@ class Saved:
             raise self.refuse(error.what) from error
 
     def axis(self, mesh: Mesh) -> str:
-        """The name of an axis of the mesh."""
+        """Return the name of an axis of the mesh."""
         name = self.text()
         if not mesh.has(name):
             raise self.refuse(f"mesh {mesh} has no axis {name!r}")
         return name
 
     def spec(self, mesh: Mesh, dims: int | None = None) -> Spec:
-        """A spec on the mesh, of a tensor of ``dims``."""
+        """Return a spec on the mesh, of a tensor of ``dims``."""
         spec = self.read(Spec.parse)
         for axis in spec.axes:
             if not mesh.has(axis):
@@ -142,9 +145,10 @@ class Saved:
 
 
 def plan_from(data: Mapping[str, Any]) -> Plan:
-    """The plan of a record: the inverse of ``Plan.to_record`` and ``Plan.to_dict``.
+    """Return the plan of a record: the inverse of ``Plan.to_record`` and
+    ``Plan.to_dict``.
 
-    Raises PlanError naming the place that is not as these wrote it.
+    Raises PlanError naming the malformed place.
     """
     saved = Saved(data)
     mesh = _mesh(saved)
@@ -187,7 +191,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
 
 
 def _mesh(saved: Saved) -> Mesh:
-    """The mesh, with links if the file has them."""
+    """Return the mesh, with links if the file has them."""
     mesh = saved["mesh"].read(Mesh.parse)
     if "links" in saved.value:
         mesh = replace(mesh, links=saved["links"].each(_link, len(mesh.axes)))
@@ -195,7 +199,7 @@ def _mesh(saved: Saved) -> Mesh:
 
 
 def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, ...]:
-    """The ops, with what is saved with them: lines, modules and reads."""
+    """Return the ops, with the lists saved next to them: lines, modules and reads."""
     names = set(values)
     nodes = saved["nodes"].items()
     beside = {
@@ -279,7 +283,7 @@ def _collectives(saved: Saved, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def _moved(saved: Saved, mesh: Mesh) -> Moved:
-    """Inverse of ``_plain`` on what a Moved holds."""
+    """Return the Moved that ``_plain`` wrote."""
     return Moved(
         source=saved["source"].spec(mesh),
         target=saved["target"].spec(mesh),
@@ -292,7 +296,7 @@ def _moved(saved: Saved, mesh: Mesh) -> Moved:
 
 
 def _stage(saved: Saved) -> PipelineStage:
-    """Inverse of ``asdict_shallow`` on a stage."""
+    """Return the stage that ``asdict_shallow`` wrote."""
     return PipelineStage(
         saved["index"].count(),
         saved["place"].count(),
@@ -307,7 +311,7 @@ def _stage(saved: Saved) -> PipelineStage:
 
 
 def _link(saved: Saved) -> Link:
-    """Inverse of ``asdict`` on a link."""
+    """Return the link that ``asdict`` wrote."""
     inner = saved["inner"]
     return Link(
         bandwidth=saved["bandwidth"].number(),

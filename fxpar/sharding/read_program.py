@@ -1,8 +1,9 @@
 """Reads a graph as a Program: its values, its ops with their rules.
 
 In: an ATen graph with global fake values (``meta["val"]``) and its Signature. Out: a
-Program; the graph is never changed. A rule is that of the op's row, or of the bodies
-that the call runs; an op without one is read as whole.
+Program. A rule comes from the op's row, or from the bodies that the call runs; an op
+without either is read as whole.
+Never: changes the graph.
 """
 
 from __future__ import annotations
@@ -56,28 +57,30 @@ def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:
 
 
 def _whole(node: fx.Node) -> Rule:
-    """The rule of a call of which nothing is split."""
+    """Return the rule of a call of which nothing is split."""
     tensors = [x.meta["val"] for x in tensor_nodes(node)]
     shapes = [tuple(t.shape) for t in tensors + tensors_of(node.meta["val"])]
     return _whole_rule(shapes, len(tensors))
 
 
 class RuleReader:
-    """Rules of calls, shared by calls of equal op, shapes and attributes."""
+    """Is a reader of rules, which calls of equal op, shapes and attributes share."""
 
     def __init__(self) -> None:
         self._cache: dict[Any, tuple[Rule, bool, int]] = {}
-        # By the number of a tensor, it and what a key has of it: many calls read one.
+        # id of a tensor -> the tensor and its part of a key: many calls read one
+        # tensor.
         self._facts: dict[int, tuple[torch.Tensor, Any]] = {}
         self._kinds = itertools.count()
 
     def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
-        """(rule, known). Raises RuleError naming the node if a row does not fit."""
+        """Return (rule, known). Raises RuleError naming the node if a row does not
+        fit."""
         return self.with_kind(node)[:2]
 
     def with_kind(self, node: fx.Node) -> tuple[Rule, bool, int]:
-        """(rule, known, a number that is equal for calls that share it). Raises as
-        above."""
+        """Return (rule, known, a number that is equal for calls that share the rule).
+        Raises RuleError as above."""
         if node.meta.get("fxpar_whole"):
             has_rule = not _torch.aot.higher_order_name(node.target)
             return _whole(node), has_rule, next(self._kinds)
@@ -104,7 +107,8 @@ class RuleReader:
         return answer
 
     def _frozen(self, x: Any) -> Any:
-        """What a key has of an argument: of tensors their shape, dtype and strides."""
+        """Return an argument's part of a key: of tensors their shape, dtype and
+        strides."""
         if isinstance(x, fx.Node):
             x = x.meta["val"]
         if isinstance(x, torch.Tensor):
@@ -117,7 +121,7 @@ class RuleReader:
             return tuple(map(self._frozen, x))
         if isinstance(x, dict):
             return tuple((k, self._frozen(y)) for k, y in x.items())
-        # Zeros are of two signs.
+        # repr, as 0.0 == -0.0.
         return (float, repr(x)) if type(x) is float else (type(x), x)
 
     def _make(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Rule, bool]:
@@ -140,8 +144,9 @@ class RuleReader:
 
 
 def _at_open_sizes(rule: Rule, node: fx.Node) -> Rule:
-    """The rule with dims whole along which rows move, if their sizes are left open:
-    which rank sends which rows is known for one size alone, but of a shift."""
+    """Return the rule with dims whole along which rows move, if their sizes are open:
+    the rows that ranks send each other are known for one size alone, except for a
+    shift."""
     source = node.meta.get(OPEN)
     if source is None or not rule.moves or str(node.target) == SHIFT:
         return rule
@@ -158,7 +163,7 @@ def _at_open_sizes(rule: Rule, node: fx.Node) -> Rule:
 
 
 def read(graph: fx.Graph, signature: Signature) -> Program:
-    """The Program of an ATen graph with fake values on every node.
+    """Return the Program of an ATen graph with fake values on every node.
 
     Raises RuleError if a rule does not fit its call, PlanError on a size that depends
     on data.
@@ -254,15 +259,16 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
 
 
 def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:
-    """Shape of a tensor that a node gives, where the node stands for one of a graph
-    with open sizes."""
+    """Return the shape of a node's i-th tensor in the graph with open sizes, if there
+    is such a graph; else ()."""
     if OPEN not in node.meta:
         return ()
     return tuple(tensors_of(node.meta[OPEN].meta["val"])[i].shape)
 
 
 def with_open_sizes(program: Program) -> Program:
-    """The program of a graph at its hints, of the nodes that those stand for."""
+    """Return the program of a graph at its hints with the nodes of the graph with open
+    sizes."""
     return replace(
         program,
         ops=[replace(op, node=op.node.meta[OPEN]) for op in program.ops],
@@ -271,17 +277,17 @@ def with_open_sizes(program: Program) -> Program:
 
 
 def with_sizes_closed(program: Program) -> Program:
-    """Return a program whose open sizes are fixed at their hints, to be lowered so."""
+    """Return a program whose open sizes are fixed at their hints, for lowering."""
     return replace(program, values=[replace(v, open=()) for v in program.values])
 
 
 def read_body(body: fx.GraphModule) -> Program:
-    """The Program of a graph that an op runs, with open inputs and outputs."""
+    """Return the Program of a graph that an op runs, with open inputs and outputs."""
     places = [node.name for node in body.graph.nodes if node.op == "placeholder"]
     return read(body.graph, Signature(tuple(map(Input, places)), ()))
 
 
 def inside_of(node: fx.Node) -> Inside | None:
-    """The bodies of a call; None if it has none that are known."""
+    """Return the bodies of a call; None if the op is not known to run bodies."""
     args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
     return inside(node.target, args, node.meta["val"], read_body)

@@ -1,9 +1,10 @@
-"""A saved plan applied to a program again, where it fits.
+"""Applies a saved plan to a program again, where it fits.
 
-In: a Program, a Mesh, a Plan that was saved. Out: the Decision the plan holds. A file
-may be of another program, or changed by hand: what an op cannot do, or a value cannot
-lie as, is a PlanError that names the op or value, never another number. Names may
-differ in their numbers: what a trace computes of open sizes counts with them.
+Names may differ in their numbers, which count nodes that a trace adds for open sizes.
+In: a Program, a Mesh, a saved Plan. Out: the Decision the plan holds.
+Never: gives other numbers because a file is of another program, or was changed by hand:
+a strategy that an op cannot run, or a spec that a value cannot have, is a PlanError
+that names the op or value.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
-# Of a node's name, in which results of several are "name.2".
+# Number at the end of a node's name; an op's several results are "name.2".
 _NUMBER = re.compile(r"_\d+(?=$|\.)")
 
 _AGAIN = "plan again: a plan fits the code, shapes and versions it was made for"
 
 
 def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
-    """Apply a saved plan to a program, with the links it was made with, since these
-    decide how reshards are lowered, and with its shares.
+    """Return a saved plan as a Decision for a program, with the links it was made with,
+    since these decide how reshards are lowered, and with its shares.
 
     Raises PlanError where the plan is for another mesh or another program.
     """
@@ -61,8 +62,8 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
 
 
 def _renamed(program: Program, plan: Plan) -> Plan:
-    """The plan with the names that the program has for its ops and values. Raises
-    PlanError if they differ in more than numbers."""
+    """Return the plan with the names that the program has for its ops and values.
+    Raises PlanError if they differ in more than numbers."""
     ops = [op.name for op in program.ops]
     if ops == [node.name for node in plan.nodes]:
         return plan
@@ -83,7 +84,8 @@ def _renamed(program: Program, plan: Plan) -> Plan:
 
 
 def _strategy(op: Op, node: NodePlan, mesh: Mesh) -> Strategy:
-    """What the plan has the op do. Raises PlanError if the op cannot."""
+    """Return the strategy that the plan has for the op. Raises PlanError if the op
+    cannot run it."""
     factors = tuple((factor, mesh.parts(axes)) for factor, axes in node.factors)
     strategy = Strategy(factors, node.passes)
     why = _misfit(op.rule, strategy, mesh) or _unlike(op, node)
@@ -97,14 +99,14 @@ def _strategy(op: Op, node: NodePlan, mesh: Mesh) -> Strategy:
 
 
 def _unlike(op: Op, node: NodePlan) -> str | None:
-    """Whether the plan was made for another op of this name."""
+    """Return why the plan was made for another op of this name; None if it was not."""
     if node.op != str(op.target):
         return f"it was made for {node.op}"
     return None
 
 
 def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
-    """Why an op with this rule cannot do this; None if it can."""
+    """Return why an op with this rule cannot run a strategy; None if it can."""
     used = [axis for _, axes in strategy.factors for axis in axes]
     used += [axis for axis, *_ in strategy.passes]
     twice = [axis for axis in used if used.count(axis) > 1]
@@ -135,7 +137,8 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
 
 
 def _settled(program: Program, mesh: Mesh, plan: Plan) -> list[Spec]:
-    """The spec each value settles in. Raises PlanError if one cannot lie so."""
+    """Return the spec each value settles in. Raises PlanError if a value cannot have
+    it."""
     specs, settled = dict(plan.values), []
     for value in program.values:
         if value.name not in specs:

@@ -1,11 +1,13 @@
-"""The mesh to plan on: the axes that are needed in parts, and the shares of ranks.
+"""Chooses the mesh to plan on: the axes that are needed in parts, and the shares of
+ranks.
 
-``refine``. In: a Program and the Request it is planned for. Out: the mesh of the
-request, or one refined (``Mesh.refined``) by the parts that hints, specs and code name,
-by those that attention needs (two key-value heads on tp=4 are split over tp:(1)2, with
-a copy on each rank along tp:(2)2), and, without a search, by those that the views of a
-split dim need. If nothing needs parts it is the mesh itself, and plans do not change.
-``by_speed``: unlike ranks get shares of the batch by their speed.
+``refine`` returns the request's mesh, or one refined (``Mesh.refined``) by the parts
+that hints, specs and code name, by those that attention needs (two key-value heads on
+tp=4 are split over tp:(1)2, with a copy on each rank along tp:(2)2), and, without a
+search, by those that views of a split dim need. ``by_speed`` gives unequal ranks shares
+of the batch by their speed.
+In: a Program and the Request it is planned for. Out: a mesh.
+Never: changes a mesh of which nothing needs parts, so that plans stay the same.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from fxpar.sharding.reshard.route import reshard_seconds
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 from fxpar.sharding.spec import Spec
 
-# Axes that by name split something else than heads.
+# Axes that by name split dims other than heads.
 _NO_HEADS = (*SEQUENCE, "ep", "expert")
 
 
 def refine(
     program: Program, request: Request, heads: Sequence[int] | None = None
 ) -> Mesh:
-    """The mesh to plan on. ``heads``: ``head_counts`` of the program, if known.
+    """Return the mesh to plan on. ``heads``: ``head_counts`` of the program, if known.
 
     Raises HintError for parts that the mesh does not have, that do not nest, or that
     would cut an axis which is needed whole.
@@ -94,8 +96,8 @@ def refine(
 
 
 def _for_views(program: Program, request: Request, axes: Sequence[str]) -> Mesh:
-    """Return the mesh of the request, or one with those parts of ``axes`` that views
-    need which split a dim, if reshards then take less time."""
+    """Return the mesh of the request, or, if reshards then take less time, one with the
+    parts of ``axes`` that are needed by views that split a dim."""
     mesh = parts = request.mesh
     for op in program.ops:
         for dim in op.rule.operands[0] if is_view(op) else ():
@@ -116,8 +118,8 @@ def _for_views(program: Program, request: Request, axes: Sequence[str]) -> Mesh:
 
 
 def rounded(mesh: Mesh, axes: Sequence[str], rows: int) -> Mesh:
-    """The mesh with the shares along ``axes`` so that they divide a batch of ``rows``,
-    and whatever is viewed as its rows times others, if each rank has some."""
+    """Return the mesh with shares along ``axes`` that divide a batch of ``rows``, and
+    any view of a dim as these rows times others, if each rank has some."""
     for axis in axes:
         sizes = [
             shard_sizes.piece(rows, mesh, axis, i)[1]
@@ -131,14 +133,14 @@ def rounded(mesh: Mesh, axes: Sequence[str], rows: int) -> Mesh:
 def by_speed(
     request: Request, rows: int, *, regions: bool
 ) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh of a saved plan; else the mesh, its unlike ranks with shares by their
-    speeds along axes of the batch (of ``rows``) that have none. And the axes whose
-    shares are open.
+    """Return the mesh, and the axes whose shares are open. Unequal ranks get shares by
+    their speeds along axes of the batch (of ``rows``) that have no shares; with a saved
+    plan the mesh has the plan's shares.
 
-    Shards stay equal along axes that split parameters at rest; and all of them in
-    programs that are cut equally on all ranks: of manual regions (``regions``), of
-    microbatches and of schedules given by name. Raises MeshError where these meet
-    shares that are given.
+    Shards stay equal along axes that split parameters at rest; and all shards stay
+    equal in programs that are cut equally on all ranks: by manual regions
+    (``regions``), by microbatches and by schedules given by name. Raises MeshError
+    where the user gave shares along such axes.
     """
     mesh, mode = request.mesh, request.mode
     if isinstance(mode, Plan) and mode.mesh.unrefined.axes == mesh.unrefined.axes:
@@ -160,7 +162,7 @@ def by_speed(
 
 
 def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
-    """The axes that cut something into equal parts on all ranks, and what."""
+    """Return axis -> the name of the parts that must be equal on all ranks along it."""
     cutters = {
         "the shards of manual regions": regions,
         "microbatches": request.microbatches not in (None, 1),
@@ -169,7 +171,7 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
     for why, holds in cutters.items():
         if holds:
             return dict.fromkeys(request.mesh.unrefined.names, why)
-    # Specs that ``fxpar.plan`` is given for its arguments say what the plan shall be.
+    # Specs that ``fxpar.plan`` gets for its arguments describe the wanted plan.
     is_run = request.rank is not None
     return {
         axis_of(axis): f"the shards of {end.name} at rest"
@@ -182,7 +184,7 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
 def _named_axes(
     program: Program, request: Request
 ) -> Iterator[tuple[str, str | None, Sequence[str]]]:
-    """Yield (what names axes or parts, the user's line or None, these axes)."""
+    """Yield (source that names axes or parts, the user's line or None, these axes)."""
     for pattern, hint in request.hints.items():
         what = f"hint {pattern!r}"
         yield what, None, axes_of(hint, what)
@@ -206,7 +208,7 @@ def _named_axes(
 
 
 def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
-    """Axes, and parts of axes, that cannot be cut, and why."""
+    """Return axes, and parts of axes, that cannot be cut -> the reason."""
     out: dict[str, str] = {}
     for op in program.ops:
         out |= dict.fromkeys(op.rule.pin, "a manual region is over it")
@@ -230,7 +232,7 @@ def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
 
 
 def head_counts(program: Program) -> tuple[int, ...]:
-    """The numbers of heads that weights make, each once."""
+    """Return the numbers of heads that weights have, each once."""
     roots, counts = parameter_roots(program), dict[int, None]()
     for op in program.ops:
         if op.rule.contracted and not roots.keys().isdisjoint(op.operands):
@@ -240,8 +242,8 @@ def head_counts(program: Program) -> tuple[int, ...]:
 
 
 def _for_heads(mesh: Mesh, axes: Sequence[str], counts: Sequence[int]) -> Mesh:
-    """The mesh with the parts of these axes that so many heads can be split over where
-    the axis does not divide them."""
+    """Return the mesh with parts of these axes over which each number of heads can be
+    split where the axis does not divide it."""
     for heads in counts:
         for axis in axes:
             fit = math.gcd(heads, mesh.axis_size(axis))
@@ -251,7 +253,7 @@ def _for_heads(mesh: Mesh, axes: Sequence[str], counts: Sequence[int]) -> Mesh:
 
 
 def _also(mesh: Mesh, part: str) -> Mesh:
-    """The mesh with one more part, if that nests."""
+    """Return the mesh with one more part, if that nests."""
     try:
         return mesh.refined([part])
     except MeshError:

@@ -1,11 +1,13 @@
-"""Parameters that rest split along the axis of stages, as what stages do not compute.
+"""Splits parameters along the axis of stages between steps.
 
-A program is planned on the mesh of one stage. What rests split along the axis of stages
-too is put together where it is read, and gradients are split along it, by reshards of
-that axis alone; ``passes.stages.lay_out_stages`` makes these messages to and from the
-places that need them. In: signatures, and Decisions on the mesh of one stage. Out: the
-same without the axis of stages, and Decisions on the whole mesh. Of the update of a
-training step each place computes its part.
+A program is planned on the mesh of one stage. A parameter that is split along the axis
+of stages too is put together where it is read, and its gradient is split along it, by
+reshards of that axis alone; ``passes.stages.lay_out_stages`` turns these into messages
+to and from the places that need them. In the update of a training step each place
+computes its part.
+In: signatures, and Decisions on the mesh of one stage. Out: signatures without the axis
+of stages, and Decisions on the whole mesh.
+Never: lets a stage compute on such a split.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from fxpar.sharding.strategy import (
 )
 
 End = TypeVar("End", Input, Output)
-# (axis, dim) pairs: axes that split dims besides what a spec says, as minor ones.
+# (axis, dim) pairs: axes that split dims in addition to a spec, as minor axes.
 Splits = tuple[tuple[str, int], ...]
 
 
 def split_over_stages(spec: Spec, shape: Sequence[int], mesh: Mesh, axis: str) -> Spec:
-    """How a parameter that lies as ``spec`` on the mesh of a stage rests on the mesh of
-    all: on a dim that no axis splits, if one divides, else as the minor axis of one;
-    as it is, where none divides."""
+    """Return how a parameter with layout ``spec`` on the mesh of a stage is stored on
+    the whole mesh: the axis of stages splits a dim that no axis splits, if it divides
+    one, else a dim as its minor axis; where it divides none the spec is unchanged."""
     order = sorted(range(len(shape)), key=lambda d: bool(spec.dims[d]))
     for d in order:
         split = (*spec.dims[d], axis)
@@ -48,7 +50,8 @@ def split_over_stages(spec: Spec, shape: Sequence[int], mesh: Mesh, axis: str) -
 
 
 def of_one_stage(signature: Signature, axis: str) -> Signature:
-    """The signature on the mesh of a stage: ``stage_dim`` says what the axis splits."""
+    """Return the signature on the mesh of a stage: ``stage_dim`` is the dim that the
+    axis splits."""
 
     def bare(end: End) -> End:
         if end.rest is None or axis not in end.rest.axes:
@@ -63,8 +66,8 @@ def of_one_stage(signature: Signature, axis: str) -> Signature:
 def over_stages(
     decision: Decision, pipeline: Pipeline, update: Collection[int]
 ) -> Decision:
-    """What was decided for one stage, on the mesh of all. ``update``: the ops that are
-    of no stage, each place computes its part of."""
+    """Return the decision for one stage as a decision on the whole mesh. ``update``:
+    ops that belong to no stage, of which each place computes its part."""
     mesh, axis = with_stages(decision.mesh, pipeline), pipeline.axis
     program = decision.program
     signature = program.signature
@@ -102,7 +105,7 @@ def over_stages(
 
 
 def with_splits(spec: Spec, splits: Iterable[tuple[str, int]]) -> Spec:
-    """The spec with more axes, as the minor ones of their dims."""
+    """Return the spec with more axes, as the minor ones of their dims."""
     splits = list(splits)
     dims = [
         (*axes, *(axis for axis, at in splits if at == d))
@@ -112,7 +115,7 @@ def with_splits(spec: Spec, splits: Iterable[tuple[str, int]]) -> Spec:
 
 
 def _resting(signature: Signature, axis: str) -> Signature:
-    """With the axis of stages where inputs and outputs rest."""
+    """Return the signature with the axis of stages in the specs at rest."""
 
     def whole(end: End) -> End:
         if end.stage_dim is None or end.rest is None:
@@ -131,8 +134,8 @@ def split_op(
     split: dict[int, Splits],
     mesh: Mesh,
 ) -> None:
-    """Let each rank compute its part of an op, by how its largest operand is split.
-    Changes the lists, and adds to ``split``: value -> what splits it besides."""
+    """Let each rank compute its part of an op, split like its largest operand. Changes
+    the lists, and adds to ``split``: value -> its additional splits."""
     strategy, values = strategies[op.index], program.values
     operands = [(i, v) for i, v in enumerate(op.operands) if v in split]
     for i, v in sorted(operands, key=lambda x: -values[x[1]].numel):
@@ -165,7 +168,7 @@ def split_op(
 
 
 def _fits(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether an op can do so, all shards alike."""
+    """Return whether an op can run a strategy with all shards equal."""
     if not fits(op.rule, strategy.axes_of, mesh):
         return False
     specs = [operand_spec(op.rule, strategy, i) for i in range(len(op.operands))]

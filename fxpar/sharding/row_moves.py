@@ -1,10 +1,11 @@
-"""Rows that ranks exchange: which of them each rank gives each other.
+"""Computes which rows ranks exchange: the rows that each rank sends each other rank.
 
-In: how an op moves rows of a dim (``RowMoves``), over which axes the dim is split, of
+A tensor that is not split is whole on every rank: as an operand it gives its rows to
+that rank alone, as a result it gets them all. Shards may be of any size, also 0.
+In: how an op moves rows of a dim (``RowMoves``), the axes that split the dim, and for
 which tensors. Out: for each pair of members of a group the ``Run``s of rows that go
-from one to the other, as numbers; what a rank sends at most, and its price. A tensor
-that is not split is there on every rank: it gives its rows to that rank alone, and, of
-a result, gets them all. Shards may be of any size, none included. Knows no graph.
+from one to the other, as numbers; the most that a rank sends, and its price.
+Never: looks at graphs.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from fxpar.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class Run:
-    """Rows that lie evenly apart where they are taken, and where they are put."""
+    """Describes rows at a constant distance where they are taken, and where they are
+    put."""
 
-    # Where the first is taken, among what a rank holds of all operands, joined.
+    # Position of the first among the rank's rows of all operands, joined.
     first: int
-    # How far apart they lie there; backwards if negative.
+    # Distance between them there; backwards if negative.
     step: int
-    # How many rows.
+    # Number of rows.
     count: int
-    # Where the first is put, among what a rank has of all results, joined.
+    # Position of the first among the taking rank's rows of all results, joined.
     at: int
-    # How far apart they lie there.
+    # Distance between them there.
     stride: int
 
     def joined(self, other: Run) -> Run | None:
-        """Both as one, if the other goes on where this one ends."""
+        """Return both as one, if the other continues this one; else None."""
         one = self.count == 1
         step = other.first - self.first if one else self.step
         stride = other.at - self.at if one else self.stride
@@ -50,32 +52,32 @@ class Run:
         return Run(self.first, step, self.count + other.count, self.at, stride)
 
 
-# From each member of a group to each: what goes there, in order.
+# [giver][taker]: the runs sent, in order.
 Runs = tuple[tuple[tuple[Run, ...], ...], ...]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An op that moves rows, and how they lie on the mesh."""
+    """Describes an op that moves rows, and the layout of these rows on the mesh."""
 
     # The op, in rows of the whole dim.
     moves: RowMoves
-    # Those that split the dim, major to minor.
+    # The axes that split the dim, major to minor.
     axes: Axes
-    # Of each operand whether they split it.
+    # Of each operand whether the axes split it.
     split_sources: tuple[bool, ...]
-    # Of each result whether they split it.
+    # Of each result whether the axes split it.
     split_targets: tuple[bool, ...]
 
     @cached_property
     def text(self) -> str:
-        """As an argument of an op keeps it."""
+        """Return the exchange as text, for an argument of an op."""
         return json.dumps(astuple(self))
 
     @staticmethod
     @lru_cache(maxsize=1 << 10)
     def parse(text: str) -> Exchange:
-        """The inverse of ``text``."""
+        """Return the exchange of a ``text``."""
         moves, *rest = json.loads(text)
         dim, sources, targets, pieces, fill, reach, adds, turns = moves
         rows = tuple(RowPiece(*piece) for piece in pieces)
@@ -90,7 +92,8 @@ class Exchange:
 
 @lru_cache(maxsize=1 << 12)
 def runs(exchange: Exchange, mesh: Mesh) -> Runs:
-    """What goes from each member of a group along the axes, in mesh order, to each."""
+    """Return the runs from each member of a group along the axes, in mesh order, to
+    each."""
     moves, members = exchange.moves, mesh.group(0, exchange.axes)
     source_rows, target_rows = (
         [_extents(exchange, mesh, rank, of_targets) for rank in members]
@@ -124,8 +127,8 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
 
 
 def _read(moves: RowMoves, to: Sequence[tuple[int, int]]) -> Sequence[RowPiece]:
-    """The pieces that rows of the results may be of; of several turns those that the
-    rows lie in."""
+    """Return the pieces from which rows of the results may come; with several turns the
+    pieces of the turns that contain the rows."""
     if moves.turns == 1:
         return moves.pieces
     ((begin, size),) = to
@@ -138,16 +141,16 @@ def _read(moves: RowMoves, to: Sequence[tuple[int, int]]) -> Sequence[RowPiece]:
 
 
 def turn_of(moves: RowMoves) -> int:
-    """Rows that a rank gets at most of one result, as they begin anew then; of several
-    results all."""
+    """Return the most rows that a rank gets of one result, after which they repeat; all
+    rows where there is one turn."""
     return max(moves.targets) // moves.turns
 
 
 def _extents(
     exchange: Exchange, mesh: Mesh, rank: int, of_targets: bool
 ) -> list[tuple[int, int]]:
-    """(first row, rows) of what a rank holds of each operand, or wants of each result:
-    its shard, or the rows of its window."""
+    """Return (first row, rows) of the part of each operand that a rank holds, or of
+    each result that it gets: its shard, or the rows of its window."""
     moves = exchange.moves
     if moves.reach is not None and of_targets != moves.adds:
         first, rows, _ = window(exchange, mesh, rank)
@@ -167,9 +170,10 @@ def _extents(
 
 @lru_cache(maxsize=1 << 12)
 def window(exchange: Exchange, mesh: Mesh, rank: int) -> tuple[int, int, int]:
-    """(first row, rows, rows with those that mean nothing) of the window of a rank,
-    which may begin before the dim and end behind it. All ranks have as many if all
-    shards are alike. One that has no windows has the rows of one, none of the dim."""
+    """Return (first row, rows, rows with padding) of the window of a rank, which may
+    begin before the dim and end after it. With equal shards all ranks have equally many
+    rows with padding. A rank without windows has the number of rows of one window, all
+    of them outside of the dim."""
     moves, axes = exchange.moves, exchange.axes
     assert moves.reach is not None
     (count,) = moves.sources if moves.adds else moves.targets
@@ -188,8 +192,8 @@ def window(exchange: Exchange, mesh: Mesh, rank: int) -> tuple[int, int, int]:
 
 
 def read_by(reach: Reach, count: int, start: int, size: int) -> tuple[int, int]:
-    """(first row, rows) of what rows ``[start, start + size)`` of ``count`` read; where
-    there are none, room for what one would."""
+    """Return (first row, rows) that rows ``[start, start + size)`` of ``count`` read;
+    if there are none, the span of one window."""
     if not size:
         return 0, reach.span
     end, begin, tail = start + size, len(reach.head), count - len(reach.tail)
@@ -211,8 +215,8 @@ def _append(out: list[Run], run: Run) -> None:
 
 
 def _meeting(first: int, step: int, count: int, start: int, size: int) -> range:
-    """Which of the rows ``first``, ``first + step``, ... lie in ``[start, start +
-    size)``: those of these numbers."""
+    """Return the numbers i for which row ``first + step * i`` is in ``[start, start +
+    size)``."""
     if step < 0:
         backwards = _meeting(first + step * (count - 1), -step, count, start, size)
         return range(count - backwards.stop, count - backwards.start)
@@ -222,7 +226,7 @@ def _meeting(first: int, step: int, count: int, start: int, size: int) -> range:
 
 
 def own_rows(exchange: Exchange, mesh: Mesh, rank: int) -> int:
-    """How many rows of all results a rank has."""
+    """Return how many rows of all results a rank has."""
     if exchange.moves.reach is not None and not exchange.moves.adds:
         return window(exchange, mesh, rank)[2]
     return sum(rows for _, rows in _extents(exchange, mesh, rank, of_targets=True))
@@ -230,8 +234,8 @@ def own_rows(exchange: Exchange, mesh: Mesh, rank: int) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def crossing(exchange: Exchange, mesh: Mesh) -> tuple[int, int]:
-    """(rows that one rank sends or receives of others, from or to how many of them) at
-    most."""
+    """Return the most rows that one rank sends to or receives from others, and the most
+    ranks it does so with."""
     counts = [
         [
             sum(run.count for run in there) if i != j else 0
@@ -244,7 +248,7 @@ def crossing(exchange: Exchange, mesh: Mesh) -> tuple[int, int]:
 
 
 def most_rows(exchange: Exchange, mesh: Mesh) -> int:
-    """How many rows of all results a rank has at most."""
+    """Return the most rows of all results that any rank has."""
     if exchange.moves.reach is not None and not exchange.moves.adds:
         members = mesh.group(0, exchange.axes)
         return max(own_rows(exchange, mesh, rank) for rank in members)
@@ -257,8 +261,9 @@ def most_rows(exchange: Exchange, mesh: Mesh) -> int:
 
 
 def message(exchange: Exchange, mesh: Mesh, row: float) -> tuple[str, float]:
-    """(kind, bytes on a rank before it) of the collective that takes as long, of
-    ``row`` bytes each: a permute where each rank has one peer, else an all-to-all."""
+    """Return (kind, bytes on a rank before it) of the collective that takes equally
+    long, for rows of ``row`` bytes: a permute where each rank has one peer, else an
+    all-to-all."""
     rows, peers = crossing(exchange, mesh)
     if peers <= 1:
         return "permute", float(rows * row)
@@ -267,7 +272,7 @@ def message(exchange: Exchange, mesh: Mesh, row: float) -> tuple[str, float]:
 
 
 def seconds(exchange: Exchange, mesh: Mesh, row: float) -> float:
-    """How long the exchange takes, of rows of so many bytes."""
+    """Return the seconds of the exchange, for rows of ``row`` bytes."""
     kind, nbytes = message(exchange, mesh, row)
     if not nbytes:
         return 0.0

@@ -1,9 +1,12 @@
-"""How a dim of any size is cut over axes: how long a shard is, and where it begins.
+"""Computes how a dim of any size is cut over axes: the size of a shard, and where it
+begins.
 
 As DTensor's ``Shard``: axis by axis, major first. An axis of k ranks cuts the m rows
 that the axes before it left into chunks of ceil(m / k), as ``torch.chunk``; the last
-ones are shorter, or empty. Where the axes divide the dim all shards are alike. An axis
+ones are shorter, or empty. Where the axes divide the dim all shards are equal. An axis
 with shares (``Mesh.shares``) cuts in their proportion, each end rounded.
+In: rows, a mesh, axes. Out: numbers of rows, positions.
+Never: pads a shard; shards may be unequal, or empty.
 """
 
 from __future__ import annotations
@@ -14,19 +17,19 @@ from functools import lru_cache
 
 from fxpar.sharding.mesh import Mesh
 
-# Rows of a dim for each rank, from which on it is none of heads.
+# Rows of a dim per rank from which on it cannot be a dim of heads.
 LONG = 8
 
 
 def chunk(rows: int, count: int, i: int) -> tuple[int, int]:
-    """(first row, rows) of chunk ``i`` of ``count``."""
+    """Return (first row, rows) of chunk ``i`` of ``count``."""
     size = -(-rows // count)
     start = min(i * size, rows)
     return start, min(size, rows - start)
 
 
 def piece(rows: int, mesh: Mesh, axis: str, i: int) -> tuple[int, int]:
-    """(first row, rows) of what rank ``i`` of an axis gets of ``rows``."""
+    """Return (first row, rows) that rank ``i`` of an axis gets of ``rows``."""
     weights = mesh.weights_of(axis)
     if weights is None:
         return chunk(rows, mesh.axis_size(axis), i)
@@ -36,14 +39,15 @@ def piece(rows: int, mesh: Mesh, axis: str, i: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1 << 12)
 def _ends(rows: int, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the pieces of ``rows`` begin, and the last one ends."""
+    """Return where each piece of ``rows`` begins, and where the last one ends."""
     total = sum(weights)
     sums = (0, *itertools.accumulate(weights))
     return tuple((2 * rows * n + total) // (2 * total) for n in sums)
 
 
 def shard(rows: int, mesh: Mesh, axes: Sequence[str], rank: int) -> tuple[int, int]:
-    """(first row, rows) of what a rank holds of a dim of ``rows`` split over axes."""
+    """Return (first row, rows) that a rank holds of a dim of ``rows`` split over
+    axes."""
     start = 0
     for axis in axes:
         begins, rows = piece(rows, mesh, axis, mesh.index(rank, (axis,)))
@@ -52,12 +56,12 @@ def shard(rows: int, mesh: Mesh, axes: Sequence[str], rank: int) -> tuple[int, i
 
 
 def has_shares(mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether one of the axes cuts in unequal shares."""
+    """Return whether one of the axes cuts in unequal shares."""
     return not mesh.is_shared_equally and any(map(mesh.weights_of, axes))
 
 
 def _sizes(rows: int, mesh: Mesh, axes: Sequence[str]) -> set[int]:
-    """The sizes of all shards."""
+    """Return the sizes of all shards."""
     sizes = {rows}
     for axis in axes:
         places = range(mesh.axis_size(axis))
@@ -66,7 +70,8 @@ def _sizes(rows: int, mesh: Mesh, axes: Sequence[str]) -> set[int]:
 
 
 def largest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
-    """Rows of the largest shard: that of coordinate 0 unless an axis has shares."""
+    """Return the rows of the largest shard: coordinate 0's, unless an axis has
+    shares."""
     if has_shares(mesh, axes):
         return max(_sizes(rows, mesh, axes))
     for axis in axes:
@@ -76,8 +81,9 @@ def largest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def smallest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
-    """Rows of the smallest shard. Of 7 over 2 and 3 ranks it is the third of the first
-    4 rows, which has none; of a size that is left open that of the last coordinates."""
+    """Return the rows of the smallest shard. Of 7 over 2 and 3 ranks it is the third of
+    the first 4 rows, which has none; of an open size it is that of the last
+    coordinates."""
     if has_shares(mesh, axes) or isinstance(rows, int) and rows % mesh.count(axes):
         return min(_sizes(rows, mesh, axes))
     for axis in axes:
@@ -87,15 +93,16 @@ def smallest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def is_even(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether all shards are alike."""
+    """Return whether all shards are equal."""
     if has_shares(mesh, axes):
-        # Of a size that is left open nobody knows.
+        # Of an open size it is unknown.
         return isinstance(rows, int) and len(_sizes(rows, mesh, axes)) == 1
     return rows % mesh.count(axes) == 0
 
 
 def divides(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether nothing is rounded: n times as many rows have shards n times as large."""
+    """Return whether nothing is rounded: n times as many rows have shards n times as
+    large."""
     if not has_shares(mesh, axes):
         return rows % mesh.count(axes) == 0
     for i, axis in enumerate(axes):
@@ -109,9 +116,10 @@ def divides(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
 def may_split(
     rows: int, mesh: Mesh, axes: Sequence[str], *, even: bool = False
 ) -> bool:
-    """Whether a plan may split a dim so where nobody asked for it: evenly, or unless
-    all is to be ``even``, if there is a row for each rank, and many for each, or one of
-    the axes alone would not divide it either."""
+    """Return whether a plan may split a dim over these axes unasked: where all shards
+    are equal; with unequal shards, unless ``even``, where each rank has a row, and
+    there are many rows for each rank or one of the axes alone does not divide them
+    either."""
     if is_even(rows, mesh, axes) or even:
         return is_even(rows, mesh, axes)
     if has_shares(mesh, axes):
@@ -123,9 +131,10 @@ def may_split(
 
 
 def are_chunks(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether DTensor's ``Shard`` over the axes gives these shards: alike, or chunks of
-    whole axes in mesh order. (An axis cuts 5 rows into 2, 2, 1, 0; its parts, 2 by 2,
-    into 2, 1, 1, 1. Strided shards that are not alike DTensor (2.13) cannot make.)"""
+    """Return whether DTensor's ``Shard`` over the axes gives these shards: equal
+    ones, or chunks of whole axes in mesh order. (An axis cuts 5 rows into 2, 2, 1,
+    0; its parts, 2 by 2, into 2, 1, 1, 1. DTensor (2.13) cannot make unequal strided
+    shards.)"""
     if is_even(rows, mesh, axes):
         return True
     if has_shares(mesh, axes) or any(":" in axis for axis in axes):
@@ -134,6 +143,7 @@ def are_chunks(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
 
 
 def idle(rows: int, mesh: Mesh, axes: Sequence[str]) -> float:
-    """Share of the time of ranks, alike, that is lost where their shards are not."""
+    """Return the share of the time of equal ranks that is lost where shards are
+    unequal."""
     padded_rows = largest(rows, mesh, axes) * mesh.count(axes)
     return 1 - rows / padded_rows if padded_rows else 0.0

@@ -1,11 +1,12 @@
-"""Slices of one tensor along a split dim, and what is put into zeros and added up, that
-exchange rows at once.
+"""Joins exchanges of rows of one tensor: of slices along a split dim, and of their
+gradients, which are put into zeros and added up.
 
+Slices with equally many rows may share an exchange; so may sums, the gradients of
+slices. ``passes.local.share_exchanges`` chooses those that share in a local graph, and
+a search prices the same choice (``search.exchange_groups``).
 In: how ops move rows (``RowMoves``, ``Exchange``). Out: the exchange of the window of
-rows that all of them reach, and whether it takes less than one for each. Slices are
-alike if they have as many rows; so are sums, the gradients of slices. Which are shared
-in a local graph says ``passes.local.share_exchanges``, and a search prices the same
-(``search.exchange_groups``).
+rows that all of them reach, and whether it takes less time than one exchange for each.
+Never: looks at graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fxpar.sharding.row_moves import Exchange
 
 
 def sliced_at(moves: RowMoves) -> int | None:
-    """The first row of a slice, of which no row is left out; None of other moves."""
+    """Return the first row of a contiguous slice; None of other moves."""
     if len(moves.pieces) != 1:
         return None
     first = moves.pieces[0].first
@@ -29,14 +30,14 @@ def sliced_at(moves: RowMoves) -> int | None:
 
 
 def slice_at(moves: RowMoves, first: int) -> RowMoves:
-    """The slice of as many rows that begins at ``first``."""
+    """Return the slice with equally many rows that begins at ``first``."""
     (n,), (rows,) = moves.sources[:1], moves.targets[:1]
     return RowMoves(moves.dim, (n,), (rows,), (RowPiece(0, 0, rows, first),))
 
 
 def put_at(moves: RowMoves) -> int | None:
-    """Where a second operand, of which no row is left out, is put into the first; None
-    of other moves."""
+    """Return the row of the first operand at which a contiguous second operand is put;
+    None of other moves."""
     put = [piece for piece in moves.pieces if piece.source == 1]
     if len(moves.sources) != 2 or len(put) != 1:
         return None
@@ -44,14 +45,15 @@ def put_at(moves: RowMoves) -> int | None:
 
 
 def put_from(moves: RowMoves, first: int) -> RowMoves:
-    """As many rows put into as many from ``first`` on."""
+    """Return the move that puts equally many rows into as many from ``first`` on."""
     n, rows = moves.sources
     pieces = tuple(around(n, range(first, first + rows)))
     return RowMoves(moves.dim, (n, rows), (n,), pieces)
 
 
 def window_of(exchanges: Sequence[Exchange]) -> Exchange:
-    """The rows that slices alike reach, read at once; of what is put, added at once."""
+    """Return the exchange that reads at once the rows that slices of the same kind
+    reach; for rows that are put, the exchange that adds them at once."""
     moves, axes = exchanges[0].moves, exchanges[0].axes
     adds = len(moves.sources) > 1
     firsts = firsts_of(exchanges)
@@ -63,7 +65,7 @@ def window_of(exchanges: Sequence[Exchange]) -> Exchange:
 
 
 def firsts_of(exchanges: Sequence[Exchange]) -> list[int]:
-    """Where each slice begins, or what is put."""
+    """Return where each slice begins, or where each operand is put."""
     return [
         piece.at if len(x.moves.sources) > 1 else piece.first
         for x in exchanges
@@ -73,15 +75,15 @@ def firsts_of(exchanges: Sequence[Exchange]) -> list[int]:
 
 
 def is_split(exchange: Exchange) -> bool:
-    """Whether all ends of an exchange lie split."""
+    """Return whether all operands and results of an exchange are split."""
     return all(exchange.split_sources) and all(exchange.split_targets)
 
 
 def pays(
     window: Exchange, exchanges: Collection[Exchange], mesh: Mesh, row: float
 ) -> bool:
-    """Whether a window takes less than exchanges by themselves, of rows of so many
-    bytes, and sends no more."""
+    """Return whether a window takes less time than separate exchanges, for rows of
+    ``row`` bytes, and sends no more."""
     seconds = sum(row_moves.seconds(exchange, mesh, row) for exchange in exchanges)
     rows = sum(row_moves.crossing(exchange, mesh)[0] for exchange in exchanges)
     sends_more = row_moves.crossing(window, mesh)[0] > rows
@@ -89,7 +91,8 @@ def pays(
 
 
 def alike(exchange: Exchange) -> Exchange | None:
-    """The same of all that may share one exchange with it; None if none may."""
+    """Return a key that is equal for all exchanges that may share one; None if it
+    cannot be shared."""
     if not is_split(exchange):
         return None
     moves = exchange.moves

@@ -1,11 +1,13 @@
-"""What ranks send one another inside an op: rows beyond a shard of a dim that the op
-reads, and what a collective of a manual region sends.
+"""Computes the messages that ranks send inside an op: rows beyond a shard of a dim that
+the op reads, and collectives of a manual region.
 
-In: an op, its strategy, a mesh. Out: for each permute its axes and bytes. Of a dim that
-is split ``fxpar::shift`` reads rows further on, and an op with halos the rows around
-the shard, or adds to them (``Rule.halos``). ``pieces`` says from how many shards on
-rows come, and which of a shard; a rank's own need no message. Rows from beyond the
-end come from the other end of the dim: who wants a constant there puts it over them.
+Along a split dim ``fxpar::shift`` reads rows further on, and an op with halos reads the
+rows around the shard, or adds to them (``Rule.halos``). ``pieces`` says how many shards
+away rows are, and which rows of that shard they are; a rank's own need no message. Rows
+beyond the end come from the other end of the dim: an op that needs a constant there
+overwrites them.
+In: an op, its strategy, a mesh. Out: for each permute its axes and bytes, seconds.
+Never: changes a graph.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NAME = "fxpar.shift.default"
 
 
 def moved_rows(op: Op) -> tuple[int, int] | None:
-    """(dim, by how many rows) of a shift; None of any other op."""
+    """Return (dim, number of rows) of a shift; None of any other op."""
     if str(op.target) != NAME:
         return None
     _, dim, by = op.node.args[:3]
@@ -38,35 +40,35 @@ def moved_rows(op: Op) -> tuple[int, int] | None:
 
 
 def exchanged(op: Op) -> tuple[str, Axes] | None:
-    """(kind, axes) of a collective of a manual region; None of any other op."""
+    """Return (kind, axes) of a collective of a manual region; None of any other op."""
     if str(op.target) != COLLECTIVE:
         return None
     return op.node.args[1], group_axes_of(op.node)
 
 
 def messages_of(op: Op) -> tuple[Any, ...] | None:
-    """What tells ops of one rule apart that send each other something else."""
+    """Return the facts by which ops of one rule differ in their messages."""
     return moved_rows(op) or exchanged(op)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of the rank's own shard or another along the dim."""
+    """Describes rows of one shard along the dim, the rank's own or another."""
 
-    # How many shards on, before this one if negative; 0: the rank's own.
+    # How many shards further on, before this one if negative; 0: the rank's own.
     further: int
-    # First row, counted from where that shard begins.
+    # First row, counted from the begin of that shard.
     start: int
-    # Behind the last row, counted alike.
+    # Position after the last row, counted from the begin of that shard.
     end: int
 
 
 def pieces(size: int, start: int, end: int) -> tuple[Piece, ...]:
-    """What rows ``[start, end)``, counted from where a rank's shard begins, consist of,
-    in order, where all shards have so many rows."""
+    """Return the pieces of which rows ``[start, end)`` consist, in order; rows are
+    counted from the begin of a rank's shard, and all shards have ``size`` rows."""
     out = []
     while start < end:
-        # How far is a number, of a size that is left open too.
+        # A plain int, also where the size is open.
         further, first = int(start // size), start % size
         last = min(size, first + end - start)
         out.append(Piece(further, first, last))
@@ -75,7 +77,7 @@ def pieces(size: int, start: int, end: int) -> tuple[Piece, ...]:
 
 
 def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
-    """(axes, bytes on one rank) of each permute that an op takes; none if it sends no
+    """Return (axes, bytes on one rank) of each permute in an op; none if it sends no
     rows, or the dims are not split."""
     shifted = moved_rows(op)
     if shifted is not None:
@@ -97,7 +99,7 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
 
 
 def _fitting(op: Op, strategy: Strategy, mesh: Mesh) -> list[Halo]:
-    """The windows of an op that are halos."""
+    """Return the windows of an op that are halos."""
     halos = []
     for window in op.rule.windows:
         axes = _spec(op, strategy, window.position).dims[window.dim]
@@ -108,7 +110,7 @@ def _fitting(op: Op, strategy: Strategy, mesh: Mesh) -> list[Halo]:
 
 
 def _spec(op: Op, strategy: Strategy, position: int) -> Spec:
-    """That of one of an op's tensors, operands then results."""
+    """Return the spec of one of an op's tensors, operands then results."""
     late = position - len(op.operands)
     if late < 0:
         return operand_spec(op.rule, strategy, position)
@@ -122,9 +124,9 @@ def _messages(
     strategy: Strategy,
     mesh: Mesh,
 ) -> tuple[tuple[Axes, int], ...]:
-    """Those for rows of one tensor: for each of its dims where the first lies, counted
-    from the shard's first row, and the last, counted from the shard's last. What is
-    sent along one dim holds what came along those before it."""
+    """Return the messages for rows of one tensor. ``rows``: (dim, position of the first
+    row from the shard's first row, position of the last from the shard's last).
+    Messages along one dim include the rows that came along the dims before it."""
     n = len(op.operands)
     spec = _spec(op, strategy, position)
     value = (
@@ -152,7 +154,8 @@ def _messages(
 def exchange_of(
     moves: RowMoves, operands: Sequence[Spec], results: Sequence[Spec], mesh: Mesh
 ) -> Exchange:
-    """How rows that an op moves lie on the mesh, where its tensors lie so."""
+    """Return the exchange of rows that an op moves, for operands and results with these
+    specs."""
     split = [
         [mesh.count(spec.dims[moves.dim]) > 1 for spec in specs]
         for specs in (operands, results)
@@ -163,9 +166,9 @@ def exchange_of(
 
 
 def as_halo(window: RowWindow, axes: Axes, mesh: Mesh) -> Halo | None:
-    """The rows around a shard that a window is where shards fit, which go by permutes;
-    None of others."""
-    ends = window.count, window.rows  # of unlike devices one may be even alone
+    """Return a window as the rows around a shard, which permutes send, where all shards
+    are equal; None of other windows."""
+    ends = window.count, window.rows  # with shares only one of them may be even
     if window.halo is None or not all(shard_sizes.is_even(n, mesh, axes) for n in ends):
         return None
     return Halo(window.position, window.dim, *window.halo)
@@ -174,7 +177,7 @@ def as_halo(window: RowWindow, axes: Axes, mesh: Mesh) -> Halo | None:
 def exchange_of_window(
     window: RowWindow, axes: Axes, *, adds: bool, fill: bool | int | float = 0
 ) -> Exchange:
-    """The exchange of the rows of a window along a dim that axes split."""
+    """Return the exchange of the rows of a window along a dim that axes split."""
     ends = (window.rows,), (window.count,)
     rows = (RowPiece(0, 0, window.rows),)
     moves = RowMoves(
@@ -184,8 +187,8 @@ def exchange_of_window(
 
 
 def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
-    """Whether ranks exchange rows by permutes of pieces (``sent``), as they do for a
-    shift of shards that are alike."""
+    """Return whether ranks exchange rows by permutes of pieces (``sent``), as for a
+    shift of equal shards."""
     (rows, *_), axes = exchange.moves.sources, exchange.axes
     return str(target) == NAME and shard_sizes.is_even(rows, mesh, axes)
 
@@ -193,8 +196,8 @@ def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
 def exchanges(
     op: Op, strategy: Strategy, mesh: Mesh
 ) -> tuple[tuple[Exchange, float], ...]:
-    """The exchanges of rows (``Rule.moves``) of an op, one dim after the other, each
-    with the bytes of a row."""
+    """Return the exchanges of rows (``Rule.moves``) of an op, one dim after the other,
+    each with the bytes of a row."""
     if not op.rule.moves:
         return ()
     n, out = len(op.operands), []
@@ -213,7 +216,8 @@ def exchanges(
 
 
 def _read(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """Seconds of the exchanges of windows (``Rule.windows``), one after the other."""
+    """Return seconds of the exchanges of windows (``Rule.windows``), one after the
+    other."""
     n, total = len(op.operands), 0.0
     shapes: dict[int, list[int]] = {}
     for window in op.rule.windows:
@@ -238,7 +242,7 @@ def _read(op: Op, strategy: Strategy, mesh: Mesh) -> float:
 
 
 def _gathered(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
-    """(axes, bytes on one rank) of each gather of rows (``Rule.gathered``)."""
+    """Return (axes, bytes on one rank) of each gather of rows (``Rule.gathered``)."""
     out = []
     for mark in op.rule.gathered:
         spec = operand_spec(op.rule, strategy, mark.position)
@@ -254,7 +258,7 @@ def _gathered(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int],
 
 
 def _weights(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
-    """(axes, bytes on one rank) of each gather of weights (``Rule.merges``)."""
+    """Return (axes, bytes on one rank) of each gather of weights (``Rule.merges``)."""
     out = []
     for merge in op.rule.merges:
         axes = strategy.axes_of.get(merge.factor, ())
@@ -269,7 +273,7 @@ def _weights(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], 
 
 
 def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """How long these messages take, or the collective that an op is."""
+    """Return the seconds of these messages, or of the collective that an op is."""
     collective = exchanged(op)
     if collective is not None:
         value, spec = op.node.args[0].meta["val"], operand_spec(op.rule, strategy, 0)

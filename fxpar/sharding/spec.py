@@ -1,9 +1,12 @@
-"""How one tensor lies on the mesh: per dim an ordered tuple of axes, plus partial axes.
+"""Describes how one tensor is laid out on the mesh: per dim an ordered tuple of axes,
+plus partial axes.
 
 Written as JAX writes a PartitionSpec: ``Spec("dp", None, ("tp", "sp"))``. Axes on one
 dim go major to minor; ``"tp:2"`` is a part of one (``axis_parts``). A partial axis
 means that each rank along it holds a summand (or another unreduced operand) of the
-value. DTensor placements exist only at the border: ``Spec.to_placements`` and
+value.
+In: axes, text, or DTensor placements. Out: specs, local shapes, slices, placements.
+Never: uses DTensor placements outside of ``Spec.to_placements`` and
 ``Spec.from_placements``.
 """
 
@@ -34,7 +37,8 @@ def _entry(entry: Entry) -> tuple[str, ...]:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Spec:
-    """Immutable and hashable. ``Spec("dp", None, partial={"tp": "sum"})``."""
+    """Is an immutable, hashable layout, e.g. ``Spec("dp", None, partial={"tp":
+    "sum"})``."""
 
     # One tuple of axes per tensor dim.
     dims: tuple[tuple[str, ...], ...]
@@ -67,12 +71,12 @@ class Spec:
 
     @classmethod
     def of(cls, dims: Iterable[Iterable[str]], partial: Iterable = ()) -> Spec:
-        """From axis tuples; the inverse of ``.dims``, ``.partial``."""
+        """Return a spec from axis tuples; the inverse of ``.dims``, ``.partial``."""
         return cls(*dims, partial=partial)
 
     @classmethod
     def whole(cls, ndim: int) -> Spec:
-        """The same full value on every rank."""
+        """Return the spec of a full value that is equal on every rank."""
         return cls(*([None] * ndim))
 
     @cached_property
@@ -85,7 +89,7 @@ class Spec:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis used, on dims or partial."""
+        """Return every axis used, on dims or partial."""
         return tuple(axis for dim in self.dims for axis in dim) + tuple(
             axis for axis, _ in self.partial
         )
@@ -98,13 +102,14 @@ class Spec:
         return Spec(*self.dims)
 
     def without(self, axes: Collection[str]) -> Spec:
-        """The spec with no dim split over ``axes``."""
+        """Return the spec with no dim split over ``axes``."""
         return Spec.of(
             [[a for a in dim if a not in axes] for dim in self.dims], self.partial
         )
 
     def refined(self, mesh: Mesh) -> Spec:
-        """The spec in axes of a refined mesh. Raises MeshError as ``mesh.parts``."""
+        """Return the spec in axes of a refined mesh. Raises MeshError as
+        ``mesh.parts``."""
         if all(axis in mesh.sizes for axis in self.axes):
             return self
         partial = [
@@ -113,8 +118,8 @@ class Spec:
         return Spec.of(map(mesh.parts, self.dims), partial)
 
     def joined(self, mesh: Mesh) -> Spec:
-        """The spec as users write it: parts that make an axis are that axis. Inverse
-        of ``refined``."""
+        """Return the spec as users write it: parts that make up an axis become that
+        axis. Inverse of ``refined``."""
         if not any(":" in axis for axis in self.axes):
             return self
         partial = []
@@ -135,12 +140,12 @@ class Spec:
                 )
 
     def is_even(self, mesh: Mesh, shape: Sequence[int]) -> bool:
-        """Whether all ranks hold as much of a global ``shape``."""
+        """Return whether all ranks hold equally much of a global ``shape``."""
         pairs = zip(shape, self.dims, strict=True)
         return all(shard_sizes.is_even(size, mesh, axes) for size, axes in pairs)
 
     def evened(self, mesh: Mesh, shape: Sequence[int]) -> Spec:
-        """The spec with no dim split whose shards would not be alike."""
+        """Return the spec without the splits that give unequal shards."""
         dims = [
             axes if shard_sizes.is_even(size, mesh, axes) else ()
             for size, axes in zip(shape, self.dims, strict=True)
@@ -148,7 +153,8 @@ class Spec:
         return Spec.of(dims, self.partial)
 
     def in_chunks(self, mesh: Mesh, shape: Sequence[int]) -> Spec:
-        """The spec with no dim split otherwise than a DTensor's ``Shard`` is."""
+        """Return the spec without the splits that a DTensor's ``Shard`` cannot
+        express."""
         dims = [
             axes if shard_sizes.are_chunks(size, mesh, axes) else ()
             for size, axes in zip(shape, self.dims, strict=True)
@@ -156,15 +162,15 @@ class Spec:
         return Spec.of(dims, self.partial)
 
     def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the largest shard of a global ``shape``: what every rank holds where
-        the axes divide it. Raises SpecError as ``check``."""
+        """Return the shape of the largest shard of a global ``shape``: the shape that
+        every rank holds where the axes divide it. Raises SpecError as ``check``."""
         self.check(mesh, shape)
         pairs = zip(shape, self.dims, strict=True)
         return tuple(shard_sizes.largest(size, mesh, axes) for size, axes in pairs)
 
     def slices(self, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """Where a rank's shard lies in a global ``shape``. Raises SpecError as
-        ``check``."""
+        """Return the slices of a global ``shape`` that a rank's shard covers. Raises
+        SpecError as ``check``."""
         self.check(mesh, shape)
         shard_slices = []
         for size, axes in zip(shape, self.dims, strict=True):
@@ -175,11 +181,13 @@ class Spec:
     def rank_shape(
         self, mesh: Mesh, shape: Sequence[int], rank: int
     ) -> tuple[int, ...]:
-        """Shape one rank holds of a global ``shape``. Raises SpecError as ``check``."""
+        """Return the shape one rank holds of a global ``shape``. Raises SpecError as
+        ``check``."""
         return tuple(s.stop - s.start for s in self.slices(mesh, shape, rank))
 
     def format(self, shape: Sequence[int] | None = None, dtype: str = "") -> str:
-        """Text. Without a shape ``[dp, _, tp+sp]``, with one ``f32[8@dp, 64]``."""
+        """Return text: without a shape ``[dp, _, tp+sp]``, with one ``f32[8@dp,
+        64]``."""
         entries = []
         for i, axes in enumerate(self.dims):
             names = "+".join(axes)
@@ -198,7 +206,8 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """Read either form of ``format``. Raises SpecError on anything else."""
+        """Return the spec of either form of ``format``. Raises SpecError on any other
+        text."""
         match = re.fullmatch(r"\s*\w*\[([^\]]*)\](?:\s*partial\((.*)\))?\s*", text)
         if not match:
             raise SpecError(f"cannot read spec {text!r}", fix="write [dp, _, tp+sp]")
@@ -229,13 +238,15 @@ class Spec:
         return f"Spec({', '.join(dims + [partial] * bool(partial))})"
 
     def to_placements(self, mesh: Mesh) -> tuple:
-        """DTensor placements, one per mesh axis, for a DeviceMesh of the same axes.
+        """Return DTensor placements, one per mesh axis, for a DeviceMesh of the same
+        axes.
 
         DTensor splits a dim by mesh order, major first. Where this spec has an axis
         more major than the order of the mesh implies, the earlier mesh axis becomes a
-        strided shard whose split factor is the number of shards the later, but more
-        major, axes make. Of a spec with parts, ``mesh.refined(spec.axes)`` has the
-        axes. Raises MeshError if ``mesh`` has not.
+        strided shard, whose split factor is the number of shards made by the axes that
+        are later in the mesh but more major in the spec. For a spec with parts,
+        ``mesh.refined(spec.axes)`` has the axes. Raises MeshError if ``mesh`` does not
+        have them.
         """
         from fxpar._torch.dtensor import Partial, Replicate, Shard, strided_shard
 
@@ -260,8 +271,9 @@ class Spec:
 
     @classmethod
     def from_placements(cls, placements: Sequence, mesh: Mesh, ndim: int) -> Spec:
-        """Inverse of ``to_placements``. Raises SpecError on a strided shard whose
-        split factor is no product of later axes on the same dim."""
+        """Return the spec of placements; the inverse of ``to_placements``. Raises
+        SpecError on a strided shard whose split factor is no product of later axes on
+        the same dim."""
         dims: list[list[str]] = [[] for _ in range(ndim)]
         partial = {}
         for axis, placement in reversed(list(zip(mesh.names, placements, strict=True))):
@@ -270,8 +282,8 @@ class Spec:
             elif not placement.is_replicate():
                 dim = dims[placement.dim % ndim]
                 factor = getattr(placement, "split_factor", 1)
-                # Later axes already stand in `dim`; those this one strides over are
-                # a major prefix of it.
+                # Later axes are already in `dim`; those this one strides over are a
+                # major prefix of it.
                 place = next(
                     (i for i in range(len(dim) + 1) if mesh.count(dim[:i]) == factor),
                     None,

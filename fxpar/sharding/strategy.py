@@ -1,8 +1,10 @@
-"""The strategy of an op: which mesh axes split which factors of its rule.
+"""Describes the strategy of an op: which mesh axes split which factors of its rule.
 
 From a rule and a strategy follow the specs of operands and results; ``project`` goes
-the other way. ``fits`` and ``expressible`` say whether tensors can lie so, in
-contiguous shards.
+the other way. ``fits`` and ``expressible`` say whether tensors can be laid out in
+contiguous shards by a strategy.
+In: a Rule, a Mesh, axes by factor. Out: specs, axes by factor, whether they fit.
+Never: chooses a strategy.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which axes split which factor, and which axes pass through as partial."""
+    """Says which axes split which factor, and which axes pass through as partial."""
 
     # (factor, axes major to minor).
     factors: tuple[tuple[str, Axes], ...] = ()
@@ -33,18 +35,18 @@ class Strategy:
 
 @lru_cache(maxsize=1 << 14)
 def spec_of(dims: tuple[Axes, ...], partial: tuple[tuple[str, str], ...] = ()) -> Spec:
-    """As ``Spec.of``; values that are alike have one."""
+    """Return ``Spec.of``; equal arguments share one object."""
     return Spec.of(dims, partial)
 
 
 def _dims(dims: Dims, axes: Mapping[str, Axes]) -> tuple[Axes, ...]:
-    """The axes of each dim of factors."""
+    """Return the axes of each dim, given as factors."""
     return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
 
 
 @lru_cache(maxsize=1 << 14)
 def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
-    """Spec that operand ``i`` must have under a strategy."""
+    """Return the spec that operand ``i`` must have under a strategy."""
     dims = _dims(rule.operands[i], strategy.axes_of)
     partial = [
         (axis, op) for axis, op, p in strategy.passes if i in rule.passages[p].operands
@@ -62,7 +64,7 @@ def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
 
 @lru_cache(maxsize=1 << 14)
 def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
-    """Spec that result ``i`` has under a strategy, before any reduction."""
+    """Return the spec that result ``i`` has under a strategy, before any reduction."""
     dims = _dims(rule.results[i], strategy.axes_of)
     partial = [
         (axis, rule.reduction.get(f, "sum"))
@@ -82,12 +84,13 @@ def project(
     *,
     even: Container[str] | None = None,
 ) -> dict[str, Axes]:
-    """Axes per factor that a tensor's spec implies, as far as factors express it.
+    """Return the axes per factor that a tensor's spec implies, as far as factors
+    express it.
 
-    A dim's axes are dealt major to minor: a factor takes axes while they divide what is
-    left of it; the next factor may take more only once this one is used up. Unless
-    its shards must be ``even`` (None: those of all), a factor that is all of its dim
-    takes any.
+    A dim's axes are assigned major to minor: a factor takes axes while they divide the
+    rows that are left of it; the next factor may take more only once this one is used
+    up. A factor that makes up its whole dim takes any axes, unless its shards must be
+    ``even`` (None: all must).
     """
     out: dict[str, Axes] = {}
     entries = spec.dims if isinstance(spec, Spec) else spec
@@ -109,19 +112,19 @@ def project(
 
 
 def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
-    """Whether a dim is one factor, which has some rows."""
+    """Return whether a dim consists of one factor only, with more than one row."""
     return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
 
 
 def _may_differ(even: Container[str] | None, factor: str) -> bool:
-    """Whether shards of a factor may be of several sizes."""
+    """Return whether shards of a factor may have several sizes."""
     return even is not None and factor not in even
 
 
 def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
-    """Whether every tensor of a rule can lie as an assignment of axes to factors says:
-    in contiguous shards, of one size where the rule wants that, and none of them empty
-    where the op cannot do with that."""
+    """Return whether every tensor of a rule can be laid out by an assignment of axes to
+    factors: in contiguous shards, of one size where the rule requires it, none of them
+    empty where the op does not run on empty shards."""
     for window in rule.windows:
         (factor,) = rule.tensors[window.position][window.dim]
         least = shard_sizes.smallest(window.count, mesh, axes_of.get(factor, ()))
@@ -132,7 +135,7 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
         alike = shard_sizes.is_even(rows, mesh, axes)
         if not alike and shard_sizes.smallest(rows, mesh, axes) < least:
             return False
-    # Of windows what is made of a row of zeros is zero.
+    # In windows a row of zeros gives zero, so a sum over it is right.
     summed = rule.contracted - rule.moved
     shut = {"run": frozenset(), "fill": summed, "never": rule.free}
     for factor in shut[rule.empty]:
@@ -153,10 +156,10 @@ def expressible(
     *,
     even: Container[str] | None = None,
 ) -> bool:
-    """Whether an assignment of axes to factors gives each dim contiguous shards, all
-    of one size. Unless they must be ``even`` (None: those of all), a factor that is all
-    of its dim may be cut into any; of a compound dim that would not be the shards of
-    the product."""
+    """Return whether an assignment of axes to factors gives each dim contiguous shards,
+    all of one size. A factor that makes up its whole dim may have unequal shards,
+    unless they must be ``even`` (None: all must); in a compound dim unequal shards
+    would not be the shards of the product."""
     for dim in dims:
         complete = True
         for factor in dim:

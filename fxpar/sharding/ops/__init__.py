@@ -1,11 +1,14 @@
-"""The table: ATen overload -> row. Looked up with ``rule_of``; users add with ``rule``.
+"""Holds the table of ops, ATen overload -> row; ``rule_of`` looks up, users add with
+``rule``.
 
-One module per family of ops, each a dict ``ROWS``: an op's rule, its local form, and
-what else holds of it (``op_facts``). Ops that are registered only once some part of
-torch is imported stand under their name, ``"prims::inductor_random"``. Local forms of
-attention and experts are added by ``fxpar/passes/``. A missing row is not an error
-here: ``rule_of`` returns None and the planner makes the op's operands whole, or raises
-under ``FXPAR_STRICT=1``.
+One module per family of ops has a dict ``ROWS``: an op's rule, its local form, and its
+other facts (``op_facts``). Ops that are registered only once some part of torch is
+imported are keyed by name, ``"prims::inductor_random"``. ``fxpar/passes/`` adds local
+forms of attention and experts.
+In: rows of the families, of passes and of users. Out: the row, or the sized Rule, of a
+call.
+Never: fails on a missing row: ``rule_of`` returns None and the planner makes the op's
+operands whole, or raises under ``FXPAR_STRICT=1``.
 """
 
 from __future__ import annotations
@@ -69,8 +72,8 @@ FAMILIES = (
     custom_op_rules,
 )
 
-# Families whose kernels refuse tensors that hold nothing, and those that refuse, or may
-# not make, a row of zeros instead.
+# Families whose kernels reject empty tensors, and get a row of zeros instead; and
+# families that reject that too, or must not get it.
 _FILLED = (normalization, convolution, pools, adaptive_pools, antialiasing, attention)
 _NEVER_EMPTY = (linalg, statistics, nn_attention)
 
@@ -85,19 +88,19 @@ _ROWS: dict[Any, Row] = {
     op: _row_in(module, row) for module in FAMILIES for op, row in module.ROWS.items()
 }
 
-# What rows say, by op: rules, local forms (features add theirs), and facts.
+# The rows by op: rules, local forms (features add theirs), and facts.
 TABLE = {op: row for op, row in _ROWS.items() if row.rule is not None}
 LOCAL = {op: row.local for op, row in _ROWS.items() if row.local is not None}
 FACTS = {op: row.facts for op, row in _ROWS.items() if row.facts}
 
-# Of functions that passes put into a graph, which know them (``add_rows``).
+# Rows of functions that passes put into a graph (``add_rows``).
 _OF_PASSES: dict[Any, Row] = {}
 
 _USER: dict[str, Row] = {}
 
 
 def has_user_rules() -> bool:
-    """Whether ``fxpar.rule`` was called in this process."""
+    """Return whether ``fxpar.rule`` was called in this process."""
     return bool(_USER)
 
 
@@ -131,7 +134,7 @@ def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
 
 
 def user_row_of(target: Any) -> Row | None:
-    """The row that ``fxpar.rule`` gave an op overload."""
+    """Return the row that ``fxpar.rule`` gave an op overload."""
     if not _USER or not isinstance(target, _torch.inductor.OpOverload):
         return None
     full = target.name()
@@ -139,24 +142,25 @@ def user_row_of(target: Any) -> Row | None:
 
 
 def row_of(target: Any) -> Row | None:
-    """The row of an op overload, the user's before the table's."""
+    """Return the row of an op overload, the user's before the table's."""
     if target in TABLE and not _USER:
         return TABLE[target]
     return user_row_of(target) or _OF_PASSES.get(target) or look_up(TABLE, target)
 
 
 def add_rows(rows: Mapping[Any, Row]) -> None:
-    """Rows of functions that a pass put into a graph, for when it is planned again."""
+    """Add rows of functions that a pass put into a graph, for when it is planned
+    again."""
     _OF_PASSES.update(rows)
 
 
 def rule_of(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Rule | None:
-    """The sized rule of one call, or None if there is none.
+    """Return the sized rule of one call, or None if there is none.
 
-    Arguments and result are the call's own with fake tensors. Raises RuleError if a
-    row does not fit the call it is given.
+    Arguments and result are the call's own with fake tensors. Raises RuleError if a row
+    does not fit the call it is given.
     """
     entry = row_of(target)
     if entry is None:

@@ -1,11 +1,14 @@
-"""Pools that cut a dim into so many parts of nearly equal size.
+"""Splits pools that cut a dim into a number of parts of nearly equal size.
 
 Part i of ``few`` begins at row ``i * many // few`` and ends, rounded up, at ``(i + 1) *
 many / few``, so neighbours may share a row. A rank reads the rows of its own parts
-(``Rule.windows``); where parts are of one length, and ranks have as many, these are its
-own, and the op pools them. Else each part is laid out after the one before it, in as
-many rows as the longest has, what is after its end filled: so all have one length, and
-the op pools them. A backward adds what it computed of such rows where they lie.
+(``Rule.windows``); where parts are of one length, and ranks have equally many, these
+are its own rows, and the op pools them. Else parts are laid out one after the other,
+each with the rows of the longest and filled after its end: so all have one length, and
+the op pools them. A backward adds the gradients of such rows to the rows they came
+from.
+In: calls of these ops. Out: their rules and local forms.
+Never: splits a dim whose size is open.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ aten = torch.ops.aten
 
 
 def _reach(many: int, few: int) -> Reach:
-    """The rows of each of ``few`` parts, as many as the longest has."""
+    """Return the rows of each of ``few`` parts, as many as the longest has."""
     ends = range(1, few + 1)
     span = max(-(-i * many // few) - (i - 1) * many // few for i in ends)
     return Reach(many, few, span=span)
@@ -47,8 +50,9 @@ def _reach(many: int, few: int) -> Reach:
 def _parts(
     many: Sequence[int], few: Sequence[int], first: int, position: int, other: int
 ) -> tuple[list[str], list[str], tuple[RowWindow, ...]]:
-    """(words of dims that are cut, words of their parts, windows); ``first`` is the
-    first of these dims, ``position`` and ``other`` tell the tensors that have them."""
+    """Return (words of dims that are cut, words of their parts, windows). ``first``:
+    the first of these dims; ``position``, ``other``: of the tensors that have the dims
+    and the parts."""
     rows, parts, windows = [], [], []
     for d, (n, count) in enumerate(zip(many, few, strict=True)):
         are_known = isinstance(n, int) and isinstance(count, int)
@@ -73,7 +77,7 @@ def _forward(k: int, results: int, x: torch.Tensor, few: int | Sequence[int]) ->
 
 
 def _backward(k: int, grad: torch.Tensor, x: torch.Tensor, *index: Any) -> Rule:
-    """``index``: where maxima lie."""
+    """Return the rule of a backward; ``index``: positions of maxima, if given."""
     first, end = x.dim() - k, 2 + len(index)
     rows, parts, windows = _parts(x.shape[first:], grad.shape[first:], first, end, 0)
     lead = names(first)
@@ -95,21 +99,22 @@ def _maximum(k: int, *args: Any) -> Rule:
 
 @dataclass(frozen=True)
 class LaidOutParts:
-    """Parts of a dim that are not all as long, one behind the other on a rank."""
+    """Holds parts of unequal lengths of a dim, laid out one after the other on a
+    rank."""
 
     # The pool, or its backward.
     call: LocalCall
     # The rows that ranks read of the dim.
     window: RowWindow
-    # Of each laid out row which of those that this rank has it is.
+    # For each laid out row its position among the rows that this rank has.
     places: fx.Node
-    # Of each whether it is of its part, not behind its end.
+    # For each laid out row whether it is within its part, not after the part's end.
     inside: fx.Node
-    # Of each part how many rows it has.
+    # For each part its number of rows.
     lengths: fx.Node
-    # Of each where it begins in the whole dim, less where it is laid out.
+    # For each part its begin in the whole dim, minus its begin as laid out.
     shifts: fx.Node
-    # Laid out rows.
+    # Number of laid out rows.
     rows: Size
 
     @property
@@ -117,27 +122,29 @@ class LaidOutParts:
         return self.window.dim
 
     def laid_out(self, x: fx.Node, fill: int | float) -> fx.Node:
-        """The rows of ``x`` that parts are made of."""
+        """Return the rows of ``x``, laid out part after part."""
         build = self.call.build
         x = build.call(aten.index.Tensor, x, [*[None] * self.dim, self.places])
         return self.call.where(self._along(x, self.inside), x, fill)
 
     def added(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
-        """What was computed of laid out rows, added where they lie in this shape."""
+        """Return a tensor of this shape, to whose rows the values of laid out rows are
+        added."""
         x = self.call.where(self._along(x, self.inside), x, 0)
         zeros = self.call.full(shape, 0, x)
         indices = [*[None] * self.dim, self.places]
         return self.call.build.call(aten.index_put.default, zeros, indices, x, True)
 
     def averaged(self, x: fx.Node) -> fx.Node:
-        """``x`` by the rows of each part, which is by those of the longest."""
+        """Return averages over the rows of each part, from averages over the longest
+        length."""
         build = self.call.build
         lengths = build.cast(self.lengths, x.meta["val"].dtype)
         x = build.call(aten.mul.Tensor, x, self.window.reach.span)
         return build.call(aten.div.Tensor, x, self._along(x, lengths))
 
     def as_shard(self, index: fx.Node) -> ShardWithHalo:
-        """As positions of maxima count rows, ``index`` those of each part."""
+        """Return the shard as maxima count its rows. ``index``: maxima of each part."""
 
         def start(sign: int) -> fx.Node:
             shifts = self._along(index, self.shifts)
@@ -147,14 +154,14 @@ class LaidOutParts:
         return ShardWithHalo(axes, self.window.rows, self.rows, start)
 
     def _along(self, x: fx.Node, numbers: fx.Node) -> fx.Node:
-        """Numbers of the rows of the dim, to be broadcast."""
+        """Return numbers for the rows of the dim, in a shape that broadcasts."""
         view = [-1, *[1] * (x.meta["val"].dim() - 1 - self.dim)]
         return self.call.build.call(aten.reshape.default, numbers, view)
 
 
 def _laid_out(call: LocalCall, position: int, few: int) -> list[LaidOutParts]:
-    """Those of the dims of which ranks read windows, where parts are not alike.
-    ``position``, ``few``: of the tensors that have rows, and parts."""
+    """Return the laid out parts of dims of which ranks read windows, where parts have
+    unequal lengths. ``position``, ``few``: of the tensors that have rows, and parts."""
     unlike = (w for w in windows_of(call, position) if w.rows % w.count)
     return [_parts_of(call, window, few) for window in unlike]
 
@@ -167,7 +174,7 @@ def _parts_of(call: LocalCall, window: RowWindow, few: int) -> LaidOutParts:
     exchange, call_op = exchange_of(call, window), build.call
     own = build.iota(count, device)
     part = call_op(aten.add.Tensor, own, build.own_start(window.count, exchange.axes))
-    part = call_op(aten.clamp_max.default, part, window.count - 1)  # a spare one
+    part = call_op(aten.clamp_max.default, part, window.count - 1)  # for a spare row
     begin = call_op(aten.mul.Tensor, part, window.rows)
     end = call_op(aten.add.Tensor, begin, window.rows + window.count - 1)
     floor = {"rounding_mode": "floor"}
@@ -197,7 +204,7 @@ def _parts_of(call: LocalCall, window: RowWindow, few: int) -> LaidOutParts:
 def _pooled(
     k: int, call: LocalCall, x: fx.Node, fill: int | float
 ) -> tuple[Any, list[LaidOutParts]]:
-    """What the op makes of a rank's parts, and those that were laid out."""
+    """Return the op's result for a rank's parts, and the parts that were laid out."""
     parts = _laid_out(call, 0, len(call.operands))
     x = with_halo_rows(call, x, 0, fill)
     for one in parts:
@@ -213,7 +220,7 @@ def _local_average(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
 
 
 def _local_maximum(k: int, call: LocalCall, x: fx.Node, few: Any) -> Any:
-    """The result says where in the whole maxima lie."""
+    """Return values, and positions of maxima in the whole dim."""
     pooled, parts = _pooled(k, call, x, least(x.meta["val"].dtype))
     if not any(split_dims(call, 0, k)):
         return pooled
@@ -229,8 +236,8 @@ def _shards(
     positions: tuple[int, int],
     k: int,
 ) -> list[ShardWithHalo]:
-    """The last ``k`` dims of what is pooled. ``positions``: of that tensor, and of the
-    one that has windows."""
+    """Return the last ``k`` dims of the pooled tensor as shards. ``positions``: of that
+    tensor, and of the tensor that has windows."""
     dims = shards_with_halos(call, *positions, k)
     first = len(call.shapes[positions[0]]) - k
     for one in parts:
@@ -254,14 +261,14 @@ def _local_maximum_backward(
     if any(split_dims(call, 1, k)):
         dims = _shards(call, index, parts, (1, 3), k)
         index = reindexed(call, index, dims, inward=True)
-        # Of a spare part nothing is added, wherever that is.
+        # A spare part's gradient is 0, which may be added anywhere.
         index = call.build.call(aten.clamp_min.default, index, 0)
     gradient = call.same(grad, _alike(call, x, parts, 3), index)
     return _added(call, parts, 3, gradient)
 
 
 def _shape(call: LocalCall, position: int) -> list[Size]:
-    """Of the rows of what is pooled that a rank reads."""
+    """Return the shape of the rows of the pooled tensor that a rank reads."""
     shape: list[Size] = list(call.operand_shape(1))
     for window in windows_of(call, position):
         shape[window.dim] = call.build.window_rows(exchange_of(call, window))
@@ -271,7 +278,8 @@ def _shape(call: LocalCall, position: int) -> list[Size]:
 def _alike(
     call: LocalCall, x: fx.Node, parts: Sequence[LaidOutParts], position: int
 ) -> fx.Node:
-    """A tensor of the shape of what is pooled on a rank; its values mean nothing."""
+    """Return a tensor with the pooled tensor's shape on a rank; its values are not
+    used."""
     if not windows_of(call, position):
         return x
     shape = _shape(call, position)
@@ -283,7 +291,7 @@ def _alike(
 def _added(
     call: LocalCall, parts: Sequence[LaidOutParts], position: int, gradient: fx.Node
 ) -> fx.Node:
-    """Gradients of laid out rows as those of a rank's rows."""
+    """Return the gradient of a rank's rows from gradients of laid out rows."""
     shape = _shape(call, position)
     for i, one in enumerate(parts):
         own = list(shape)

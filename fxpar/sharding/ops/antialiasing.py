@@ -1,10 +1,12 @@
-"""Interpolation that weighs all rows an output row covers (``antialias=True``).
+"""Splits interpolation that weighs all rows an output row covers (``antialias=True``).
 
 Output row i is a weighted sum of rows around ``scale * (i + 1 / 2)``, as many as a
-filter reaches, which grows with the scale. Where a dim is split a rank reads the rows
+filter covers, which grows with the scale. Where a dim is split a rank reads the rows
 that its output rows cover (``Rule.windows``) and sums them with the op's own weights,
-or adds the gradients of its output rows to them; the other dim is resampled so too, as
-the op is wrong on the CPU for shards of one column.
+or adds the gradients of its output rows to them; the other dim is resampled in the same
+way, as the op is wrong on the CPU for shards of one column.
+In: calls of these ops. Out: their rules and local forms.
+Never: splits rows of integers, or sizes that are open.
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ from fxpar.sharding.ops.own_rows import trailing
 
 aten = torch.ops.aten
 
-# How many rows the filter of each kind covers where nothing is made smaller.
+# Rows that the filter of each kind covers where the scale is at most 1.
 COVERED = {"bilinear": 2, "bicubic": 4, "lanczos": 6}
-# Slopes of windows are fractions of this at most.
+# The largest denominator of a window's slope.
 _FINEST = 1 << 12
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """How one dim is resampled."""
+    """Describes how one dim is resampled."""
 
     # Of the dim.
     rows: int
-    # Of what is made of it.
+    # Of the result's dim.
     count: int
     # Rows of the dim from one output row to the next.
     scale: float
@@ -57,12 +59,12 @@ class Resampled:
 
     @property
     def stays(self) -> bool:
-        """Whether each row is what it was."""
+        """Return whether the dim stays unchanged."""
         return self.rows == self.count and self.scale == 1.0
 
     @property
     def reach(self) -> Reach:
-        """The rows that each output row covers, and no fewer."""
+        """Return windows that hold all rows that each output row covers."""
         slope = Fraction(self.scale).limit_denominator(_FINEST)
         step, of = slope.numerator, slope.denominator
         ends = []
@@ -78,8 +80,8 @@ class Resampled:
 def resampled(
     kind: str, rows: int, count: int, align_corners: bool, scale: float | None
 ) -> Resampled:
-    """How a dim of so many rows becomes one of ``count``; ``scale``: how many times as
-    many, if it was given."""
+    """Return how a dim of ``rows`` becomes one of ``count``. ``scale``: output rows for
+    each row, if given."""
     if align_corners:
         step = (rows - 1) / (count - 1) if count > 1 else 0.0
     else:
@@ -94,7 +96,7 @@ def both_dims(
     align_corners: bool,
     *scales: float | None,
 ) -> list[Resampled]:
-    """How rows and columns are resampled."""
+    """Return how rows and columns are resampled."""
     both = [*scales, None, None]
     return [
         resampled(kind, n, count, align_corners, scale)
@@ -103,8 +105,8 @@ def both_dims(
 
 
 def _rule(dims: Sequence[Resampled], lead: int, x: int, other: int) -> Rule:
-    """``x`` and ``other``: which tensor has the rows, and which is made of them, or, of
-    a backward, makes them."""
+    """Return the rule. ``x``: position of the tensor that has the rows; ``other``: of
+    the result, or in a backward of its gradient."""
     words: dict[int, list[str]] = {x: names(lead), other: names(lead)}
     windows = []
     for d, dim in enumerate(dims):
@@ -119,7 +121,8 @@ def _rule(dims: Sequence[Resampled], lead: int, x: int, other: int) -> Rule:
 
 
 def _may_split(x: torch.Tensor, sizes: Sequence[int]) -> bool:
-    """Whole numbers are rounded in between; weights go by sizes that are known."""
+    """Return whether rows may be split: integers are rounded between the two dims, and
+    weights need known sizes."""
     return x.is_floating_point() and all(isinstance(n, int) for n in sizes)
 
 
@@ -140,18 +143,19 @@ def _backward(
 
 
 def _whole(kind: str, x: torch.Tensor, *_: Any) -> str:
-    """In its rows and columns; so of sizes that are told by factors, too, which is no
-    op of a traced graph."""
+    """Return the rule that keeps rows and columns whole; also for sizes given by
+    factors, which no traced graph has."""
     words = [*names(x.dim() - 2), "_", "_"]
     return text(words, results=[words])
 
 
 # Local forms
 
-# Of a filter, at distances from an output row's middle in rows of the coarser side.
+# Weights of a filter at distances from an output row's middle, in rows of the coarser
+# side.
 Filter = Callable[[Builder, fx.Node], fx.Node]
 
-# Of a cubic filter that smooths, unlike that of plain bicubic interpolation.
+# Parameter of a smoothing cubic filter, unlike that of plain bicubic interpolation.
 _SHARPNESS = -0.5
 
 
@@ -161,7 +165,8 @@ def _triangle(build: Builder, at: fx.Node) -> fx.Node:
 
 
 def _polynomial(build: Builder, x: fx.Node, *coefficients: float) -> fx.Node:
-    """Of the highest power first."""
+    """Return the polynomial's value; the coefficient of the highest power comes
+    first."""
     total = build.call(aten.mul.Tensor, x, coefficients[0])
     for c in coefficients[1:-1]:
         total = build.call(aten.add.Tensor, total, c)
@@ -195,23 +200,23 @@ _FILTERS: dict[str, Filter] = {
 
 @dataclass(frozen=True)
 class _Covered:
-    """A dim that is resampled, where some dim of the op is split."""
+    """Describes a dim that is resampled, where some dim of the op is split."""
 
-    # Of ``x``, of which it is a dim.
+    # Number of the dim in ``x``.
     dim: int
     # How it is resampled.
     how: Resampled
     # The rows that a rank reads of it; None: it is not split.
     window: RowWindow | None
-    # How many rows this rank makes of it, or has made.
+    # Rows of this rank on the resampled side.
     own: Size
 
 
 def _dims(
     kind: str, call: LocalCall, position: int, own: Sequence[Size], *how: Any
 ) -> list[_Covered]:
-    """The dims of an op that do not stay as they are; ``position``: of the tensor whose
-    rows are covered, by ``own`` rows of the other."""
+    """Return the dims of an op that are resampled. ``position``: of the tensor whose
+    rows are covered by ``own`` rows of the other tensor."""
     size, *settings = how
     shape, lead = call.shapes[position], len(own) - 2
     near = {window.dim: window for window in windows_of(call, position)}
@@ -223,15 +228,15 @@ def _dims(
 
 
 def _weights(kind: str, call: LocalCall, dim: _Covered) -> tuple[fx.Node, fx.Node]:
-    """(places among the rows that a rank has, weights) of the rows that each row which
-    is made covers."""
+    """Return (positions among the rows that a rank has, weights), both [own rows,
+    covered rows]."""
     build, how, window = call.build, dim.how, dim.window
     device, reach = call.node.meta["val"].device, how.reach
     i = build.iota(dim.own, device)
     if window is not None:
         axes = axes_of(call, window.position, window.dim)
         i = build.call(aten.add.Tensor, i, build.own_start(how.count, axes))
-        # A row that stands for none is as the last.
+        # A spare row is computed as the last one.
         i = build.call(aten.clamp.default, i, 0, how.count - 1)
     first = build.call(aten.mul.Tensor, i, reach.step)
     first = build.call(aten.add.Tensor, first, reach.first)
@@ -259,7 +264,7 @@ def _weights(kind: str, call: LocalCall, dim: _Covered) -> tuple[fx.Node, fx.Nod
 
 
 def _spread(call: LocalCall, weights: fx.Node, x: fx.Node, dim: int) -> fx.Node:
-    """The weights of a sum over rows along a dim of ``x``."""
+    """Return the weights in a shape for a sum over rows along a dim of ``x``."""
     value = x.meta["val"]
     return trailing(call, call.build.cast(weights, value.dtype), value.dim() - 1 - dim)
 

@@ -1,4 +1,4 @@
-"""Rows of fused attention, forward and backward, in every form ATen has.
+"""Gives rules to fused attention, forward and backward, in every form ATen has.
 
 Batch and heads are free; where query heads share key heads (GQA) they are a compound,
 and a gradient of the keys is partial over the query heads that share one. Queries may
@@ -6,10 +6,11 @@ be split along the sequence where there is one log-sum-exp per query; so may key
 values, which makes outputs summands that ranks weight by their log-sum-exp (``Merge``),
 and gradients of queries plain summands. A causal mask counts places in the whole
 sequence (``passes.attention.local_attention``). Seeds, reserves and empty results are
-alike on every rank.
+equal on every rank.
 
-With dropout a kernel draws its mask by local position, so such a call has no rule and
-stays whole; so do calls with ragged sequences and those that return a debug mask.
+In: calls of these ops. Out: their rules.
+Never: splits a call with dropout, as a kernel draws its mask by local position; nor one
+with ragged sequences, or one that returns a debug mask.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ def _flash_forward_backward(
 
 
 def _windowed(rest: dict[str, Any]) -> bool:
-    """Whether a sliding window counts positions."""
+    """Return whether a sliding window counts positions."""
     return any(
         rest.get(f"window_size_{side}") is not None for side in ("left", "right")
     )
 
 
 def _for_cpu(q: torch.Tensor, k: torch.Tensor, mask: Maybe) -> Heads | None:
-    """Words of the kernel on CPU."""
+    """Return words of the kernel on CPU."""
     return heads_of(q, k, queries=True, keys=True, masked=mask is not None)
 
 
@@ -130,13 +131,15 @@ def _efficient(
 def _memory_efficient(
     q: torch.Tensor, k: torch.Tensor, bias: Maybe, compute_lse: bool
 ) -> Heads | None:
-    """Words of a kernel whose log-sum-exp, if it gives one, has rows in steps of 32."""
+    """Return words of a kernel whose log-sum-exp, if it gives one, pads rows to
+    multiples of 32."""
     queries, masked = _rows_fit(q) or not compute_lse, bias is not None
     return heads_of(q, k, queries=queries, keys=compute_lse, masked=masked)
 
 
 def _rows_fit(q: torch.Tensor) -> bool:
-    """Whether a log-sum-exp of the memory-efficient kernel has a row per query."""
+    """Return whether a log-sum-exp of the memory-efficient kernel has a row per
+    query."""
     return q.dim() == 4 and int(q.shape[2]) % 32 == 0
 
 
@@ -145,14 +148,14 @@ def _efficient_backward(
     scale=None,
 ):  # fmt: skip
     words = _memory_efficient(q, k, bias, True)
-    # The gradient of a bias has its shape, not that of a causal mask.
+    # The gradient of a bias has the bias's shape, not that of a causal mask.
     if words is not None and is_causal and mask[3]:
         words = heads_of(q, k)
     if dropout_p or words is None:
         return None
     lse = words.logsumexp if _rows_fit(q) else words.padded
     biases = words.bias(bias)
-    # The mask tells only of the bias: the other gradients are always made.
+    # The mask concerns only the bias: the other gradients are always made.
     results = [*words.inputs, *(biases if mask[3] else [])]
     return words.rule(
         words.out, *words.inputs, *biases, words.out, lse, *given_tensors(seed, offset),
@@ -297,7 +300,8 @@ _BATCHED = ["b", "_", "_"]
 
 
 def _mask_of_layer(mask: Maybe, mask_type: int | None) -> list[list[str]]:
-    """A mask of queries by keys, of type 0, or of the batch by more."""
+    """Return the words of a mask of queries by keys (type 0), or with the batch as
+    first dim."""
     if not isinstance(mask, torch.Tensor):
         return []
     return [whole_dims(mask) if mask_type == 0 else ["b", *whole_dims(mask)[1:]]]

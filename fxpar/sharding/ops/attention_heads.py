@@ -1,8 +1,10 @@
-"""Words of attention: how its tensors share batch, heads and the sequence.
+"""Gives words to the tensors of attention: which dims share batch, heads and the
+sequence.
 
+Query heads that share a key head (GQA) are a compound of factors.
 In: queries and keys of a call, fake tensors. Out: ``Heads``, a word per dim of each
-tensor of the call, of which the rows of ``attention`` and ``nn_attention`` make their
-rules. Query heads that share a key head (GQA) are a compound of factors.
+tensor of the call, from which ``attention`` and ``nn_attention`` make their rules.
+Never: knows which kernel runs.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from fxpar.sharding.op_table import text
 
 Maybe = torch.Tensor | None
 
-# Results that tell nothing of their operands: alike on every rank.
+# Words of results that depend on no operand: equal on every rank.
 FURTHER = ["~"]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Words per tensor of one call."""
+    """Holds the words per tensor of one call."""
 
     # Of the queries, one per dim.
     query: list[str]
@@ -39,8 +41,8 @@ class Heads:
     sizes: list[int]
     # Query heads per key head.
     groups: int
-    # Under a mask, which may leave weights of parts that count keys alone: parts of the
-    # keys are as large as one another.
+    # Whether there is a mask: all shards of the keys are then equal, as a mask may
+    # leave shards no weights but their numbers of keys.
     masked: bool
 
     @property
@@ -57,16 +59,17 @@ class Heads:
 
     @property
     def merged(self) -> list[str]:
-        """The log-sum-exp that a forward gives: that of all keys on each rank."""
+        """Return the log-sum-exp of a forward: over all keys, on each rank."""
         return [*self.logsumexp, "~t"]
 
     @property
     def padded(self) -> list[str]:
-        """A log-sum-exp whose last dim is not the queries'."""
+        """Return a log-sum-exp whose last dim is not the queries'."""
         return [*self.scores[:2], "_"]
 
     def bias(self, x: Maybe) -> list[list[str]]:
-        """A mask or bias that broadcasts to the scores, if there is one."""
+        """Return the words of a mask or bias that broadcasts to the scores, if there is
+        one."""
         if not isinstance(x, torch.Tensor):
             return []
         if x.dim() < 2:
@@ -90,8 +93,7 @@ class Heads:
     def forward(
         self, *operands: Sequence[str], logsumexp: Sequence[str] | None = None
     ) -> Rule:
-        """The rule of a forward that gives output, log-sum-exp and what goes with
-        them."""
+        """Return the rule of a forward with output, log-sum-exp and further results."""
         results = [self.out, logsumexp or self.merged, FURTHER]
         rule = self.rule(*operands, results=results)
         if not self.splits_keys:
@@ -112,8 +114,10 @@ def heads_of(
     keys: bool = False,
     masked: bool = False,
 ) -> Heads | None:
-    """``seq_first``: tensors are [batch, sequence, heads, dim]; whether ``queries``,
-    and ``keys``, may be split along the sequence; whether there is a mask."""
+    """Return the words of a call; None if it does not have four dims, or heads that
+    divide. ``seq_first``: tensors are [batch, sequence, heads, dim]; ``queries``,
+    ``keys``: whether they may be split along the sequence; ``masked``: whether there is
+    a mask."""
     h, s = (2, 1) if seq_first else (1, 2)
     if q.dim() != 4 or q.shape[h] % k.shape[h]:
         return None
@@ -137,7 +141,7 @@ def heads_of(
 
 
 def is_ragged(*starts: Maybe) -> bool:
-    """Whether sequences are packed, their starts given."""
+    """Return whether sequences are packed, with their starts given."""
     return any(isinstance(x, torch.Tensor) and x.numel() for x in starts)
 
 

@@ -1,15 +1,17 @@
-"""Convolutions.
+"""Splits convolutions.
 
 Batch and channels are free. Input channels are contracted and groups are a compound of
 their own; the bias is added once, so where input channels are split it is partial as
-well. A spatial dim is free where windows are laid out evenly over it, as many of them
-as the dim has steps: a shard then needs rows around it, its halo. It is whole
-otherwise.
+well. A spatial dim is free where windows are placed evenly over it, as many of them as
+the dim has steps: a shard then needs rows around it, its halo. It is whole otherwise.
 
 Where such a dim is split a rank reads the rows around its shard that its windows reach,
-which stand for the padding too, and what a backward computes of such rows goes back to
-those whose they are (``halos``). Elsewhere the op pads as it did. It takes the local
-count of its groups.
+which replace the padding too, and gradients of such rows go back to the ranks that own
+them (``halos``). Other dims are padded by the op. A call with groups gets the local
+number of groups.
+
+In: calls of these ops. Out: their rules and local forms.
+Never: pads a split dim by the op.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ aten = torch.ops.aten
 
 
 def _channels(transposed: bool, groups: int, k: int) -> tuple[str, str, list[str]]:
-    """Words of the channel dim of input and of output, and of the weight's dims."""
+    """Return words of the channel dim of input and of output, and of the weight's
+    dims."""
     inside = [f"{word}!" for word in names(k, "k")]
     first, second = ("ci", "co") if transposed else ("co", "ci")
     if groups == 1:
@@ -109,8 +112,9 @@ def _convolution_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> Rule | None:
-    """A convolution reads rows around a shard for the weight's gradient, and gives back
-    what its own gradient is there; a transposed one reads such rows of ``grad``."""
+    """Return the rule. A convolution reads rows around a shard for the weight's
+    gradient, and returns gradients of such rows; a transposed one reads such rows of
+    ``grad``."""
     if x.dim() != weight.dim():
         return None
     k = x.dim() - 2
@@ -138,7 +142,8 @@ def _convolution_backward(
 
 
 def _groups(call: LocalCall, channels: Size, per_group: Size) -> Size:
-    """Groups of a convolution, of its channels and those of one group."""
+    """Return the groups of a convolution, from its channels and the channels of one
+    group."""
     return call.build.compute(operator.floordiv, channels, per_group)
 
 
@@ -149,8 +154,9 @@ def _output_padding(
     slid: Sequence[SlidingWindow],
     split: Sequence[bool],
 ) -> list[int]:
-    """Rows that a transposed convolution adds behind. ``position``: of the tensor that
-    has rows; of a shard they are those that no window reaches, of windows none."""
+    """Return the rows that a transposed convolution adds at the end. ``position``: of
+    the tensor that has rows. For a shard they are the rows that no window reaches, with
+    windows none."""
     read = {window.dim - 2 for window in windows_of(call, position)}
     own = [0 if d in read else max(0, -w.behind) for d, w in enumerate(slid)]
     return [

@@ -1,19 +1,23 @@
-"""fxpar's own ops, by name: they are registered by passes and runtime. Those of manual
-regions (``passes.regions``), and which nodes are inside; the one op by which a graph
-writes to its inputs, and what keeps effects in order.
+"""Gives rules to fxpar's own ops, by name, as passes and runtime register them: ops of
+manual regions (``passes.regions``), the op by which a graph writes to its inputs, the
+op that keeps effects in order, and others.
 
-Inside a region a value is in the shape that is local along the region's axes, and other
-axes split it as any other. So that nothing splits it over the region's axes once more,
-each op inside has a factor for each of them, pinned to it: ``@tp``. No tensor inside
-has that factor. At an edge it is the major part of each dim that the region splits:
-what enters is ``(@tp d0) d1 -> d0 d1``, what leaves the reverse; a result that leaves
-partial is summed over a factor that nothing has.
+Inside a region a value has the shape that is local along the region's axes, and other
+axes split it like any other value. So that nothing splits it over the region's axes
+again, each op inside has a factor for each of these axes, pinned to it: ``@tp``. No
+tensor inside has that factor. At an edge it is the major part of each dim that the
+region splits: an op that enters has ``(@tp d0) d1 -> d0 d1``, one that leaves the
+reverse; a result that leaves partial is summed over a factor that no tensor has.
 
 A contraction (``fxpar::dot``) is views around one mm or bmm. Factors of its equation
 fall into four classes: in both operands and the result (batch), in the left one (m), in
 the right one (n), in both operands only (k). Runs of one class are merged by views
-where they stand together, so that no data moves that the program before normalizing
-did not move. Rows of a shift are cut, sent on along a split dim, and joined.
+where they are adjacent, so that no data moves that the program before normalizing did
+not move. Rows of a shift are cut, sent on along a split dim, and joined.
+
+In: calls of these ops. Out: their rules, local forms, and the axes of the regions that
+a node is in.
+Never: registers an op.
 """
 
 from __future__ import annotations
@@ -60,12 +64,14 @@ def _dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> str:
 
 
 def _random(*args: Any) -> Rule:
-    """A scalar seed in; every dim of the result is free: it counts by global index."""
+    """Return the rule of a scalar seed and a result whose dims are all free: it counts
+    by global index."""
     return make([[]], [names(len(args[-1]))])
 
 
 def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rule:
-    """Every dim is free: ranks that split ``dim`` send rows to their neighbours."""
+    """Return the rule with every dim free: ranks that split ``dim`` send rows to
+    neighbours."""
     reductions = ("avg", *MONOTONE) if fill else MOVEMENT
     n, passages = x.shape[dim], (Passage((0,), reductions),)
     if fill is None:
@@ -78,13 +84,15 @@ def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rul
 
 
 def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
-    """A rank sums those of its rows that are one; of the dim it has a part of all."""
+    """Return the rule of a sum over turns of a dim: each rank sums its own rows, so the
+    result is partial over the axes that split the dim."""
     words = words_of(x)
     return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
 
 
 def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
-    """Row ``i`` of the last of ``k`` parts is row ``i * k + k - 1`` of the result."""
+    """Return the rule of row ``i`` of part ``j`` of ``k`` becoming row ``i * k +
+    j``."""
     pieces = [
         RowPiece(i, 0, x.shape[dim], at=i, stride=len(parts))
         for i, x in enumerate(parts)
@@ -94,8 +102,9 @@ def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
 
 
 def _ctc_words(targets: torch.Tensor) -> tuple[list[list[str]], str]:
-    """Words of what a CTC loss reads, and of its batch: free where each sequence has a
-    row of targets; joined end to end, theirs begin where the lengths before say."""
+    """Return words of a CTC loss's operands, and of its batch: free where each sequence
+    has a row of targets; in targets joined end to end a sequence begins where the
+    lengths before it end."""
     if targets.dim() == 2:
         return [["t!", "n", "c!"], ["n", "s!"], ["n"], ["n"]], "n"
     return [["t!", "n!", "c!"], ["s!"], ["n!"], ["n!"]], "n!"
@@ -114,15 +123,15 @@ def _ctc_backward(
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
-    """An input is written where it rests, in whole."""
+    """Return the rule of a write to an input, whole."""
     ndim = target.dim()
     words = [f"{name}!" for name in names(ndim)]
     return make([words, words_of(source, range(source.dim()), "s")], [words])
 
 
 def _in_order(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Rule | None:
-    """An op with an effect, such as a check that raises: all ranks do it alike, on
-    whole operands. One with results could be split, for which there is no rule."""
+    """Return the rule of an op with an effect, such as a check that raises: all ranks
+    run it, on whole operands. None for an op with results."""
     if _torch.objects.schema_of(op).returns:
         return None
     return whole(token, *args, **kwargs)
@@ -133,19 +142,19 @@ ENTER, LEAVE = "fxpar.enter_region.default", "fxpar.leave_region.default"
 INDEX = "fxpar.axis_index.default"
 REGION_OPS = frozenset((ENTER, LEAVE, COLLECTIVE, INDEX))
 
-# Which dims a collective names, of its argument ``dims``, need to be whole.
+# Collectives that need the dims in their argument ``dims`` whole.
 _NAMED = ("all_gather", "reduce_scatter", "all_to_all")
 
 Sizes = Mapping[str, int]
 
 
 def factor(axis: str) -> str:
-    """The factor that is pinned to an axis."""
+    """Return the name of the factor that is pinned to an axis."""
     return f"@{axis}"
 
 
 def pinned(rule: Rule, sizes: Sizes) -> Rule:
-    """The rule of an op inside regions over these axes."""
+    """Return the rule of an op inside regions over these axes."""
     added = {axis: size for axis, size in sizes.items() if axis not in rule.pin}
     if not added:
         return rule
@@ -190,13 +199,13 @@ def _count(axes: Sequence[str], sizes: Sizes) -> int:
 
 @lru_cache(maxsize=256)
 def _sizes(mesh: str, axes: str) -> dict[str, int]:
-    """Of the axes, joined by ``+``, those of more than one rank."""
+    """Return the sizes of those axes, joined by ``+``, that have more than one rank."""
     all_sizes = Mesh.parse(mesh).sizes
     return {axis: all_sizes[axis] for axis in axes.split("+") if all_sizes[axis] > 1}
 
 
 def _lies(spec: str, sizes: Sizes) -> Spec:
-    """A spec of an edge without axes of one rank."""
+    """Return the spec of an edge without axes of one rank."""
     lies = Spec.parse(spec)
     alone = [axis for axis in lies.axes if axis not in sizes]
     partial = [(axis, op) for axis, op in lies.partial if axis in sizes]
@@ -229,8 +238,9 @@ def _collective(
 
 
 def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
-    """The nodes inside manual regions and at their edges, with the axes of the regions
-    and their sizes: what is computed from what entered, until it leaves."""
+    """Return nodes inside manual regions and at their edges -> the axes of the regions
+    with their sizes. A node is inside if it is computed from a value that entered,
+    until it leaves."""
     if not any(str(node.target) in REGION_OPS for node in graph.nodes):
         return {}
     region_axes: dict[fx.Node, dict[str, int]] = {}
@@ -250,7 +260,8 @@ def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
 
 
 def axes_inside(node: fx.Node, manual: Mapping[fx.Node, Sizes]) -> tuple[str, ...]:
-    """The axes of the regions that a node's results lie in, by ``manual_axes``."""
+    """Return the axes of the regions that a node's results are in, by
+    ``manual_axes``."""
     if node not in manual:
         return ()
     left = dict(sizes_of(node)) if str(node.target) == LEAVE else {}
@@ -258,8 +269,8 @@ def axes_inside(node: fx.Node, manual: Mapping[fx.Node, Sizes]) -> tuple[str, ..
 
 
 def sizes_of(node: fx.Node) -> Sizes:
-    """The axes that an op of a region names itself, with their sizes; none for any
-    other op."""
+    """Return the axes that an op of a region names itself, with their sizes; none for
+    any other op."""
     kind, args = str(node.target), node.args
     if kind in (ENTER, LEAVE):
         return _sizes(args[2], args[3])
@@ -280,8 +291,8 @@ def emit_dot(
     equation: str,
     shapes: Sequence[Sequence[Size]] | None = None,
 ) -> fx.Node:
-    """Append the views and the product; returns the result in the equation's order.
-    ``shapes``: of the operands, where their fake values do not say it."""
+    """Append the views and the product; return the result in the equation's order.
+    ``shapes``: of the operands, where their fake values do not have them."""
     operands, _, result = equation.partition("->")
     left, right = (part.split() for part in operands.split(","))
     out = result.split()
@@ -307,7 +318,7 @@ def reorder(
     target_factors: Sequence[str],
     size: Mapping[str, Size],
 ) -> fx.Node:
-    """View a product as its factors and permute them to ``target_factors``."""
+    """Return a product viewed as its factors, permuted to ``target_factors``."""
     shape = [size[f] for f in factors]
     if list(node.meta["val"].shape) != value_of(shape):
         node = build.reshape(node, shape)
@@ -325,7 +336,8 @@ def _merge(
     groups: list[list[str]],
     size: Mapping[str, Size],
 ) -> fx.Node:
-    """``node`` with dims ``words`` as one dim per group, groups in the given order."""
+    """Return ``node`` with dims ``words`` as one dim per group, groups in the given
+    order."""
     place = {f: i for i, group in enumerate(groups) for f in group}
     runs = [list(run) for _, run in itertools.groupby(words, key=lambda f: place[f])]
     filled = [group for group in groups if group]
@@ -359,7 +371,8 @@ def _local_shift(
 
 
 def _local_sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.Node:
-    """Rows of a shard stand where they lie in as many turns as it may reach into."""
+    """Return the sum over as many turns as a shard may reach into, with the shard's
+    rows padded to their places in these turns."""
     build, axes = call.build, call.operands[0].dims[dim]
     shape, (all_rows, n) = (
         list(call.operand_shape(0)),
@@ -382,8 +395,9 @@ def _local_sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.No
 
 
 def _local_interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx.Node:
-    """Of rows that all ranks have: those of the parts beside one another, then in one
-    dim, without the rows that the last parts have not."""
+    """Return the interleaved rows of a dim that all ranks have whole: the parts are
+    stacked next to one another, viewed as one dim, and rows that the last parts lack
+    are cut off."""
     build, shape = call.build, list(call.local_shape())
     rows, missing = [], 0
     for i, x in enumerate(parts):
@@ -411,7 +425,8 @@ def _local_identity(call: LocalCall, x: fx.Node, _: Any) -> fx.Node:
 
 
 def _local_random(call: LocalCall, *args: Any) -> fx.Node:
-    """The shard counts by global index: same seed, same numbers as one device."""
+    """Return random numbers for the shard, by global index: equal to one device's
+    numbers."""
     *head, size, starts = args
     axes = call.results[0].dims
     local = list(call.local_shape())
@@ -427,7 +442,7 @@ def _local_random(call: LocalCall, *args: Any) -> fx.Node:
 
 
 def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
-    """Where the slices over ``axes`` begin, of a dim of ``rows`` that begins at
+    """Return where the slices over ``axes`` begin, of a dim of ``rows`` that begins at
     ``start``: a number, or the offset of a dim that other axes split already."""
     build = call.build
     if not isinstance(start, fx.Node):
@@ -461,7 +476,7 @@ def _local_axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
 
 
 ROWS = {
-    # Made by passes of what was planned.
+    # Made by passes after planning.
     **rows("accumulate", None, "fxpar", facts="alone over_first"),
     **rows(
         "accumulate_product",

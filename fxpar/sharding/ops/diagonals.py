@@ -1,8 +1,10 @@
-"""Diagonals of matrices, read and written.
+"""Splits reading and writing of diagonals of matrices.
 
 Rows or columns may be split. A rank has the elements of a diagonal that are in its own
-rows and columns. Where one is read it gives those and zero elsewhere, so the result is
-partial; where one is written it writes those.
+rows and columns. Where a diagonal is read the rank gives those and zero elsewhere, so
+the result is partial; where one is written it writes those.
+In: calls of these ops. Out: their rules and local forms.
+Never: exchanges rows.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ aten = torch.ops.aten
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    """Each rank has the elements that lie in its own rows and columns, and zero
+    """Return the rule: each rank has the elements in its own rows and columns, and zero
     elsewhere."""
     count = diagonal_rows(x.shape, offset, dim1, dim2)
     words, line = _diagonal_words(x.shape, count, dim1, dim2)
@@ -34,7 +36,7 @@ def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> 
 
 
 def diagonal_rows(shape: Shape, offset: int, dim1: int, dim2: int) -> int:
-    """How many elements a diagonal of a matrix has."""
+    """Return how many elements a diagonal of a matrix has."""
     rows, columns = shape[dim1], shape[dim2]
     return max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
 
@@ -42,8 +44,8 @@ def diagonal_rows(shape: Shape, offset: int, dim1: int, dim2: int) -> int:
 def _diagonal_words(
     shape: Shape, count: int, dim1: int, dim2: int
 ) -> tuple[list[str], list[str]]:
-    """(words of matrices, words of a diagonal of so many elements), which lies along a
-    dim that it goes through from end to end."""
+    """Return (words of matrices, words of a diagonal of ``count`` elements); the
+    diagonal shares the word of a dim that it covers from end to end."""
     words = words_of(shape)
     first, second = at(dim1, len(shape)), at(dim2, len(shape))
     others = [w for d, w in enumerate(words) if d not in (first, second)]
@@ -78,7 +80,7 @@ def diag_embed(
 
 
 def _starts(offset: int) -> tuple[int, int]:
-    """(row, column) of the first element."""
+    """Return (row, column) of the first element."""
     return max(-offset, 0), max(offset, 0)
 
 
@@ -115,8 +117,8 @@ def _local_diagonal(
 def _put(
     call: LocalCall, source: fx.Node, x: fx.Node | None, offset: int, dims: list[int]
 ) -> fx.Node:
-    """``x``, or zeros, with the elements of ``source`` that fall into this rank's rows
-    and columns."""
+    """Return ``x``, or zeros, with the elements of ``source`` that fall into this
+    rank's rows and columns."""
     build, like, position = call.build, source.meta["val"], len(call.operands) - 1
     shape, spec, words = call.result_shape(), call.results[0], call.rule.results[0]
     along = call.rule.operands[position][-1]

@@ -1,11 +1,16 @@
-"""Embeddings: what is looked up in a table by index, one by one or in bags.
+"""Splits embeddings: rows looked up in a table by index, one by one or in bags.
 
-Rows of the table may be split, but where a maximum is looked up; columns may always be.
+Rows of the table may be split, except where a maximum is looked up; columns may always
+be.
 
-A rank that has some of the bags counts them, and where they begin, from its first. Of a
-table that is split it sums those rows of each bag that it has, so that results add up,
-and of a gradient it keeps those. The further results of a forward go by indices and
-bags alone, and so are had of a table of two rows: what counts, and what is left out.
+A rank with some of the bags counts bags, and the positions where they begin, from its
+first. With a split table it sums the rows of each bag that it has, so that results are
+partial, and for a gradient it keeps those. The further results of a forward depend on
+indices and bags alone, and so are computed on a table of two rows: counted, and left
+out.
+
+In: calls of these ops. Out: their rules and local forms.
+Never: communicates; a split table gives a partial result instead.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from fxpar.sharding.ops.own_rows import part_of, rows_at, trailing, without_spar
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-MAX = 2  # the mode of bags, of which 0 is a sum and 1 a mean
+MAX = 2  # the mode of bags; 0 is a sum and 1 a mean
 
 
 def _embedding(weight: torch.Tensor, index: torch.Tensor, *_: Any) -> str:
@@ -44,8 +49,8 @@ def _embedding_backward(
     return text([*words, "e"], words, results=[["s", "e"]])
 
 
-# Bags: where one begins says a count of the indices before it, so both are whole, but
-# for bags of one length (``in_even_bags``)
+# Bags: the begin of a bag counts the indices before it, so both are whole, except for
+# bags of one length (``in_even_bags``)
 
 
 def _bag(
@@ -59,8 +64,8 @@ def _bag(
     *_: Any,
     **__: Any,
 ) -> Rule:
-    """Further results: the bag of each index, the size of each bag and, of a maximum,
-    where it was found in each column, for which a table is whole."""
+    """Return the rule. Further results: the bag of each index, the size of each bag
+    and, for a maximum, its position in each column, for which a table is whole."""
     weights = [["_"]] * (per_sample_weights is not None)
     rows, alike = ("_", []) if mode == MAX else ("s", ["~s"])
     where = ["_", "e"] if mode == MAX else ["_", "~e", *alike]
@@ -80,8 +85,8 @@ def _bag_backward(
     scales: torch.Tensor | None,
     padding: int = -1,
 ) -> Rule:
-    """A sum over the indices, but for a maximum, which goes through bags. Counts of
-    indices are counts in the whole batch, of the whole table."""
+    """Return the rule of a sum over the indices, except for a maximum, which uses bags.
+    Counts of indices are counts in the whole batch, of the whole table."""
     table = "_" if by_count else "s"
     index = "_" if by_count or mode == MAX or bag_of.shape != indices.shape else "i"
     places = ["_", "e"] if mode == MAX else ["_"]
@@ -104,7 +109,8 @@ def _bag_any_backward(
     scales: torch.Tensor | None,
     padding: int = -1,
 ) -> Rule | None:
-    """As the dense one, which it calls; a sparse gradient has no rule."""
+    """Return the rule of the dense op, which it calls; a sparse gradient has no
+    rule."""
     if sparse:
         return None
     rule = _bag_backward(
@@ -128,19 +134,21 @@ def _bag_scales_backward(
     return make(operands, [[index]])
 
 
-# Of the tensors of an op, operands then results, those that have a row for each bag,
-# "b", or for each index, "i"; a last operand, if it is there, are weights of these.
+# Tensors of an op, operands then results: "b" has a row for each bag, "i" for each
+# index, "w" is a table. If there is one more operand it is weights of the indices.
 _ALONG = {
     aten._embedding_bag.default: ("wib", "bibb"),
     aten._embedding_bag_forward_only.default: ("wib", "bibb"),
     aten._embedding_bag_backward.default: ("bibibb", "w"),
     aten._embedding_bag_per_sample_weights_backward.default: ("bwibi", "i"),
 }
-_BY_COUNT = 7  # which argument of a gradient says that it is scaled by counts
+# position of the argument of a gradient that says that it is scaled by counts
+_BY_COUNT = 7
 
 
 def begins_at(target: Any) -> int | None:
-    """Which argument of an op, behind the indices, says where bags begin."""
+    """Return the position of the argument, after the indices, with the begins of
+    bags."""
     return _ALONG[target][0].index("ib") + 1 if target in _ALONG else None
 
 
@@ -151,9 +159,9 @@ def in_even_bags(
     shapes: Sequence[Sequence[int]],
     length: int,
 ) -> Rule:
-    """The rule of a call of such an op, of tensors of these shapes, where each bag has
-    ``length`` indices: bags are a factor, of which indices are a compound. A gradient
-    that is scaled by counts counts all."""
+    """Return the rule of a call where each bag has ``length`` indices: bags are a
+    factor, and indices a compound with it. ``shapes``: of the call's tensors. A
+    gradient that is scaled by counts keeps its rule, as it counts all indices."""
     operands, results = _ALONG[target]
     operands += "i" * (len(rule.operands) - len(operands))
     (bags,), count = shapes[operands.index("ib") + 1], {"b": 1, "i": length}
@@ -218,15 +226,15 @@ def _local_embedding_backward(
 
 
 def _first_bag(call: LocalCall, position: int, by: int = 1) -> Size:
-    """Where this rank's bags begin, times a number; ``position``: of a tensor that has
-    a row for each bag."""
+    """Return the number of this rank's first bag, times ``by``. ``position``: of a
+    tensor that has a row for each bag."""
     axes = (*call.operands, *call.results)[position].dims[0]
     start = call.build.own_start(call.shapes[position][0], axes)
     return 0 if start == 0 else call.build.compute(operator.mul, start, by)
 
 
 def _begins(call: LocalCall, offsets: fx.Node, position: int) -> fx.Node:
-    """Where bags begin among this rank's indices."""
+    """Return where bags begin among this rank's indices."""
     first = _first_bag(call, position, call.rule.size.get("l", 1))
     return _less(call, offsets, first)
 
@@ -277,7 +285,8 @@ def _summed(
     scales: fx.Node | None,
     counted: fx.Node,
 ) -> fx.Node:
-    """Of each bag the sum of the rows that this rank has, or its share of the mean."""
+    """Return for each bag the sum of the rows that this rank has, or its share of the
+    mean."""
     build, like = call.build, weight.meta["val"]
     part = part_of(call, 0, indices)
     assert part is not None
@@ -293,7 +302,7 @@ def _summed(
     begins = build.cast(begins, torch.int64)
     bag = build.call(aten.searchsorted.Tensor, begins, bag, right=True)
     bag = build.call(aten.sub.Tensor, bag, 1)
-    # Of offsets that say where the last bag ends there is one more.
+    # Offsets that include the end of the last bag have one more entry.
     bag = build.call(aten.clamp.default, bag, 0, _before(call, bags))
     zeros = call.full([bags, columns], 0, rows)
     total = build.call(aten.index_put.default, zeros, [bag], rows, True)
@@ -341,8 +350,8 @@ def _local_backward(
 
 
 def _own_places(call: LocalCall, x: fx.Node, padding: int) -> fx.Node:
-    """Rows among those that this rank makes; others, and what counts for none, are the
-    spare row behind them."""
+    """Return rows among those that this rank makes; other rows, and padding, become the
+    spare row after them."""
     part = part_of(call, 0, x, result=True)
     assert part is not None
     own = call.build.call(aten.ne.Scalar, x, padding)
@@ -401,7 +410,8 @@ def _local_scales_backward(
 
 
 def _local_by_rows(local: Localizer, call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-    """The local form where bags or rows of a table are split; else the op itself."""
+    """Return the local form's result where bags or rows of a table are split; else the
+    op's."""
     specs = *call.operands, *call.results
     is_split = any(spec.dims and spec.dims[0] for spec in specs)
     return (local if is_split else LocalCall.same)(call, *args, **kwargs)

@@ -1,10 +1,12 @@
-"""Rows around a shard of a dim that is split, in the local graph.
+"""Exchanges rows around a shard of a split dim, in the local graph.
 
+Rows are sent by permutes, from as many shards away as necessary; rows beyond the ends
+of the dim are a constant, or dropped. Where several dims are split the corners come
+with the rows of the later dims.
 In: a local call and one of its tensors. Out: the tensor with rows of its neighbours
-(``with_halo_rows``), or what was computed of such rows added to those whose they are
-(``add_halo_rows``), which is the other's transpose. Rows go by permutes, from as many
-shards on as it takes; what lies beyond the ends of the dim is a constant, or dropped.
-Where several dims are split the corners come with the rows of the later ones.
+(``with_halo_rows``), or with summands for such rows added to the rows of their owners
+(``add_halo_rows``), the transpose of the former.
+Never: sends rows of a dim that is not split.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ aten = torch.ops.aten
 
 
 def axes_of(call: LocalCall, position: int, dim: int) -> Axes:
-    """The axes that split a dim of one of a call's tensors, operands then results."""
+    """Return the axes that split a dim of one of a call's tensors, operands then
+    results."""
     return (*call.operands, *call.results)[position].dims[dim]
 
 
 def is_split(call: LocalCall, position: int, dim: int) -> bool:
-    """Whether ranks hold different rows of a dim."""
+    """Return whether ranks hold different rows of a dim."""
     return call.build.mesh.count(axes_of(call, position, dim)) > 1
 
 
 def halos_of(call: LocalCall, position: int) -> list[Halo]:
-    """The halos of one of a call's tensors, of dims that are split."""
+    """Return the halos of one of a call's tensors, of dims that are split."""
     fitting = (_as_halo(call, window) for window in call.rule.windows)
     return [
         halo
@@ -55,7 +58,7 @@ def _as_halo(call: LocalCall, window: RowWindow) -> Halo | None:
 
 
 def windows_of(call: LocalCall, position: int) -> list[RowWindow]:
-    """The windows of rows of one of a call's tensors, of dims that are split, but for
+    """Return the windows of one of a call's tensors, of dims that are split, except
     those that are halos."""
     return [
         window
@@ -69,7 +72,7 @@ def windows_of(call: LocalCall, position: int) -> list[RowWindow]:
 def exchange_of(
     call: LocalCall, window: RowWindow, fill: bool | int | float = 0
 ) -> Exchange:
-    """How ranks exchange the rows of a window; those of a result are added."""
+    """Return how ranks exchange the rows of a window; rows of a result are added."""
     adds = window.position >= len(call.operands)
     axes = axes_of(call, window.position, window.dim)
     return exchange_of_window(window, axes, adds=adds, fill=fill)
@@ -78,8 +81,8 @@ def exchange_of(
 def with_halo_rows(
     call: LocalCall, x: fx.Node, position: int, fill: bool | int | float = 0
 ) -> fx.Node:
-    """``x``, a shard of the tensor at this position, with the rows of its halos, and
-    the windows of its rows in its place."""
+    """Return ``x``, a shard of the tensor at ``position``, with the rows of its halos;
+    a window of rows replaces the shard's rows."""
     for halo in halos_of(call, position):
         axes, size = axes_of(call, position, halo.dim), _size(x, halo.dim)
         start, end = -halo.before, size + halo.after
@@ -96,8 +99,8 @@ def _exchanged(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
 
 
 def add_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
-    """The shard of the tensor at this position, of its summands ``x`` for the shard and
-    the rows of its halos, or for its window."""
+    """Return the shard of the tensor at ``position``, given summands ``x`` for the
+    shard with the rows of its halos, or for its window."""
     for window in reversed(windows_of(call, position)):
         x = _exchanged(call, x, exchange_of(call, window))
     for halo in reversed(halos_of(call, position)):
@@ -115,8 +118,8 @@ def rows(
     end: int,
     fill: bool | int | float | None,
 ) -> fx.Node:
-    """Rows ``[start, end)`` of a dim, counted from where this rank's shard ``x`` of it
-    begins: around the end, or, with ``fill``, that constant beyond it."""
+    """Return rows ``[start, end)`` of a dim, counted from the begin of this rank's
+    shard ``x``: beyond the ends the rows of the other end, or the constant ``fill``."""
     read = list(pieces(_size(x, dim), start, end))
     cuts = [cut(call, x, dim, piece.start, piece.end) for piece in read]
     parts = _all_sent(call, cuts, axes, [piece.further for piece in read])
@@ -136,8 +139,9 @@ def rows(
 def _all_sent(
     call: LocalCall, parts: Sequence[fx.Node], axes: Axes, further: Sequence[int]
 ) -> list[fx.Node]:
-    """Of each part what the rank holds whose shard is so many further on. All permutes
-    start before the result of one is read, so that none waits for another."""
+    """Return for each part the same part of the rank whose shard is ``further`` shards
+    on. All permutes start before the result of one is read, so that none waits for
+    another."""
     shards = call.build.mesh.count(axes)
     return [
         _rows_of_rank(call, part, axes, by) if by % shards else part
@@ -146,7 +150,7 @@ def _all_sent(
 
 
 def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-    """Rows of a local tensor; itself if that is all of them."""
+    """Return rows of a local tensor; the tensor itself if these are all."""
     if start == 0 and end == _size(x, dim):
         return x
     args = size_nodes.as_nodes(x.graph, (x, dim, start, end))
@@ -155,8 +159,8 @@ def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
 
 
 def _present_call(x: fx.Node, *call: Any) -> fx.Node | None:
-    """The node of a call on ``x`` that is there already: a backward reads the rows
-    around a shard that the forward has got."""
+    """Return the node of a call on ``x`` if it exists: a backward reads the rows around
+    a shard that the forward received."""
     return next((user for user in x.users if (user.target, *user.args) == call), None)
 
 
@@ -174,8 +178,8 @@ def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
     parts = _all_sent(call, cuts, axes, [-piece.further for piece in around])
     for piece, part in zip(around, parts, strict=True):
         part = _fill_beyond(call, part, axes, -piece.further, 0)
-        # Zeros around it: rows put back in their place would be a kernel in which each
-        # piece holds what the one before computes.
+        # Padded with zeros and added: writing rows into the shard would make a kernel
+        # in which each piece recomputes the pieces before it.
         amounts = [0] * (2 * x.meta["val"].dim())
         at = len(amounts) - 2 * (dim + 1)
         amounts[at : at + 2] = piece.start, size - piece.end
@@ -187,7 +191,7 @@ def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
 
 
 def _rows_of_rank(call: LocalCall, x: fx.Node, axes: Axes, further: int) -> fx.Node:
-    """What the rank holds whose shard is so many further on."""
+    """Return ``x`` of the rank whose shard is ``further`` shards on."""
     mesh = call.build.mesh
     args = _sources(call, axes, further), mesh.ordered(axes)
     present = _present_call(x, collective_nodes.permute, x, *args)
@@ -197,8 +201,8 @@ def _rows_of_rank(call: LocalCall, x: fx.Node, axes: Axes, further: int) -> fx.N
 
 
 def _sources(call: LocalCall, axes: Sequence[str], further: int) -> tuple[int, ...]:
-    """For each member of a group, in mesh order, the member that holds the shard so
-    many further on."""
+    """Return for each member of a group, in mesh order, the member whose shard is
+    ``further`` shards on."""
     mesh = call.build.mesh
     shard = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
     holder = {s: i for i, s in enumerate(shard)}
@@ -208,7 +212,7 @@ def _sources(call: LocalCall, axes: Sequence[str], further: int) -> tuple[int, .
 def _fill_beyond(
     call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any
 ) -> Any:
-    """``x`` where there is a shard so many further on, else the constant."""
+    """Return ``x`` where there is a shard ``further`` shards on, else the constant."""
     build, shards = call.build, call.build.mesh.count(axes)
     before = further < 0
     test = aten.ge.Scalar if before else aten.lt.Scalar
@@ -229,8 +233,8 @@ def _fill_beyond(
 def _present_fill(
     x: fx.Node, axes: Axes, test: tuple[Any, int], fill: Any
 ) -> fx.Node | None:
-    """``x`` with that constant in the place of it on the same ranks, if that is there:
-    a backward reads what the forward joined."""
+    """Return the node that replaces ``x`` by that constant on the same ranks, if it
+    exists: a backward reads the rows that the forward joined."""
     for user in x.users:
         if user.target is not aten.where.self or user.args[1] is not x:
             continue
@@ -250,25 +254,26 @@ def _is_full(x: Any) -> TypeGuard[fx.Node]:
 
 
 def _size(x: fx.Node, dim: int) -> int:
-    """Rows of a local tensor; of a size that is left open its symbol."""
+    """Return the rows of a local tensor; the symbol of a size that is open."""
     return x.meta["val"].shape[dim]
 
 
 def split_dims(call: LocalCall, position: int, k: int) -> list[bool]:
-    """Of the last ``k`` dims of one of a call's tensors, which are split."""
+    """Return for each of the last ``k`` dims of one of a call's tensors whether it is
+    split."""
     first = len(call.shapes[position]) - k
     return [is_split(call, position, first + d) for d in range(k)]
 
 
 def unsplit_padding(padding: int | Sequence[int], split: Sequence[bool]) -> list[int]:
-    """Padding where a dim is not split."""
+    """Return the padding of dims that are not split, and 0 for split dims."""
     amounts = each(padding, len(split))
     return [0 if cut else n for n, cut in zip(amounts, split, strict=True)]
 
 
 def halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
-    """A tensor of the shape of ``x`` with the rows of another one's halos; of those its
-    values mean nothing."""
+    """Return a tensor of the shape of ``x`` with the rows of another tensor's halos;
+    the values of the added rows are not used."""
     windows = windows_of(call, position)
     if windows:
         shape: list[Size] = list(call.operand_shape(1))

@@ -1,8 +1,10 @@
-"""Lookups and updates by lists of indices: ``x[i, :, j]``, unchecked and masked.
+"""Splits lookups and updates by lists of indices: ``x[i, :, j]``, unchecked and masked.
 
-As in ``indexing``; and where positions are constants near the rows they make
-(``sharding.near_rows``) a rank reads the window of rows that its own positions are in,
-or adds to it.
+They are split as in ``indexing``; and where positions are constants near the rows they
+make (``sharding.near_rows``) a rank reads the window of rows that holds its own
+positions, or adds to it.
+In: calls of these ops. Out: their rules and local forms.
+Never: gives a rule to a lookup by mask, whose shape depends on data.
 """
 
 from __future__ import annotations
@@ -43,34 +45,35 @@ Indices = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class _Advanced:
-    """The factors of ``operand[indices]``."""
+    """Holds the factors of ``operand[indices]``."""
 
-    # Words of its dims.
+    # Words of the operand's dims.
     operand: list[str]
     # Words of each index.
     indices: list[list[str]]
-    # Words of its dims.
+    # Words of the result's dims.
     result: list[str]
     # Of the result.
     shape: list[int]
 
 
 def index_dims(indices: Indices) -> tuple[list[int], int]:
-    """(operand dims that are indexed, dim of the result where the index dims start):
-    in place of the indexed dims where those are adjacent, in front otherwise."""
+    """Return (operand dims that are indexed, dim of the result where the index dims
+    start): in place of the indexed dims where those are adjacent, in front
+    otherwise."""
     dims = [d for d, index in enumerate(indices) if index is not None]
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     return dims, dims[0] if adjacent else 0
 
 
 def is_mask(index: torch.Tensor) -> bool:
-    """Whether an entry of an index list selects by mask."""
+    """Return whether an entry of an index list selects by mask."""
     return index.dtype in (torch.bool, torch.uint8)
 
 
 def _advanced(x: torch.Tensor, indices: Indices, free: bool = True) -> _Advanced | None:
-    """None where a mask makes the shape depend on the data. ``free``: whether the
-    indexed dims may be split."""
+    """Return the factors; None where a mask makes the shape depend on the data.
+    ``free``: whether the indexed dims may be split."""
     tensors = [index for index in indices if index is not None]
     if not tensors or any(is_mask(index) for index in tensors):
         return None
@@ -109,7 +112,7 @@ def _masked_index(
 
 
 def _whole(words: Sequence[str]) -> list[str]:
-    """The words with each factor that is an index dim marked whole."""
+    """Return the words with each factor that is an index dim marked whole."""
     return [w + "!" if w[0] == "i" else w for w in words]
 
 
@@ -130,7 +133,8 @@ def _index_put(
 
 
 def _mask_put(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> str | None:
-    """``x[mask] = v``, pointwise as long as ``v`` does not count the mask's hits."""
+    """Return the rule of ``x[mask] = v``: pointwise if ``v`` has no row for each hit;
+    else None."""
     at = next(d for d, index in enumerate(indices) if index is not None)
     mask = indices[at]
     assert mask is not None
@@ -171,8 +175,8 @@ def _masked_put(
 def _in_windows(
     call: LocalCall, indices: Sequence[fx.Node | None], near: Sequence[RowWindow]
 ) -> list[fx.Node | None]:
-    """An index list in which indices of the dims of windows count from where these
-    begin."""
+    """Return an index list in which indices of the windows' dims count from the begin
+    of the window."""
     places = list(indices)
     for window in near:
         index = places[window.dim]
@@ -184,7 +188,8 @@ def _in_windows(
 def _split_parts(
     call: LocalCall, indices: Sequence[fx.Node | None], apart: Collection[int] = ()
 ) -> dict[int, Part]:
-    """The split dims that an index list meets, but for those left ``apart``."""
+    """Return dim -> this rank's part, for the split dims that are indexed, except
+    ``apart``."""
     parts = {}
     for d, index in enumerate(indices):
         if index is None or d in apart or is_mask(index.meta["val"]):
@@ -196,7 +201,8 @@ def _split_parts(
 
 
 def _inside(call: LocalCall, indices: Sequence[Any], parts: dict[int, Part], ndim: int):
-    """Whether all indices fall into this rank's part, aligned with ``x[indices]``."""
+    """Return whether all indices fall into this rank's parts, aligned with
+    ``x[indices]``."""
     dims, at = index_dims(indices)
     inside = reduce(
         lambda a, b: call.build.call(aten.bitwise_and.Tensor, a, b),
@@ -241,7 +247,8 @@ def _put(
     values: fx.Node,
     accumulate: bool,
 ) -> fx.Node:
-    """The values that fall into this rank's parts of the split dims, in ``x``."""
+    """Return ``x`` with the values that fall into this rank's parts of the split
+    dims."""
     if not parts:
         return call.same(x, indices, values, accumulate)
     if accumulate and not any(part.empty for part in parts.values()):
@@ -261,7 +268,8 @@ def _add_to_windows(
     values: fx.Node,
     near: Sequence[RowWindow],
 ) -> fx.Node:
-    """Rows are added up in windows of zeros, and these where they lie."""
+    """Return ``x`` plus the rows, which are summed in windows of zeros and then sent to
+    their owners."""
     build, shape = call.build, list(call.local_shape())
     for window in near:
         shape[window.dim] = build.window_rows(exchange_of(call, window))
@@ -277,7 +285,7 @@ def _add_to_windows(
 def _local_masked_index(
     call: LocalCall, x: fx.Node, mask: fx.Node, indices: Sequence[Any], fill: Any
 ) -> fx.Node:
-    """What the mask leaves out may be looked up anywhere."""
+    """Return the lookup; masked entries may be looked up anywhere."""
     places = _in_windows(call, indices, windows_of(call, 0))
     return call.same(with_halo_rows(call, x, 0), mask, places, fill)
 

@@ -1,10 +1,12 @@
-"""Ops that read or write a tensor where an index tensor points, along one dim.
+"""Splits ops that read or write a tensor along one dim at positions of an index tensor.
 
 Dims of the index pass through, and so do the operand's dims that are not indexed. An
-indexed dim may be split as well: each rank looks up what falls into its part and puts
-zero elsewhere, so the result is partial; an update keeps only what falls into its part
+indexed dim may be split as well: each rank looks up the positions in its part and gives
+zero elsewhere, so the result is partial; an update keeps only positions in its part
 (``own_rows``). Updates that accumulate may be split along the index too: each rank then
-holds a summand of the result, its operand included.
+holds a summand of the result, including the operand.
+In: calls of these ops, of losses and searches. Out: their rules and local forms.
+Never: communicates; a split lookup gives a partial result instead.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ prims = torch.ops.prims
 
 
 def align(shape: Sequence[int], full: Sequence[int], words: Sequence[str]) -> list[str]:
-    """Words of a tensor that broadcasts to ``full``; a stretched dim has none."""
+    """Return words of a tensor that broadcasts to ``full``; a stretched dim has
+    none."""
     skip = len(full) - len(shape)
     return [
         word if n == size else "_"
@@ -35,7 +38,7 @@ def align(shape: Sequence[int], full: Sequence[int], words: Sequence[str]) -> li
 
 
 def updated(words: Sequence[str], accumulate: bool) -> list[str]:
-    """An updated operand: added in where updates accumulate."""
+    """Return words of an updated operand: added in where updates accumulate."""
     return ["+", *words] if accumulate else list(words)
 
 
@@ -59,7 +62,8 @@ def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **_: Any) -> str | R
 
 
 def _scatter(accumulate: bool):
-    """Scatter into ``x`` along ``dim``, from ``src`` or of one scalar."""
+    """Return the rule function of scatters into ``x`` along ``dim``, from ``src`` or a
+    scalar."""
 
     def factors(
         x: torch.Tensor, dim: int, index: torch.Tensor, src: Any, *_: Any, **__: Any
@@ -87,7 +91,8 @@ def _scatter(accumulate: bool):
 
 
 def _scatter_reduce(*args: Any, reduce: str | None = None, **kwargs: Any) -> str | Rule:
-    """A sum accumulates; the other reductions need all updates of a place at once."""
+    """Return the rule. A sum accumulates; the other reductions need all updates of a
+    place at once."""
     name = reduce if reduce is not None else args[4]
     adds = name in ("sum", "add") and kwargs.get("include_self", True)
     return _scatter(adds)(*args[:4])
@@ -104,7 +109,8 @@ def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> str | Rule:
 
 
 def _index_update(accumulate: bool):
-    """Update of slices of ``x`` along ``dim``: index_add, _copy, _fill, _reduce."""
+    """Return the rule function of updates of slices of ``x`` along ``dim``: index_add,
+    _copy, _fill, _reduce."""
 
     def factors(
         x: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *_: Any, **__: Any
@@ -134,7 +140,7 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> str:
 
 
 def _nll(x: torch.Tensor, spatial: bool = False) -> tuple[list[str], list[str]]:
-    """Words of the scores and of the target: classes are whole."""
+    """Return words of the scores and of the target: classes are whole."""
     if not spatial:
         return (["n", "c!"], ["n"]) if x.dim() == 2 else (["c!"], [])
     return ["n", "c!", "h", "w"], ["n", "h", "w"]
@@ -191,7 +197,8 @@ def _searchsorted(
     sorter: torch.Tensor | None = None,
     **_: Any,
 ) -> str:
-    """Shards of the sequence have so many rows each before an element of ``x``."""
+    """Return the rule: a position is the sum of the positions in each shard of the
+    sequence."""
     words, rows = names(x.dim()), "k" if sorter is None else "k!"
     ordered = [*words[:-1], rows] if sequence.dim() > 1 else [rows]
     sorters = [ordered] if sorter is not None else []
@@ -201,8 +208,8 @@ def _searchsorted(
 def _masked_scatter_backward(
     grad: torch.Tensor, mask: torch.Tensor, shape: Sequence[int]
 ) -> str:
-    """Where an element goes says the mask's count of those before it: the mask is
-    whole, and each rank puts its elements among zeros."""
+    """Return the rule: an element's place is the mask's count of hits before it, so the
+    mask is whole, and each rank puts its elements among zeros."""
     return text(names(grad.dim()), ["_"] * mask.dim(), results=[["_"] * len(shape)])
 
 
@@ -233,7 +240,7 @@ def _local_index_select(
 def _one_per_row(
     call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: Any
 ) -> bool:
-    """Whether each row of ``x`` along ``dim`` gets exactly one update."""
+    """Return whether each row of ``x`` along ``dim`` gets exactly one update."""
     want = list(x.meta["val"].shape)
     want[dim] = 1
     shapes = [list(t.meta["val"].shape) for t in (index, src) if isinstance(t, fx.Node)]
@@ -241,8 +248,8 @@ def _one_per_row(
 
 
 def _index_mask(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-    """Where ``x`` is hit by an index of size 1 along ``dim``: pointwise, unlike a
-    scatter, so it fuses with what comes before and after."""
+    """Return where an index of size 1 along ``dim`` hits ``x``: pointwise, unlike a
+    scatter, so that it fuses with the ops around it."""
     like, build = index.meta["val"], call.build
     rows, axes = call.shapes[0][dim], call.operands[0].dims[dim]
     iota = build.call(
@@ -340,8 +347,8 @@ def _local_index_store(
 def _local_masked_scatter_backward(
     call: LocalCall, grad: fx.Node, mask: fx.Node, shape: Sequence[int]
 ) -> fx.Node:
-    """The mask counts as a whole; this rank's elements go to their places, others to a
-    spare one past the end."""
+    """Return this rank's elements at their places, among zeros. The whole mask is
+    counted; elements not selected go to a spare place past the end."""
     spec, build = call.operands[0], call.build
     if not spec.sharded_axes:
         return call.same(grad, mask, shape)
@@ -365,7 +372,7 @@ def _local_masked_scatter_backward(
 
 
 ROWS = {
-    # Inductor makes these of others.
+    # Inductor makes these from other ops.
     **rows(
         "index_put_ _index_put_impl _index_put_impl_ index_add_ index_copy_ "
         "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce "
@@ -373,7 +380,7 @@ ROWS = {
         None,
         facts="scatters",
     ),
-    # How many there are is in the data.
+    # Their number depends on data.
     **rows(
         "nonzero nonzero_numpy unique_dim unique_consecutive unique_dim_consecutive",
         None,

@@ -1,9 +1,11 @@
-"""Rows of linear algebra on batches of matrices: batch dims are free, the dims of one
-matrix are whole.
+"""Gives rules to linear algebra on batches of matrices: batch dims are free, the dims
+of one matrix are whole.
 
 A row is a form such as ``"... _ _, ... _ k -> ... _ k"``: ``...`` are the batch dims,
 aligned from the right and broadcast among the operands; ``_`` is whole. Columns of a
 right-hand side (``k``) are free too: every rank solves for its own.
+In: calls of these ops. Out: their rules.
+Never: splits the dims of one matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Form = list[list[str]]
 
 
 def _parse(form: str) -> tuple[Form, Form]:
-    """The words of operands and results that follow the batch dims."""
+    """Return the words of operands and results that follow the batch dims."""
     sides = form.replace("...", "").split("->")
     left, right = ([t.split() for t in side.split(",")] for side in sides)
     return left, right
@@ -33,8 +35,9 @@ def _rule(
     empty: Sequence[int] = (),
     like: dict[int, int] | None = None,
 ) -> Rule:
-    """The rule of one call. ``empty``: results the call leaves out, one dim of size 0.
-    ``like``: result -> operand whose own batch dims it has instead of the common."""
+    """Return the rule of one call. ``empty``: results the call leaves out, one dim of
+    size 0. ``like``: result -> operand whose batch dims it has instead of the common
+    ones."""
     operand_cores, result_cores = _parse(form)
     batch, batch_words = aligned(
         [
@@ -53,7 +56,8 @@ def _rule(
 
 
 def batched(form: str) -> Callable[..., Rule]:
-    """All tensor arguments by this form, whatever the others say."""
+    """Return a rule function for a form of all tensor arguments; the others do not
+    matter."""
 
     def rule_of_call(*args: Any, **kwargs: Any) -> Rule:
         return _rule(form, tensors_of((args, kwargs)))
@@ -62,7 +66,7 @@ def batched(form: str) -> Callable[..., Rule]:
 
 
 def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
-    """Vectors along ``dim`` are whole."""
+    """Return the rule; vectors along ``dim`` are whole."""
     common, own = aligned([a.shape, b.shape])
     whole = common[dim]
     *operands, result = (["_" if w == whole else w for w in x] for x in (*own, common))
@@ -103,14 +107,15 @@ def pinv(a: torch.Tensor, *tolerances: Any, **options: Any) -> Rule:
 
 
 def _columns(left: bool) -> str:
-    """A right-hand side, on the left of the matrix or on its right."""
+    """Return the form of a right-hand side, of ``A X = B`` or of ``X A = B``."""
     return "... _ k" if left else "... k _"
 
 
 def solve_ex(
     a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False
 ) -> Rule:
-    """``b`` holds vectors where it has the shape of ``a`` less a dim."""
+    """Return the rule; ``b`` holds vectors where it has the shape of ``a`` without a
+    dim."""
     vectors = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     side = "... _" if vectors else _columns(left)
     form = f"... _ _, {side} -> {side}, ... _ _, ... _, ..."

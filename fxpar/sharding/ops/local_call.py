@@ -1,4 +1,9 @@
-"""One op call being made local: what a local form gets to see."""
+"""Holds one op call while it is made local: the argument of every local form.
+
+In: a call with its rule, specs and global shapes. Out: shapes on this rank, and nodes
+of the local graph.
+Never: chooses a spec.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +25,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One op call being made local."""
+    """Holds one op call while it is made local."""
 
     # Adds nodes to the local graph.
     build: Builder
-    # The call as it is before.
+    # The call in the global graph.
     node: fx.Node
     # Of the op, with sizes.
     rule: Rule
@@ -32,21 +37,21 @@ class LocalCall:
     operands: tuple[Spec, ...]
     # Specs of the results.
     results: tuple[Spec, ...]
-    # Their global shapes, operands then results.
+    # Global shapes of the operands, then of the results.
     shapes: tuple[tuple[int, ...], ...]
-    # Rows that a rank is made to hold of a dim of which it has fewer.
+    # The least number of rows of a dim that a rank is made to hold.
     least: int = 0
 
     def result_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Global shape of result ``i``."""
+        """Return the global shape of result ``i``."""
         return self.shapes[len(self.operands) + i]
 
     def local_shape(self, i: int = 0) -> tuple[Size, ...]:
-        """Shape this rank holds of result ``i``."""
+        """Return the shape this rank holds of result ``i``."""
         return self._own(self.results[i], self.result_shape(i))
 
     def operand_shape(self, i: int) -> tuple[Size, ...]:
-        """Shape this rank holds of operand ``i``."""
+        """Return the shape this rank holds of operand ``i``."""
         return self._own(self.operands[i], self.shapes[i])
 
     def _own(self, spec: Spec, shape: tuple[int, ...]) -> tuple[Size, ...]:
@@ -59,29 +64,29 @@ class LocalCall:
         return tuple(most(n, self.least) if d in dims else n for d, n in enumerate(own))
 
     def empty_dims(self, spec: Spec, shape: tuple[int, ...]) -> list[int]:
-        """The dims of which some rank holds nothing."""
+        """Return the dims of which some rank holds nothing."""
         return [d for d in range(len(shape)) if self.is_empty(spec, shape, d)]
 
     def is_empty(self, spec: Spec, shape: tuple[int, ...], dim: int) -> bool:
-        """Whether some rank holds nothing of a dim that has something."""
+        """Return whether some rank holds no row of a dim that has rows."""
         axes = spec.dims[dim]
         least = shard_sizes.smallest(shape[dim], self.build.mesh, axes)
         return least == 0 < shape[dim]
 
     def same(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """The op itself on these arguments."""
+        """Return the op itself on these arguments."""
         return self.build.call(self.node.target, *args, **kwargs)
 
     def full(
         self, shape: Sequence[Size], value: bool | int | float, like: fx.Node
     ) -> fx.Node:
-        """A tensor of one value, of the dtype and on the device of another."""
+        """Return a tensor of one value, with the dtype and device of ``like``."""
         x = like.meta["val"]
         options = {"dtype": x.dtype, "device": x.device}
         return self.build.call(aten.full.default, list(shape), value, **options)
 
     def where(self, condition: fx.Node, x: fx.Node, other: bool | int | float) -> Any:
-        """``x`` where the condition holds, else the scalar ``other``."""
+        """Return ``x`` where the condition holds, else the scalar ``other``."""
         return self.build.where(condition, x, other)
 
 

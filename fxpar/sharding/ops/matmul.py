@@ -1,11 +1,13 @@
-"""Rows of contractions: each is its own einsum, linear in every operand. Products by
-expert are among them, with what brings rows to their experts.
+"""Gives rules to contractions: each is its own einsum, linear in every operand; also to
+products by expert, and the ops that send rows to their experts.
 
 A contracted factor makes the result partial. Where a bias is added inside the op it
-stays whole: every rank would add the bias to its summand.
-
-Of ``groups`` groups of experts a rank has one or more, and the rows that count there
+stays whole: every rank would add the bias to its summand. Of ``groups`` groups of
+experts a rank has one or more, and the rows that are assigned to them
 (``fxpar/passes/experts/expert_ops.py``).
+
+In: calls of these ops. Out: their rules, and local forms of grouped products.
+Never: splits a sum into which a bias is added.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BIASED = "0+1|0+2"
 
 
 def _biased(*tensors: str) -> Callable[..., Rule]:
-    """A contraction of operands 1 and 2 added to operand 0, which may be broadcast."""
+    """Return the rule function of a contraction of operands 1 and 2 added to operand 0,
+    which may be broadcast."""
     *operands, result = [t.split() for t in tensors]
 
     def rule_of_call(bias: torch.Tensor, *_: Any, **__: Any) -> Rule:
@@ -55,7 +58,8 @@ def _linear(
 
 
 def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
-    """Batch dims are aligned from the right; a matrix may be a vector."""
+    """Return the rule: batch dims are aligned from the right; a matrix may be a
+    vector."""
     x_words = ["m", "k"][-x.ndim :]
     y_words = ["k", "n"][: y.ndim]
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
@@ -75,9 +79,10 @@ def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
 
 
 def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | None:
-    """Letters are factors; the dims of ``...`` align from the right, as in torch.
+    """Return the rule: letters are factors; the dims of ``...`` align from the right,
+    as in torch.
 
-    A letter twice in one operand takes a diagonal, for which there is no rule.
+    None where a letter is twice in one operand, which takes a diagonal.
     """
     operand_terms, arrow, result_term = (
         equation.replace(" ", "").replace("...", "@").partition("->")
@@ -117,8 +122,8 @@ def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | 
 def _trilinear(
     x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, *dims: Sequence[int], **_: Any
 ) -> Rule:
-    """The product of three tensors, each with dims of size 1 put in, summed over some
-    dims."""
+    """Return the rule of the product of three tensors, each with dims of size 1
+    inserted, summed over some dims."""
     *inserted, summed = dims[:4]
     ndim = x.ndim + len(inserted[0])
     shapes = []
@@ -144,7 +149,8 @@ def _scaled_mm(
     *_: Any,
     **__: Any,
 ) -> Rule | None:
-    """Scales of the whole tensor or of its rows and columns; blocks have no rule."""
+    """Return the rule where scales are of the whole tensor or of its rows and columns;
+    None where they are of blocks."""
     m, n = x.shape[0], y.shape[1]
     scales: list[Sequence[Word]] = []
     for scale, shape, words in (
@@ -170,15 +176,15 @@ def _scaled_mm(
 
 
 def _in_units(name: str, n: int, unit: int, sizes: dict[str, int]) -> Word:
-    """A dim that a kernel wants to be a multiple of ``unit``, so that shards are too;
-    whole where it is none. Enters its factors into ``sizes``."""
+    """Return the word of a dim whose shards a kernel needs to be multiples of ``unit``;
+    whole where the dim is none. Enters its factors into ``sizes``."""
     if n % unit or not n:
         return f"{name}!"
     sizes[name], sizes[f"{name}u"] = n // unit, unit
     return (name, f"{name}u!")
 
 
-# By torch.nn.functional.ScalingType: one scale, or one a row and one a column.
+# Values of torch.nn.functional.ScalingType: one scale, or one for each row and column.
 _TENSORWISE, _ROWWISE = 0, 1
 
 
@@ -196,7 +202,7 @@ def _scaled_mm_v2(
     contraction: Sequence[int] = (),
     fast: bool = False,
 ) -> Rule | None:
-    """Blocks and swizzled scales have no rule."""
+    """Return the rule of ``_scaled_mm``; None for blocks and swizzled scales."""
     recipes = {*map(int, recipes_x), *map(int, recipes_y)}
     if recipes not in ({_TENSORWISE}, {_ROWWISE}) or contraction:
         return None
@@ -205,12 +211,12 @@ def _scaled_mm_v2(
     return _scaled_mm(x, y, scales_x[0], scales_y[0], bias, None, out_dtype)
 
 
-# Grouped: which rows are a group's says a running count, ``offs``. A rank that holds
-# some of the rows counts from its first.
+# Grouped: a running count, ``offs``, says where each group's rows end. A rank with a
+# part of the rows counts from its first.
 
 
 def counted_dim(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
-    """(operand, dim) of a grouped product that the offsets count along."""
+    """Return (operand, dim) of a grouped product that the offsets count along."""
     return (1, 1) if x.ndim == 3 else (0, 0 if y.ndim == 3 else 1)
 
 
@@ -221,7 +227,8 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Rule | None:
-    """A kernel wants rows of 16 bytes: a shard of a dim that has whole ones has too."""
+    """Return the rule. A kernel needs rows of multiples of 16 bytes, so shards are
+    split in such units."""
     if bias is not None:
         return None
     sizes: dict[str, int] = {}
@@ -243,7 +250,7 @@ MM, BMM = "m k, k n -> m n", "b m k, b k n -> b m n"
 def _expert_words(
     experts: int, count: int, ids: int, groups: int
 ) -> tuple[Word, Word, Word, Any]:
-    """(word of the rows, of the experts, of the ids, sizes of their factors)."""
+    """Return (word of the rows, of the experts, of the ids, sizes of their factors)."""
     if groups == 1:
         return "s", "e!", "s", {"s": count, "e": experts}
     sizes = {"g": groups, "s": count // groups, "e": experts // groups}
@@ -252,7 +259,7 @@ def _expert_words(
 
 
 def _columns(name: str, count: int) -> list[Word]:
-    """A word for each of so many dims of columns."""
+    """Return a word for each of ``count`` dims of columns."""
     return [name] if count == 1 else [f"{name}{i}" for i in range(count)]
 
 
@@ -306,7 +313,7 @@ def _dispatch_slots(
 
 
 def _dispatch_rows(x: torch.Tensor, slots: torch.Tensor, _: int, fill: int) -> Rule:
-    """Summands may be sent where slots without a row are zero."""
+    """Return the rule; partial sums may be sent where slots without a row are zero."""
     sources, columns = slots.shape[1], words_of(x)[1:]
     sizes = {"s": sources, "t": x.shape[0] // sources}
     operands: list[list[Word]] = [[("s", "t!"), *columns], ["g!", "s", "c!"]]
@@ -333,7 +340,8 @@ def _return_slots(rows: torch.Tensor, groups: int, sources: int, _: str) -> Rule
 
 
 def _slots_as_rows(x: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> Rule:
-    """Slots and the same as rows, or in the other ``order``."""
+    """Return the rule of slots viewed as rows, or with ``order`` [1, 0] of the
+    reverse."""
     columns = words_of(x)[3:]
     tensors: list[list[Word]] = [
         ["g!", "s!", "c!", *columns],
@@ -344,7 +352,8 @@ def _slots_as_rows(x: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) 
 
 
 def _within(x: torch.Tensor, most: torch.Tensor, *_: Any) -> Rule:
-    """The most of each part lies as the dim 1 that parts are."""
+    """Return the rule; ``most`` has a number for each part, and parts are dim 1 of
+    ``x``."""
     words = words_of(x)
     return make([words, words[1 : 1 + most.dim()]], [words])
 
@@ -353,7 +362,8 @@ def _within(x: torch.Tensor, most: torch.Tensor, *_: Any) -> Rule:
 
 
 def _counted(call: LocalCall, offs: fx.Node, operand: int, dim: int) -> fx.Node:
-    """A running count along a dim of an operand, of this rank's part of the dim."""
+    """Return a running count along a dim of an operand, for this rank's part of the
+    dim."""
     axes, n = call.operands[operand].dims[dim], call.operand_shape(operand)[dim]
     if not axes:
         return offs

@@ -1,7 +1,10 @@
-"""Rules of ops that move rows of a dim: from which rows of their operands results come.
+"""Makes rules of ops that move rows of a dim, from the rows of operands that each
+result has.
 
-Such a dim is one factor, of which tensors have unlike numbers of rows, and ranks that
-split it exchange those that change ranks (``Rule.moves``).
+Such a dim is one factor, of which tensors have different numbers of rows, and ranks
+that split it exchange the rows that change ranks (``Rule.moves``).
+In: operands, shapes of results, pieces by dim. Out: a Rule.
+Never: gives a rule to dims whose sizes are open.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ def moved(
     turns: Mapping[int, int] | None = None,
     few: Collection[int] = (),
 ) -> Rule | None:
-    """Rows of the operands moved to results of these shapes: of each dim the pieces,
-    one dim after the other, as often as ``turns`` says. None where a size of such a dim
-    is left open. What has one row is whole on every rank, and so are the operands with
-    ``few``."""
+    """Return the rule of operands' rows moved to results of these shapes: the pieces of
+    each dim, one dim after the other, repeated as often as ``turns`` says. None where a
+    size of such a dim is open. A result with one row is whole on every rank, and so are
+    the operands numbered in ``few``."""
     shapes = [tuple(x.shape) for x in operands]
     moves = tuple(
         RowMoves(
@@ -56,14 +59,15 @@ def moved(
 
 
 def resized(x: torch.Tensor | Shape, dim: int, rows: int) -> Shape:
-    """The shape with so many rows of a dim."""
+    """Return the shape with ``rows`` rows of a dim."""
     shape = list(x.shape if isinstance(x, torch.Tensor) else x)
     shape[dim] = rows
     return shape
 
 
 def around(n: int, positions: range) -> list[RowPiece]:
-    """``n`` rows of the first operand, but those of the second at these positions."""
+    """Return the pieces of ``n`` rows of the first operand, with the second's at
+    ``positions``."""
     start, step, rows = positions.start, positions.step, len(positions)
     last = start + step * (rows - 1)
     pieces = [RowPiece(0, 0, start), RowPiece(1, 0, rows, at=start, stride=step)]

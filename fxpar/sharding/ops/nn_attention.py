@@ -1,17 +1,20 @@
-"""Rows of ``torch.nn.attention``: flex_attention, and documents packed in one dim.
+"""Gives rules to ``torch.nn.attention``: flex_attention, and documents packed in one
+dim.
 
-Heads are free, as in ``attention``. Of flex_attention the batch is free too; a block
-mask is split with them where it has them. So are queries and keys, block by block of
-the mask: functions of scores count both by global index
-(``local_flex``). Gradients of keys are sums over queries; where keys are
-split outputs are summands that ranks weight (``Merge``), and gradients of queries sums.
-Tensors that a score or mask function captures are whole, since it may look up anything
-in them, and their gradients are sums over all scores, so partial.
+Heads are free, as in ``attention``. In flex_attention the batch is free too; a block
+mask is split with batch and heads where it has them. Queries and keys may be split
+block by block of the mask: functions of scores count both by global index
+(``local_flex``). Gradients of keys are sums over queries; where keys are split outputs
+are summands that ranks weight (``Merge``), and gradients of queries are sums. Tensors
+that a score or mask function captures are whole, since it may look up any element, and
+their gradients are sums over all scores, so partial.
 
-Of ``varlen`` queries are split too, where a window that has an end at one side has one
-behind them, and keys, where there is no window or a causal one: where documents begin
-on a rank is data (``passes.attention.local_documents``). With pages of a cache a call
-has no rule.
+In ``varlen`` queries are split where the window is none or ends after a known number of
+later tokens, and keys where there is no window or a causal one: where documents begin
+on a rank depends on data (``passes.attention.local_documents``).
+
+In: calls of these ops. Out: their rules.
+Never: gives a rule to a call with pages of a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from fxpar.sharding.factors import Merge, Rule
 from fxpar.sharding.op_table import Word, make, rows, tensors_of
 from fxpar.sharding.ops.attention_heads import Heads, heads_of
 
-# Of several tensors, and of one.
+# Words of several tensors, and of one.
 Names = list[list[str]]
 Words = list[Word]
 
@@ -40,7 +43,7 @@ def _captured(*groups: Sequence[Any]) -> Names:
 def _flex_words(
     q: torch.Tensor, k: torch.Tensor, queries: bool, keys: bool
 ) -> Heads | None:
-    """Those of the tensors; a batch of one key serves all queries."""
+    """Return words of the tensors; a batch of one key serves all queries."""
     heads = heads_of(q, k, queries=queries, keys=keys, masked=True)
     if heads is None or k.shape[0] == q.shape[0]:
         return heads
@@ -48,9 +51,10 @@ def _flex_words(
 
 
 def _lists(heads: Heads, mask: Sequence[Any], query_block: str) -> Names | None:
-    """The tensors of a block mask: of each batch and head, or of all; the first four
-    have a row for each block of queries. Those by block of keys are whole: a mask makes
-    them of the others, and they are small."""
+    """Return words of a block mask's tensors, which have a row for each batch and head,
+    or one for all; the first four have a row for each block of queries. Tensors by
+    block of keys are whole: a mask makes them of the others, and they are small. None
+    where sizes do not fit."""
     out, by_query = [], tensors_of(mask[2:6])
     for i, x in enumerate(tensors_of(mask)):
         sizes = [int(n) for n in x.shape[:2]]
@@ -68,8 +72,9 @@ def _lists(heads: Heads, mask: Sequence[Any], query_block: str) -> Names | None:
 def _in_blocks(
     q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
 ) -> tuple[int | None, int | None]:
-    """In how many blocks a mask has queries and keys; None if it ends within one, or
-    gives an order of all blocks, in which a backward is to write."""
+    """Return how many blocks of queries and of keys a mask has; None where a dim
+    ends within a block, or the mask gives the order in which a backward writes all
+    blocks."""
     if any(x is not None for x in mask[10:-3]):
         return None, None
     counts: list[int | None] = []
@@ -82,17 +87,17 @@ def _in_blocks(
 
 @dataclass(frozen=True)
 class FlexWords:
-    """Words of one call."""
+    """Holds the words of one call."""
 
     # Of queries, keys, values and results.
     heads: Heads
     # Of the tensors of the mask.
     lists: Names
-    # (factor, size), of dims that are several blocks.
+    # (factor, size), of dims that have several blocks.
     sizes: tuple[tuple[str, int], ...]
 
     def rule(self, *operands: Sequence[str], results: Names) -> Rule:
-        """The rule of these words; blocks are alike on all ranks."""
+        """Return the rule of these words; ranks have equally many blocks."""
         rule = self.heads.rule(*operands, results=results)
         evenly = rule.evenly.union({"s"} if "s" in dict(self.sizes) else ())
         return replace(rule, sizes=(*rule.sizes, *self.sizes), evenly=evenly)
@@ -101,8 +106,8 @@ class FlexWords:
 def _words_of(
     q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
 ) -> FlexWords | None:
-    """Words of a call, whose queries and keys are blocks of the mask if it has several;
-    None where these do not fit."""
+    """Return words of a call; queries and keys are split in blocks of the mask if it
+    has several. None where words do not fit."""
     query_blocks, key_blocks = _in_blocks(q, k, mask)
     splits = query_blocks is not None, key_blocks is not None
     heads = _flex_words(q, k, *splits)
@@ -161,8 +166,8 @@ def _varlen_words(
     starts_k: torch.Tensor | None,
     window: Sequence[int] | None,
 ) -> tuple[Words, Words, Words, Words, Words, dict[str, int]] | None:
-    """Words of queries, keys, values, output and log-sum-exp, and sizes of factors.
-    None where these are not [tokens, heads, features]."""
+    """Return words of queries, keys, values, output and log-sum-exp, and sizes of
+    factors. None where tensors are not [tokens, heads, features]."""
     if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
         return None
     shared = int(q.shape[1] // k.shape[1])

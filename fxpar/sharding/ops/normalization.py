@@ -1,8 +1,11 @@
-"""Normalizations: dims that share statistics are whole, all others are free.
+"""Gives rules to normalizations: dims that share statistics are whole, all others are
+free.
 
 Gradients of weight and bias are contracted over the free dims. Inductor decomposes most
 of these before a plan is made, and the plan then splits normalized dims as well. A
-group norm takes the local count of its samples, channels and groups.
+group norm gets the local numbers of samples, channels and groups.
+In: calls of these ops. Out: their rules, and local forms of group norms.
+Never: splits a dim over which one op computes statistics.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ Maybe = torch.Tensor | None
 def _words_of_tensors(
     tensors: Sequence[Maybe], words: Sequence[str]
 ) -> list[Sequence[str]]:
-    """The words once for each tensor that is given."""
+    """Return the words once for each tensor that is given."""
     return [words for tensor in tensors if tensor is not None]
 
 
 def _words_by_mask(
     mask: Sequence[bool], *results: Sequence[str]
 ) -> list[Sequence[str]]:
-    """Results that an output mask asks for."""
+    """Return the results that an output mask selects."""
     return [words for words, is_asked in zip(results, mask, strict=True) if is_asked]
 
 
@@ -43,7 +46,8 @@ def _words_by_mask(
 
 
 def _over_last(x: torch.Tensor, k: int) -> tuple[list[str], list[str], list[str]]:
-    """Words of the input, of its last ``k`` dims, and of statistics over those."""
+    """Return words of the input, of its last ``k`` dims, and of statistics over
+    those."""
     lead, last = names(x.dim() - k), names(k, "n")
     last = [f"{word}!" for word in last]
     return lead + last, last, lead + ["_"] * k
@@ -154,7 +158,7 @@ def _batch(x: torch.Tensor, training: bool) -> list[str]:
 def _statistics(
     x: torch.Tensor, full: Sequence[str], training: bool
 ) -> list[list[str]]:
-    """Saved mean and deviation; those of an inference on CPU are empty."""
+    """Return words of saved mean and deviation, which are empty in inference on CPU."""
     if training:
         return [["c"]] * 2
     words = ["_"] if x.device.type == "cpu" else ["c"]
@@ -162,8 +166,7 @@ def _statistics(
 
 
 def _batch_norm(x: torch.Tensor, *args: Any) -> str:
-    """Any form ``(x, tensors..., training, momentum, eps)``: further results are the
-    running statistics, one per given one, and a reserve."""
+    """Return the rule of any form ``(x, tensors..., training, momentum, eps)``."""
     training = next(a for a in args if isinstance(a, bool))
     full = _batch(x, training)
     channels = [["c"] for a in args if isinstance(a, torch.Tensor)]
@@ -186,7 +189,8 @@ def _batch_norm_no_training(x: torch.Tensor, *args: Any) -> str:
 
 
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str | None:
-    """``(grad, x, weight, running and saved statistics, training, eps, mask)``."""
+    """Return the rule of ``(grad, x, weight, running and saved statistics, training,
+    eps, mask)``."""
     tensors, (training, _, mask) = args[:5], args[5:8]
     full = _batch(x, training)
     channels = [["c"] if t.numel() else ["_"] for t in tensors if t is not None]
@@ -211,7 +215,8 @@ def _softmax_backward(
 def _group_sizes(
     call: LocalCall, i: int, channels: int, points: int, groups: int
 ) -> tuple[Size, Size, int, Size]:
-    """(N, C, points, groups) that this rank holds of an input that is operand ``i``."""
+    """Return (N, C, points, groups) that this rank holds of an input that is operand
+    ``i``."""
     n, c, *_ = call.operand_shape(i)
     return n, c, points, call.build.compute(operator.floordiv, c, channels // groups)
 

@@ -1,10 +1,13 @@
-"""Ops that go by the order of rows along a dim: scans, and choices of some.
+"""Splits ops that depend on the order of rows along a dim: scans, and choices of some
+rows.
 
-Along the dim, too, they may be split: each rank scans its own rows, or chooses among
-them, and ranks gather what stands for a shard (``Rule.gathered``): the total of a scan,
-the candidates of a choice with their places. Then each adds what the shards before its
-own come to, or chooses among all candidates. What cannot be put together so (sorts,
-medians, choices of half of the rows) needs the dim whole.
+They may be split along that dim too: each rank scans its own rows, or chooses among
+them, and ranks gather a summary of each shard (``Rule.gathered``): the total of a scan,
+or the candidates of a choice with their places. Then each adds the totals of the shards
+before its own, or chooses among all candidates. Ops that cannot be combined this way
+(sorts, medians, choices of half of the rows) need the dim whole.
+In: calls of these ops. Out: their rules and local forms.
+Never: gathers a whole dim that may be split.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ _INDEX = 8
 
 
 def scan(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
-    """Ops called as ``(x, dim, ...)`` whose rows are of those up to each."""
+    """Return the rule of ops called as ``(x, dim, ...)`` whose row i depends on rows up
+    to i."""
     words = words_of(x)
     rule = make([words], [words])
     if x.ndim == 0:
@@ -42,8 +46,8 @@ def scan(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
 
 
 def running_choice(x: torch.Tensor, dim: int) -> Rule:
-    """Ops called as ``(x, dim)`` that give the largest or smallest row up to each, and
-    where it is."""
+    """Return the rule of ops called as ``(x, dim)`` that give the largest or smallest
+    row up to each row, and its place."""
     words = words_of(x)
     rule = make([words], [words] * 2)
     if x.ndim == 0:
@@ -54,8 +58,8 @@ def running_choice(x: torch.Tensor, dim: int) -> Rule:
 
 
 def choice(*, results: int = 1) -> Callable[..., Rule]:
-    """Ops called as ``(x, dim, keepdim=False)`` that give one row of each column, or
-    where it is."""
+    """Return the rule function of ops called as ``(x, dim, keepdim=False)`` that give
+    one row of each column, or its place."""
 
     def rule_of_call(
         x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **_: Any
@@ -76,7 +80,7 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
 
 
 def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    """The candidates of a shard are its ``k`` smallest rows."""
+    """Return the rule; the candidates of a shard are its ``k`` smallest rows."""
     if x.ndim == 0:
         return make([[]], [[], []])
     dim = at(dim, x.ndim)
@@ -85,18 +89,19 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> R
 
 
 def _with_candidates(rule: Rule, dim: int, k: int) -> Rule:
-    """Ranks gather as many candidates of each shard, so all have ``k``, or all have as
-    many rows."""
+    """Return the rule with at least ``k`` rows on each rank, or equal shards, as ranks
+    gather equally many candidates of each shard."""
     return replace(rule, least=tuple((f, k) for f in rule.operands[0][dim]))
 
 
 def _top_rows(
     x: torch.Tensor, dim: int, count: int | None, results: int, candidates: int = 0
 ) -> Rule:
-    """``count`` rows of a dim, or None where the results lack it. Every rank chooses
-    among the ``candidates`` of all, by default as many of a shard."""
+    """Return the rule of ``count`` rows of a dim, or None where the results lack the
+    dim. Every rank chooses among the ``candidates`` of all shards, by default ``count``
+    of each."""
     of_shard = candidates or count or 1
-    # Of half of the rows each of two ranks would give all that it has.
+    # For half of the rows or more each of two ranks would send all its rows.
     all_rows = of_shard > 1 and 2 * of_shard >= x.shape[dim]
     words = words_of(x, {dim} if all_rows else ())
     mark = [f"~{words[dim]}"] if words[dim] != "_" and not all_rows else []
@@ -113,14 +118,15 @@ def _top_rows(
 
 
 def _scan_back(x: torch.Tensor, dim: int, kind: str) -> Rule:
-    """A sum from the last row on may be of partial values."""
+    """Return the rule of a scan from the last row on; a sum may be of partial
+    values."""
     passages = (Passage((0,), LINEAR),) if kind == "cumsum" else ()
     return replace(scan(x, dim), passages=passages)
 
 
 def _choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> Rule:
-    """Ranks gather what the rows of a shard come to that were chosen before it, and
-    where that was."""
+    """Return the rule. Ranks gather the sum of a shard's rows that were chosen in
+    earlier shards, and their place."""
     words = words_of(grad)
     rule = make([words, words], [words])
     marks = tuple(GatheredRows(i, at(dim, grad.ndim), 1) for i in range(2))
@@ -129,22 +135,22 @@ def _choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> Rule:
 
 # Local forms
 
-# Beyond the end of any dim.
+# An end beyond any dim.
 _END = 2**63 - 1
 
-# A dtype -> what is not chosen among numbers of it.
+# dtype -> a value that is never chosen among numbers of it.
 Never = Callable[[torch.dtype], int | float | bool]
 
 
 @dataclass(frozen=True)
 class Scan:
-    """How shards of a scan are put together."""
+    """Says how shards of a scan are combined."""
 
-    # What a shard comes to, called as ``(x, dim)``; keeps the dim.
+    # Returns the total of a shard, called as ``(call, x, dim)``; keeps the dim.
     total: Callable[[LocalCall, fx.Node, int], fx.Node]
-    # What changes nothing.
+    # The total of no rows.
     identity: float
-    # Puts what shards before come to together with a row.
+    # Op that joins a row with the total of the shards before.
     join: Any
 
 
@@ -170,7 +176,7 @@ _SCANS = {
 
 
 def _axes(call: LocalCall, x: fx.Node, dim: int | None) -> tuple[int, Axes]:
-    """(dim from the front, axes that split it)."""
+    """Return (dim from the front, axes that split it)."""
     ndim = x.meta["val"].dim()
     if dim is None or ndim == 0:
         return 0, ()
@@ -179,7 +185,7 @@ def _axes(call: LocalCall, x: fx.Node, dim: int | None) -> tuple[int, Axes]:
 
 
 def _gather(call: LocalCall, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
-    """What all shards gave, in order."""
+    """Return the rows of all shards, in order."""
     split, shape = list(call.operands[0].dims), list(call.shapes[0])
     shape[dim] = call.build.mesh.count(axes) * x.meta["val"].shape[dim]
     before = tuple(split)
@@ -195,7 +201,7 @@ def _local_scan(call: LocalCall, x: fx.Node, dim: int, **settings: Any) -> fx.No
 
 
 def _local_scan_back(call: LocalCall, x: fx.Node, dim: int, scan: str) -> fx.Node:
-    """From the last row to the first: what the shards behind come to is put to it."""
+    """Return the scan from the last row to the first, joined with the shards after."""
     build, target, (d, axes) = call.build, getattr(aten, scan), _axes(call, x, dim)
     turned = build.call(aten.flip.default, x, [d])
     own = build.call(target.default, turned, d)
@@ -212,8 +218,8 @@ def _joined(
     kind: Scan,
     comes_first: Any,
 ) -> fx.Node:
-    """The scan ``own`` of a rank's rows ``x`` with what all shards come to that come
-    first: compared with this rank's by their number."""
+    """Return the scan ``own`` of a rank's rows ``x``, joined with the totals of the
+    shards that come first, by comparing shard numbers with this rank's."""
     if not axes:
         return own
     build = call.build
@@ -231,7 +237,7 @@ def _joined(
 def _candidates(
     call: LocalCall, values: fx.Node, places: fx.Node, d: int, axes: Axes
 ) -> tuple[fx.Node, fx.Node]:
-    """Those of all shards, with their places in the whole dim."""
+    """Return the candidates of all shards, with their places in the whole dim."""
     start = call.build.own_start(call.shapes[0][d], axes)
     places = call.build.call(aten.add.Tensor, places, start)
     return _gather(call, values, d, axes), _gather(call, places, d, axes)
@@ -253,7 +259,7 @@ def _local_place(
     dim: int | None = None,
     keepdim: bool = False,
 ) -> fx.Node:
-    """Where the largest or smallest row is."""
+    """Return the place of the largest or smallest row."""
     d, axes = _axes(call, x, dim)
     if not axes:
         return call.same(x, dim, keepdim)
@@ -271,7 +277,7 @@ def _local_place(
 def _local_row(
     never: Never, call: LocalCall, x: fx.Node, dim: int, keepdim: bool = False
 ) -> Any:
-    """The largest or smallest row, and where it is."""
+    """Return the largest or smallest row, and its place."""
     d, axes = _axes(call, x, dim)
     if not axes:
         return call.same(x, dim, keepdim)
@@ -284,8 +290,8 @@ def _local_row(
 
 
 def _local_running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
-    """The largest or smallest row up to each, and where it is. Of equal rows it is the
-    last one, and of rows that are no number too."""
+    """Return the largest or smallest row up to each row, and its place: the last of
+    equal rows, and the last NaN."""
     d, axes = _axes(call, x, dim)
     if not axes:
         return call.same(x, dim)
@@ -316,8 +322,9 @@ def _local_running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
 def _local_choice_back(
     call: LocalCall, grad: fx.Node, places: fx.Node, dim: int
 ) -> fx.Node:
-    """Rows that were chosen in a shard before are the first of this one, and all one
-    row: ranks gather what they come to and its place, and add what is theirs."""
+    """Return the gradient. Rows of this shard that choose a row of an earlier shard are
+    its first rows, and all choose the same row: ranks gather their sum and its place,
+    and each adds the sums that belong to its rows."""
     build, (d, axes) = call.build, _axes(call, grad, dim)
     shape = call.operand_shape(0)
     zeros = call.full(shape, 0, grad)
@@ -338,7 +345,7 @@ def _local_choice_back(
 def _chosen_before(
     call: LocalCall, grad: fx.Node, places: fx.Node, start: Any, d: int
 ) -> fx.Node:
-    """The sum of the rows whose places lie before this shard."""
+    """Return the sum of the rows whose places are before this shard."""
     before = call.build.call(aten.lt.Scalar, places, start)
     rows = call.where(before, grad, 0)
     return call.build.call(aten.sum.dim_IntList, rows, [d], True)
@@ -360,8 +367,8 @@ def _local_topk(
 def _local_kthvalue(
     call: LocalCall, x: fx.Node, k: int, dim: int = -1, keepdim: bool = False
 ) -> Any:
-    """The row of which ``k`` are no larger, and where it is: ranks gather as many of
-    their smallest rows."""
+    """Return the k-th smallest row, and its place: ranks gather their ``k`` smallest
+    rows."""
     d, axes = _axes(call, x, dim)
     if not axes:
         return call.same(x, k, dim, keepdim)

@@ -1,10 +1,12 @@
-"""An index into a dim that is split: which rows this rank has, and what it reads or
-writes for those it has not.
+"""Maps an index into a split dim to the rows of this rank, and says what the rank reads
+or writes for rows that it does not have.
 
 A rank holds rows ``[offset, offset + n)`` of the dim. A lookup reads its own rows and
-gives zero elsewhere, so results add up. An update that accumulates adds zero for rows
-that other ranks hold; any other update writes those to a spare row, which is cut off
-afterwards.
+gives zero elsewhere, so results are partial. An update that accumulates adds zero for
+rows that other ranks hold; any other update writes those to a spare row, which is cut
+off afterwards.
+In: a local call, a dim, an index. Out: a ``Part``, and nodes of the local graph.
+Never: communicates.
 """
 
 from __future__ import annotations
@@ -24,23 +26,23 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True)
 class Part:
-    """An index into this rank's rows of a dim."""
+    """Is an index into this rank's rows of a dim."""
 
     # The lookup or update.
     call: LocalCall
-    # That is indexed; never negative.
+    # The dim that is indexed; never negative.
     dim: int
     # Rows of the dim that this rank holds.
     n: Size
-    # It counted from the first of them.
+    # The index, counted from the rank's first row.
     place: fx.Node
-    # Whether it falls on one of them.
+    # Whether the index is one of the rank's rows.
     inside: fx.Node
     # Whether some rank has no rows.
     empty: bool
 
     def rows_of(self, x: fx.Node) -> fx.Node:
-        """What is looked up, one row at least."""
+        """Return the rows that are looked up, at least one."""
         if not self.empty:
             return x
         least = self.call.build.compute(max, self.n, 1)
@@ -49,16 +51,16 @@ class Part:
         return self.call.build.pad_ends(x, pad)
 
     def read(self) -> fx.Node:
-        """The place, or a row that may be read."""
+        """Return the place, or for other ranks' rows one that may be read."""
         return self.call.where(self.inside, self.place, 0)
 
     def fold(self) -> fx.Node:
-        """The place, or a row to add zero to: any, lest all atomic adds of zero queue
-        for the same one."""
+        """Return the place, or for other ranks' rows one to add zero to: different
+        ones, so that atomic adds of zero do not all queue for the same row."""
         return self.call.build.call(aten.remainder.Scalar, self.place, self.n)
 
     def store(self) -> fx.Node:
-        """The place, or the spare row past the end."""
+        """Return the place, or for other ranks' rows the spare row past the end."""
         return self.call.where(self.inside, self.place, self.n)
 
 
@@ -71,8 +73,9 @@ def part_of(
     signed: bool = False,
     result: bool = False,
 ) -> Part | None:
-    """How ``index`` meets dim ``dim`` of an operand (or of the result); None if that
-    dim is not split. ``signed``: an index may be negative and count from the end."""
+    """Return the part of dim ``dim`` of an operand (or of the result) that ``index``
+    meets; None if that dim is not split. ``signed``: an index may be negative and count
+    from the end."""
     spec = call.results[0] if result else call.operands[operand]
     shape = call.result_shape() if result else call.shapes[operand]
     axes = spec.dims[dim]
@@ -91,34 +94,34 @@ def part_of(
 
 
 def is_within(call: LocalCall, place: fx.Node, n: Size) -> fx.Node:
-    """Which places are among the first ``n``."""
+    """Return which places are among the first ``n``."""
     low = call.build.call(aten.ge.Scalar, place, 0)
     high = call.build.call(aten.lt.Scalar, place, n)
     return call.build.call(aten.bitwise_and.Tensor, low, high)
 
 
 def trailing(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
-    """``x`` with ``dims`` dims of size 1 appended."""
+    """Return ``x`` with ``dims`` dims of size 1 appended."""
     for _ in range(dims):
         x = call.build.call(aten.unsqueeze.default, x, -1)
     return x
 
 
 def rows_at(call: LocalCall, x: fx.Node, dim: int, places: fx.Node) -> fx.Node:
-    """Rows of a dim at these places, as Inductor takes it: ``index_select`` is gone by
-    then."""
+    """Return rows of a dim at these places by ``index``, which Inductor takes:
+    ``index_select`` is decomposed before."""
     return call.build.call(aten.index.Tensor, x, [*[None] * dim, places])
 
 
 def with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """``x`` with a spare row at the end of each dim."""
+    """Return ``x`` with a spare row at the end of each dim."""
     ndim = x.meta["val"].dim()
     pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
     return call.build.pad_ends(x, pad)
 
 
 def without_spares(call: LocalCall, x: fx.Node, parts: Sequence[Part]) -> fx.Node:
-    """``x`` without the spare row of each part."""
+    """Return ``x`` without the spare row of each part."""
     for part in parts:
         x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
     return x

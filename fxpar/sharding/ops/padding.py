@@ -1,10 +1,11 @@
-"""Rows of pads: with a constant, with rows again, with rows turned round.
+"""Splits pads: with a constant, with repeated rows, with mirrored rows.
 
-Along a padded dim ranks exchange rows (``Rule.moves``). Pads that repeat rows are
-lookups by now; of their backwards a rank adds up what its own rows give, in the window
-of rows that they were made of (``Rule.windows``). Every partial value may pass a pad,
-but where a constant is filled in only with a reduction that leaves the constant as it
-is.
+Along a padded dim ranks exchange rows (``Rule.moves``). Pads that repeat or mirror rows
+have become lookups; in their backwards a rank sums the gradients of its own rows in the
+window of rows that they were made of (``Rule.windows``). Every partial value may pass a
+pad, except that a constant allows only reductions that leave the constant unchanged.
+In: calls of these ops. Out: their rules and local forms.
+Never: fills in a constant on ranks that would then add it up.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ Place = Callable[[int, int, int], int]
 
 
 def cut_ends(x: torch.Tensor, pad: Sequence[int]) -> Rule:
-    """Amounts are given from the last dim on, front and back."""
+    """Return the rule with padded dims whole; ``pad``: from the last dim on, front and
+    back."""
     dims = [x.ndim - 1 - i // 2 for i, n in enumerate(pad) if n]
     return cut(x, dims)
 
 
 def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
-    """A zero stays under every reduction, another constant under those of one value."""
+    """Return the rule. A zero stays under every reduction, another constant under those
+    that keep equal values."""
     reductions = MOVEMENT if value == 0 else ("avg", *MONOTONE)
     passages = (Passage((0,), reductions),)
     shape, pieces = list(x.shape), dict[int, list[RowPiece]]()
@@ -62,12 +65,13 @@ def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
 
 
 def repeated(i: int, before: int, rows: int) -> int:
-    """The row that a pad by the nearest one has at ``i``."""
+    """Return the row of the operand at row ``i`` of a pad that repeats the nearest
+    row."""
     return min(max(i - before, 0), rows - 1)
 
 
 def turned(i: int, before: int, rows: int) -> int:
-    """The row that a pad by reflection has at ``i``."""
+    """Return the row of the operand at row ``i`` of a pad that mirrors rows."""
     return rows - 1 - abs(rows - 1 - abs(i - before))
 
 
@@ -93,8 +97,8 @@ def _backward(place: Place, grad: torch.Tensor, x: torch.Tensor, pad: Sequence[i
 def _local_pad_backward(
     turns: bool, call: LocalCall, grad: fx.Node, x: fx.Node, pad: Sequence[int]
 ) -> fx.Node:
-    """Of the backward of a pad: rows are added up in the window of rows that a rank's
-    own were made of. ``turns``: they were turned round, not repeated."""
+    """Return the gradient of the operand: rows are summed in the window of rows that a
+    rank's own were made of. ``turns``: rows were mirrored, not repeated."""
     windows = windows_of(call, 2)
     if not windows:
         return call.same(grad, x, pad)
@@ -119,8 +123,8 @@ def _local_pad_backward(
 def _padded_from(
     call: LocalCall, window: RowWindow, before: int, turns: bool
 ) -> fx.Node:
-    """Of which rows of its window each row of a rank was made, by a pad with so many
-    rows before."""
+    """Return the row of its window of which each row of a rank was made, by a pad with
+    ``before`` rows before."""
     build, last = call.build, window.rows - 1
     axes, device = axes_of(call, 0, window.dim), call.node.meta["val"].device
     place = build.iota(build.own_size(window.count, axes), device)

@@ -1,7 +1,10 @@
-"""Rows of pointwise ops: every dim of the result is a factor, broadcast dims are not.
+"""Gives rules to pointwise ops: every dim of the result is a factor, broadcast dims are
+not.
 
-Also here: copies and casts, and the activations' backward formulas, which are linear in
+Also to copies and casts, and to backward formulas of activations, which are linear in
 the gradient.
+In: calls of these ops. Out: their rules.
+Never: lets a partial value through an op that is not exact for its reduction.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ aten = torch.ops.aten
 
 
 def align(shapes: Sequence[Sequence[int]], results: int = 1) -> Rule:
-    """Align operands from the right; a dim that is stretched gets no factor."""
+    """Return the rule of operands aligned from the right; a dim that is stretched gets
+    no factor."""
     full = torch.broadcast_shapes(*shapes)
     result = words_of(full)
     operands = [
@@ -37,18 +41,18 @@ def align(shapes: Sequence[Sequence[int]], results: int = 1) -> Rule:
 
 
 def broadcast(*args: Any, **kwargs: Any) -> Rule:
-    """Any operands, one result."""
+    """Return the rule of any operands and one result."""
     return align([t.shape for t in tensors_of((args, kwargs))])
 
 
 def broadcast_two(*args: Any, **kwargs: Any) -> Rule:
-    """Any operands, two results."""
+    """Return the rule of any operands and two results."""
     return align([t.shape for t in tensors_of((args, kwargs))], results=2)
 
 
 def _passing(reductions: Callable[..., Sequence[str]], *operands: int) -> Callable:
-    """A pointwise rule where ``operands`` may be partial with the reductions that
-    ``reductions`` finds for the call."""
+    """Return a pointwise rule function where ``operands`` may be partial with the
+    reductions that ``reductions`` returns for the call."""
 
     def rule_of_call(*args: Any, **kwargs: Any) -> Rule:
         passing = tuple(reductions(*args, **kwargs))
@@ -59,9 +63,9 @@ def _passing(reductions: Callable[..., Sequence[str]], *operands: int) -> Callab
 
 
 def _exact(source: torch.dtype, target: torch.dtype) -> Sequence[str]:
-    """Reductions that pass through a cast.
+    """Return the reductions that pass through a cast.
 
-    Whole numbers wrap, fp8 saturates and float16 has no room for every summand, so only
+    Integers wrap, fp8 saturates and float16 has no room for every summand, so only
     casts that keep order pass a max, and only casts between wider numbers a sum.
     """
     if source == target:
@@ -93,7 +97,8 @@ def _copy(x: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> Sequence
 
 
 def _blend(value: Any) -> Sequence[str]:
-    """Elsewhere the result is this constant, on every rank alike."""
+    """Return the reductions of a value that is this constant elsewhere, equal on every
+    rank."""
     return LINEAR + MONOTONE if value == 0 else MONOTONE
 
 
@@ -118,7 +123,8 @@ def _leaky_relu(x: Any, slope: float = 0.01) -> Sequence[str]:
 
 
 def _extremum(reduction: str) -> Callable[..., Rule]:
-    """Maximum of two is monotone in each, and passes maxima of both at once."""
+    """Return the rule function of a maximum of two: monotone in each, and passes maxima
+    of both at once."""
 
     def rule_of_call(x: torch.Tensor, y: torch.Tensor) -> Rule:
         passages = (
@@ -132,7 +138,8 @@ def _extremum(reduction: str) -> Callable[..., Rule]:
 
 
 def log_sigmoid(x: torch.Tensor) -> Rule | None:
-    """On an accelerator the second result is an empty tensor, which has no factors."""
+    """Return the rule, on CPU only: on an accelerator the second result is an empty
+    tensor, which has no factors."""
     return broadcast_two(x) if x.device.type == "cpu" else None
 
 
@@ -141,8 +148,8 @@ def log_sigmoid_backward(grad: Any, x: torch.Tensor, buffer: Any) -> Rule | None
 
 
 def elementwise_loss(*args: Any) -> Rule | None:
-    """Backward of a loss. Of a mean it divides by the global number of elements, which
-    no rank's shard shows, so only sums and unreduced losses have a rule."""
+    """Return the rule of a loss's backward; None for a mean, which divides by the
+    global number of elements, unknown from a rank's shard."""
     return None if args[-1] == 1 else broadcast(*args)
 
 
@@ -221,7 +228,7 @@ COPIES = "alias_copy detach_copy lift lift_fresh _conj _conj_copy"
 
 
 def _local_copy_strided(call: LocalCall, x: fx.Node, stride: Any) -> fx.Node:
-    """A copy with the dims in this order in memory."""
+    """Return a copy whose dims have the same order in memory as in the whole."""
     shape, build = call.local_shape(), call.build
     local, step = list(stride), build.product(())
     for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

@@ -1,12 +1,15 @@
-"""Pools, resampling and patches of images.
+"""Splits pools, resampling and patches of images.
 
-Leading dims are free. Dims over which windows slide are as those of a ``convolution``;
-where something is resampled they are whole.
+Leading dims are free. Dims over which windows slide are split as in a ``convolution``;
+resampled dims are whole.
 
-A rank pools the rows that its windows read, and says where maxima are in the whole dim.
-Where windows at the ends count fewer rows than others, which a shard cannot know, an
-average adds up what they read, in a dtype that holds their sum, and divides by the rows
-that each of them counts, by its place in the whole dim.
+A rank pools the rows that its windows read, and gives positions of maxima in the whole
+dim. Where windows at the ends count fewer rows than others, which a shard cannot know,
+an average sums the rows that windows read, in a dtype that holds their sum, and divides
+by the rows that each window counts, by its place in the whole dim.
+
+In: calls of these ops. Out: their rules and local forms.
+Never: pads a split dim by the op.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ MaySplit = Callable[[SlidingWindow], bool]
 
 
 def _spatial(k: int, *args: Any, **kwargs: Any) -> str:
-    """Every tensor has the same leading dims; the last ``k`` are whole."""
+    """Return the rule: every tensor has the same leading dims; the last ``k`` are
+    whole."""
     words = [*names(args[0].dim() - k), *["_"] * k]
     return text(*[words] * len(tensors_of((args, kwargs))), results=[words])
 
@@ -70,7 +74,7 @@ def _pooled(
     may: MaySplit,
     sliding: bool,
 ) -> tuple[SpatialDims, list[str], list[str]]:
-    """(dims, words of what is pooled, words of what is made of it)."""
+    """Return (dims, words of the pooled tensor, words of the result)."""
     k = len(slid)
     spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
     lead = names(x.dim() - k)
@@ -85,7 +89,7 @@ def _pool(
     results: int = 1,
     sliding: bool = True,
 ) -> Rule:
-    """A pool: windows over the last dims, ``few`` of them."""
+    """Return the rule of a pool: windows over the last dims, ``few`` of them."""
     spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
     ends = spatial.halos(0, first), spatial.windows(0, first, 1)
@@ -100,7 +104,8 @@ def _pool_backward(
     n: int = 1,
     sliding: bool = True,
 ) -> Rule:
-    """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
+    """Return the rule of a pool's backward, which reads ``n`` tensors that have
+    windows, and ``x`` as the second operand."""
     spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
     ends = spatial.halos(n + 1, first), spatial.windows(n + 1, first, 0)
@@ -109,19 +114,19 @@ def _pool_backward(
 
 
 def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
-    """So many windows of each of the last dims."""
+    """Return the number of windows of each of the last dims."""
     rows = x.shape[-len(slid) :]
     return [w.count(int(n), ceil) for w, n in zip(slid, rows, strict=True)]
 
 
 def _even(ceil: bool) -> MaySplit:
-    """A window that begins behind the padding would be dropped of a shard, so with
-    ``ceil`` none may end before its rows do."""
+    """Return which windows may be split as halos: with ``ceil`` none that ends before
+    its shard's rows do, as a window that begins after the padding would be dropped."""
     return lambda window: not ceil or window.behind >= 0
 
 
-# Windows over the last ``k`` dims, as the arguments of a pool behind its tensors say:
-# these, whether they are rounded up, which may be split as halos are, and whether
+# From the arguments of a pool after its tensors: windows over the last ``k`` dims,
+# whether their number is rounded up, which may be split as halos, and whether the
 # others may be split at all.
 _Windows = tuple[list[SlidingWindow], bool, MaySplit, bool]
 
@@ -147,7 +152,8 @@ def _average_windows(
     count_padding: bool = True,
     divisor: int | None = None,
 ) -> _Windows:
-    """All windows of a dim must count as many rows, if it is split as halos are."""
+    """Return the windows; all windows of a dim must count equally many rows, if it is
+    split as halos."""
     even, alike = _even(ceil), count_padding and not ceil
     return (
         windows(kernel, stride, padding, 1, k),
@@ -158,7 +164,7 @@ def _average_windows(
 
 
 def _pool_of(read: Callable[..., _Windows], results: int = 1) -> Callable[..., Rule]:
-    """Rules of pools with so many results."""
+    """Return the rule function of pools with ``results`` results."""
 
     def rule(k: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
         slid, ceil, may, sliding = read(k, *args, **kwargs)
@@ -168,7 +174,7 @@ def _pool_of(read: Callable[..., _Windows], results: int = 1) -> Callable[..., R
 
 
 def _pool_backward_of(read: Callable[..., _Windows], n: int = 1) -> Callable[..., Rule]:
-    """Rules of their backwards, as ``_pool_backward`` has them."""
+    """Return the rule function of their backwards, as by ``_pool_backward``."""
 
     def rule(k: int, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Rule:
         slid, _, may, sliding = read(k, *args)
@@ -182,13 +188,14 @@ def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule
 
 
 def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> Rule:
-    """Positions by where a window lies, and in it."""
+    """Return the rule; positions are given by the window, and the offset in it."""
     words = names(x.dim())
     return parse_rule(text(words, results=[words]))
 
 
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
-    """Where windows begin says a sample per image and channel."""
+    """Return the rule; a sample per image and channel determines where windows
+    begin."""
     samples, k = args[-1], args[-1].shape[-1]
     words = [*names(x.dim() - k), *["_"] * k]
     batch = ["_"] * (samples.dim() - 1 - (x.dim() - k)) + words[:-k] + ["_"]
@@ -200,7 +207,8 @@ def _fractional_pool_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -
 
 
 def _columns(to_image: bool) -> Callable[..., Rule]:
-    """Patches of an image as columns, ``[n, c * window, columns]``."""
+    """Return the rule function of patches of an image as columns, ``[n, c * window,
+    columns]``."""
 
     def factors(x: torch.Tensor, *args: Any) -> Rule:
         kernel = args[1] if to_image else args[0]
@@ -228,7 +236,7 @@ def _grid_sampler_backward(
     k = x.dim() - 2
     places = names(k)
     image, at = ["n", "c", *["_"] * k], ["n", *places, "_"]
-    # The gradient of the grid is made whether it is asked for or not.
+    # The gradient of the grid is always computed.
     results = [image, at] if args[3][0] else [at]
     return text(["n", "c", *places], image, at, results=results)
 
@@ -246,7 +254,7 @@ def pool(
     padding: Any,
     *settings: Any,
 ) -> fx.Node:
-    """A pool of a shard with the rows around it; ``fill`` stands for padding."""
+    """Return the pool of a shard with the rows around it; ``fill`` replaces padding."""
     padding = unsplit_padding(padding, split_dims(call, 0, k))
     return call.same(
         with_halo_rows(call, x, 0, fill), kernel, stride, padding, *settings
@@ -263,7 +271,8 @@ def pool_backward(
     padding: Any,
     *settings: Any,
 ) -> fx.Node:
-    """Its gradient; that of the rows around the shard goes where they are."""
+    """Return a pool's gradient; gradients of rows around the shard go to their
+    owners."""
     position = len(call.operands)  # of the result, which has the halos
     padding = unsplit_padding(padding, split_dims(call, 1, k))
     x = halo_shaped(call, x, position)
@@ -282,7 +291,7 @@ def _max_pool(
     dilation: Any = 1,
     ceil: bool = False,
 ) -> Any:
-    """The result says where in its window a maximum lies."""
+    """Return maxima, and where in its window each is."""
     return pool(
         k, least(x.meta["val"].dtype), call, x, kernel, stride, padding, dilation, ceil
     )
@@ -309,7 +318,7 @@ def _local_offsets_to_indices(
     padding: Any,
     dilation: Any,
 ) -> fx.Node:
-    """Windows are counted from where this rank's begin."""
+    """Return positions in the whole, as windows are counted from this rank's first."""
     index = call.same(offsets, kernel, size, stride, padding, dilation)
     k = len(kernel)
     first = len(call.shapes[0]) - k
@@ -324,7 +333,8 @@ def _local_offsets_to_indices(
 def _times(
     call: LocalCall, rows: int, axes: Sequence[str], by: int, base: int = 0
 ) -> Size:
-    """``base`` + a number times the first row that a rank holds."""
+    """Return ``base`` + ``by`` times the position of the first row that a rank
+    holds."""
     build = call.build
     if shard_sizes.is_even(rows, build.mesh, axes):
         return build.offset(axes, rows // build.mesh.count(axes) * by, base)
@@ -335,7 +345,8 @@ def _times(
 def _local_max_pool_backward(
     k: int, call: LocalCall, grad: fx.Node, x: fx.Node, *args: Any
 ) -> fx.Node:
-    """``args``: what says how windows slide, and where in them maxima lie."""
+    """Return the gradient. ``args``: settings of the windows, then positions of
+    maxima."""
     *settings, index = args
     if any(split_dims(call, 1, k)):
         index = reindexed(call, index, shards_with_halos(call, 1, 3, k), inward=True)
@@ -344,22 +355,23 @@ def _local_max_pool_backward(
 
 @dataclass(frozen=True)
 class ShardWithHalo:
-    """One dim of a shard with the rows around it."""
+    """Describes one dim of a shard with the rows around it."""
 
-    # That split the dim.
+    # The axes that split the dim.
     axes: tuple[str, ...]
-    # Rows of the dim.
+    # Rows of the whole dim.
     whole: int
     # Rows of the shard with those around it.
     width: Size
-    # Number -> where these begin in the dim, times the number.
+    # Number -> the position where these begin in the dim, times the number.
     start: Callable[[int], Size]
 
 
 def shards_with_halos(
     call: LocalCall, at: int, halos: int, k: int
 ) -> list[ShardWithHalo]:
-    """The last ``k`` dims of the tensor at a position, with another one's halos."""
+    """Return the last ``k`` dims of the tensor at ``at``, with the halos of the one at
+    ``halos``."""
     first, shards = len(call.shapes[at]) - k, []
     ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
     read = {window.dim: window for window in windows_of(call, halos)}
@@ -382,7 +394,7 @@ def _shard_start(
 
 
 def _window(call: LocalCall, whole: int, exchange: Exchange) -> ShardWithHalo:
-    """A dim of which a rank reads a window."""
+    """Return a dim of which a rank reads a window."""
     build = call.build
     start = build.window_start(exchange)
     width = build.window_rows(exchange)
@@ -394,8 +406,8 @@ def _window(call: LocalCall, whole: int, exchange: Exchange) -> ShardWithHalo:
 def reindexed(
     call: LocalCall, index: fx.Node, dims: Sequence[ShardWithHalo], inward: bool
 ) -> fx.Node:
-    """Positions in the shard with the rows around it as those in the whole; ``inward``:
-    the other way."""
+    """Return positions in the whole for positions in the shard with the rows around it;
+    ``inward``: the reverse."""
     build, total = call.build, None
     local = [dim.width for dim in dims]
     sizes = [[dim.whole for dim in dims], local][:: 1 if inward else -1]
@@ -468,8 +480,8 @@ def _counts_by_place(
     ceil: bool,
     count_padding: bool,
 ) -> bool:
-    """Whether windows of a dim of which ranks read windows of rows, of the tensor at
-    this position, may count fewer rows at its ends."""
+    """Return whether windows may count fewer rows at the ends of a dim, of the tensor
+    at ``position``, of which ranks read windows of rows."""
     padded = not count_padding and any(window.padding for window in slid)
     return divisor is None and (ceil or padded) and bool(windows_of(call, position))
 
@@ -482,8 +494,8 @@ def _divided(
     slid: Sequence[SlidingWindow],
     count_padding: bool,
 ) -> fx.Node:
-    """``x`` by the rows that each window counts. ``many``, ``few``: positions of the
-    tensors that have rows, and windows."""
+    """Return ``x`` divided by the rows that each window counts. ``many``, ``few``:
+    positions of the tensors that have rows, and windows."""
     value, k = x.meta["val"], len(slid)
     first = value.dim() - k
     for d, window in enumerate(slid, first):
@@ -502,8 +514,8 @@ def _counted(
     d: int,
     count_padding: bool,
 ) -> fx.Node:
-    """How many rows each window of a rank counts, of dim ``d`` of the tensors at these
-    positions, that has rows and that has windows."""
+    """Return how many rows each window of a rank counts, of dim ``d`` of the tensors at
+    ``positions``, the one with rows and the one with windows."""
     build, (many, few) = call.build, positions
     rows, late = call.shapes[many][d], few - len(call.operands)
     shape = call.operand_shape(few) if late < 0 else call.local_shape(late)
@@ -519,7 +531,7 @@ def _counted(
     return build.call(aten.sub.Tensor, end, first)
 
 
-# What a window is and which argument says how large it is.
+# Kind of work, and position of the argument with the window's size.
 _POOL: dict[str, Any] = {"work": "pool", "window": 1}
 _POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
 

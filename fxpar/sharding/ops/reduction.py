@@ -1,13 +1,17 @@
-"""Ops along some dims of one tensor: reductions, sorts, softmax.
+"""Splits ops along some dims of one tensor: reductions, sorts, softmax.
 
 A reduced dim that is split leaves the result partial with the op's own reduction, where
 there is one. Where shards cannot be combined by one of those (variance, sorts, softmax)
 the touched dims are whole. Scans and choices of rows are in ``order``.
 
 A mean of a shard divides by the rows of the shard; the mean of such means is the whole
-one only where shards have one size. Else each rank sums, in a dtype that holds the sum,
-and divides by what makes the average over ranks the global mean. The largest of no rows
-does not exist: where some rank has none, shards are first filled with what never wins.
+mean only where shards have one size. Else each rank sums, in a dtype that holds the
+sum, and divides such that the average over ranks is the global mean. There is no
+maximum of no rows: where some rank has none, shards are first filled with a value that
+never wins.
+
+In: calls of these ops. Out: their rules and local forms.
+Never: communicates; a split reduction gives a partial result instead.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ def _reduced(
     results: int = 1,
     passes: tuple[str, ...] = (),
 ) -> Rule:
-    """``x`` with ``dims`` gone, or ``_`` if kept. No backend multiplies complex numbers
-    of ranks."""
+    """Return the rule of ``x`` with ``dims`` removed, or ``_`` if kept. Complex numbers
+    have no product over ranks, as no backend has one."""
     whole = whole or ("product" in passes and x.dtype.is_complex)
     words = words_of(x, dims if whole else ())
     result = [
@@ -54,7 +58,8 @@ def _reduced(
 
 
 def over(default: Dim = None, **how: Any) -> Callable[..., Rule]:
-    """Reduction called as ``(x, dim, keepdim=False)``; ``how`` as in _reduced."""
+    """Return the rule function of reductions called as ``(x, dim, keepdim=False)``;
+    ``how`` as in _reduced."""
 
     def rule_of_call(
         x: torch.Tensor, dim: Dim = default, keepdim: bool = False, **_: Any
@@ -65,8 +70,9 @@ def over(default: Dim = None, **how: Any) -> Callable[..., Rule]:
 
 
 def truth(reduction: str) -> Callable[..., Rule]:
-    """Any and all. A partial operand passes only as bools: a partial integer may be
-    zero where the whole one is not. An empty list of dims reduces none."""
+    """Return the rule function of any and all. A partial operand passes only as bools:
+    a partial integer may be zero where the whole one is not. An empty list of dims
+    reduces none."""
 
     def rule_of_call(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
         dims = frozenset() if dim == [] or dim == () else all_at(dim, x.ndim)
@@ -77,7 +83,8 @@ def truth(reduction: str) -> Callable[..., Rule]:
 
 
 def over_all(**how: Any) -> Callable[..., Rule]:
-    """Reduction of all dims, whatever the other arguments."""
+    """Return the rule function of reductions of all dims, whatever the other
+    arguments."""
 
     def rule_of_call(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
         return _reduced(x, all_at(None, x.ndim), **how)
@@ -86,8 +93,8 @@ def over_all(**how: Any) -> Callable[..., Rule]:
 
 
 def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
-    """A mean. Of shards that are not alike what ranks average is up to as many times
-    the mean as there are ranks, for which float16 may have no room."""
+    """Return the rule function of a mean. With unequal shards the values that ranks
+    average are up to the number of ranks times the mean, which may overflow float16."""
 
     def rule_of_call(x: torch.Tensor, *args: Any, **how: Any) -> Rule:
         mean = rule(x, *args, **how)
@@ -99,7 +106,8 @@ def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
 
 
 def over_third(**how: Any) -> Callable[..., Rule]:
-    """Reduction called as ``(x, dim, unbiased, keepdim)``."""
+    """Return the rule function of reductions called as ``(x, dim, unbiased,
+    keepdim)``."""
 
     def rule_of_call(
         x: torch.Tensor, dim: Dim, unbiased: bool = True, keepdim: bool = False
@@ -110,7 +118,7 @@ def over_third(**how: Any) -> Callable[..., Rule]:
 
 
 def over_prims(**how: Any) -> Callable[..., Rule]:
-    """Reduction called as ``(x, dims, ...)``."""
+    """Return the rule function of reductions called as ``(x, dims, ...)``."""
 
     def rule_of_call(
         x: torch.Tensor, dims: Sequence[int] | None, *_: Any, **__: Any
@@ -120,14 +128,14 @@ def over_prims(**how: Any) -> Callable[..., Rule]:
     return rule_of_call
 
 
-# The norms that shards combine to without a root, by order.
+# Orders of norms that shards combine to without a root -> the reduction.
 _NORM_REDUCTION = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}
 
 
 def norm(
     x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
 ) -> Rule:
-    """Vector norm over dims."""
+    """Return the rule of a vector norm over dims."""
     reduction = _NORM_REDUCTION.get(2 if order is None else order)
     dims = all_at(dim, x.ndim)
     words = words_of(x, () if reduction else dims)
@@ -145,7 +153,8 @@ def power_sum(
 
 
 def along(*, results: int = 1) -> Callable[..., Rule]:
-    """Ops called as ``(x, dim, ...)`` that keep the shape and need ``dim`` whole."""
+    """Return the rule function of ops called as ``(x, dim, ...)`` that keep the shape
+    and need ``dim`` whole."""
 
     def rule_of_call(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
         words = words_of(x, {at(dim, x.ndim)})
@@ -167,7 +176,7 @@ def softmax_parts(x: torch.Tensor, dim: int) -> Rule:
 
 
 def spectrum(x: torch.Tensor, dims: Sequence[int], *_: Any) -> Rule:
-    """Fourier transforms; the last dim may change its size."""
+    """Return the rule of Fourier transforms; the last dim may change its size."""
     words = words_of(x, all_at(dims, x.ndim))
     last = at(dims[-1], x.ndim)
     return make([words], [["_" if i == last else w for i, w in enumerate(words)]])
@@ -178,7 +187,7 @@ def trace(x: torch.Tensor) -> Rule:
 
 
 def glu(x: torch.Tensor, dim: int = -1) -> Rule:
-    """The dim is halved: its two halves lie in different shards."""
+    """Return the rule: the dim, whose halves are in different shards, is whole."""
     dim = at(dim, x.ndim)
     words = words_of(x, {dim})
     return make([words], [[*words[:dim], "_", *words[dim + 1 :]]])
@@ -190,7 +199,8 @@ def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
 
 
 def loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any) -> Rule:
-    """Element by element, then the mean (1), the sum (2) or nothing (0)."""
+    """Return the rule of a loss by element, then the mean (1), the sum (2) or nothing
+    (0)."""
     return _weighted((x, target), reduction)
 
 
@@ -229,8 +239,8 @@ def linear_cross_entropy(
     reduction: str,
     *rest: Any,
 ) -> Rule:
-    """A loss of chunks of the batch and its gradients. A mean divides by the total
-    weight, which no rank knows alone."""
+    """Return the rule of a loss of chunks of the batch with its gradients. A mean
+    divides by the total weight, which no rank knows alone."""
     batch = "n" if reduction == "sum" else "n!"
     operands = _logits(batch, target, bias, classes)
     gradients = [[batch, "d!"], ["c!", "d!"], ["c!"]]
@@ -249,7 +259,7 @@ def linear_cross_entropies(
     classes: torch.Tensor | None,
     *_: Any,
 ) -> Rule:
-    """The loss of each sample."""
+    """Return the rule of the loss of each sample."""
     return make(_logits("n", target, bias, classes), [["n"]])
 
 
@@ -278,7 +288,7 @@ LINEAR_LOSS = "_linear_cross_entropy_batch_chunked"
 
 
 def _reduced_dims(call: LocalCall) -> list[int]:
-    """The split dims of the operand that the result lacks."""
+    """Return the split dims of the operand that the result lacks."""
     (result, *_), dims = call.rule.contracted_by, call.rule.operands[0]
     split = enumerate(zip(dims, call.operands[0].dims, strict=True))
     return [d for d, (dim, axes) in split if axes and result.intersection(dim)]
@@ -302,14 +312,14 @@ _SUM = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList
 
 
 def least(dtype: torch.dtype) -> int | float | bool:
-    """What is never larger than another."""
+    """Return the value that is never larger than another."""
     if dtype.is_floating_point:
         return -math.inf
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def most(dtype: torch.dtype) -> int | float | bool:
-    """What is never smaller than another."""
+    """Return the value that is never smaller than another."""
     if dtype.is_floating_point:
         return math.inf
     return True if dtype == torch.bool else torch.iinfo(dtype).max
@@ -318,8 +328,8 @@ def most(dtype: torch.dtype) -> int | float | bool:
 def filled(
     call: LocalCall, x: fx.Node, dims: Sequence[int], identity: int | float | bool
 ) -> fx.Node:
-    """The operand with as many rows of these dims on each rank as the largest shard
-    has, if some rank has none."""
+    """Return the operand; if some rank has no rows of these dims, padded with
+    ``identity`` on each rank to the rows of the largest shard."""
     spec, shape, build = call.operands[0], call.shapes[0], call.build
     if not any(call.is_empty(spec, shape, d) for d in dims):
         return x
@@ -352,7 +362,8 @@ def _local_smallest(
 def _local_norm(
     call: LocalCall, x: fx.Node, order: Any = 2, *args: Any, **settings: Any
 ):
-    """Of absolute values the largest is at least 0, the smallest at most infinite."""
+    """Return the norm. Of absolute values the largest is at least 0, the smallest at
+    most infinite."""
     identity = math.inf if order == -math.inf else 0.0
     return call.same(
         filled(call, x, _reduced_dims(call), identity), order, *args, **settings

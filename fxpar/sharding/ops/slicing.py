@@ -1,11 +1,13 @@
-"""Ops that cut, join, shift or repeat rows of a dim by position.
+"""Splits ops that cut, join, shift or repeat rows of a dim by position.
 
-The touched dim may be split, as all others: it is one factor, of which tensors have
-unlike numbers of rows, and ranks exchange those that change ranks (``Rule.moves``, by
-``passes.local.local_moves``). Of few rows that are cut out each rank gives those it has
-and zero elsewhere, so the result is partial; few rows that are put in are whole, and
-each rank takes its own. Every partial value may pass, but where a constant is filled in
-only with a reduction that leaves the constant as it is.
+The touched dim may be split like all others: it is one factor, of which tensors have
+different numbers of rows, and ranks exchange the rows that change ranks
+(``Rule.moves``, by ``passes.local.local_moves``). When few rows are cut out each rank
+gives those it has and zero elsewhere, so the result is partial; when few rows are put
+in they are whole, and each rank takes its own. Every partial value may pass, except
+that a filled-in constant allows only reductions that leave the constant unchanged.
+In: calls of these ops. Out: their rules and local forms.
+Never: cuts rows out of a split dim whose size is open.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def cut(
     drop: bool = False,
     results: int = 1,
 ) -> Rule:
-    """``dims`` whole in ``x``, and in the results of another size, or gone."""
+    """Return the rule of ``dims`` that are whole in ``x``, and have another size, or
+    are gone, in the results."""
     dims = frozenset(at(d, x.ndim) for d in dims)
     words = words_of(x, dims)
     result_words = ["_" if i in dims else w for i, w in enumerate(words)]
@@ -52,34 +55,37 @@ def cut(
     return make([words], [result_words] * results)
 
 
-# An all-reduce of the rows that are cut out sends twice their bytes, and more cuts of
-# one tensor would share its gather.
+# A cut of fewer rows than 1 / _FEW of the dim is summed over ranks. An all-reduce of
+# the rows sends twice their bytes, and several cuts of one tensor would share its
+# gather.
 _FEW = 4
 
 
-# A part that is joined to one so many times as large may have fewer rows than there are
-# ranks, for which nobody would split the large one. It is whole, which sends as little.
+# A part that is joined to one this many times as large may have fewer rows than there
+# are ranks, for which the large one would not be split. It is whole, which sends as
+# little.
 _FEWER = 16
 
 
 def is_few(rows: int, of: int) -> bool:
-    """Whether ranks sum rows that are cut out of so many, rather than exchange them."""
+    """Return whether ranks sum ``rows`` rows that are cut out of ``of``, rather than
+    exchange them."""
     return _FEW * rows <= of
 
 
-# So many rows that lie apart all over a dim lie on all ranks. (With fewer rows than
-# ranks the dim would be gathered.)
+# This many rows spread all over a dim are on all ranks. (With fewer rows than ranks the
+# dim would be gathered.)
 _MANY = 64
 
 
 def is_summed(rows: int, of: int, step: int) -> bool:
-    """Whether ranks sum the rows of a slice, rather than exchange them."""
+    """Return whether ranks sum the rows of a slice, rather than exchange them."""
     is_all_over = rows >= _MANY and not is_few(step * rows, of)
     return is_few(rows, of) and not is_all_over
 
 
 def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Rule:
-    """So many rows of a dim."""
+    """Return the rule of ``rows`` rows cut out of a dim."""
     # A sum over ranks has no meaning for booleans.
     if x.ndim == 0 or x.dtype == torch.bool or not is_few(rows, x.shape[dim]):
         return cut(x, [dim], drop=drop)
@@ -91,7 +97,8 @@ def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Ru
 
 
 def _spread(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
-    """Backward of a cut: ``grad`` lands somewhere in zeros of this shape.
+    """Return the rule of a cut's backward: ``grad`` is put somewhere in zeros of this
+    shape.
 
     ``added``: the dim is new to the result.
     """
@@ -128,7 +135,8 @@ def slice_(
 def _sliced(
     x: torch.Tensor, dim: int, rows: Shape, starts: Iterable[int], step: int = 1
 ) -> Rule:
-    """Rows of a dim from some places on, ``step`` apart, as results."""
+    """Return the rule of rows of a dim as results: result i has ``rows[i]`` rows from
+    ``starts[i]`` on, at distance ``step``."""
     pieces = [
         RowPiece(0, i, n, first, step)
         for i, (n, first) in enumerate(zip(rows, starts, strict=False))
@@ -170,12 +178,13 @@ def slice_scatter(
 
 
 def into(x: torch.Tensor, spread: Rule) -> Rule:
-    """What ``spread`` puts into zeros is put into ``x``, its first operand, instead."""
+    """Return the rule that puts the operand into ``x``, its first operand, where
+    ``spread`` puts it into zeros."""
     return replace(spread, operands=spread.results + spread.operands)
 
 
 def _open(rule: Rule, x: torch.Tensor, dim: int) -> Rule:
-    """The rule with that dim of ``x`` no longer whole."""
+    """Return the rule with that dim of ``x`` no longer whole."""
     return replace(rule, whole=rule.whole.difference(rule.operands[0][at(dim, x.ndim)]))
 
 
@@ -207,7 +216,7 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
-    """Each row as ``select`` gives it."""
+    """Return the rule; each row is a result as by ``select``."""
     dim, words = at(dim, x.ndim), words_of(x)
     if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
         return cut(x, [dim], drop=True, results=x.shape[dim])
@@ -215,7 +224,8 @@ def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
-    """An operand of shape (0,) is left out by torch, whatever the others' shape."""
+    """Return the rule; torch ignores an operand of shape (0,), whatever the others'
+    shape."""
     ndim = max(x.ndim for x in tensors)
     dim = at(dim, ndim)
     if len({(x.ndim, x.dtype) for x in tensors}) == 1:
@@ -242,13 +252,14 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 
 
 def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
-    """Which elements stay depends on their position in the matrix."""
+    """Return the rule: which elements stay depends on their position in the matrix."""
     words = words_of(x, {x.ndim - 2, x.ndim - 1})
     return make([words], [words])
 
 
 def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
-    """Windows of rows, of which a rank reads those of its own."""
+    """Return the rule of windows of rows, of which a rank has the windows of its own
+    rows."""
     count = (x.shape[dim] - size) // step + 1 if x.ndim else 1
     if not isinstance(count, int) or count <= 1:
         rule = cut(x, [dim] if x.ndim else [])
@@ -261,8 +272,8 @@ def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
 def unfold_backward(
     grad: torch.Tensor, shape: Shape, dim: int, size: int, step: int
 ) -> Rule:
-    """Windows of rows added where they lie; along dims that ``grad`` has one row of, it
-    is broadcast."""
+    """Return the rule of windows of rows that are added to their rows; along dims where
+    ``grad`` has one row it is broadcast."""
     count = grad.shape[dim] if shape else 1
     is_whole = not all(isinstance(n, int) for n in (*shape, count)) or count <= 1
     dim = at(dim, len(shape))
@@ -280,7 +291,7 @@ def unfold_backward(
 
 
 def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
-    """Rows in the other order."""
+    """Return the rule of rows in reverse order."""
     turned = sorted(all_at(dims, x.ndim)) if dims and x.ndim else []
     backwards = {d: [RowPiece(0, 0, n := x.shape[d], n - 1, -1)] for d in turned}
     return moved([x], [tuple(x.shape)], backwards) or flip(x, dims)
@@ -292,7 +303,7 @@ def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
 
 
 def roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Rule:
-    """Without dims those of the flat tensor are rolled."""
+    """Return the rule; without dims the flat tensor is rolled, which needs it whole."""
     whole = flip(x, sorted(all_at(dims, x.ndim)))
     dims = [dims] if isinstance(dims, int) else dims
     if not dims or len(set(all_at(dims, x.ndim))) < len(dims):
@@ -308,7 +319,8 @@ def roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Rule:
 
 
 def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
-    """A half turn is a flip; an odd number of quarters swaps the two dims as well."""
+    """Return the rule: a half turn is a flip; an odd number of quarters swaps the two
+    dims as well."""
     turned = flip(x, dims)
     if k % 2 == 0:
         return turned
@@ -317,9 +329,9 @@ def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
 
 
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
-    """Dims repeated once are factors; of others ranks exchange rows. Copies of one row
-    are a factor of the result alone; beside those, and dims that are new, others that
-    are repeated stay whole."""
+    """Return the rule. Dims repeated once are factors; ranks exchange rows of others.
+    Copies of one row are a factor of the result alone; together with those, or with new
+    dims, other repeated dims stay whole."""
     new = len(repeats) - x.ndim
     repeated = {i: n for i in range(x.ndim) if (n := repeats[new + i]) != 1}
     pieces = {
@@ -352,7 +364,7 @@ def _is_split(call: LocalCall, dim: int) -> bool:
 
 
 def _positions(call: LocalCall, dim: int, *cut: Any) -> range:
-    """The rows of a dim of the first operand that a slice names."""
+    """Return the rows of a dim of the first operand that a slice names."""
     rows = call.shapes[0][dim]
     if not all(n is None or isinstance(n, int) for n in (rows, *cut)):
         raise Inexpressible("rows are cut out of a dim whose size is left open")
@@ -360,7 +372,7 @@ def _positions(call: LocalCall, dim: int, *cut: Any) -> range:
 
 
 def _own_rows(call: LocalCall, x: fx.Node, dim: int, positions: range) -> fx.Node:
-    """Of the rows at these positions those that this rank has, else zero."""
+    """Return the rows at these positions where this rank has them, else zero."""
     build, device = call.build, x.meta["val"].device
     index = build.iota(len(positions), device, positions.step)
     index = build.call(aten.add.Tensor, index, positions.start)
@@ -404,7 +416,7 @@ def _local_unbind(call: LocalCall, x: fx.Node, *dims: int) -> fx.Node:
 def _put(
     call: LocalCall, x: fx.Node, source: fx.Node, dim: int, positions: range
 ) -> fx.Node:
-    """``x`` with the rows of ``source`` that fall into this rank's."""
+    """Return ``x`` with the rows of ``source`` that fall into this rank's rows."""
     build, device = call.build, x.meta["val"].device
     shape, axes = call.shapes[0], call.operands[0].dims[dim]
     index = build.iota(build.own_size(shape[dim], axes), device)
@@ -458,7 +470,7 @@ def _local_unfold_backward(
 
 
 def _local_repeat(call: LocalCall, x: fx.Node, repeats: Sequence[int]) -> fx.Node:
-    """Of one row as many copies as this rank has."""
+    """Return the repeated shard; of one row as many copies as this rank has."""
     new = len(repeats) - len(call.shapes[0])
     rows, own = (1,) * new + call.shapes[0], call.local_shape()
     triples = zip(rows, own, repeats, strict=True)

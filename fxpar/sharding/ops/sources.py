@@ -1,8 +1,10 @@
-"""Rows of ops that make tensors: constants, ranges and random numbers.
+"""Gives rules to ops that make tensors: constants, ranges and random numbers.
 
-Every dim of a constant is a factor of its own, free for whoever reads it. A range
-counts by position and a random op draws in order, so both are whole (a reader slices
-them, which costs nothing), except where the random op counts by global index itself.
+Every dim of a constant is a separate factor, free for its readers. A range counts by
+position and a random op draws in order, so both are whole (a reader slices them, which
+costs nothing), except where the random op counts by global index itself.
+In: calls of these ops. Out: their rules.
+Never: lets ranks draw other numbers than one device.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ Shape = Sequence[int]
 
 
 def filled(shape: Shape, *_: Any, **__: Any) -> Rule:
-    """The same constant everywhere."""
+    """Return the rule of one constant everywhere."""
     return make([], [words_of(shape)])
 
 
 def fresh(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
-    """A new tensor, of the kind of ``x``. Dims that both have are factors of both, so
-    that ``x`` may lie as it likes."""
+    """Return the rule of a new tensor with the dtype and device of ``x``. Dims that
+    both have are factors of both, so that ``x`` may have any layout."""
     result = words_of(shape)
     shared = dict(enumerate(zip(shape, result, strict=True)))
     shared = shared if x.ndim == len(shape) else {}
@@ -38,22 +40,23 @@ def fresh(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
 
 
 def scalar(*_: Any, **__: Any) -> Rule:
-    """A result without dims."""
+    """Return the rule of a result without dims."""
     return make([], [[]])
 
 
 def ranged(*_: Any, **__: Any) -> Rule:
-    """One dim that counts."""
+    """Return the rule of one dim that counts."""
     return make([], [["n!"]])
 
 
 def matrix(*_: Any, **__: Any) -> Rule:
-    """Two dims that count."""
+    """Return the rule of two dims that count."""
     return make([], [["m!", "n!"]])
 
 
 def drawn(place: int) -> Callable[..., Rule]:
-    """Random numbers drawn in order; argument ``place`` is the shape."""
+    """Return the rule function of random numbers drawn in order; argument ``place`` is
+    the shape."""
 
     def rule_of_call(*args: Any, **_: Any) -> Rule:
         shape = args[place]
@@ -63,7 +66,8 @@ def drawn(place: int) -> Callable[..., Rule]:
 
 
 def drawn_like(x: torch.Tensor, *more: Any, **_: Any) -> Rule:
-    """Random numbers drawn in order, one per element of the operands."""
+    """Return the rule of random numbers drawn in order, one per element of the
+    operands."""
     tensors = [t for t in (x, *more) if isinstance(t, torch.Tensor)]
     operands = [words_of(t, range(t.ndim), f"x{i}") for i, t in enumerate(tensors)]
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
@@ -71,13 +75,13 @@ def drawn_like(x: torch.Tensor, *more: Any, **_: Any) -> Rule:
 
 
 def multinomial(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
-    """Categories drawn in order, from one distribution a row."""
+    """Return the rule of categories drawn in order, from one distribution per row."""
     words = words_of(x, range(x.ndim))
     return make([words], [[*words[:-1], "_"]])
 
 
 def dropout(x: torch.Tensor, p: float, train: bool | None) -> Rule:
-    """Nothing is drawn where nothing is dropped."""
+    """Return the rule; nothing is drawn where nothing is dropped."""
     if train is False or p == 0:
         return broadcast_two(x)
     words = words_of(x, range(x.ndim))
@@ -89,7 +93,8 @@ def lookup_seed(seeds: torch.Tensor, index: int) -> Rule:
 
 
 def indexed(place: int) -> Callable[..., Rule]:
-    """Random numbers that Inductor counts by index, from a seed that is a tensor."""
+    """Return the rule function of random numbers that Inductor counts by index, from a
+    seed that is a tensor."""
 
     def rule_of_call(*args: Any, **_: Any) -> Rule:
         shape, seed = args[place], args[place + 1]

@@ -1,7 +1,9 @@
-"""Rows of counts, segments and distances between points.
+"""Gives rules to counts, segments and distances between points.
 
 Counts of shards add up where the bins do not depend on the data; a distance between
-points adds up over their coordinates where it is no root.
+points adds up over their coordinates where it needs no root.
+In: calls of these ops. Out: their rules.
+Never: splits data on which bins depend.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ Maybe = torch.Tensor | None
 def _counted(
     points: Sequence[str], edges: int, weight: Maybe, counts: int, ends: int, adds: bool
 ) -> Rule:
-    """``points``: words of the data, whole unless the counts of shards are ``adds``.
-    ``edges``: how many tensors beside it say where bins end. Results: counts over
-    ``counts`` bins, and ``ends`` tensors of ends, the same on every rank."""
+    """Return the rule of counts. ``points``: words of the data, whole unless ``adds``,
+    which says that counts of shards add up. ``edges``: number of further tensors that
+    say where bins end. Results: counts over ``counts`` bins, and ``ends`` tensors of
+    ends, equal on every rank."""
     words = [w if adds or w == "_" else f"{w}!" for w in points]
     weights = [words[: weight.ndim]] if weight is not None else []
     alike = [f"~{w.rstrip('!')}" for w in words if w != "_"]
@@ -35,7 +38,8 @@ def _counted(
 
 
 def histc(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Rule:
-    """Bins depend on the least and largest element unless both ends are given."""
+    """Return the rule; bins depend on the least and largest element unless both ends
+    are given."""
     return _counted(words_of(x), 0, None, 1, 0, low != high)
 
 
@@ -47,7 +51,8 @@ def histogram(
     weight: Maybe = None,
     density: bool = False,
 ) -> Rule:
-    """Counts, or their density, which no rank knows alone; and the edges of bins."""
+    """Return the rule of counts, or their density, which no rank knows alone; and the
+    edges of bins."""
     edges = int(isinstance(bins, torch.Tensor))
     adds = (bool(edges) or range is not None) and not density
     return _counted(words_of(x), edges, weight, 1, 1, adds)
@@ -116,7 +121,7 @@ def segment_reduce_backward(
 
 
 def _segments(x: torch.Tensor, axis: int) -> tuple[list[str], list[str], list[str]]:
-    """Words of the data, of what segments reduce to, and of their lengths."""
+    """Return words of the data, of the reduced segments, and of their lengths."""
     axis = at(axis, x.ndim)
     full = words_of(x, {axis})
     cut = [*full[:axis], "_", *full[axis + 1 :]]
@@ -125,12 +130,12 @@ def _segments(x: torch.Tensor, axis: int) -> tuple[list[str], list[str], list[st
 
 # Distances
 
-# The norms that coordinates add up to without a root, by order.
+# Orders of norms that coordinates add up to without a root -> the reduction.
 _REDUCTION = {math.inf: "max", 1: "sum", 0: "sum"}
 
 
 def _coordinate(p: float) -> tuple[str, dict[str, str]]:
-    """(word of the dim of coordinates, its reduction)."""
+    """Return (word of the dim of coordinates, its reduction)."""
     reduction = _REDUCTION.get(p)
     return ("k", {"k": reduction}) if reduction else ("k!", {})
 
@@ -149,7 +154,7 @@ def cdist_backward(
     p: float,
     distance: torch.Tensor,
 ) -> Rule:
-    """Once distances are known, coordinates are free."""
+    """Return the rule: once distances are known, coordinates are free."""
     tensors = (grad, x, y, distance)
     batch, own = aligned([t.shape[:-2] for t in tensors])
     cores = (["m", "n"], ["m", "k"], ["n", "k"], ["m", "n"])

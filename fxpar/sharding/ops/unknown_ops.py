@@ -1,7 +1,8 @@
-"""Ops without a rule: what is said of them, and the rule each might have.
+"""Reports ops without a rule, each with a rule that might fit.
 
-In: a program. Out: one warning per op, with the line of the user's and a rule read off
-the shapes of one call; nothing is changed.
+In: a program. Out: one warning per op, with the user's line and a rule read off the
+shapes of one call.
+Never: changes the program.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Shape = Sequence[int]
 
 
 def report_unknown(program: Program, mesh: Mesh, strict: bool) -> None:
-    """One warning per unknown op that is repeated along an axis, or UnknownOpError
-    under ``strict``."""
+    """Issue one warning per unknown op that is repeated along an axis; raise
+    UnknownOpError under ``strict``."""
     unknown: dict[Any, list[Op]] = {}
     axes = [axis for axis, size in mesh.axes if size > 1]
     for op in program.ops:
-        # Inside a manual region an op runs on what its rank holds.
+        # Inside a manual region an op runs on the rank's own shard.
         if not op.has_rule and (not axes or not op.rule.pin.keys() >= {*axes}):
             unknown.setdefault(_called(op), []).append(op)
     for target, calls in unknown.items():
@@ -46,13 +47,14 @@ def report_unknown(program: Program, mesh: Mesh, strict: bool) -> None:
 
 
 def _called(op: Op) -> str:
-    """The op that is called: with an effect, the one it is kept in order for."""
+    """Return the op that is called; for one with an effect, the op that is kept in
+    order."""
     in_order = _torch.aot.higher_order_name(op.target) == "higher_order::with_effects"
     return str(op.node.args[1] if in_order else op.target)
 
 
 def _how_to_split(program: Program, op: Op) -> str:
-    """What to do about an unknown op: a rule that fits its own tensors."""
+    """Return the fix for an unknown op: a rule that fits its own tensors."""
     if not isinstance(op.target, _torch.inductor.OpOverload):
         return "keep it out of the compiled model if whole operands cost too much"
     operands, results = (
@@ -69,9 +71,9 @@ def _how_to_split(program: Program, op: Op) -> str:
 
 
 def example(operands: Sequence[Shape], results: Sequence[Shape]) -> str | None:
-    """A rule that fits tensors of these shapes and keeps every dim whole, or None if
-    text has no rule for them, or no dim is both of an operand and of a result. Dims of
-    one size share a factor, those at the same place first."""
+    """Return a rule that fits tensors of these shapes and keeps every dim whole; None
+    if text has no rule for them, or no dim is both in an operand and in a result. Dims
+    of one size share a factor, those at the same place first."""
     shapes, sizes = [*operands, *results], dict[str, int]()
     words = [_words(shape, sizes) for shape in shapes]
     operand_names, result_names = (
@@ -92,7 +94,8 @@ def example(operands: Sequence[Shape], results: Sequence[Shape]) -> str | None:
 
 
 def _words(shape: Shape, sizes: dict[str, int]) -> list[str]:
-    """A factor for each dim; ``sizes`` has those there are, and gets the new ones."""
+    """Return a factor for each dim; ``sizes`` has the existing ones, and gets the new
+    ones."""
     out: list[str] = []
     for i, size in enumerate(shape):
         fits = [name for name, n in sizes.items() if n == size and name not in out]

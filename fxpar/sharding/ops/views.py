@@ -1,12 +1,15 @@
-"""Views that keep every element: reshapes, permutations, expansion.
+"""Splits views that keep every element: reshapes, permutations, expansion.
 
 A reshape is the common factorisation of its two shapes.
 
-A shard may lie in memory as the whole did not. Its strides can forbid a view that those
-of the whole allowed, so a change of shape is a reshape, which copies only then. A split
-dim of local size 1 is not a dim of size 1, so squeezing names the dims that go. Strides
-among the arguments are those of the whole: the rule says which reshape or permutation
-they stood for.
+A shard may be stored in memory in another order than the whole. Its strides can forbid
+a view that the strides of the whole allowed, so a change of shape is a reshape, which
+copies only then. A split dim of local size 1 is not a dim of size 1, so squeezing names
+the dims that go. Strides among the arguments are strides of the whole: the rule says
+which reshape or permutation they describe.
+
+In: calls of these ops. Out: their rules and local forms.
+Never: reads memory beyond a tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ Shape = Sequence[int]
 def moves(
     names: str, rule: Callable[..., Rule | None], facts: str = "", **marks: Any
 ) -> dict:
-    """Rows of ops that only move elements: every partial value may pass."""
+    """Return rows of ops that only move elements: every partial value may pass."""
     return rows(names, rule, movement="0", facts=f"moves {facts}", **marks)
 
 
@@ -42,11 +45,11 @@ def moves(
 
 
 def regroup(source: Shape, target: Shape) -> Rule:
-    """The common factorisation of two shapes of equally many elements.
+    """Return the common factorisation of two shapes of equally many elements.
 
     From the left, the greatest common divisor of the two open dims is a factor of both.
-    Where they have none in common, dims are joined until the products meet; what is
-    left of those dims is whole, and so is all that is minor to it in the same dim.
+    Where they have none in common, dims are joined until the products meet; the rest of
+    those dims is whole, and so is all that is minor to it in the same dim.
     """
     sizes: dict[str, int] = {}
 
@@ -98,7 +101,7 @@ def regroup(source: Shape, target: Shape) -> Rule:
 
 
 def _complete(numel: int, shape: Shape) -> list[int]:
-    """A shape with its -1 filled in."""
+    """Return a shape with its -1 filled in."""
     product = math.prod(n for n in shape if n != -1)
     return [numel // max(product, 1) if n == -1 else n for n in shape]
 
@@ -108,7 +111,8 @@ def view(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
 
 
 def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule:
-    """Bits read as another type; a change of width rescales the last dim."""
+    """Return the rule of bits read as another type; a change of width rescales the last
+    dim."""
     words = words_of(x)
     if x.element_size() == dtype.itemsize:
         return make([words], [words])
@@ -116,7 +120,7 @@ def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule:
 
 
 def collapse(x: torch.Tensor, start: int, end: int) -> Rule:
-    """Dims ``start`` to ``end``, inclusive, become one."""
+    """Return the rule of dims ``start`` to ``end``, inclusive, becoming one."""
     shape = list(x.shape)
     product = [math.prod(shape[start : end + 1])]
     return regroup(shape, shape[:start] + product + shape[end + 1 :])
@@ -148,8 +152,8 @@ def t(x: torch.Tensor) -> Rule:
 
 
 def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> Rule:
-    """Only dims of size 1 go, also of those named. A dim of another size that is split
-    into shards of size 1 stays, which partitioning must see to."""
+    """Return the rule: only dims of size 1 go, also among those named. A dim of another
+    size that is split into shards of size 1 stays, which the local form ensures."""
     asked_dims = (
         range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     )
@@ -168,7 +172,7 @@ def unsqueeze(x: torch.Tensor, dim: int) -> Rule:
 
 
 def expand(x: torch.Tensor, shape: Shape, **_: Any) -> Rule:
-    """A stretched dim is a factor of the result alone."""
+    """Return the rule; a stretched dim is a factor of the result alone."""
     new = len(shape) - x.ndim
     source = [1] * new + list(x.shape)
     result = [m if n == -1 else n for n, m in zip(shape, source, strict=True)]
@@ -189,21 +193,22 @@ def _stretch(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
 
 @dataclass(frozen=True)
 class Strided:
-    """A use of strides as what it stands for: ``x`` cut along dims, then permuted."""
+    """Describes a use of strides as equal operations: ``x`` cut along dims, then
+    permuted."""
 
-    # The places taken along each dim of ``x``.
+    # The positions taken along each dim of ``x``.
     cuts: tuple[range, ...]
-    # For each dim of the result the dim of ``x`` it is; None where it is stretched or
-    # of size 1.
+    # For each dim of the result its dim of ``x``; None where it is stretched or of size
+    # 1.
     source: tuple[int | None, ...]
 
 
 def strided(
     x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
 ) -> Strided | None:
-    """What strides stand for; None if they are no cut of single dims. An element of
-    ``x`` lies where its own strides say, so indices that give the same place, and are
-    within bounds, name the same element."""
+    """Return the operations that strides describe; None if they are no cut of single
+    dims. An element of ``x`` is at the place given by its own strides, so indices that
+    give the same place, and are within bounds, name the same element."""
     dims = sorted((d for d, n in enumerate(x.shape) if n != 1), key=x.stride)[::-1]
     offset_left = 0 if offset is None else offset - x.storage_offset()
     if offset_left < 0:
@@ -234,7 +239,7 @@ def strided(
 def is_reshape(
     x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
 ) -> bool:
-    """Whether strides read a contiguous tensor in its own order."""
+    """Return whether strides read a contiguous tensor in its own order."""
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     plain = all(s == d for n, s, d in zip(shape, stride, dense, strict=True) if n != 1)
     begins = offset is None or offset == x.storage_offset()
@@ -244,8 +249,8 @@ def is_reshape(
 def as_strided(
     x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
 ) -> Rule | None:
-    """Only where it is a reshape of a contiguous tensor, or cuts dims, in any order,
-    with some stretched."""
+    """Return the rule of a reshape of a contiguous tensor, or of cut dims, in any
+    order, with some stretched; None of any other strides."""
     if is_reshape(x, shape, stride, offset):
         return regroup(x.shape, shape)
     form = strided(x, shape, stride, offset)
@@ -269,7 +274,8 @@ def as_strided_scatter(
     stride: Shape,
     offset: int | None = None,
 ) -> Rule | None:
-    """The source put where ``as_strided`` reads; not where it reads a place twice."""
+    """Return the rule of the source put where ``as_strided`` reads; None where it reads
+    a place twice."""
     rule = as_strided(x, shape, stride, offset)
     if rule is None or math.prod(shape) > x.numel():
         return None
@@ -279,7 +285,7 @@ def as_strided_scatter(
 
 
 def add_pair(x: torch.Tensor) -> Rule:
-    """Complex numbers as pairs of real ones."""
+    """Return the rule of complex numbers as pairs of real ones."""
     words = words_of(x)
     return make([words], [[*words, "two!"]])
 
@@ -290,7 +296,7 @@ def drop_pair(x: torch.Tensor) -> Rule:
 
 
 def pixel_shuffle(x: torch.Tensor, r: int) -> Rule:
-    """Blocks of ``r`` by ``r`` channels become pixels."""
+    """Return the rule of blocks of ``r`` by ``r`` channels that become pixels."""
     return _pixels(x, r, x.shape[-3] // (r * r) if r else 1, x.shape[-2], x.shape[-1])
 
 
@@ -307,7 +313,7 @@ def _pixels(x: torch.Tensor, r: int, c: int, h: int, w: int) -> Rule:
 
 
 def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
-    """Channels change places."""
+    """Return the rule: channels change places."""
     words = words_of(x, whole=[1])
     return make([words], [words])
 
@@ -316,7 +322,7 @@ def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
 
 
 def contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
-    """What a rank holds, row by row in memory."""
+    """Return a rank's shard, contiguous in memory."""
     if x.meta["val"].is_contiguous():
         return x
     return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -335,7 +341,8 @@ def _local_squeeze(call: LocalCall, x: fx.Node, dims: Any = None) -> fx.Node:
 
 
 def _local_reread(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
-    """Bits read as another type, of another width: neighbours must lie together."""
+    """Return bits read as another type of another width, for which neighbours must be
+    adjacent."""
     return call.same(contiguous(call, x), *args)
 
 
@@ -357,7 +364,8 @@ def _local_as_strided(
 
 
 def _order(form: views.Strided) -> list[int]:
-    """Dims as the result has them, then those that were cut to one place."""
+    """Return the dims in the order of the result, then those that were cut to one
+    place."""
     order = [d for d in form.source if d is not None]
     return order + [d for d in range(len(form.cuts)) if d not in order]
 
@@ -367,7 +375,7 @@ def _cut_dims(call: LocalCall, form: views.Strided) -> list[int]:
 
 
 def _cuts(call: LocalCall, x: fx.Node, form: views.Strided) -> list[fx.Node]:
-    """``x``, and ``x`` with one dim after another cut."""
+    """Return ``x``, then ``x`` with one more dim cut each time."""
     out = [x]
     for d in _cut_dims(call, form):
         cut = form.cuts[d]
@@ -409,14 +417,15 @@ def _local_as_strided_scatter(
 def _by_strides(
     call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None
 ) -> fx.Node:
-    """Any other use of strides: on the whole tensor."""
+    """Return any other use of strides, on the whole tensor."""
     first = _from_start(call, offset)
     _refuse_beyond(call, shape, stride, first)
     return call.same(_laid_out(call, x), shape, stride, first)
 
 
 def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None:
-    """Memory that is around a tensor is no part of its value."""
+    """Raise PlanError for strides that reach memory beyond the tensor, which is no part
+    of its value."""
     ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
     if 0 not in shape and not 0 <= first <= first + sum(ends) < math.prod(
         call.shapes[0]
@@ -428,13 +437,13 @@ def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None
 
 
 def _from_start(call: LocalCall, offset: int | None) -> int:
-    """An offset into memory counted from the tensor's own start."""
+    """Return an offset into memory, counted from the tensor's own start."""
     first = call.node.args[0].meta["val"].storage_offset()
     return 0 if offset is None else offset - first
 
 
 def _laid_out(call: LocalCall, x: fx.Node) -> fx.Node:
-    """A whole tensor, laid out as it was."""
+    """Return a whole tensor with the strides that it has in the global graph."""
     global_x, build = call.node.args[0].meta["val"], call.build
     order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))
     inverse = sorted(range(len(order)), key=order.__getitem__)

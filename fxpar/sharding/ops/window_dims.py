@@ -1,10 +1,12 @@
-"""Dims over which windows slide, as factors: those of convolutions and pools.
+"""Gives words to dims over which windows slide, in convolutions and pools.
 
+A window starts at each step of ``stride`` rows, so a dim of ``many`` rows and one of
+``few`` windows have matching shards where ``many = few * stride``: the first is ``(o
+s!)``, the second ``o``. Where that does not hold ranks read windows of rows, or the dim
+is whole.
 In: sizes of a dim and its windows. Out: words for a rule, and the rows that windows of
-a shard reach beyond it (``Halo``). A window starts at each step of ``stride`` rows, so
-a dim of ``many`` rows and one of ``few`` windows are split alike where
-``many = few * stride``: the first is ``(o s!)``, the second ``o``. Where that does not
-hold the dim is whole.
+a shard reach beyond it (``Halo``, ``RowWindow``).
+Never: knows a mesh.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from fxpar.sharding.factors import Halo, Reach, RowWindow, Rule, parse_rule
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """How windows slide over one dim, in rows."""
+    """Describes how windows slide over one dim, in rows."""
 
-    # How many each window reads.
+    # Rows that each window reads.
     kernel: int
     # From one window to the next.
     stride: int = 1
@@ -30,24 +32,26 @@ class SlidingWindow:
 
     @property
     def is_row(self) -> bool:
-        """Whether each window is the row at its place."""
+        """Return whether each window is the row at its place."""
         return (self.kernel, self.stride, self.padding) == (1, 1, 0)
 
     @property
     def behind(self) -> int:
-        """Rows that the last window of a shard reaches beyond it; of the last windows
-        that start within the shard some lie before its end where this is negative."""
+        """Return the rows that the last window of a shard reaches beyond the shard;
+        negative where the last windows that start within the shard end before it
+        does."""
         return self.dilation * (self.kernel - 1) - self.padding - (self.stride - 1)
 
     @property
     def reach(self) -> Reach:
-        """The rows that each window reads."""
+        """Return the rows that each window reads."""
         span = self.dilation * (self.kernel - 1) + 1
         return Reach(self.stride, first=-self.padding, span=span)
 
     def count(self, rows: int, ceil: bool = False) -> int:
-        """Windows of a dim of so many rows, padded at both ends; with ``ceil`` also one
-        that ends behind, if it starts before that."""
+        """Return the number of windows of a dim of ``rows`` rows, padded at both ends;
+        with ``ceil`` including one that ends after the padding, if it starts before
+        that."""
         steps = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
         if not ceil:
             return steps // self.stride + 1
@@ -55,17 +59,17 @@ class SlidingWindow:
         return more + (more * self.stride < rows + self.padding)
 
     def fits(self, many: int, few: int) -> bool:
-        """Whether shards of rows and shards of windows are laid out alike."""
+        """Return whether shards of rows and shards of windows match."""
         return few * self.stride == many and -self.behind < self.stride
 
     def counts_all(self, padding: bool) -> bool:
-        """Whether every window of a dim that it fits has all its rows counted, those of
-        the padding too or not."""
+        """Return whether every window of a dim that it fits counts all its rows.
+        ``padding``: whether rows of the padding are counted."""
         return self.behind <= self.padding * padding and (padding or not self.padding)
 
 
 def each(numbers: int | Sequence[int], k: int) -> list[int]:
-    """One number per dim, where one may stand for all."""
+    """Return one number per dim, where one number may be given for all."""
     values = [numbers] if isinstance(numbers, int) else [*numbers]
     return values * k if len(values) == 1 else values
 
@@ -77,7 +81,7 @@ def windows(
     dilation: int | Sequence[int],
     k: int,
 ) -> list[SlidingWindow]:
-    """The windows of ``k`` dims; an empty stride is the kernel's size."""
+    """Return the windows of ``k`` dims; an empty stride is the kernel's size."""
     sizes = each(kernel, k)
     steps = each(stride, k) if stride or stride == 0 else sizes
     rest = each(padding, k), each(dilation, k)
@@ -88,35 +92,36 @@ def windows(
 
 @dataclass(frozen=True)
 class SpatialDims:
-    """The words of dims that windows slide over."""
+    """Holds the words of dims that windows slide over."""
 
-    # One of each dim, of the tensor that has rows.
+    # One for each dim, of the tensor that has rows.
     many: list[str]
-    # One of each dim, of the tensor that has windows.
+    # One for each dim, of the tensor that has windows.
     few: list[str]
-    # Of factors that the words name.
+    # (factor, size) of factors in compound words.
     sizes: tuple[tuple[str, int], ...]
-    # (number among these dims, rows before, rows behind)
+    # (number among these dims, rows before a shard, rows after it)
     reach: tuple[tuple[int, int, int], ...]
-    # (number among these dims, rows, windows, what each of these reads, its halo where
-    # shards fit)
+    # (number among these dims, rows, windows, rows that each window reads, its halo
+    # where shards match)
     read: tuple[tuple[int, int, int, Reach, tuple[int, int] | None], ...] = ()
-    # Words of dims each of whose windows is the row at its place.
+    # Words of dims where each window is the row at its place.
     plain: frozenset[str] = frozenset()
 
     @property
     def free(self) -> frozenset[str]:
-        """Factors that an axis may split into equal shards."""
+        """Return the factors that an axis may split, but only into equal shards."""
         apart = {self.few[d] for d, *_ in self.read}
         free = frozenset(word for word in self.few if not word.endswith("!"))
         return free - apart - self.plain
 
     def halos(self, position: int, first: int) -> tuple[Halo, ...]:
-        """Those of a tensor that has rows, whose dims here start with ``first``."""
+        """Return the halos of a tensor that has rows, whose spatial dims start at
+        ``first``."""
         return tuple(Halo(position, first + d, a, b) for d, a, b in self.reach)
 
     def windows(self, position: int, first: int, other: int) -> tuple[RowWindow, ...]:
-        """Those of that tensor, which another one has windows of."""
+        """Return the windows of that tensor, for the rows of tensor ``other``."""
         return tuple(
             RowWindow(position, first + d, other, rows, count, reach, halo)
             for d, rows, count, reach, halo in self.read
@@ -131,9 +136,9 @@ def spatial_dims(
     *,
     sliding: bool = True,
 ) -> SpatialDims:
-    """Words of dims of these sizes, windows ``slid`` over them; ``may``: whether such a
-    dim may be split as halos are; ``sliding``: whether others may be split at all, and
-    those that ranks do not share alike."""
+    """Return the words of dims of these sizes with windows ``slid`` over them. ``may``:
+    whether a dim may be split as halos are; ``sliding``: whether dims whose shards do
+    not match, or are unequal, may be split at all."""
     many_words, few_words, sizes, reach, read = [], [], [], [], []
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
         word = f"o{d}"
@@ -158,7 +163,7 @@ def spatial_dims(
 
 
 def _may_slide(window: SlidingWindow, rows: int, count: int) -> bool:
-    """Whether ranks may read windows of a dim of so many rows."""
+    """Return whether ranks may read windows of a dim of ``rows`` rows."""
     is_told = isinstance(rows, int) and isinstance(count, int)
     return is_told and count > 1 and not window.is_row
 
@@ -170,7 +175,7 @@ def sliding_rule(
     windows: tuple[RowWindow, ...] = (),
     groups: int = 1,
 ) -> Rule:
-    """The rule with the sizes, halos and windows of its spatial dims."""
+    """Return the rule with the sizes, halos and windows of its spatial dims."""
     sizes = (("g", groups),) if groups > 1 else ()
     return replace(
         parse_rule(rule),
