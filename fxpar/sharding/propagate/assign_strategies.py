@@ -67,7 +67,7 @@ def choose(
 
 
 class _Choice:
-    """Is the decision for one op, from the specs of its tensors."""
+    """Decides the strategy of one op, from the specs of its tensors."""
 
     def __init__(
         self,
@@ -190,7 +190,8 @@ class _Choice:
         return best
 
     def _cost(self, strategy: Strategy | None) -> float:
-        """Return the seconds of operands resharded, results settled, and the op's work."""
+        """Return the seconds of operands resharded, results settled, and the op's
+        work."""
         if strategy is None:
             return math.inf
         op, mesh, values = self.op, self.mesh, self.program.values

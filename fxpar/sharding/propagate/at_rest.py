@@ -90,7 +90,8 @@ def at_rest(
 
 
 def _has_chunks(rows: int, mesh: Mesh, axes: Axes) -> bool:
-    """Return whether axes cut a dim as DTensor's ``Shard`` does, with no empty shard."""
+    """Return whether axes cut a dim as DTensor's ``Shard`` does, with no empty
+    shard."""
     chunks = shard_sizes.are_chunks(rows, mesh, axes)
     return chunks and shard_sizes.smallest(rows, mesh, axes) > 0
 
@@ -249,7 +250,8 @@ def gathered_again(program: Program) -> set[int]:
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:
-    """Return ``results`` and the values they are computed from, by ops of one operand."""
+    """Return ``results`` and the values they are computed from, by ops of one
+    operand."""
     values, stack = set(results), list(results)
     while stack:
         producer = program.producers.get(stack.pop())

@@ -181,8 +181,8 @@ def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
 
 def seed_weights(engine: Propagation, axis: str) -> None:
     """Split weights over ``axis``, column by column, propagating after each. Heads that
-    it does not divide are split over the first of its parts, on a mesh that has some.
-    """
+    it does not divide are split over the first of its parts, on a mesh that has
+    some."""
     program, mesh = engine.program, engine.mesh
     roots, parts = parameter_roots(program), engine.mesh.parts([axis])
     # Heads wait for those of other weights that share them and take the whole axis.
@@ -348,8 +348,8 @@ def _is_residual(
     program: Program, op: Op, factor: str, roots: Mapping[int, int]
 ) -> bool:
     """Return whether the dim that ``factor`` makes of an op's result feeds several
-    products with parameters and is also reduced over by something else, as by a norm.
-    """
+    products with parameters and is also reduced over by something else, as by a
+    norm."""
     rows = reductions = 0
     seen: set[tuple[int, int]] = set()
     for reader, major, _ in _readers(program, op, factor, seen):

@@ -66,7 +66,8 @@ def gather_lookups(
 
 
 def _lookups(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> list[Op]:
-    """Return the lookups that, each taken alone, take longer to reduce than to gather."""
+    """Return the lookups that, each taken alone, take longer to reduce than to
+    gather."""
     parameters = derived(program, _parameters(program))
     return [
         op
@@ -132,7 +133,7 @@ def is_cut(op: Op) -> bool:
 def _cuts(
     program: Program, strategies: Sequence[Strategy]
 ) -> dict[tuple[object, ...], list[Op]]:
-    """Return, by operand, the cuts whose sums send more than gathering the operand
+    """Return, by operand, the cuts whose sums send at least as much as gathering it
     does."""
     by_operand: dict[tuple[object, ...], list[Op]] = {}
     for op in program.ops:

@@ -135,7 +135,8 @@ def _cuts(
     axis: str,
     partials: Kept,
 ) -> Iterator[tuple[str, _Passing]]:
-    """Yield a cut per reduction, each with the strategies as the one before left them."""
+    """Yield a cut per reduction, each with the strategies as the one before left
+    them."""
     reductions = dict.fromkeys(
         op
         for i, strategy in enumerate(strategies)
@@ -257,7 +258,8 @@ def _reduced_beside(
 def _cut(
     program: Program, axis: str, region: _Region, prices: Mapping[int, int]
 ) -> _Passing:
-    """Return the minimum cut, found separately for each connected part of the region."""
+    """Return the minimum cut, found separately for each connected part of the
+    region."""
     reached: set[_Node] = set()
     sides: dict[tuple[Any, ...], list[int]] = {}  # layers repeat
     for edges in _parts(_edges(program, axis, region, prices)):
@@ -306,7 +308,8 @@ def _edges(
 
 
 def _parts(edges: Sequence[_Edge]) -> Iterable[list[_Edge]]:
-    """Return the edges of each part that is connected without the source and the sink."""
+    """Return the edges of each part that is connected without the source and the
+    sink."""
     root: dict[_Node, _Node] = {}
 
     def find(node: _Node) -> _Node:

@@ -448,7 +448,8 @@ class Propagation:
         v: int,
         view: dict[str, Axes],
     ) -> bool:
-        """Return whether appending to dim ``d`` of ``v`` appends to this factor of it."""
+        """Return whether appending to dim ``d`` of ``v`` appends to this factor of
+        it."""
         expressed = 0
         for f in dims[d]:
             axes = view.get(f, ())

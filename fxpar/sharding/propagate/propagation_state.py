@@ -20,7 +20,8 @@ FIRST = -1
 
 @dataclass(frozen=True)
 class Origin:
-    """Says why an axis is on a value: the seed it came from and the last step it took."""
+    """Says why an axis is on a value: the seed it came from and the last step it
+    took."""
 
     # ``Seed.origin`` of the seed it came from.
     seed: str
