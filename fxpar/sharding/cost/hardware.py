@@ -140,8 +140,8 @@ class Hardware:
     # Operations on single elements that fused kernels do in a second, by the classes of
     # ``LIGHT``; one that is not there never takes longer than memory does.
     light: tuple[tuple[str, float], ...] = ()
-    # Time of a pair of query and key that attention's causal mask hides, as a share of
-    # that of other pairs: 0 where kernels skip it.
+    # Time of a pair of query and key that attention's causal mask hides, relative to
+    # other pairs: 0 where kernels skip it.
     masked: float = 0.0
     # Number of ranks of a machine that compute at once for which the figures hold.
     ranks: int = 1
@@ -243,15 +243,15 @@ class Hardware:
         )
 
     def speed_of(self, ranks: int) -> float:
-        """Return the factor on the figures' speed of each of so many ``ranks`` that
+        """Return the factor on the figures' speed of each of ``ranks`` ranks that
         compute at once on a machine."""
         if not self.cores:
             return 1.0
         return min(1.0, self.cores / ranks) / min(1.0, self.cores / self.ranks)
 
     def with_ranks(self, ranks: int) -> Hardware:
-        """Return the figures for so many ``ranks`` at work on a machine, whose shared
-        cores launch, compute and send."""
+        """Return the figures for ``ranks`` ranks at work on a machine, which share the
+        cores that launch, compute and send."""
         if not self.cores:
             return self
         speed = self.speed_of(ranks)

@@ -1,9 +1,8 @@
-"""A launch as data: a kernel, a collective or a wait, with the tensors it reads and
-makes.
+"""Defines a launch: a kernel, collective or wait, with the tensors it reads and makes.
 
-In: nothing but its fields: ``fused_kernels`` fills them from nodes, ``passes.simulate``
-adds collectives, times them and adds up their memory. Out: ``Launches``, all of a
-graph, in order. Never: reads a graph.
+In: the fields: ``fused_kernels`` fills them from nodes, ``passes.simulate`` adds
+collectives, times them and adds up their memory. Out: ``Launches``, all of a graph, in
+order. Never: reads a graph.
 """
 
 from __future__ import annotations

@@ -228,8 +228,8 @@ def _is_flex(target: Any) -> bool:
 
 @cache
 def query_position(target: Any) -> int | None:
-    """Return the position of an attention's queries among its operands, just before
-    that of the keys; most backwards have the gradient before them. None for any other
+    """Return the position of an attention's queries among its operands; the keys
+    follow. Most backwards have the gradient before the queries. None for any other
     op."""
     if not _is_attention(target):
         return None

@@ -48,8 +48,8 @@ class Simulation:
 
     ``starts``, ``ends``: seconds, by index of the task; for a collective of no duration
     when its result is there. ``axes``: all that collectives may run along, in the order
-    of ``bits``; by default those of the tasks. ``compiled``: whether to run the loop by
-    numba, which takes a second to load and is then some 50 times as fast.
+    of ``bits``; by default the axes of the tasks. ``compiled``: whether to run the loop
+    by numba, which takes a second to load and is then some 50 times as fast.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ _SEQUENCE_BEFORE_HEADS = (
 # Argument names of a mask or bias in addition to a causal one.
 _MASKS = ("attn_mask", "attn_bias", "bias")
 
-# (queries, keys, places of the first query before that of the first key): the last is
-# an int, or a function of the rank, as ``_expression`` writes it.
+# (queries, keys, ahead): query ``i`` sees keys up to ``i + ahead``, which is an int, or
+# a function of the rank, as ``_expression`` writes it.
 _Block = tuple[int, int, Any]
 
 
@@ -124,7 +124,7 @@ def _names(target: Any) -> tuple[str, ...]:
 
 
 def _argument(node: fx.Node, names: tuple[str, ...], name: str) -> Any:
-    """Return what a call gives for an argument; None where it gives nothing."""
+    """Return the value of a call's argument; None if the call gives none."""
     place = names.index(name)
     return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 

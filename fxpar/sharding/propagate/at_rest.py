@@ -1,4 +1,4 @@
-"""Parameters at rest: chooses their layouts between steps, and how a plan uses them.
+"""Chooses the layouts of parameters at rest, between steps, and how a plan uses them.
 
 In: shapes, the mesh, hints; for a plan, a propagated program. Out: specs at rest, and
 axes added to the propagated State. ``at_rest`` chooses the spec of one parameter: the
@@ -66,7 +66,7 @@ def at_rest(
     if open_ and shard_sizes.is_even(shape[0], mesh, experts):
         dim_axes[0] = experts
         used_axes.update(experts)
-    # Batch axes are gathered at each use: minor, so that what is left is one block.
+    # Batch axes are gathered at each use: minor, so that the rest is one block.
     free_axes = [
         axis
         for axis in sorted(mesh.names, key=lambda axis: axis in batch)
@@ -221,7 +221,7 @@ def gathered_again(program: Program) -> set[int]:
     These are all but the values of parameters that the last reader of the forward and
     the first of the backward share; readers of vectors alone do not count. Between the
     two little else is gathered: such values would be dropped and gathered again at once
-    (FSDP2 keeps those of its root for this reason).
+    (FSDP2 keeps the parameters of its root gathered for this reason).
     """
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     free = {v for x, v in pairs if x.kind == "parameter" and x.rest is None}

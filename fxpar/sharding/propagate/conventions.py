@@ -1,4 +1,4 @@
-"""Conventions: say how a mesh axis splits values when no hint names it.
+"""Seeds the splits of a mesh axis by conventions, when no hint names it.
 
 In: a Program and a Mesh; for weights, the engine of a propagation. Out: seeds, and
 notes of dims that are not split. An axis named as in ``BATCH`` splits dim 0 of the
@@ -8,8 +8,8 @@ weights as an expert would: walking the forward program, the first contraction w
 parameter that the axis does not touch yet has its output dim split ("column");
 propagation then finds the matching input dim of the next one ("row") by itself. In a
 mesh without a batch axis by name the first axis is one, unless it is named as in
-``MODEL``. Never: splits a residual stream, which many layers read and norms reduce
-over.
+``MODEL``. Never: splits the features of a residual stream, which many layers read
+and norms reduce over.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def seed_weights(engine: Propagation, axis: str) -> None:
     some."""
     program, mesh = engine.program, engine.mesh
     roots, parts = parameter_roots(program), engine.mesh.parts([axis])
-    # Heads wait for those of other weights that share them and take the whole axis.
+    # Heads wait for other weights that share them and take the whole axis.
     waiting: list[tuple[Op, int]] = []
     for op in program.ops:
         heads = _heads(program, op, roots) if len(parts) > 1 else None

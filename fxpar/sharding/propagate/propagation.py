@@ -1,4 +1,4 @@
-"""Propagation: from seeds to a spec for every value, by factor rules, to a fixed point.
+"""Propagates seeds to a spec for every value, by factor rules, to a fixed point.
 
 In: a Program, a Mesh, seeds (hints and conventions). Out: a ``State`` with the axes of
 every dim of every value and, for each axis, its origin. Never: changes the graph, or
@@ -128,7 +128,7 @@ class Propagation:
                 state.dims[v][d], state.closed[v][d] = (), True
 
     def _release(self, seed: Seed, priority: int) -> None:
-        """Let the dims of a seed propagate whose priority is ``priority``."""
+        """Let the dims of a seed whose turn is ``priority`` propagate."""
         state, v = self.state, seed.value
         for d, turn in enumerate(seed.turns):
             if turn == priority and (v, d) in self._held:

@@ -1,4 +1,4 @@
-"""Seeds of propagation, and the axes of values with the origin of each.
+"""Defines seeds of propagation, and the axes of values with the origin of each.
 
 In: axes of values, as hints and conventions give them. Out: ``Seed``, a spec given to a
 value; ``State``, which propagation fills and later steps read. Never: applies a rule.

@@ -2,7 +2,7 @@
 
 In: a value's shape and specs. Out: ``matrix``, seconds from each to each, inf where a
 value cannot be brought there; ``path``, the steps of one of them. All specs of tensors
-of so many dims are the nodes of a graph whose edges are single moves (slice, mask,
+of equally many dims are the nodes of a graph whose edges are single moves (slice, mask,
 gather, all-to-all, permute, reductions), priced as ``steps`` prices them. A path may
 use axes that neither end has: over unlike links a value that is whole along the fast
 axis is sliced there, gathered over the slow one in parts, and gathered again.

@@ -186,7 +186,7 @@ class _Problem:
     mesh: Mesh
     # Tokens of each dim that the problem is about, at first.
     start: Dims
-    # Tokens of each of these dims at last.
+    # Tokens of the same dims at last.
     goal: Dims
     # The most shards of each dim; any fewer must divide it.
     room: tuple[int, ...]

@@ -2,9 +2,9 @@
 list, each value resharded once per target spec.
 
 ``steps`` finds the cheapest route from one spec to another; ``price`` returns its
-seconds. Where links are known and axes are few, the routes of ``all_pairs`` compete
-with those of ``one_pair``: over unlike links, axes that neither spec has can share the
-work. Among equals those of ``one_pair`` win.
+seconds. Where links are known and axes are few, the routes of ``all_pairs`` and of
+``one_pair`` compete: over unlike links, axes that neither spec has can share the work.
+Among equals ``one_pair`` wins.
 
 ``connect``. In: a Program, a strategy per op, the spec each value settles in, the specs
 of inputs and outputs. Out: ``Edges``: for every use of a value the spec it is read in,

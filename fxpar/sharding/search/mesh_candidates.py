@@ -113,8 +113,9 @@ def _keeps_to_nodes(sizes: Sequence[int], node: int) -> bool:
 
 
 def unlike(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
-    """Return meshes, of those that differ only in the order of axes with one kind of
-    link only the first: where nothing names an axis, their plans take the same time."""
+    """Return the meshes without those that differ from an earlier one only in the order
+    of axes with one kind of link: where nothing names an axis, their plans take the
+    same time."""
     first: dict[Any, Mesh] = {}
     for mesh in meshes:
         links = hardware.links(mesh)

@@ -81,7 +81,8 @@ def price_stages(
     ``pipeline``: gives each place its speed. ``schedule``: a name of
     ``pipeline_schedule.SCHEDULES``; ``budget``: bytes of a rank, exceeded if no cut
     fits; ``pinned``: parameter name -> the stage of its readers. Raises PlanError if
-    the schedule has no order for so many parts, HintError if no cut keeps all pins.
+    the schedule has no order for that number of parts, HintError if no cut keeps all
+    pins.
     """
     form, parts = result.formulation, result.formulation.parts
     assert parts is not None, "the batch is cut"

@@ -36,7 +36,7 @@ from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
 Found = TypeVar("Found")
-# Seconds and axes of tasks.
+# Seconds, and axes as ``Simulation.bits``, by index of the task.
 _Runs = tuple[dict[int, float], dict[int, int]]
 # (seconds, axes) of each collective.
 _Steps = tuple[tuple[float, int], ...]
@@ -224,8 +224,9 @@ class Overlap:
 
 
 def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
-    """Return the seconds of a simulated step. A batch in parts has those of the last
-    part, with which gradients are reduced, and of the others without what runs once."""
+    """Return the seconds of a simulated step. For a batch in parts: of the last part,
+    with which gradients are reduced, and of the others without the work done once for
+    all."""
     step, parts = Overlap(formulation, choice), formulation.parts
     if parts is None:
         return step.seconds

@@ -62,7 +62,7 @@ class SearchOptions:
     seconds: float = 30.0
     # Bytes of one rank; None takes the hardware's.
     memory: float | None = None
-    # The search ends when a step is proved to take at least so many seconds.
+    # The search ends when a step is proved to take at least this many seconds.
     enough: float = math.inf
     # Gap at which it ends; problems with few strategies are solved to the optimum.
     tolerance: float = _CLOSE
@@ -271,8 +271,8 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
 
 def _is_above(problem: Problem, seconds: float) -> bool:
     """Return whether a rough solution with equal choices in all repeated layers,
-    without the limit, needs more than the limit. What is tied need not be feasible:
-    hints may differ between layers."""
+    without the limit, needs more than the limit. Ties need not be feasible: hints may
+    differ between layers."""
     assert problem.limit is not None
     try:
         return _alike(replace(problem, limit=None), seconds).peak > problem.limit

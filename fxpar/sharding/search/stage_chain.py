@@ -39,9 +39,9 @@ class StageChain:
         self._place_others()
 
     def _place_others(self) -> None:
-        """Give all other ops a place: an op of the backward that of the op it
-        differentiates, but never a later one than the op it continues has; an op of
-        weights alone that of its reader."""
+        """Give all other ops a place: an op of the backward takes the place of the op
+        it differentiates, but none later than the op it continues; an op of weights
+        alone takes its reader's."""
         program, at = self.program, self.at
         by_number: dict[int, int] = {}
         for index in self.ops:

@@ -101,7 +101,7 @@ def resolve(
     without the pins, in at most ``seconds``.
 
     Small problems are solved to the end. In others the choice changes in windows that
-    grow around the pinned nodes until growing no longer pays; the bound is that of
+    grow around the pinned nodes until growing no longer pays; the bound is the one of
     ``start``. Where no window fits, the whole problem is solved.
 
     Raises Infeasible as ``solve`` does.
@@ -185,8 +185,9 @@ def _repeats(problem: Problem) -> bool:
 
 
 def _layered(search: Search, net: Network, seed: int) -> None:
-    """Solve with tied nodes as one, which is small, and spread the answer out; under a
-    limit, mix what the ends of its prices ask for; then bound the whole problem."""
+    """Solve with tied nodes as one, which is small, and give all nodes its answer;
+    under a limit, mix the choices met at the ends of its prices; then bound the whole
+    problem."""
     small, to = tie(search.problem)
     limited = len(net.room) > 0
     try:

@@ -22,7 +22,7 @@ FAR, GRACE = 5.0, 60.0
 class _Clock(threading.local):
     """Is the clock of one thread."""
 
-    # Seconds of work so far in the search under way; outside of one, in all searches.
+    # Seconds of work so far in the search under way; outside of one, of all work.
     done: float = 0.0
     # The wall-clock time at which the search under way is stopped; None without one.
     wall: float | None = None
