@@ -97,7 +97,7 @@ class _Ends:
 
     # Number of each spec among the nodes; -1: it is none.
     places: np.ndarray
-    # Number of each spec without its partial axes.
+    # Number among the nodes of each spec without its partial axes.
     reduced: np.ndarray
     # Whether shards of each spec are not equal.
     odd: np.ndarray
@@ -239,8 +239,8 @@ def _spec(node: Layout, mesh: Mesh, op: str = "sum") -> Spec:
 def _one(
     source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
 ) -> float:
-    """Return the price of a pair of which one is not in the graph; inf if it cannot
-    be."""
+    """Return the price of a pair of which one is not in the graph; inf if the value
+    cannot be brought there."""
     try:
         return one_pair.search(source, target, mesh, shape, itemsize)[1]
     except SpecError:

@@ -6,8 +6,8 @@ reductions; a cheapest-first search over those that may lead to the target order
 places each, so that nothing is replicated that need not be, and gathering stays an
 alternative where it is cheaper.
 
-An axis moves in pieces (as parts) where sizes make that necessary, e.g. ``[x, y] -> [y,
-x]`` for x=4, y=2. Never: uses axes that neither spec has.
+An axis moves in pieces (as parts) where sizes make that necessary, e.g.
+``[x, y] -> [y, x]`` for x=4, y=2. Never: uses axes that neither spec has.
 """
 
 from __future__ import annotations

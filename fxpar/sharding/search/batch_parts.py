@@ -3,7 +3,7 @@
 In: a Program and which factors of its ops follow the batch (``BatchCut``). Out: the
 ``PartProgram``: the same ops and values, at the sizes of one part; a part is charged
 its share of work and values that exist once for all parts (weights, sums of gradients,
-the update). The price is for one part, as stages need, or of a step of all parts.
+the update). The price is for one part, as stages need, or for a step of all parts.
 For a place of a pipeline it gives the memory held: its stage's share of weights,
 activations of the parts in flight. Never: looks at specs, or changes a graph.
 """

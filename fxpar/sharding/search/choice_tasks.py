@@ -76,7 +76,7 @@ class Layout:
     # The value that each edge moves, None if it moves none.
     edge_values: tuple[EdgeValue | None, ...]
     # Whether no op waits for an edge's value at once: an input gathered ahead, or a
-    # gradient that no op reads.
+    # gradient that no op computes with.
     aside: tuple[bool, ...]
 
 

@@ -248,8 +248,8 @@ _LEAST = 1.0
 
 def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
     """Solve the problem without its limit, which is easier; with it, if that plan does
-    not fit. Both take the seconds asked for at most, and end when a bound is
-    ``enough``."""
+    not fit. Together they take about the seconds asked for at most, and end when a
+    bound is ``enough``."""
     if options.alike:
         return _fitting_alike(problem, options.seconds)
     many = sum(map(len, problem.costs)) > _FEW
