@@ -146,8 +146,8 @@ def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
 
 
 def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
-    """Return the shares x, of sum 1, that minimize ``max(x * alone) + largest *
-    max(x)``.
+    """Return the shares x, of sum 1, for which ``max(x * alone) + largest * max(x)`` is
+    least.
 
     alone: seconds that each rank would take for the whole. largest: seconds that the
     largest share would take for the whole, in work that waits for it. If 0, all finish
